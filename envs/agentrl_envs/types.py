@@ -1,0 +1,86 @@
+"""The records that environments, graders and trainers share: problems, steps and how an episode ended.
+
+>>> problem = Problem(id="toy-0", statement="What is 2 + 3?", answer="5", source="toy")
+>>> Step(observation="\\nCode execution result: 5\\n", reward=0.0, ended=None).ended is None
+True
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Ended(StrEnum):
+    """How a trajectory ended. Truncation is not an error, and an error is not a wrong answer."""
+
+    ANSWERED = "answered"
+    STOPPED = "stopped"  # end of sequence without an answer
+    VOID_TURN = "void_turn"  # a turn with neither a program nor an answer
+    TURN_LIMIT = "turn_limit"
+    TOKEN_LIMIT = "token_limit"
+    DEADLINE = "deadline"
+    CANCELLED = "cancelled"
+    INFRASTRUCTURE_FAILURE = "infrastructure_failure"
+
+    @property
+    def is_truncation(self) -> bool:
+        """True when a limit, not the policy, ended the episode."""
+        return self in (Ended.TURN_LIMIT, Ended.TOKEN_LIMIT, Ended.DEADLINE)
+
+    @property
+    def is_no_data(self) -> bool:
+        """True when the episode failed for reasons outside the policy: it enters no reward, baseline or average."""
+        return self in (Ended.CANCELLED, Ended.INFRASTRUCTURE_FAILURE)
+
+
+class Verdict(StrEnum):
+    """What the grader said of an answer. Only ``CORRECT`` earns a reward; ``GRADER_TIMEOUT`` is no data."""
+
+    CORRECT = "correct"
+    INCORRECT = "incorrect"
+    NO_ANSWER = "no_answer"
+    UNPARSABLE_ANSWER = "unparsable_answer"
+    UNPARSABLE_GOLD = "unparsable_gold"
+    GRADER_TIMEOUT = "grader_timeout"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One question with its gold answer.
+
+    ``setup`` is Python that the sandbox runs before each of the episode's programs: it defines what the statement
+    speaks of (a function that reveals a value, a table). ``family`` names the generator's family or the subject.
+    """
+
+    id: str
+    statement: str
+    answer: str
+    source: str
+    family: str = ""
+    setup: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    """One program run, as telemetry sees it. ``outcome`` is a value of ``agentrl_sandbox.client.Outcome``."""
+
+    outcome: str
+    seconds: float
+    truncated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """What an episode answers to one turn of the model.
+
+    ``observation`` is the text the model reads next ("" if none); it is appended even when the episode has ended.
+    ``verdict`` and ``answer`` are set once an answer was graded.
+    """
+
+    observation: str
+    reward: float
+    ended: Ended | None
+    verdict: Verdict | None = None
+    answer: str | None = None
+    tool_calls: tuple[ToolCall, ...] = field(default=())
