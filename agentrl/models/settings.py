@@ -1,0 +1,32 @@
+"""Settings of the policy: which model, in which precision, and the shape of the embedded tiny one."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class TinyModelSettings(BaseModel):
+    """Shape of the embedded policy (Qwen2 architecture, tied embeddings, byte-level BPE with single digits)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    vocabulary_size: int = Field(512, ge=300, le=65536, description="tokens of the byte-level BPE, special ones included")
+    hidden_size: int = Field(96, ge=16)
+    layers: int = Field(4, ge=1)
+    heads: int = Field(4, ge=1)
+    intermediate_size: int = Field(256, ge=16)
+    max_positions: int = Field(1024, ge=64)
+
+
+class ModelSettings(BaseModel):
+    """The policy that is trained."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str | None = Field(None, description="directory or Hugging Face id; none: the embedded tiny policy")
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    gradient_checkpointing: bool = False
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    tiny: TinyModelSettings = TinyModelSettings()

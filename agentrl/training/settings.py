@@ -1,0 +1,109 @@
+"""Settings of training: algorithm, optimizer, passes, checkpoints, cold start and evaluation during a run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class AlgorithmSettings(_Settings):
+    """Estimator, loss and filters (FORMULAS: sections 4, 5 and 7)."""
+
+    estimator: str = "tir_otb"
+    gamma: float = Field(1.0, gt=0, le=1)
+    leave_one_out: bool = False
+    tail: Literal["zero", "carry", "self"] = "zero"
+    energy: Literal["logit_proxy", "head_exact", "length"] = "logit_proxy"
+    normalize: Literal["group_std", "whiten"] | None = None
+    loss: str = "reinforce"
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_high: float = Field(0.28, ge=0)
+    dual_clip: float = Field(3.0, gt=1)
+    aggregation: Aggregation = "token_mean"
+    norm_length: int | None = Field(None, ge=1, description="the constant L of seq_mean_token_sum_norm")
+    entropy_coefficient: float = Field(0.0, ge=0)
+    updates_per_step: int = Field(1, ge=1, description="optimizer updates on one step's trajectories")
+    void_turns: Literal["remove", "loss_only"] = Field(
+        "remove", description="remove: no data; loss_only: in the baseline, not in the loss (as published code does)"
+    )
+    accuracy_range: tuple[float, float] | None = Field(
+        None, description="groups whose share of correct answers lies outside are dropped (SimpleTIR: 0.1, 0.9)"
+    )
+    drop_zero_variance: bool = Field(True, description="groups whose rewards are all equal are dropped")
+    head_exact_every: int = Field(0, ge=0, description="steps between head-exact variance diagnostics; 0: never")
+    fidelity_bound: float | None = Field(
+        None, gt=0, description="mean |log-prob difference| between engine and trainer; none: by dtype"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AlgorithmSettings:
+        if self.aggregation == "seq_mean_token_sum_norm" and self.norm_length is None:
+            raise ValueError("aggregation seq_mean_token_sum_norm needs norm_length, the constant L")
+        if self.accuracy_range is not None and not 0 <= self.accuracy_range[0] < self.accuracy_range[1] <= 1:
+            raise ValueError("accuracy_range needs 0 <= low < high <= 1")
+        return self
+
+
+class OptimizerSettings(_Settings):
+    """AdamW and its schedule."""
+
+    learning_rate: float = Field(1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.99)
+    epsilon: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+    gradient_clip: float = Field(1.0, gt=0)
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    final_fraction: float = Field(0.0, ge=0, le=1, description="learning rate at the end of cosine over its peak")
+
+
+class TrainingSettings(_Settings):
+    """How the steps run."""
+
+    steps: int = Field(300, ge=1)
+    zero_stage: int = Field(2, ge=0, le=3)
+    micro_batch_tokens: int = Field(16384, ge=64, description="prompt and response tokens of one micro-batch, padding included")
+    head_backend: Literal["auto", "reference", "chunked"] = "auto"
+    num_processes: int = Field(1, ge=1, description="training ranks on this machine")
+    threads: int = Field(0, ge=0, description="CPU threads of each process; 0: the cores over the processes")
+    deterministic: bool = Field(False, description="bitwise reproducible: turns in rounds, sorted requests, fixed threads")
+    plan_deadline: float = Field(7200.0, gt=0, description="seconds a rank waits for its plan")
+
+
+class CheckpointSettings(_Settings):
+    """When state is saved and how much is kept."""
+
+    every: int = Field(50, ge=1, description="steps between checkpoints; the last step is always saved")
+    keep: int = Field(2, ge=1, description="newest checkpoints kept")
+
+
+class ColdstartSettings(_Settings):
+    """A short supervised start on demonstrations, with the response mask."""
+
+    demonstrations: str | None = Field(
+        None, description="JSONL file, builtin:arithmetic or formula:FILE; none: no cold start"
+    )
+    count: int = Field(8192, ge=1, description="demonstrations drawn from a generator")
+    variants: int = Field(4, ge=1, description="copies of each formula problem with other numbers")
+    steps: int = Field(200, ge=1)
+    batch_size: int = Field(48, ge=1)
+    learning_rate: float = Field(2e-3, gt=0)
+    warmup_steps: int = Field(20, ge=0)
+    seed: int | None = Field(None, description="none: the run's seed")
+
+
+class EvaluationSettings(_Settings):
+    """Evaluation before, during and after training."""
+
+    samples: int = Field(8, ge=1, description="k of avg@k")
+    problems: int = Field(128, ge=1, description="problems taken from each evaluation source")
+    every: int = Field(0, ge=0, description="steps between evaluations; 0: before and after only")
+    temperature: float = Field(1.0, gt=0)
+    falsified: bool = Field(False, description="also evaluate the end with falsified observations")
