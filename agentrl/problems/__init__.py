@@ -1,0 +1,1 @@
+"""Problems and demonstrations: generate, load, mix, split and order them. No torch here."""

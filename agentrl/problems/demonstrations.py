@@ -1,0 +1,132 @@
+"""Demonstrations: problems with the turns of a good solution, the material of the supervised cold start.
+
+One JSON object a line::
+
+    {"id": "a-0", "problem": "Box 7 ...", "answer": "43", "setup": "def open_box...",
+     "turns": [{"model": "```py\\nopen_box(7)\\n```", "observation": "\\nCode execution result: 48\\n"},
+               {"model": "```py\\nfinal_answer(48-5)\\n```", "observation": ""}]}
+
+``setup`` and a turn's ``observation`` may be left out (both ``""`` then).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl_envs.types import Problem
+
+from agentrl.problems.errors import EmptyProblemsError, ProblemFieldError
+from agentrl.problems.rows import read_jsonl
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """What the model writes and the observation it then reads ("" after the last turn, where none follows)."""
+
+    model: str
+    observation: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demonstration:
+    """A problem and the turns of one good solution.
+
+    >>> problem = Problem(id="toy-0", statement="What is 2 + 3?", answer="5", source="toy")
+    >>> shown = Demonstration(problem=problem, turns=(Turn(model=program("final_answer(2+3)")),))
+    >>> shown.text
+    'What is 2 + 3?\\n```py\\nfinal_answer(2+3)\\n```'
+    """
+
+    problem: Problem
+    turns: tuple[Turn, ...]
+
+    @property
+    def text(self) -> str:
+        """Statement, model texts and observations as one string: what a tokenizer is trained on."""
+        return self.problem.statement + "\n" + "".join(turn.model + turn.observation for turn in self.turns)
+
+
+def program(code: str) -> str:
+    """``code`` as a turn of the model: in a closed fence."""
+    return f"```py\n{code}\n```"
+
+
+def observation(output: str) -> str:
+    """What the SimpleTIR protocol shows of a program's output."""
+    return f"\nCode execution result: {output}\n"
+
+
+def tokenizer_corpus(demonstrations: Iterable[Demonstration]) -> Iterator[str]:
+    """The texts to train a tokenizer on, one a demonstration."""
+    return (demonstration.text for demonstration in demonstrations)
+
+
+def write_demonstrations(path: str | Path, demonstrations: Iterable[Demonstration]) -> int:
+    """Write one JSON object a line and return how many; the file appears whole or not at all."""
+    target = Path(path)
+    partial = target.with_name(target.name + ".partial")
+    count = 0
+    with partial.open("w", encoding="utf-8") as out:
+        for demonstration in demonstrations:
+            out.write(json.dumps(_to_row(demonstration), ensure_ascii=False) + "\n")
+            count += 1
+    os.replace(partial, target)
+    return count
+
+
+def read_demonstrations(path: str | Path) -> list[Demonstration]:
+    """Read a file of :func:`write_demonstrations` or of the same schema.
+
+    Raises ProblemFileError (missing file, malformed line), ProblemFieldError (a row that is not a demonstration) and
+    EmptyProblemsError; messages name file and line.
+    """
+    source = Path(path).stem
+    found = [_from_row(row, place, source) for place, row in read_jsonl(Path(path))]
+    if not found:
+        raise EmptyProblemsError(f"{path}: no demonstrations in this file")
+    return found
+
+
+def _to_row(demonstration: Demonstration) -> dict[str, Any]:
+    problem = demonstration.problem
+    row: dict[str, Any] = {"id": problem.id, "problem": problem.statement, "answer": problem.answer}
+    if problem.family:
+        row["family"] = problem.family
+    if problem.setup:
+        row["setup"] = problem.setup
+    row["turns"] = [{"model": turn.model, "observation": turn.observation} for turn in demonstration.turns]
+    return row
+
+
+def _from_row(row: dict[str, Any], place: str, source: str) -> Demonstration:
+    for field in ("problem", "answer"):
+        if not isinstance(row.get(field), str) or not row[field].strip():
+            raise ProblemFieldError(f"{place}: a demonstration needs a text {field!r}; fields there: {sorted(row)}")
+    turns = row.get("turns")
+    if not isinstance(turns, list) or not turns:
+        raise ProblemFieldError(f"{place}: a demonstration needs a list 'turns' that is not empty")
+    for number, turn in enumerate(turns, start=1):
+        if not isinstance(turn, dict) or not isinstance(turn.get("model"), str) or not turn["model"]:
+            raise ProblemFieldError(f"{place}: turn {number} needs a text 'model'")
+        if not isinstance(turn.get("observation", ""), str):
+            raise ProblemFieldError(f"{place}: turn {number}: 'observation' must be text")
+    for field in ("setup", "family"):
+        if not isinstance(row.get(field, ""), str):
+            raise ProblemFieldError(f"{place}: {field!r} must be text")
+    problem = Problem(
+        id=str(row.get("id", place)),
+        statement=row["problem"],
+        answer=row["answer"],
+        source=source,
+        family=row.get("family", ""),
+        setup=row.get("setup", ""),
+    )
+    return Demonstration(
+        problem=problem,
+        turns=tuple(Turn(model=turn["model"], observation=turn.get("observation", "")) for turn in turns),
+    )

@@ -1,0 +1,96 @@
+"""Sources of problems and weighted mixtures of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from agentrl_envs.types import Problem
+
+from agentrl.problems.errors import EmptyProblemsError, ProblemError
+
+
+class ProblemSource(Protocol):
+    """Problems by index: a finite set (``size`` of them) or an endless generator (``size`` None)."""
+
+    @property
+    def name(self) -> str:
+        """What messages and saved positions call it."""
+        ...
+
+    @property
+    def size(self) -> int | None:
+        """How many problems there are; None when they never end."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """Equal for sources that give the same problem at every index."""
+        ...
+
+    def problem(self, index: int) -> Problem:
+        """Problem ``index``, always the same one."""
+        ...
+
+
+class FiniteSource:
+    """Problems held in memory.
+
+    >>> source = FiniteSource("toy", [Problem(id="a", statement="1+1?", answer="2", source="toy")])
+    >>> source.size, source.problem(0).id
+    (1, 'a')
+    """
+
+    def __init__(self, name: str, problems: Sequence[Problem]) -> None:
+        """Raise EmptyProblemsError without problems and ProblemError when two share an id."""
+        if not problems:
+            raise EmptyProblemsError(f"{name}: no problems in it")
+        seen: set[str] = set()
+        for problem in problems:
+            if problem.id in seen:
+                raise ProblemError(f"{name}: two problems have the id {problem.id!r}; ids must differ")
+            seen.add(problem.id)
+        self.name = name
+        self.problems = tuple(problems)
+
+    @property
+    def size(self) -> int:
+        return len(self.problems)
+
+    @property
+    def identity(self) -> str:
+        digest = hashlib.sha256()
+        for problem in self.problems:
+            digest.update(f"{problem.id}\0{problem.statement}\0{problem.answer}\0".encode())
+        return f"{self.name}:{len(self.problems)}:{digest.hexdigest()[:16]}"
+
+    def problem(self, index: int) -> Problem:
+        return self.problems[index]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Sources with the shares in which problems are drawn from them (positive, any scale)."""
+
+    sources: tuple[ProblemSource, ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise EmptyProblemsError("a mixture needs at least one source of problems")
+        if len(self.weights) != len(self.sources):
+            raise ProblemError(f"a mixture of {len(self.sources)} sources has {len(self.weights)} weights")
+        for source, weight in zip(self.sources, self.weights, strict=True):
+            if not 0 < weight < float("inf"):
+                raise ProblemError(f"{source.name}: weight must be positive and finite, got {weight}")
+        names = [source.name for source in self.sources]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ProblemError(f"a mixture names {repeated[0]!r} twice; give one entry with the summed weight")
+
+    @classmethod
+    def of(cls, source: ProblemSource) -> Mixture:
+        """A mixture of one."""
+        return cls(sources=(source,), weights=(1.0,))

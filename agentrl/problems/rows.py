@@ -1,0 +1,74 @@
+"""Raw rows out of files: JSON Lines, parquet and the Hugging Face ``datasets`` library, each with its place.
+
+A place (``mawps.jsonl:17``, ``train.parquet row 3``) is what an error about the row names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from agentrl.problems.errors import ProblemError, ProblemFileError
+
+Row = dict[str, Any]
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
+    """``(place, row)`` a line; blank lines are passed over. Raises ProblemFileError with file and line number."""
+    require_file(path)
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            place = f"{path}:{number}"
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+                raise ProblemFileError(f"{place}: not valid JSON ({error})") from error
+            if not isinstance(row, dict):
+                raise ProblemFileError(f"{place}: expected a JSON object, found {type(row).__name__}")
+            yield place, row
+
+
+def read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
+    """``(place, row)`` a row, a batch at a time. Raises ProblemFileError when the file is not parquet."""
+    import pyarrow
+    import pyarrow.parquet
+
+    require_file(path)
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            number = 0
+            for batch in table.iter_batches():
+                for row in batch.to_pylist():
+                    yield f"{path} row {number}", row
+                    number += 1
+    except pyarrow.ArrowException as error:
+        raise ProblemFileError(f"{path}: not readable as parquet ({error})") from error
+
+
+def read_hub(name: str, *, split: str, subset: str | None, revision: str | None) -> Iterator[tuple[str, Row]]:
+    """``(place, row)`` a row of a Hugging Face data set, or of a local folder in one of its layouts.
+
+    Raises ProblemError when the data set, split or subset does not exist or cannot be reached.
+    """
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(name, name=subset, split=split, revision=revision)
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ProblemError(f"data set {name!r}, split {split!r}: cannot be loaded ({reason})") from error
+    for number, row in enumerate(rows):
+        yield f"{name}[{split}] row {number}", row
+
+
+def require_file(path: Path) -> None:
+    """Raise ProblemFileError unless ``path`` is a file."""
+    if path.is_dir():
+        raise ProblemFileError(f"{path}: is a folder, not a file")
+    if not path.exists():
+        there = sorted(entry.name for entry in path.parent.glob(f"*{path.suffix}"))[:8] if path.parent.is_dir() else []
+        raise ProblemFileError(f"{path}: no such file" + (f"; in that folder: {', '.join(there)}" if there else ""))

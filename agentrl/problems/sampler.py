@@ -1,0 +1,102 @@
+"""An endless stream of problems whose position can be saved.
+
+Which source the n-th draw takes, and the order of a finite source in its k-th epoch, are functions of the seed alone;
+the position is a few numbers, and no list of an endless source is ever made.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from random import Random
+from typing import Any
+
+from agentrl_envs.types import Problem
+
+from agentrl.problems.errors import SamplerStateError
+from agentrl.problems.mixture import Mixture, ProblemSource
+
+
+class ProblemSampler:
+    """Draw problems from a mixture, each finite source shuffled anew every epoch.
+
+    Every problem of a finite source comes once before any comes twice. Not thread-safe.
+
+    >>> from agentrl.problems.arithmetic import ArithmeticSource
+    >>> sampler = ProblemSampler(ArithmeticSource(seed=1), seed=5)
+    >>> first = sampler.next(3)
+    >>> position = sampler.state_dict()
+    >>> expected = sampler.next(2)
+    >>> resumed = ProblemSampler(ArithmeticSource(seed=1), seed=5)
+    >>> resumed.load_state_dict(position)
+    >>> resumed.next(2) == expected
+    True
+    """
+
+    def __init__(self, problems: Mixture | ProblemSource, *, seed: int) -> None:
+        self._mixture = problems if isinstance(problems, Mixture) else Mixture.of(problems)
+        self._cumulative = list(itertools.accumulate(self._mixture.weights))
+        self._seed = seed
+        self._drawn = 0
+        self._positions = [0] * len(self._mixture.sources)
+        self._orders: dict[int, tuple[int, array[int]]] = {}  # source -> (epoch, order); one epoch is kept
+
+    def next(self, count: int) -> list[Problem]:
+        """The next ``count`` problems."""
+        return [self._draw() for _ in range(count)]
+
+    def epochs(self) -> dict[str, float]:
+        """Passes over each finite source so far, by its name."""
+        return {
+            source.name: position / source.size
+            for source, position in zip(self._mixture.sources, self._positions, strict=True)
+            if source.size is not None
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, JSON-able. ``sources`` lets :meth:`load_state_dict` refuse other problems."""
+        return {
+            "seed": self._seed,
+            "drawn": self._drawn,
+            "positions": list(self._positions),
+            "weights": list(self._mixture.weights),
+            "sources": [source.identity for source in self._mixture.sources],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on exactly where ``state`` was saved. Raises SamplerStateError when it belongs to other problems."""
+        ours = self.state_dict()
+        missing = sorted(set(ours) - set(state))
+        if missing:
+            raise SamplerStateError(f"saved sampler position lacks {', '.join(missing)}")
+        for key in ("seed", "sources", "weights"):
+            if state[key] != ours[key]:
+                raise SamplerStateError(
+                    f"saved sampler position belongs to other {key}: saved {state[key]!r}, now {ours[key]!r}"
+                )
+        self._drawn = int(state["drawn"])
+        self._positions = [int(position) for position in state["positions"]]
+
+    def _draw(self) -> Problem:
+        which = self._choose(self._drawn)
+        source, position = self._mixture.sources[which], self._positions[which]
+        self._drawn += 1
+        self._positions[which] += 1
+        if source.size is None:
+            return source.problem(position)
+        epoch, offset = divmod(position, source.size)
+        return source.problem(self._order(which, epoch, source.size)[offset])
+
+    def _choose(self, draw: int) -> int:
+        if len(self._cumulative) == 1:
+            return 0
+        point = Random(f"{self._seed}:draw:{draw}").random() * self._cumulative[-1]
+        return next(which for which, edge in enumerate(self._cumulative) if point < edge)
+
+    def _order(self, which: int, epoch: int, size: int) -> array[int]:
+        cached = self._orders.get(which)
+        if cached is None or cached[0] != epoch:
+            order = array("q", range(size))
+            Random(f"{self._seed}:{self._mixture.sources[which].name}:epoch:{epoch}").shuffle(order)
+            cached = self._orders[which] = (epoch, order)
+        return cached[1]

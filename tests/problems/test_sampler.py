@@ -1,0 +1,79 @@
+"""The sampler: fair epochs, weights, and a position that resumes exactly."""
+
+import json
+from collections import Counter
+
+import pytest
+from agentrl_envs.types import Problem
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.problems.arithmetic import ArithmeticSource
+from agentrl.problems.errors import EmptyProblemsError, ProblemError, SamplerStateError
+from agentrl.problems.mixture import FiniteSource, Mixture
+from agentrl.problems.sampler import ProblemSampler
+
+
+def toy(name: str, size: int) -> FiniteSource:
+    return FiniteSource(
+        name, [Problem(id=f"{name}-{i}", statement=f"{i}+0?", answer=str(i), source=name) for i in range(size)]
+    )
+
+
+def mixture() -> Mixture:
+    return Mixture(sources=(toy("a", 3), ArithmeticSource(seed=4), toy("b", 7)), weights=(1.0, 2.0, 1.0))
+
+
+def test_every_epoch_holds_every_problem_once_in_another_order():
+    sampler = ProblemSampler(toy("a", 20), seed=0)
+    epochs = [[problem.id for problem in sampler.next(20)] for _ in range(3)]
+    assert [sorted(epoch) for epoch in epochs] == [sorted(f"a-{i}" for i in range(20))] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert sampler.epochs() == {"a": 3.0}
+
+
+def test_another_seed_gives_another_order():
+    assert ProblemSampler(toy("a", 20), seed=0).next(20) != ProblemSampler(toy("a", 20), seed=1).next(20)
+
+
+@settings(max_examples=30, deadline=None)
+@given(before=st.integers(0, 60), after=st.integers(0, 40), chunk=st.integers(1, 9), seed=st.integers(0, 10**6))
+def test_resumed_equals_uninterrupted(before: int, after: int, chunk: int, seed: int):
+    whole = ProblemSampler(mixture(), seed=seed).next(before + after)
+    first = ProblemSampler(mixture(), seed=seed)
+    head = [problem for start in range(0, before, chunk) for problem in first.next(min(chunk, before - start))]
+    resumed = ProblemSampler(mixture(), seed=seed)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert head + resumed.next(after) == whole
+
+
+def test_mixture_draws_by_weight():
+    drawn = Counter(problem.source for problem in ProblemSampler(mixture(), seed=3).next(8000))
+    # Expected 2000, 4000, 2000; four standard deviations of a binomial count are at most 179.
+    assert abs(drawn["a"] - 2000) < 179
+    assert abs(drawn["arithmetic"] - 4000) < 179
+    assert abs(drawn["b"] - 2000) < 179
+
+
+def test_a_position_of_other_problems_is_refused():
+    saved = ProblemSampler(toy("a", 3), seed=0).state_dict()
+    with pytest.raises(SamplerStateError, match=r"other seed: saved 0, now 1"):
+        ProblemSampler(toy("a", 3), seed=1).load_state_dict(saved)
+    with pytest.raises(SamplerStateError, match=r"other sources: saved \['a:3:.*now \['a:4:"):
+        ProblemSampler(toy("a", 4), seed=0).load_state_dict(saved)
+    with pytest.raises(SamplerStateError, match="lacks positions, weights"):
+        ProblemSampler(toy("a", 3), seed=0).load_state_dict({"seed": 0, "drawn": 0, "sources": []})
+
+
+def test_unusable_mixtures_are_refused():
+    with pytest.raises(EmptyProblemsError, match="at least one source"):
+        Mixture(sources=(), weights=())
+    with pytest.raises(ProblemError, match="a: weight must be positive and finite, got 0"):
+        Mixture(sources=(toy("a", 1),), weights=(0.0,))
+    with pytest.raises(ProblemError, match="names 'a' twice"):
+        Mixture(sources=(toy("a", 1), toy("a", 2)), weights=(1.0, 1.0))
+    with pytest.raises(EmptyProblemsError, match="toy: no problems"):
+        FiniteSource("toy", [])
+    twice = Problem(id="x", statement="s", answer="1", source="t")
+    with pytest.raises(ProblemError, match="two problems have the id 'x'"):
+        FiniteSource("toy", [twice, twice])
