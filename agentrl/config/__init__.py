@@ -1,0 +1,25 @@
+"""Every setting of a run: composed, layered, checked, shown and compared. Nothing heavy is imported here."""
+
+from agentrl.config.checks import check_settings, settings_warnings
+from agentrl.config.compare import RESUME_MAY_CHANGE, dump_yaml, may_change_on_resume, resume_conflicts, settings_diff
+from agentrl.config.layers import load_settings, run_config_of
+from agentrl.config.overlays import find_config, shipped_config, shipped_configs
+from agentrl.config.settings import DataSettings, EnvironmentOptions, Settings
+
+__all__ = [
+    "RESUME_MAY_CHANGE",
+    "DataSettings",
+    "EnvironmentOptions",
+    "Settings",
+    "check_settings",
+    "dump_yaml",
+    "find_config",
+    "load_settings",
+    "may_change_on_resume",
+    "resume_conflicts",
+    "run_config_of",
+    "settings_diff",
+    "settings_warnings",
+    "shipped_config",
+    "shipped_configs",
+]

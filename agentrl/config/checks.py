@@ -1,0 +1,123 @@
+"""What no single field can know: settings that contradict one another, and settings that will surprise.
+
+A contradiction raises SettingsError; a surprise is a warning that says what will happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from agentrl.config.settings import Settings
+from agentrl.errors import SettingsError
+
+GROUP_ESTIMATORS = frozenset(
+    {"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "gpg", "opo", "ogb", "eob"}
+    | {"otb", "tir_otb", "otb_isolated", "otb_total", "otb_cross"}
+)
+"""Estimators whose baseline comes from the other trajectories of the group."""
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def check_settings(settings: Settings) -> None:
+    """Raise SettingsError that lists every contradiction, one a line."""
+    found = [*_length_contradictions(settings), *_step_contradictions(settings), *_model_problems(settings)]
+    if found:
+        raise SettingsError("\n".join(found))
+
+
+def settings_warnings(settings: Settings) -> list[str]:
+    """One sentence for each setting that is allowed and surprises."""
+    return [*_group_of_one(settings), *_unreproducible(settings), *_late_warmup(settings)]
+
+
+def _length_contradictions(settings: Settings) -> Iterator[str]:
+    rollout = settings.rollout
+    whole = rollout.max_prompt_tokens + rollout.max_response_tokens
+    lengths = (
+        f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and "
+        f"rollout.max_response_tokens={rollout.max_response_tokens}"
+    )
+    if rollout.max_turn_tokens > rollout.max_response_tokens:
+        yield (
+            f"rollout.max_turn_tokens={rollout.max_turn_tokens} is above "
+            f"rollout.max_response_tokens={rollout.max_response_tokens}: a turn cannot be longer than its trajectory"
+        )
+    if settings.model.path is None and whole > settings.model.tiny.max_positions:
+        yield (
+            f"{lengths} together pass model.tiny.max_positions={settings.model.tiny.max_positions}: the tiny policy "
+            "cannot read a whole trajectory; raise max_positions or shorten the others"
+        )
+    if whole > rollout.kv_cache_tokens:
+        yield (
+            f"{lengths} together pass rollout.kv_cache_tokens={rollout.kv_cache_tokens}: not one trajectory fits the "
+            f"cache; valid: at least {whole}"
+        )
+    if whole > settings.training.micro_batch_tokens:
+        yield (
+            f"{lengths} together pass training.micro_batch_tokens={settings.training.micro_batch_tokens}: a "
+            f"micro-batch must hold a whole trajectory; valid: at least {whole}"
+        )
+
+
+def _step_contradictions(settings: Settings) -> Iterator[str]:
+    updates, problems = settings.algorithm.updates_per_step, settings.rollout.problems_per_step
+    if updates > problems:
+        yield (
+            f"algorithm.updates_per_step={updates} is above rollout.problems_per_step={problems}: every update needs "
+            f"a group of its own; valid: 1 to {problems}"
+        )
+    if not settings.data.train:
+        yield "data.train is empty: nothing to train on; give a source, for example data.train.0.path=FILE.jsonl"
+
+
+def _model_problems(settings: Settings) -> Iterator[str]:
+    path = settings.model.path
+    if path is None:
+        return
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            yield f"model.path={path!r} holds no config.json: it is not a model directory of transformers"
+        elif not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            yield (
+                f"model.path={path!r} holds a model but no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); "
+                "save the tokenizer there with tokenizer.save_pretrained(...)"
+            )
+    elif folder.exists():
+        yield f"model.path={path!r} is a file; valid: a model directory or a Hugging Face id such as Qwen/Qwen2.5-7B"
+    elif path.startswith(("/", ".", "~")) or path.count("/") != 1:
+        yield f"model.path={path!r}: there is no such directory, and a Hugging Face id is written OWNER/NAME"
+
+
+def _group_of_one(settings: Settings) -> Iterator[str]:
+    if settings.rollout.group_size > 1 or settings.algorithm.estimator not in GROUP_ESTIMATORS:
+        return
+    happens = "every group is a single trajectory, its baseline is 0 and its advantages are the plain rewards"
+    if settings.algorithm.drop_zero_variance:
+        happens = (
+            "every group is a single trajectory without variance, so algorithm.drop_zero_variance=true drops them all "
+            "and nothing is trained"
+        )
+    yield (
+        f"rollout.group_size=1 with the group estimator algorithm.estimator={settings.algorithm.estimator}: {happens}; "
+        "usual are 8 or 16"
+    )
+
+
+def _unreproducible(settings: Settings) -> Iterator[str]:
+    if settings.training.deterministic and settings.training.num_processes > 1:
+        yield (
+            f"training.deterministic=true with training.num_processes={settings.training.num_processes}: bitwise "
+            "equality is promised for one process only; sums over ranks may differ in the last digits"
+        )
+
+
+def _late_warmup(settings: Settings) -> Iterator[str]:
+    warmup, steps = settings.optimizer.warmup_steps, settings.training.steps
+    if warmup >= steps:
+        yield (
+            f"optimizer.warmup_steps={warmup} with training.steps={steps}: the learning rate never reaches "
+            f"optimizer.learning_rate={settings.optimizer.learning_rate}"
+        )

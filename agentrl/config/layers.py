@@ -1,0 +1,210 @@
+"""How a run's settings come together.
+
+From weakest to strongest: the models' defaults (the published values for large models); the ``tiny`` preset where no
+``model.path`` is set; ``--config FILE`` with its ``base`` chain; ``key=value`` from the command line. A mapping is
+merged key by key, everything else is replaced. On resume the run's own ``config.yaml`` takes the place of defaults and
+preset, so that a bare ``--resume`` continues with exactly the settings the run was started with.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from agentrl.config.checks import check_settings
+from agentrl.config.compare import RESUME_MAY_CHANGE, resume_conflicts
+from agentrl.config.messages import settings_error, show, unknown_key
+from agentrl.config.overlays import Layer, interpolate, overlay_chain, parse_yaml
+from agentrl.config.settings import SIMPLETIR, Settings, settings_model
+from agentrl.errors import SettingsError
+
+PRESET = "tiny"
+COMMAND_LINE = "command line"
+
+Override = tuple[list[str], Any]
+"""The parts of a dotted key, and the value it gets."""
+
+
+def load_settings(
+    env: str | None = None,
+    config_file: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    resume: bool = False,
+) -> Settings:
+    """The resolved, checked settings of a run; ``name`` is always set.
+
+    ``config_file`` is a path or the name of a shipped overlay, ``overrides`` are ``key=value`` with dotted keys and
+    YAML values. Raises SettingsError whose message has one line for each thing wrong.
+    """
+    files = overlay_chain(str(config_file)) if config_file is not None else []
+    if env is not None:
+        overrides = [f"env={env}", *overrides]
+    top = [_override(text) for text in overrides]
+    asked = _merge_all(SIMPLETIR, files, top)
+    if resume:
+        return _resumed(find_run(asked), files, top)
+    preset = _preset(asked, {layer.origin for layer in files})
+    settings = _validate([*preset, *files], top)
+    if settings.name is not None:
+        return settings
+    own = PRESET if settings.model.path is None else Path(settings.model.path).name
+    stem = own if config_file is None else Path(config_file).stem
+    return settings.model_copy(update={"name": _next_name(Path(settings.runs_dir), stem)})
+
+
+def _resumed(run: Path, files: list[Layer], top: list[Override]) -> Settings:
+    """The run's saved settings with what was asked for now; SettingsError names each change that may not be."""
+    saved = overlay_chain(str(run / "config.yaml"))
+    place: list[Override] = [(["name"], run.name), (["runs_dir"], str(run.parent))]
+    before = _validate(saved, place)
+    settings = _validate([*saved, *files], [*top, *place])
+    conflicts = resume_conflicts(before, settings)
+    if conflicts:
+        changes = "\n".join(f"  {line}" for line in conflicts)
+        raise SettingsError(
+            f"--resume: {run} was started with other settings (saved -> asked for now):\n{changes}\n"
+            "leave these out to continue as it was, or start a new run without --resume; on resume may change: "
+            + ", ".join(key + "*" if key.endswith(".") else key for key in RESUME_MAY_CHANGE)
+        )
+    return settings
+
+
+def find_run(merged: Mapping[str, Any]) -> Path:
+    """The run directory that ``name`` means, or the newest one. Raises SettingsError when there is none to resume."""
+    runs = Path(str(merged.get("runs_dir") or Settings().runs_dir))
+    found = [path.parent for path in runs.glob("*/config.yaml")]
+    name = merged.get("name")
+    if name is None:
+        if not found:
+            raise SettingsError(f"--resume: there is no run in {runs} (a run has a config.yaml)")
+        return max(found, key=lambda path: ((path / "config.yaml").stat().st_mtime_ns, path.name))
+    if runs / str(name) not in found:
+        names = sorted(path.name for path in found)
+        near = difflib.get_close_matches(str(name), names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; runs there: {', '.join(names) or 'none'}"
+        raise SettingsError(f"--resume: name={name!r} is not a run in {runs}{hint}")
+    return runs / str(name)
+
+
+def _preset(asked: Mapping[str, Any], named: set[str]) -> list[Layer]:
+    """The layers of the tiny preset, none where a model is given; those in ``named`` (by a ``base``) come once."""
+    model = asked["model"]
+    if not isinstance(model, dict) or model.get("path") is not None:
+        return []
+    preset = [layer for layer in overlay_chain(PRESET) if layer.origin not in named]
+    return preset if asked["env"] == SIMPLETIR else [_without_environment(layer) for layer in preset]
+
+
+def _without_environment(layer: Layer) -> Layer:
+    values = {key: value for key, value in layer.values.items() if key != "environment"}
+    return Layer(origin=layer.origin, values=values)
+
+
+def _merge_all(env: str, layers: Sequence[Layer], top: Sequence[Override]) -> dict[str, Any]:
+    """The defaults of ``env`` under ``layers`` under ``top``."""
+    merged: dict[str, Any] = settings_model(env)().model_dump(mode="json")
+    for layer in layers:
+        merged = _merge(merged, layer.values)
+    for keys, value in top:
+        _assign(merged, keys, value)
+    return merged
+
+
+def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else copy.deepcopy(value)
+    return merged
+
+
+def _override(text: str) -> Override:
+    key, equals, value = text.partition("=")
+    if not equals or not key or not all(key.split(".")):
+        raise SettingsError(f"{text!r}: settings are given as key=value, for example rollout.group_size=8")
+    return key.split("."), parse_yaml(value, f"{key}={value}") if value else ""
+
+
+def _assign(merged: dict[str, Any], keys: list[str], value: Any) -> None:
+    """Set one dotted key; a number is a place in a list, its length appends."""
+    key = ".".join(keys)
+    here: Any = merged
+    for depth, part in enumerate(keys):
+        last = depth == len(keys) - 1
+        if isinstance(here, list):
+            if not part.isdigit() or int(part) > len(here):
+                at = ".".join(keys[:depth])
+                raise SettingsError(
+                    f"{key}={show(value)}: {at} has {len(here)} entries; valid places: 0 to {len(here)}"
+                )
+            if int(part) == len(here):
+                here.append({})
+            place: Any = int(part)
+        elif isinstance(here, dict):
+            place = part
+        else:
+            raise SettingsError(unknown_key(key, value, str(merged.get("env", SIMPLETIR)), f" ({COMMAND_LINE})"))
+        if last:
+            here[place] = value
+        else:
+            follows_place = keys[depth + 1].isdigit()
+            if isinstance(here, dict) and here.get(place) is None:
+                here[place] = [] if follows_place else {}
+            here = here[place]
+
+
+def _command_line(top: Sequence[Override]) -> list[Layer]:
+    """The overrides as layers, for the origin of a value in messages."""
+    layers = []
+    for keys, value in top:
+        values: Any = value
+        for part in reversed(keys):
+            values = {part: values}
+        layers.append(Layer(origin=COMMAND_LINE, values=values))
+    return layers
+
+
+def _validate(below: Sequence[Layer], top: Sequence[Override]) -> Settings:
+    env = _merge_all(SIMPLETIR, below, top)["env"]
+    _check_env(env)
+    merged = interpolate(_merge_all(env, below, top))
+    try:
+        # From JSON, strictly: 8.0 or "8" or true is no whole number, but lists become tuples and texts enumerations.
+        settings = settings_model(env).model_validate_json(json.dumps(merged), strict=True)
+    except ValidationError as error:
+        raise settings_error(error, env, [*below, *_command_line(top)]) from error
+    check_settings(settings)
+    return settings
+
+
+def _check_env(env: Any) -> None:
+    known = sorted({SIMPLETIR, *(point.name for point in entry_points(group="agentrl.envs"))})
+    if isinstance(env, str) and (env in known or env.count(":") == 1):
+        return
+    near = difflib.get_close_matches(str(env), known, n=1)
+    hint = f"; nearest: {near[0]}" if near else ""
+    raise SettingsError(f"env={show(env)}: no such environment{hint}; valid: {', '.join(known)}, or module:Class")
+
+
+def _next_name(runs: Path, stem: str) -> str:
+    taken = {path.name for path in runs.iterdir()} if runs.is_dir() else set()
+    number = 1
+    while f"{stem}-{number}" in taken:
+        number += 1
+    return f"{stem}-{number}"
+
+
+def run_config_of(model: str) -> str | None:
+    """The ``config.yaml`` of the run directory that the model directory lies in; None outside of a run."""
+    for folder in Path(model).absolute().parents:
+        if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():
+            return str(folder / "config.yaml")
+    return None

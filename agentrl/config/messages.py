@@ -1,0 +1,181 @@
+"""From a refused setting to one message: the key, its value, where it came from, what is valid, the nearest key."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from agentrl.config.overlays import Layer
+from agentrl.config.settings import Settings, settings_model
+from agentrl.errors import SettingsError
+
+_LIMITS = {
+    "minimum": "at least {}",
+    "exclusiveMinimum": "above {}",
+    "maximum": "at most {}",
+    "exclusiveMaximum": "below {}",
+    "pattern": "matching {}",
+}
+_KINDS = {"number": "a number", "integer": "a whole number", "string": "text", "boolean": "true or false"}
+
+
+def settings_error(error: ValidationError, env: str, layers: Sequence[Layer]) -> SettingsError:
+    """Every refused setting, one a line, as the error to show."""
+    lines = dict.fromkeys(_describe(detail, env, layers) for detail in error.errors(include_url=False))
+    return SettingsError("\n".join(lines))
+
+
+def known_keys(env: str) -> list[str]:
+    """The dotted key of every setting of a run in ``env``; ``0`` stands for any place in a list."""
+    return list(_walk(_schema(env), _schema(env), ""))
+
+
+def nearest_key(key: str, env: str) -> str:
+    """The known key that looks most like ``key``: as a whole, by its last part, or by initials (``lr``)."""
+    last = key.rpartition(".")[2]
+
+    def likeness(known: str) -> float:
+        known_last = known.rpartition(".")[2]
+        whole = difflib.SequenceMatcher(None, key, known).ratio()
+        ending = difflib.SequenceMatcher(None, last, known_last).ratio()
+        initials = "".join(word[0] for word in known_last.split("_") if word) == last
+        return max(whole, 0.98 * ending + 0.01 * whole, 0.9 * initials)
+
+    return max(known_keys(env), key=likeness)
+
+
+def find_value(key: str, layers: Sequence[Layer]) -> tuple[str, Any]:
+    """Where ``key`` was set last ("" for a default), and to what."""
+    for layer in reversed(layers):
+        found: Any = layer.values
+        for part in key.split("."):
+            if isinstance(found, Mapping) and part in found:
+                found = found[part]
+            elif isinstance(found, list) and part.isdigit() and int(part) < len(found):
+                found = found[int(part)]
+            else:
+                break
+        else:
+            return layer.origin, found
+    return "", None
+
+
+def _describe(detail: ErrorDetails, env: str, layers: Sequence[Layer]) -> str:
+    path = [str(part) for part in detail["loc"]]
+    schema = _schema(env)
+    known: list[str] = []
+    node = schema
+    for part in path:
+        child = _child(schema, node, part)
+        if child is None:
+            break
+        known.append(part)
+        node = child
+    key = ".".join(path if detail["type"] == "extra_forbidden" else known)
+    origin, found = find_value(key, layers)
+    value = detail["input"] if len(path) == len(known) else found  # of a list's bad entry, show the list
+    place = f" ({origin})" if origin else ""
+    if detail["type"] == "extra_forbidden":
+        return unknown_key(key, detail["input"], env, place)
+    if detail["type"] == "missing" and len(path) == len(known):
+        return f"{key} is missing{place}: it must be given; valid: {_valid(schema, node)}"
+    if detail["type"] == "value_error":
+        reason = detail["msg"].removeprefix("Value error, ")
+        return f"{key}{place}: {reason}" if key else reason
+    return f"{key}={show(value)}{place}: valid is {_valid(schema, node) or detail['msg']}"
+
+
+def unknown_key(key: str, value: Any, env: str, place: str = "") -> str:
+    """The message for a key that no setting has."""
+    schema = _schema(env)
+    node, section = schema, ""
+    for part in key.split(".")[:-1]:
+        child = _child(schema, node, part)
+        if child is None:
+            break
+        node, section = child, f"{section}.{part}" if section else part
+    keys = ", ".join(_properties(schema, node)) or "none, it is a value"
+    where = f"valid keys in {section}" if section else "valid sections and keys"
+    return (
+        f"unknown key {key} (value {show(value)}){place}; nearest valid key: {nearest_key(key, env)}; {where}: {keys}"
+    )
+
+
+def show(value: Any) -> str:
+    """``value`` on one line as it is written in a setting, shortened when it is long."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+@cache
+def _schema(env: str) -> dict[str, Any]:
+    model: type[Settings] | type[BaseModel] = settings_model(env)
+    return model.model_json_schema()
+
+
+def _options(root: dict[str, Any], node: dict[str, Any]) -> list[dict[str, Any]]:
+    """The alternatives of a node, references followed and null left out."""
+    if "$ref" in node:
+        return _options(root, root["$defs"][node["$ref"].rpartition("/")[2]])
+    alternatives = node.get("anyOf") or node.get("oneOf")
+    if alternatives:
+        return [found for one in alternatives if one.get("type") != "null" for found in _options(root, one)]
+    return [node]
+
+
+def _properties(root: dict[str, Any], node: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {key: value for option in _options(root, node) for key, value in option.get("properties", {}).items()}
+
+
+def _child(root: dict[str, Any], node: dict[str, Any], part: str) -> dict[str, Any] | None:
+    properties = _properties(root, node)
+    if part in properties:
+        return properties[part]
+    for option in _options(root, node):
+        if part.isdigit() and isinstance(option.get("items"), dict):
+            return option["items"]
+    return None
+
+
+def _walk(root: dict[str, Any], node: dict[str, Any], path: str) -> Iterable[str]:
+    for key, child in _properties(root, node).items():
+        here = f"{path}.{key}" if path else key
+        below = list(_walk(root, child, here))
+        for option in _options(root, child):
+            if isinstance(option.get("items"), dict):
+                below += _walk(root, option["items"], f"{here}.0")
+        yield here
+        yield from below
+
+
+def _valid(root: dict[str, Any], node: dict[str, Any]) -> str:
+    """What a value of this node may be, in words: ``a whole number at least 1, or none``."""
+    options = _options(root, node)
+    words = [_valid_option(option) for option in options]
+    if any(one.get("type") == "null" for one in node.get("anyOf", [])):
+        words.append("null")
+    return " or ".join(dict.fromkeys(word for word in words if word))
+
+
+def _valid_option(option: dict[str, Any]) -> str:
+    if "enum" in option:
+        return "one of " + ", ".join(str(value) for value in option["enum"])
+    if "const" in option:
+        return str(option["const"])
+    if "properties" in option:
+        return "a section with the keys " + ", ".join(option["properties"])
+    if option.get("type") == "object":
+        keys = option.get("propertyNames", {}).get("enum")
+        return f"a mapping with the keys {', '.join(keys)}" if keys else "a mapping"
+    if option.get("type") == "array":
+        size = option.get("minItems")
+        return f"a list of {size} values" if size and size == option.get("maxItems") else "a list"
+    kind = _KINDS.get(str(option.get("type")), "")
+    limits = [text.format(option[name]) for name, text in _LIMITS.items() if name in option]
+    return " ".join([kind, " and ".join(limits)]).strip()

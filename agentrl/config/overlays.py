@@ -1,0 +1,161 @@
+"""YAML overlays: the shipped ones, the user's files, their ``base:`` chains and ``${VARIABLE}`` in their values.
+
+YAML is read by its 1.2 core rules where 1.1 surprises: ``1e-6`` is a number, ``no`` and ``on`` are text, dates are
+text, and a key that stands twice in one mapping is an error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from agentrl.errors import SettingsError
+
+_VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One source of settings: where it came from, for messages, and what it sets."""
+
+    origin: str
+    values: Mapping[str, Any]
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with YAML 1.2's numbers and booleans, without dates, and without double keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is not text", key_node.start_mark)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool", "timestamp")}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|false|False)$"), list("tTfF"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?$|^[-+]?[0-9]+[eE][-+]?[0-9]+$|^[-+]?\.(?:inf|nan)$"
+    ),
+    list("-+.0123456789"),
+)
+
+
+def parse_yaml(text: str, origin: str) -> Any:
+    """The value that ``text`` stands for. Raises SettingsError with ``origin``, line and column when it is no YAML."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise SettingsError(f"{origin}{place}: not valid YAML: {error.problem}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise SettingsError(f"{origin}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Name -> file of every overlay that comes with the package, from an installation or from a checkout."""
+    installed = Path(str(resources.files("agentrl"))) / "configs"
+    checkout = Path(str(resources.files("agentrl"))).parent / "configs"
+    folder = installed if installed.is_dir() else checkout
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def shipped_config(name: str) -> Path | None:
+    """The shipped overlay called ``name``, ``name.yaml`` or ``configs/name.yaml``; None when there is none."""
+    plain = name.removeprefix("configs/").removesuffix(".yaml")
+    return shipped_configs().get(plain)
+
+
+def find_config(name: str) -> Path:
+    """A file at this path, else the shipped overlay of this name. Raises SettingsError that lists the shipped ones."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    found = shipped_config(name)
+    if found is not None:
+        return found
+    shipped = list(shipped_configs())
+    near = difflib.get_close_matches(path.stem, shipped, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise SettingsError(f"no config file {name!r}{hint} (shipped: {', '.join(shipped)}; or the path of a YAML file)")
+
+
+def overlay_chain(name: str, _seen: tuple[Path, ...] = ()) -> list[Layer]:
+    """The layers of an overlay, its ``base`` first. SettingsError for a missing, malformed or circular one."""
+    path = find_config(name).resolve()
+    if path in _seen:
+        raise SettingsError(f"{path}: 'base' goes in a circle: {' -> '.join(p.name for p in (*_seen, path))}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"cannot read the config file {path}: {error}") from error
+    values = parse_yaml(text, str(path))
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise SettingsError(f"{path}: a config file is a mapping of sections, this one is a {type(values).__name__}")
+    base = values.pop("base", None)
+    own = Layer(origin=str(path), values=values)
+    if base is None:
+        return [own]
+    if not isinstance(base, str):
+        raise SettingsError(f"{path}: base={base!r} must be the name of a shipped config or a path")
+    return [*overlay_chain(base, (*_seen, path)), own]
+
+
+def interpolate(values: Any, environment: Mapping[str, str] = os.environ, path: str = "") -> Any:
+    """``values`` with every ``${VARIABLE}`` in its texts replaced. Raises SettingsError for one that is not set."""
+    if isinstance(values, dict):
+        return {key: interpolate(value, environment, _join(path, key)) for key, value in values.items()}
+    if isinstance(values, list):
+        return [interpolate(value, environment, _join(path, str(place))) for place, value in enumerate(values)]
+    if not isinstance(values, str):
+        return values
+    for variable in _VARIABLE.findall(values):
+        if variable not in environment:
+            raise SettingsError(
+                f"{path}={values!r} needs the environment variable {variable}, which is not set; "
+                f"set it (export {variable}=...) or set the key itself ({path}=...)"
+            )
+    return _VARIABLE.sub(lambda match: environment[match.group(1)], values)
+
+
+def leaf_paths(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything below ``values`` that is not a mapping or a list of mappings."""
+    for key, value in values.items():
+        yield from _leaves(_join(path, key), value)
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        yield from leaf_paths(value, path)
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for place, item in enumerate(value):
+            yield from _leaves(f"{path}.{place}", item)
+    else:
+        yield path, value
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

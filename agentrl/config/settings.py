@@ -1,0 +1,86 @@
+"""Every setting of a run: the sections, each owned by the package that uses it, put together."""
+
+from __future__ import annotations
+
+from agentrl_envs.grading.settings import GraderSettings
+from agentrl_envs.settings import SimpleTIRSettings
+from agentrl_sandbox.settings import SandboxSettings
+from pydantic import BaseModel, ConfigDict, Field
+
+from agentrl.models.settings import ModelSettings
+from agentrl.problems.settings import ProblemSourceSettings
+from agentrl.rollout.settings import RolloutSettings
+from agentrl.telemetry.settings import TelemetrySettings
+from agentrl.training.settings import (
+    AlgorithmSettings,
+    CheckpointSettings,
+    ColdstartSettings,
+    EvaluationSettings,
+    OptimizerSettings,
+    TrainingSettings,
+)
+
+SIMPLETIR = "simpletir"
+
+
+class DataSettings(BaseModel):
+    """Where the problems come from; several sources of one list are mixed by their weights."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    train: list[ProblemSourceSettings] = []
+    eval: list[ProblemSourceSettings] = []
+
+
+class EnvironmentOptions(BaseModel):
+    """Keyword arguments of an environment that is not SimpleTIR; ``model_extra`` holds them as a dictionary."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+class Settings(BaseModel):
+    """The resolved settings of one run. The defaults are the published values for large models.
+
+    ``environment`` holds :class:`SimpleTIRSettings` when ``env`` is ``simpletir`` and free options otherwise.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="the run's directory in runs_dir; none: a free one",
+    )
+    env: str = SIMPLETIR
+    seed: int = Field(0, ge=0, lt=2**31)
+    runs_dir: str = Field("runs", min_length=1)
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    environment: SimpleTIRSettings | EnvironmentOptions = SimpleTIRSettings()
+    sandbox: SandboxSettings = SandboxSettings()
+    grader: GraderSettings = GraderSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    training: TrainingSettings = TrainingSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    coldstart: ColdstartSettings = ColdstartSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+
+
+class SimpleTIRRun(Settings):
+    """Settings whose environment is validated as SimpleTIR's."""
+
+    environment: SimpleTIRSettings = SimpleTIRSettings()
+
+
+class OtherRun(Settings):
+    """Settings whose environment takes any options."""
+
+    environment: EnvironmentOptions = EnvironmentOptions()
+
+
+def settings_model(env: str) -> type[Settings]:
+    """The model that validates a run in the environment ``env``."""
+    return SimpleTIRRun if env == SIMPLETIR else OtherRun

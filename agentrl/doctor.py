@@ -1,0 +1,29 @@
+"""``agentrl doctor``: what is found on this machine and whether the local sandbox isolates."""
+
+from __future__ import annotations
+
+import asyncio
+
+from agentrl_sandbox.client import SandboxError, SandboxSettings, open_sandbox
+
+from agentrl.telemetry.machine import describe_machine
+
+
+def report() -> list[str]:
+    """One line for each thing found; the sandbox's line says which isolation it has or why it does not start."""
+    return [*describe_machine().lines(), f"sandbox: {asyncio.run(_sandbox())}"]
+
+
+async def _sandbox() -> str:
+    settings = SandboxSettings(allow_unisolated=True)
+    try:
+        sandbox = await open_sandbox(settings)
+    except SandboxError as error:
+        return f"{settings.url} does not start: {error}"
+    try:
+        execution = await sandbox.execute("print(6 * 7)")
+        answered = execution.stdout.strip() == "42"
+        works = "runs programs" if answered else f"FAILS a program: {execution.outcome}: {execution.stderr.strip()}"
+        return f"{settings.url} {works}; {sandbox.isolation.describe()}"
+    finally:
+        await sandbox.close()

@@ -1,0 +1,30 @@
+"""The trainer's errors.
+
+AgentRLError
+├── SettingsError    the user's settings or files: one message, exit code 2
+└── WorldError       sandbox, engine, disk or network failed after its retries: one message, exit code 1
+
+Everything else is a bug and raises as it is.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class AgentRLError(Exception):
+    """An error that the command line reports as one message without a traceback."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class SettingsError(AgentRLError):
+    """What the user asked for cannot be done as asked; the message names the value, what is valid and the fix."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class WorldError(AgentRLError):
+    """Something outside the program failed: the message says what, and what it was waiting for."""
+
+    exit_code: ClassVar[int] = 1

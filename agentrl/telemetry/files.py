@@ -1,0 +1,77 @@
+"""Files that are whole or absent, and appended files whose torn last line can be repaired."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from agentrl.errors import WorldError
+
+
+@contextmanager
+def world_errors(path: Path, doing: str) -> Iterator[None]:
+    """Turn an OSError of the disk (full, gone, read-only) into a WorldError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise WorldError(f"cannot {doing} {path}: {error.strerror or error}") from error
+
+
+def atomic_write(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+    """Have ``write`` fill a temporary file beside ``path``, then put it in place, durable, in one step."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with world_errors(path, "write"):
+        try:
+            with partial.open("wb") as out:
+                write(out)
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+
+
+def json_line(row: Mapping[str, Any]) -> bytes:
+    """One JSON object and its newline. Raises ValueError for what JSON cannot say (NaN, infinity, objects)."""
+    return json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append one whole line, durable when this returns."""
+    with world_errors(path, "append to"), path.open("ab") as out:
+        out.write(line)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def repair_torn_line(path: Path) -> int:
+    """Cut what follows the last newline (a line torn by a kill or a full disk). Returns the bytes that were cut."""
+    if not path.exists():
+        return 0
+    with world_errors(path, "repair"), path.open("rb+") as file:
+        end = size = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - 65536)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
+            os.fsync(file.fileno())
+        return size - end
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,196 @@
+"""The directory of one run: its settings, metrics, trajectories, checkpoints, plots and summary.
+
+::
+
+    runs/NAME/
+      config.yaml                  resolved settings
+      metrics.jsonl                one object a step; an evaluation is an object of its own
+      trajectories/00000012.jsonl.zst   the trajectories of step 12
+      checkpoints/  plots/  summary.json
+
+``step`` is the number of optimizer steps done: the row of the first step says 1, an evaluation before training 0.
+One process uses a run directory at a time; a lock that ends with the process guards it. Not guarded: directories on
+file systems without ``flock``, and other programs that write there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from agentrl.errors import SettingsError, WorldError
+from agentrl.telemetry.files import append_line, atomic_write, json_line, repair_torn_line, world_errors
+
+_LOCK_DEADLINE = 10.0  # seconds: a killed run's children may hold the lock for a moment
+
+
+class RunDirectory:
+    """One run's directory. Make it with :meth:`create` or :meth:`resume`; readers may use the constructor alone."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.trajectories = self.path / "trajectories"
+        self.checkpoints = self.path / "checkpoints"
+        self.plots = self.path / "plots"
+        self.summary = self.path / "summary.json"
+        self._lock: IO[bytes] | None = None
+
+    @classmethod
+    def create(cls, path: str | Path, config: str) -> RunDirectory:
+        """Start a run: make the directory and write ``config``, the resolved settings as YAML.
+
+        Raises SettingsError when the directory holds anything, cannot be written or is no directory.
+        """
+        run = cls(path)
+        if run.path.exists() and not run.path.is_dir():
+            raise SettingsError(f"the run directory {run.path} is a file; choose another name=... or runs_dir=...")
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+            used = sorted(entry.name for entry in run.path.iterdir() if entry.name != "lock")
+            if used:
+                raise SettingsError(
+                    f"the run directory {run.path} is not empty (it holds {', '.join(used[:5])}"
+                    f"{', ...' if len(used) > 5 else ''}): continue that run with --resume, or choose another name=..."
+                )
+            run._take_lock()
+            for folder in (run.trajectories, run.checkpoints, run.plots):
+                folder.mkdir()
+        except OSError as error:
+            raise SettingsError(
+                f"cannot write to the run directory {run.path}: {error.strerror}; choose another runs_dir=..."
+            ) from error
+        run.write_text("config.yaml", config)
+        run.metrics_file.touch()
+        return run
+
+    @classmethod
+    def resume(cls, path: str | Path) -> RunDirectory:
+        """Open a run to continue it; a torn last line of its metrics is cut.
+
+        Raises SettingsError when it is no run, cannot be written or another process is using it.
+        """
+        run = cls(path)
+        if not run.config.is_file():
+            raise SettingsError(f"--resume: {run.path} is no run directory (it holds no config.yaml)")
+        try:
+            run._take_lock()
+            for folder in (run.trajectories, run.checkpoints, run.plots):
+                folder.mkdir(exist_ok=True)
+            run.metrics_file.touch()
+        except OSError as error:
+            raise SettingsError(f"cannot write to the run directory {run.path}: {error.strerror}") from error
+        repair_torn_line(run.metrics_file)
+        return run
+
+    def close(self) -> None:
+        """Give the lock back."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write the file ``name`` whole."""
+        atomic_write(self.path / name, lambda out: _write_all(out, text.encode()))
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write ``summary.json`` whole."""
+        self.write_text("summary.json", json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def append_metrics(self, row: Mapping[str, Any]) -> None:
+        """Append one row, durable on return. ``row`` has an integer ``step`` and finite numbers; else ValueError."""
+        if not isinstance(row.get("step"), int):
+            raise ValueError(f"a metrics row needs an integer 'step': {dict(row)!r}")
+        append_line(self.metrics_file, json_line(row))
+
+    def metrics(self) -> Iterator[dict[str, Any]]:
+        """The rows in the order they were written; a torn last line is left out.
+
+        Raises WorldError that names file and line when any other line is damaged.
+        """
+        if not self.metrics_file.exists():
+            return
+        with self.metrics_file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.endswith(b"\n"):
+                    yield _row(line, f"{self.metrics_file}, line {number}")
+
+    def trajectory_file(self, step: int) -> Path:
+        """Where the trajectories of ``step`` lie."""
+        return self.trajectories / f"{step:08d}.jsonl.zst"
+
+    def write_trajectories(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
+        """Write the trajectories of one step, compressed, one JSON object a line; the file appears whole."""
+        import zstandard
+
+        def write(out: IO[bytes]) -> None:
+            with zstandard.ZstdCompressor(level=3).stream_writer(out, closefd=False) as packed:
+                for row in rows:
+                    packed.write(json_line(row))
+
+        path = self.trajectory_file(step)
+        atomic_write(path, write)
+        return path
+
+    def read_trajectories(self, step: int) -> Iterator[dict[str, Any]]:
+        """The rows that were written for ``step``. Raises WorldError for a missing or damaged file."""
+        import zstandard
+
+        path = self.trajectory_file(step)
+        try:
+            with path.open("rb") as packed, zstandard.ZstdDecompressor().stream_reader(packed) as plain:
+                for number, line in enumerate(io.BufferedReader(plain), start=1):
+                    yield _row(line, f"{path}, line {number}")
+        except (OSError, zstandard.ZstdError) as error:
+            raise WorldError(f"cannot read the trajectories {path}: {error}") from error
+
+    def trajectory_steps(self) -> list[int]:
+        """The steps whose trajectories are there, ascending."""
+        return sorted(int(path.name.split(".")[0]) for path in self.trajectories.glob("[0-9]*.jsonl.zst"))
+
+    def truncate_after(self, step: int) -> None:
+        """Cut metrics and trajectories past ``step``, which a resumed run will write again."""
+        with world_errors(self.metrics_file, "cut"):
+            kept = [row for row in self.metrics() if row["step"] <= step]
+        atomic_write(self.metrics_file, lambda out: out.writelines(json_line(row) for row in kept))
+        with world_errors(self.trajectories, "cut"):
+            for later in self.trajectory_steps():
+                if later > step:
+                    self.trajectory_file(later).unlink()
+
+    def _take_lock(self) -> None:
+        lock = (self.path / "lock").open("ab")
+        deadline = time.monotonic() + _LOCK_DEADLINE
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() < deadline:
+                    time.sleep(0.05)
+                    continue
+                lock.close()
+                raise SettingsError(
+                    f"another process is using the run directory {self.path} (waited {_LOCK_DEADLINE:.0f} s)"
+                ) from error
+            self._lock = lock
+            return
+
+
+def _row(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise WorldError(f"{place}: damaged, no JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise WorldError(f"{place}: damaged, not an object")
+    return row
+
+
+def _write_all(out: IO[bytes], data: bytes) -> None:
+    out.write(data)

@@ -1,0 +1,20 @@
+"""Settings of telemetry: what is shown and recorded of a run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class TelemetrySettings(BaseModel):
+    """Console, plots and trajectories; ``metrics.jsonl`` is always written."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    console: Literal["auto", "plain", "off"] = Field(
+        "auto", description="auto: a live display on a terminal, plain lines elsewhere; off: notes and tables only"
+    )
+    plain_every: int = Field(1, ge=1, description="steps between two plain lines")
+    plots: bool = Field(True, description="draw plots/ at the end of a run")
+    trajectories_every: int = Field(1, ge=0, description="steps between two recorded trajectory files; 0: none")
