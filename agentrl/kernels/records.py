@@ -1,0 +1,72 @@
+"""What the kernels return, and the checks on what they are given."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class KernelInputError(ValueError):
+    """Arguments of a kernel do not fit together: a bug in the caller, never data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStatistics:
+    """Per-token statistics of the tempered distribution softmax(z / temperature).
+
+    Each field has shape [N]: float32, or float64 where the hidden states are float64. Gradients flow through
+    ``log_probs`` and ``entropy`` only.
+
+    ``log_probs``             ln p(y), y the target
+    ``entropy``               -sum_v p(v) ln p(v), in nats
+    ``sum_pi_squared``        sum_v p(v)^2
+    ``energy``                ||e_y - p||^2 = 1 - 2 p(y) + sum_v p(v)^2, never negative
+    ``hidden_norm_squared``   ||h||^2
+
+    Two logits ln 3 and 0, so p = (3/4, 1/4), target 0:
+
+    >>> import torch
+    >>> from agentrl.kernels import token_statistics
+    >>> s = token_statistics(torch.tensor([[1.0]]), torch.tensor([[3.0], [1.0]]).log(), torch.tensor([0]))
+    >>> [round(float(x), 4) for x in (s.log_probs.exp(), s.sum_pi_squared, s.energy, s.hidden_norm_squared)]
+    [0.75, 0.625, 0.125, 1.0]
+    """
+
+    log_probs: Tensor
+    entropy: Tensor
+    sum_pi_squared: Tensor
+    energy: Tensor
+    hidden_norm_squared: Tensor
+
+
+def check_inputs(hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None) -> None:
+    """Raise KernelInputError unless hidden [N, D], head_weight [V, D], targets [N] and bias [V] fit together.
+
+    Targets must lie in [0, V): there is no ignore index, so select the tokens before the call.
+    """
+    if hidden.ndim != 2 or head_weight.ndim != 2 or hidden.shape[1] != head_weight.shape[1]:
+        raise KernelInputError(
+            f"hidden must be [N, D] and head_weight [V, D]; got {tuple(hidden.shape)} and {tuple(head_weight.shape)}"
+        )
+    if head_weight.shape[0] == 0:
+        raise KernelInputError("head_weight has no rows: the vocabulary is empty")
+    if targets.shape != hidden.shape[:1]:
+        raise KernelInputError(f"targets must be [N] = [{hidden.shape[0]}]; got {tuple(targets.shape)}")
+    if bias is not None and bias.shape != head_weight.shape[:1]:
+        raise KernelInputError(f"bias must be [V] = [{head_weight.shape[0]}]; got {tuple(bias.shape)}")
+    if not hidden.is_floating_point() or not head_weight.is_floating_point():
+        raise KernelInputError(f"hidden and head_weight must be floating; got {hidden.dtype} and {head_weight.dtype}")
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise KernelInputError(f"targets must be int64 or int32; got {targets.dtype}")
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise KernelInputError(f"temperature must be positive and finite; got {temperature}")
+    if targets.numel():
+        low, high = (int(x) for x in torch.aminmax(targets))
+        if low < 0 or high >= head_weight.shape[0]:
+            raise KernelInputError(f"targets must lie in [0, {head_weight.shape[0]}); got {low} to {high}")
+
+
+def statistics_dtype(hidden: Tensor, head_weight: Tensor) -> torch.dtype:
+    """float64 if either input is, else float32: what everything is accumulated in."""
+    return torch.float64 if torch.float64 in (hidden.dtype, head_weight.dtype) else torch.float32

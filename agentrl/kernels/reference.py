@@ -1,0 +1,36 @@
+"""token_statistics with the full logits [N, V]: slow, large and obvious. What the other backends are tested against."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from agentrl.kernels.records import TokenStatistics, statistics_dtype
+
+
+def reference_statistics(
+    hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None
+) -> TokenStatistics:
+    """The statistics of FORMULAS 2 through plain autograd; see `token_statistics` for the arguments.
+
+    A logit of -inf is a token of probability 0 and adds nothing to any sum.
+    """
+    dtype = statistics_dtype(hidden, head_weight)
+    logits = functional.linear(hidden.to(dtype), head_weight.to(dtype), None if bias is None else bias.to(dtype))
+    log_p = functional.log_softmax(logits / temperature, dim=-1)  # (N, V)
+    index = targets.long().unsqueeze(-1)
+    log_probs = log_p.gather(-1, index).squeeze(-1)
+    possible = log_p != -torch.inf
+    log_p_finite = torch.where(possible, log_p, 0.0)
+    entropy = -(torch.where(possible, log_p_finite.exp(), 0.0) * log_p_finite).sum(-1)
+    with torch.no_grad():
+        squares = (2 * log_p).exp().scatter(-1, index, 0.0).sum(-1)  # the target left out
+        sum_pi_squared = (2 * log_probs).exp() + squares
+        energy = torch.expm1(log_probs).square() + squares
+        hidden_norm_squared = hidden.to(dtype).square().sum(-1)
+    return TokenStatistics(
+        log_probs=log_probs,
+        entropy=entropy,
+        sum_pi_squared=sum_pi_squared,
+        energy=energy,
+        hidden_norm_squared=hidden_norm_squared,
+    )

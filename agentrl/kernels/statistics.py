@@ -1,0 +1,36 @@
+"""The one entrance to the token statistics; the backends compute the same numbers."""
+
+from torch import Tensor
+
+from agentrl.kernels.chunked import chunked_statistics
+from agentrl.kernels.records import KernelInputError, TokenStatistics, check_inputs
+from agentrl.kernels.reference import reference_statistics
+
+BACKENDS = {"reference": reference_statistics, "chunked": chunked_statistics}
+
+
+def token_statistics(
+    hidden: Tensor,
+    head_weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    backend: str = "auto",
+    bias: Tensor | None = None,
+) -> TokenStatistics:
+    """Statistics of softmax((hidden head_weight^T + bias) / temperature) at the targets.
+
+    hidden [N, D] and head_weight [V, D] of any floating dtype, targets [N] in [0, V), bias [V] or None. Row n of hidden is the
+    state that *predicts* targets[n]: the caller has shifted. Rows that do not count (padding, observations) are left out
+    before the call, they are not masked here. Sums are in float32, or in float64 if hidden or head_weight is.
+
+    Gradients through `log_probs` and `entropy` with respect to hidden, head_weight and bias are exact; the other fields are
+    detached. Backends: `chunked` never holds more than a block of logits; `reference` holds them all; `auto` is `chunked`.
+
+    Raises KernelInputError if the arguments do not fit together.
+    """
+    check_inputs(hidden, head_weight, targets, temperature, bias)
+    name = "chunked" if backend == "auto" else backend
+    if name not in BACKENDS:
+        raise KernelInputError(f"unknown backend {backend!r}: one of {', '.join(['auto', *BACKENDS])}")
+    return BACKENDS[name](hidden, head_weight, targets, temperature, bias)
