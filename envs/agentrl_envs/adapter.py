@@ -1,0 +1,154 @@
+"""Train on any plain gymnasium text environment: its blocking calls run in threads, one environment an episode.
+
+The environment's ``reset(seed=, options={"problem": Problem})`` gives the prompt, ``step(action)`` the observation
+that is appended to the conversation. The seed follows from the problem's id, so that the episodes of a group face
+the same task. ``metadata["stop"]`` may name stop strings; at one of them the turn is over. ``terminated`` ends the
+episode as `Ended.ANSWERED`, ``truncated`` as `Ended.TURN_LIMIT`, unless ``info["ended"]`` holds an `Ended` value;
+``info["verdict"]`` and ``info["answer"]`` are passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import gymnasium
+
+from agentrl_envs.episode import EnvironmentContractError, EpisodeUsageError
+from agentrl_envs.settings import GymnasiumSettings
+from agentrl_envs.types import Ended, Problem, Step, Verdict
+
+Result = TypeVar("Result")
+EnvFactory = Callable[[], "gymnasium.Env[Any, Any]"]
+
+
+class GymnasiumEpisode:
+    """One play of a gymnasium text environment. It owns its environment and closes it."""
+
+    def __init__(
+        self, problem: Problem, *, make: EnvFactory, executor: ThreadPoolExecutor, call_deadline: float
+    ) -> None:
+        self.problem = problem
+        self._make = make
+        self._executor = executor
+        self._call_deadline = call_deadline
+        self._env: gymnasium.Env[Any, Any] | None = None
+        self._actions: list[str] = []
+        self._ended = False
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """The stop strings in the environment's ``metadata["stop"]``; none before the start."""
+        return () if self._env is None else tuple(self._env.metadata.get("stop", ()))
+
+    def turn_complete(self, text: str) -> bool:
+        """True: a plain environment has no turns that go on past a stop string."""
+        return True
+
+    async def start(self) -> str:
+        """Make and reset the environment. Raises `EnvironmentContractError` if the observation is not text."""
+        if self._env is not None:
+            raise EpisodeUsageError("the episode was started before")
+        self._env = await self._call(self._make)
+        seed = zlib.crc32(self.problem.id.encode())
+        observation, _ = await self._call(lambda: self._running().reset(seed=seed, options={"problem": self.problem}))
+        return _text(observation, "reset")
+
+    async def step(self, action: str) -> Step:
+        """One blocking ``step`` in a thread. Raises what the environment raises, and `TimeoutError`."""
+        env = self._running()
+        if self._ended:
+            raise EpisodeUsageError("the episode has ended")
+        observation, reward, terminated, truncated, info = await self._call(lambda: env.step(action))
+        self._actions.append(action)
+        ended = _ended(bool(terminated), bool(truncated), info)
+        self._ended = ended is not None
+        return Step(
+            observation=_text(observation, "step"),
+            reward=float(reward),
+            ended=ended,
+            verdict=Verdict(info["verdict"]) if info.get("verdict") else None,
+            answer=info.get("answer"),
+        )
+
+    async def fork(self) -> GymnasiumEpisode:
+        """A new environment in which the same actions are played again: right for deterministic environments."""
+        twin = GymnasiumEpisode(
+            self.problem, make=self._make, executor=self._executor, call_deadline=self._call_deadline
+        )
+        if self._env is not None:
+            await twin.start()
+        for action in self._actions:
+            await twin.step(action)
+        return twin
+
+    async def close(self) -> None:
+        """Close the environment."""
+        if self._env is not None:
+            env, self._env = self._env, None
+            await self._call(env.close)
+
+    def _running(self) -> gymnasium.Env[Any, Any]:
+        if self._env is None:
+            raise EpisodeUsageError("the episode is not running: call start() first, and not after close()")
+        return self._env
+
+    async def _call(self, blocking: Callable[[], Result]) -> Result:
+        """Run a blocking call in a thread. At the deadline the thread is left behind: Python cannot end it."""
+        future = asyncio.get_running_loop().run_in_executor(self._executor, blocking)
+        return await asyncio.wait_for(future, self._call_deadline)
+
+
+class GymnasiumEnvironment:
+    """All episodes of a gymnasium environment, with the threads they share."""
+
+    def __init__(self, make: Callable[..., gymnasium.Env[Any, Any]], settings: GymnasiumSettings | None = None) -> None:
+        self.settings = settings or GymnasiumSettings()
+        self._make = make
+        self._executor: ThreadPoolExecutor | None = None
+
+    async def open(self) -> None:
+        """Start the thread pool."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(self.settings.threads, thread_name_prefix="gymnasium-env")
+
+    def episode(self, problem: Problem) -> GymnasiumEpisode:
+        """A fresh episode; its environment is made when it starts."""
+        if self._executor is None:
+            raise EpisodeUsageError("the environment is not open: await its open() first")
+        return GymnasiumEpisode(
+            problem,
+            make=lambda: self._make(**self.settings.kwargs),
+            executor=self._executor,
+            call_deadline=self.settings.call_deadline,
+        )
+
+    async def close(self) -> None:
+        """Let running calls end and stop the threads."""
+        if self._executor is not None:
+            executor, self._executor = self._executor, None
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    def describe(self) -> list[str]:
+        """The environment's name and the number of threads."""
+        name = getattr(self._make, "__qualname__", repr(self._make))
+        return [f"gymnasium environment {name}, blocking calls in up to {self.settings.threads} threads"]
+
+
+def _text(observation: object, method: str) -> str:
+    if not isinstance(observation, str):
+        raise EnvironmentContractError(
+            f"{method}() of a text environment must return a str as its observation, not {type(observation).__name__}"
+        )
+    return observation
+
+
+def _ended(terminated: bool, truncated: bool, info: dict[str, Any]) -> Ended | None:
+    if not (terminated or truncated):
+        return None
+    if info.get("ended"):
+        return Ended(info["ended"])
+    return Ended.ANSWERED if terminated else Ended.TURN_LIMIT

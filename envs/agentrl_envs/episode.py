@@ -1,0 +1,85 @@
+"""What the driver and the trainer need of any environment: `Episode` and `Environment`, both text only.
+
+AgentRLEnvError
+├── EpisodeUsageError        a call out of order: a bug of the caller
+├── EnvironmentLookupError   no such environment (a user's setting)
+├── EnvironmentContractError a plain gymnasium environment that does not speak text
+└── grading.GraderError      the grader's processes cannot work
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from agentrl_envs.types import Problem, Step
+
+
+class AgentRLEnvError(Exception):
+    """Root of this package's errors."""
+
+
+class EpisodeUsageError(AgentRLEnvError, RuntimeError):
+    """An episode was stepped before its start, after its end or after it was closed."""
+
+
+class EnvironmentLookupError(AgentRLEnvError, LookupError):
+    """An environment's name leads nowhere."""
+
+
+class EnvironmentContractError(AgentRLEnvError, TypeError):
+    """A gymnasium environment returned something that is not text."""
+
+
+@runtime_checkable
+class Episode(Protocol):
+    """One problem, played once. Speaks text only, never token ids.
+
+    The driver samples until a stop string or the end of sequence; at a stop string where `turn_complete` (of the
+    turn's whole text so far) is False it continues the same turn. Then it calls `step` with the turn's text.
+    """
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Strings at which the engine stops generating."""
+        ...
+
+    def turn_complete(self, text: str) -> bool:
+        """Whether a turn that was stopped by a stop string is over."""
+        ...
+
+    async def start(self) -> str:
+        """The prompt's text. Called once, first."""
+        ...
+
+    async def step(self, action: str) -> Step:
+        """Answer one turn of the model. Raises `EpisodeUsageError` once the episode has ended."""
+        ...
+
+    async def fork(self) -> Episode:
+        """An independent episode with the same conversation so far."""
+        ...
+
+    async def close(self) -> None:
+        """Release what the episode holds. May be called more than once."""
+        ...
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """What all episodes of a run share (sandbox, grader, threads). Open once, close once."""
+
+    async def open(self) -> None:
+        """Acquire the shared parts. Raises where they cannot work."""
+        ...
+
+    def episode(self, problem: Problem) -> Episode:
+        """A fresh episode of this problem; cheap, called thousands of times."""
+        ...
+
+    async def close(self) -> None:
+        """Release the shared parts. May be called more than once."""
+        ...
+
+    def describe(self) -> list[str]:
+        """Lines for the console: what was found and what it guarantees."""
+        ...

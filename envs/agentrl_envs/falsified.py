@@ -1,0 +1,64 @@
+"""An ablation: an episode that lies about every number it shows. Does the policy read its observations?"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+
+from agentrl_envs.episode import Episode
+from agentrl_envs.types import Step
+
+_DIGITS = re.compile(r"[0-9]+")
+
+
+def falsify(text: str, seed: int) -> str:
+    """Replace every run of digits by a different one of the same length; equal runs get equal lies.
+
+    >>> falsify("12 apples", 0) != "12 apples", len(falsify("12 apples", 0))
+    (True, 9)
+    """
+    return _DIGITS.sub(lambda match: _other_digits(match.group(), seed), text)
+
+
+def _other_digits(digits: str, seed: int) -> str:
+    rng = random.Random(f"{seed}:{digits}")
+    lowest = 1 if len(digits) > 1 and digits[0] != "0" else 0  # 42 becomes no 07
+    while True:
+        other = str(rng.randint(lowest, 9)) + "".join(str(rng.randint(0, 9)) for _ in digits[1:])
+        if other != digits:
+            return other
+
+
+class FalsifiedObservations:
+    """An `Episode` around another: what the model reads is falsified, what is graded is not."""
+
+    def __init__(self, episode: Episode, seed: int) -> None:
+        self._episode = episode
+        self._seed = seed
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """The inner episode's stop strings."""
+        return self._episode.stop
+
+    def turn_complete(self, text: str) -> bool:
+        """As the inner episode says."""
+        return self._episode.turn_complete(text)
+
+    async def start(self) -> str:
+        """The inner episode's prompt, unchanged."""
+        return await self._episode.start()
+
+    async def step(self, action: str) -> Step:
+        """The inner episode's step with its numbers falsified in the observation alone."""
+        step = await self._episode.step(action)
+        return replace(step, observation=falsify(step.observation, self._seed))
+
+    async def fork(self) -> FalsifiedObservations:
+        """A fork that tells the same lies."""
+        return FalsifiedObservations(await self._episode.fork(), self._seed)
+
+    async def close(self) -> None:
+        """Close the inner episode."""
+        await self._episode.close()

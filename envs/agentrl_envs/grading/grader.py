@@ -1,0 +1,119 @@
+"""The grader as episodes see it: one coroutine from an answer and a gold answer to a `Verdict`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+
+from agentrl_envs.grading.fast import quick_verdict, within_bounds
+from agentrl_envs.grading.process import GraderError, GradingProcess, WorkerDied
+from agentrl_envs.grading.settings import GraderSettings
+from agentrl_envs.types import Verdict
+
+__all__ = ["Grader", "GraderError"]
+
+logger = logging.getLogger(__name__)
+
+
+class Grader:
+    """Grades answers; thousands of calls may be in flight. Belongs to one event loop.
+
+    Equal strings and integers are decided here; the rest by math-verify in at most ``settings.workers`` processes.
+    A comparison that passes the deadline costs its process its life and is `Verdict.GRADER_TIMEOUT`: no data, never
+    a wrong answer. So is one whose process dies twice (out of memory, a crash in C code).
+
+    Not guaranteed: that two true equals are recognised as such; that is math-verify's to know.
+    """
+
+    def __init__(self, settings: GraderSettings) -> None:
+        self._settings = settings
+        self._verdicts: OrderedDict[tuple[str, str], Verdict] = OrderedDict()
+        self._in_flight: dict[tuple[str, str], asyncio.Task[Verdict]] = {}
+        self._idle: list[GradingProcess] = []
+        self._slots = asyncio.Semaphore(settings.workers)
+        self._closed = False
+
+    async def grade(self, answer: str | None, gold: str) -> Verdict:
+        """Compare an answer with the gold answer. Raises `GraderError` when no grading process can be started."""
+        if self._closed:
+            raise GraderError("the grader is closed")
+        if answer is None or not answer.strip():
+            return Verdict.NO_ANSWER
+        verdict = quick_verdict(answer, gold)
+        if verdict is None:
+            verdict = self._out_of_bounds(answer, gold)
+        return verdict if verdict is not None else await self._by_algebra(gold, answer)
+
+    async def close(self) -> None:
+        """Stop the comparisons in flight and end every process. May be called more than once."""
+        self._closed = True
+        tasks = list(self._in_flight.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        idle, self._idle = self._idle, []
+        for process in idle:
+            await process.kill()
+
+    def describe(self) -> str:
+        """One line for the console."""
+        settings = self._settings
+        return f"math-verify in up to {settings.workers} processes, {settings.deadline:g} s a comparison"
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Process ids of the idle workers."""
+        return tuple(process.pid for process in self._idle)
+
+    def _out_of_bounds(self, answer: str, gold: str) -> Verdict | None:
+        bounds = {"max_length": self._settings.max_length, "max_depth": self._settings.max_depth}
+        if not gold.strip() or not within_bounds(gold, **bounds):
+            return Verdict.UNPARSABLE_GOLD
+        return None if within_bounds(answer, **bounds) else Verdict.UNPARSABLE_ANSWER
+
+    async def _by_algebra(self, gold: str, answer: str) -> Verdict:
+        key = (gold, answer)
+        if key in self._verdicts:
+            self._verdicts.move_to_end(key)
+            return self._verdicts[key]
+        task = self._in_flight.get(key)
+        if task is None:
+            task = self._in_flight[key] = asyncio.create_task(self._compare(key))
+            task.add_done_callback(lambda done: self._forget(key, done))
+        return await asyncio.shield(task)  # a caller that is cancelled takes no other caller's verdict with it
+
+    def _forget(self, key: tuple[str, str], done: asyncio.Task[Verdict]) -> None:
+        del self._in_flight[key]
+        if not done.cancelled():
+            done.exception()  # marks it as seen: every caller may be gone by now
+
+    async def _compare(self, key: tuple[str, str]) -> Verdict:
+        gold, answer = key
+        async with self._slots:
+            verdict = await self._attempt(answer, gold) or await self._attempt(answer, gold) or Verdict.GRADER_TIMEOUT
+        if verdict is not Verdict.GRADER_TIMEOUT:  # a busy machine times out too: not to be remembered
+            self._verdicts[key] = verdict
+            if len(self._verdicts) > self._settings.cache_size:
+                self._verdicts.popitem(last=False)
+        return verdict
+
+    async def _attempt(self, answer: str, gold: str) -> Verdict | None:
+        """One comparison in one process; None when the process died. A process that did not answer is not kept."""
+        process = self._idle.pop() if self._idle else await GradingProcess.start(self._settings)
+        kept = False
+        try:
+            verdict = await process.compare(answer, gold)
+            kept = True
+        except TimeoutError:
+            logger.warning("grading %.80r took longer than %g s", answer, self._settings.deadline)
+            return Verdict.GRADER_TIMEOUT
+        except WorkerDied as error:
+            logger.warning("grading %.80r: %s", answer, error)
+            return None
+        finally:
+            if kept:
+                self._idle.append(process)
+            else:
+                await process.kill()
+        return verdict

@@ -1,0 +1,74 @@
+"""Find an environment by name: an entry point of the group ``agentrl.envs``, or ``module:Class``."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, cast
+
+from agentrl_envs.episode import Environment, EnvironmentLookupError
+
+GROUP = "agentrl.envs"
+
+EnvironmentFactory = Callable[..., Environment]
+
+
+def environment_names() -> tuple[str, ...]:
+    """The installed names, sorted."""
+    return tuple(sorted({entry.name for entry in entry_points(group=GROUP)}))
+
+
+def resolve_environment(name: str) -> EnvironmentFactory:
+    """The factory behind a name: called with settings it gives an `Environment`.
+
+    A gymnasium environment class comes back as a factory of `GymnasiumEnvironment` around it (its one argument:
+    `GymnasiumSettings`). Raises `EnvironmentLookupError` that names the valid names and the nearest.
+    """
+    found = _import_path(name) if ":" in name else _entry_point(name).load()
+    if not callable(found):
+        raise EnvironmentLookupError(
+            f"environment {name!r} is a {type(found).__name__}, expected a class or a function"
+        )
+    return _class_factory(name, found) if isinstance(found, type) else cast(EnvironmentFactory, found)
+
+
+def _class_factory(name: str, found: type) -> EnvironmentFactory:
+    import gymnasium
+
+    if issubclass(found, gymnasium.Env):
+        from agentrl_envs.adapter import GymnasiumEnvironment
+
+        return functools.partial(GymnasiumEnvironment, found)
+    missing = [method for method in ("open", "episode", "close", "describe") if not hasattr(found, method)]
+    if missing:
+        raise EnvironmentLookupError(
+            f"environment {name!r}: {found.__qualname__} is neither a gymnasium.Env nor an agentrl Environment "
+            f"(it lacks {', '.join(missing)})"
+        )
+    return cast(EnvironmentFactory, found)
+
+
+def _entry_point(name: str) -> EntryPoint:
+    by_name = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name in by_name:
+        return by_name[name]
+    nearest = difflib.get_close_matches(name, by_name, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    known = ", ".join(sorted(by_name)) or "none installed"
+    raise EnvironmentLookupError(f"no environment named {name!r}{hint} Valid names: {known}, or module:Class")
+
+
+def _import_path(path: str) -> Any:
+    module_name, _, attribute = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise EnvironmentLookupError(f"environment {path!r}: there is no module {error.name!r}") from error
+    if not hasattr(module, attribute):
+        nearest = difflib.get_close_matches(attribute, dir(module), n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise EnvironmentLookupError(f"environment {path!r}: module {module_name!r} has no {attribute!r}{hint}")
+    return getattr(module, attribute)
