@@ -11,7 +11,7 @@ import typer
 from agentrl.errors import AgentRLError
 
 if TYPE_CHECKING:
-    from agentrl.config import Settings
+    from agentrl.config import Command, Settings
 
 app = typer.Typer(
     name="agentrl",
@@ -42,7 +42,7 @@ def train(
 ) -> None:
     """Train a policy. Without model.path=...: the embedded tiny one, on this machine, in minutes."""
     extra = [] if num_processes is None else [f"training.num_processes={num_processes}"]
-    settings = _load(env, config, [*(overrides or []), *extra], resume=resume)
+    settings = _load("train", env, config, [*(overrides or []), *extra], resume=resume)
     from agentrl.training import run
 
     if dry_run:
@@ -64,7 +64,7 @@ def coldstart(
     """Teach a model the protocol by supervised training on demonstrations."""
     extra = [] if demonstrations is None else [_quoted("coldstart.demonstrations", demonstrations)]
     extra += [] if model is None else [_quoted("model.path", model)]
-    settings = _load(None, config, [*(overrides or []), *extra])
+    settings = _load("coldstart", None, config, [*(overrides or []), *extra])
     from agentrl.training.coldstart import coldstart_command
 
     coldstart_command(settings, output)
@@ -89,7 +89,8 @@ def evaluate(
 
     extra = [] if n is None else [f"evaluation.samples={n}"]
     extra += ["evaluation.falsified=true"] if falsified else []
-    settings = _load(None, config or run_config_of(model), [*(overrides or []), _quoted("model.path", model), *extra])
+    extra = [*(overrides or []), _quoted("model.path", model), *extra]
+    settings = _load("eval", None, config or run_config_of(model), extra)
     from agentrl.evaluation.run import evaluate_command
 
     names = [name.strip() for name in benchmarks.split(",") if name.strip()]
@@ -117,10 +118,12 @@ def main() -> None:
         _fail(error, 2)
 
 
-def _load(env: str | None, config: str | None, overrides: list[str], *, resume: bool = False) -> Settings:
+def _load(
+    command: Command, env: str | None, config: str | None, overrides: list[str], *, resume: bool = False
+) -> Settings:
     from agentrl.config import load_settings, settings_warnings
 
-    settings = load_settings(env, config, overrides, resume=resume)
+    settings = load_settings(env, config, overrides, resume=resume, command=command)
     for warning in settings_warnings(settings) if command == "train" else []:
         typer.echo(f"warning: {warning}", err=True)
     return settings

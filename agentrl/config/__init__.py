@@ -1,6 +1,6 @@
 """Every setting of a run: composed, layered, checked, shown and compared. Nothing heavy is imported here."""
 
-from agentrl.config.checks import check_settings, settings_warnings
+from agentrl.config.checks import Command, check_settings, settings_warnings
 from agentrl.config.compare import RESUME_MAY_CHANGE, dump_yaml, may_change_on_resume, resume_conflicts, settings_diff
 from agentrl.config.layers import load_settings, run_config_of
 from agentrl.config.overlays import find_config, shipped_config, shipped_configs
@@ -8,6 +8,7 @@ from agentrl.config.settings import DataSettings, EnvironmentOptions, Settings
 
 __all__ = [
     "RESUME_MAY_CHANGE",
+    "Command",
     "DataSettings",
     "EnvironmentOptions",
     "Settings",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from agentrl.config.settings import Settings
 from agentrl.errors import SettingsError
@@ -20,9 +21,12 @@ GROUP_ESTIMATORS = frozenset(
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-def check_settings(settings: Settings) -> None:
-    """Raise SettingsError that lists every contradiction, one a line."""
-    found = [*_length_contradictions(settings), *_step_contradictions(settings), *_model_problems(settings)]
+Command = Literal["train", "coldstart", "eval"]
+
+
+def check_settings(settings: Settings, command: Command = "train") -> None:
+    """Raise SettingsError that lists, one a line, every contradiction and everything ``command`` needs and lacks."""
+    found = [*_lacking(settings, command), *_length_contradictions(settings), *_model_problems(settings)]
     if found:
         raise SettingsError("\n".join(found))
 
@@ -61,15 +65,22 @@ def _length_contradictions(settings: Settings) -> Iterator[str]:
         )
 
 
-def _step_contradictions(settings: Settings) -> Iterator[str]:
+def _lacking(settings: Settings, command: Command) -> Iterator[str]:
+    if command == "coldstart" and settings.coldstart.demonstrations is None:
+        yield (
+            "coldstart.demonstrations is not set: nothing to learn from; valid: a JSONL file, builtin:arithmetic or "
+            "formula:FILE (--demonstrations)"
+        )
+    if command != "train":
+        return
+    if not settings.data.train:
+        yield "data.train is empty: nothing to train on; give a source, for example data.train.0.path=FILE.jsonl"
     updates, problems = settings.algorithm.updates_per_step, settings.rollout.problems_per_step
     if updates > problems:
         yield (
             f"algorithm.updates_per_step={updates} is above rollout.problems_per_step={problems}: every update needs "
             f"a group of its own; valid: 1 to {problems}"
         )
-    if not settings.data.train:
-        yield "data.train is empty: nothing to train on; give a source, for example data.train.0.path=FILE.jsonl"
 
 
 def _model_problems(settings: Settings) -> Iterator[str]:

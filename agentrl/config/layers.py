@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from agentrl.config.checks import check_settings
+from agentrl.config.checks import Command, check_settings
 from agentrl.config.compare import RESUME_MAY_CHANGE, resume_conflicts
 from agentrl.config.messages import settings_error, show, unknown_key
 from agentrl.config.overlays import Layer, interpolate, overlay_chain, parse_yaml
@@ -38,8 +38,9 @@ def load_settings(
     overrides: Sequence[str] = (),
     *,
     resume: bool = False,
+    command: Command = "train",
 ) -> Settings:
-    """The resolved, checked settings of a run; ``name`` is always set.
+    """The resolved settings of a run, checked for what ``command`` needs; ``name`` is always set.
 
     ``config_file`` is a path or the name of a shipped overlay, ``overrides`` are ``key=value`` with dotted keys and
     YAML values. Raises SettingsError whose message has one line for each thing wrong.
@@ -48,11 +49,11 @@ def load_settings(
     if env is not None:
         overrides = [f"env={env}", *overrides]
     top = [_override(text) for text in overrides]
-    asked = _merge_all(SIMPLETIR, files, top)
+    asked = _basics(files, top)
     if resume:
         return _resumed(find_run(asked), files, top)
     preset = _preset(asked, {layer.origin for layer in files})
-    settings = _validate([*preset, *files], top)
+    settings = _validate([*preset, *files], top, command)
     if settings.name is not None:
         return settings
     own = PRESET if settings.model.path is None else Path(settings.model.path).name
@@ -64,8 +65,8 @@ def _resumed(run: Path, files: list[Layer], top: list[Override]) -> Settings:
     """The run's saved settings with what was asked for now; SettingsError names each change that may not be."""
     saved = overlay_chain(str(run / "config.yaml"))
     place: list[Override] = [(["name"], run.name), (["runs_dir"], str(run.parent))]
-    before = _validate(saved, place)
-    settings = _validate([*saved, *files], [*top, *place])
+    before = _validate(saved, place, "train")
+    settings = _validate([*saved, *files], [*top, *place], "train")
     conflicts = resume_conflicts(before, settings)
     if conflicts:
         changes = "\n".join(f"  {line}" for line in conflicts)
@@ -108,6 +109,11 @@ def _without_environment(layer: Layer) -> Layer:
     return Layer(origin=layer.origin, values=values)
 
 
+def _basics(layers: Sequence[Layer], top: Sequence[Override]) -> dict[str, Any]:
+    """What is said so far of the settings that decide which other layers there are."""
+    return _merge_all(SIMPLETIR, layers, [one for one in top if one[0][0] in ("env", "name", "runs_dir", "model")])
+
+
 def _merge_all(env: str, layers: Sequence[Layer], top: Sequence[Override]) -> dict[str, Any]:
     """The defaults of ``env`` under ``layers`` under ``top``."""
     merged: dict[str, Any] = settings_model(env)().model_dump(mode="json")
@@ -130,7 +136,7 @@ def _override(text: str) -> Override:
     key, equals, value = text.partition("=")
     if not equals or not key or not all(key.split(".")):
         raise SettingsError(f"{text!r}: settings are given as key=value, for example rollout.group_size=8")
-    return key.split("."), parse_yaml(value, f"{key}={value}") if value else ""
+    return key.split("."), parse_yaml(value, f"{key}={value!r}") if value else ""
 
 
 def _assign(merged: dict[str, Any], keys: list[str], value: Any) -> None:
@@ -140,12 +146,11 @@ def _assign(merged: dict[str, Any], keys: list[str], value: Any) -> None:
     for depth, part in enumerate(keys):
         last = depth == len(keys) - 1
         if isinstance(here, list):
-            if not part.isdigit() or int(part) > len(here):
+            size = len(here)
+            if not part.isdigit() or int(part) > size:
                 at = ".".join(keys[:depth])
-                raise SettingsError(
-                    f"{key}={show(value)}: {at} has {len(here)} entries; valid places: 0 to {len(here)}"
-                )
-            if int(part) == len(here):
+                raise SettingsError(f"{key}={show(value)}: {at} has {size} entries; valid places: 0 to {size}")
+            if int(part) == size:
                 here.append({})
             place: Any = int(part)
         elif isinstance(here, dict):
@@ -172,8 +177,8 @@ def _command_line(top: Sequence[Override]) -> list[Layer]:
     return layers
 
 
-def _validate(below: Sequence[Layer], top: Sequence[Override]) -> Settings:
-    env = _merge_all(SIMPLETIR, below, top)["env"]
+def _validate(below: Sequence[Layer], top: Sequence[Override], command: Command) -> Settings:
+    env = _basics(below, top)["env"]
     _check_env(env)
     merged = interpolate(_merge_all(env, below, top))
     try:
@@ -181,7 +186,7 @@ def _validate(below: Sequence[Layer], top: Sequence[Override]) -> Settings:
         settings = settings_model(env).model_validate_json(json.dumps(merged), strict=True)
     except ValidationError as error:
         raise settings_error(error, env, [*below, *_command_line(top)]) from error
-    check_settings(settings)
+    check_settings(settings, command)
     return settings
 
 
