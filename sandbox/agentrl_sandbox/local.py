@@ -1,0 +1,206 @@
+"""``local://``: programs run in children of a fork server on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+import os
+import sys
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+from agentrl_sandbox.errors import ClosedError, StartError, UnisolatedError
+from agentrl_sandbox.probes import probe
+from agentrl_sandbox.runner.config import RunnerConfig
+from agentrl_sandbox.server_process import ServerGone, ServerProcess
+from agentrl_sandbox.settings import SandboxSettings
+from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome
+
+_GRACE_SECONDS = 10.0  # beyond a program's deadline; a server that is silent longer is replaced
+_REMEMBERED = 4096  # finished executions kept for their request_id
+_LIBRARIES = ("numpy", "sympy", "mpmath", "scipy", "networkx", "pandas")
+_FIX = (
+    "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, and where AppArmor "
+    "restricts them kernel.apparmor_restrict_unprivileged_userns=0), or set allow_unisolated=true to run the programs "
+    "without it"
+)
+
+
+class LocalSandbox:
+    """A fork server and what is needed to bring it back. Made by ``open_local``."""
+
+    def __init__(self, settings: SandboxSettings, config: RunnerConfig, server: ServerProcess) -> None:
+        self._settings = settings
+        self._config = config
+        self._server = server
+        self._isolation = Isolation(layers={}, mode=config.isolate)
+        self._identifiers = itertools.count(1)
+        self._room = asyncio.Semaphore(settings.concurrency)
+        self._restarting = asyncio.Lock()
+        self._running: dict[str, asyncio.Task[Execution]] = {}
+        self._waiters: dict[str, int] = {}
+        self._finished: OrderedDict[str, Execution] = OrderedDict()
+        self._closed = False
+
+    @property
+    def isolation(self) -> Isolation:
+        """What the probes found when the sandbox opened."""
+        return self._isolation
+
+    async def execute(
+        self, program: str, *, timeout: float | None = None, stdin: str = "", request_id: str | None = None
+    ) -> Execution:
+        """Run a program and give its end; see ``Sandbox.execute``. Cancelling kills it. Raises ClosedError."""
+        if self._closed:
+            raise ClosedError("the sandbox was closed")
+        seconds = self._settings.timeout if timeout is None else timeout
+        if not 0 < seconds <= 3600:
+            raise ValueError(f"timeout must be above 0 and at most 3600 seconds, not {seconds}")
+        if request_id is None:
+            return await self._run(program, seconds, stdin)
+        if request_id in self._finished:
+            self._finished.move_to_end(request_id)
+            return self._finished[request_id]
+        return await self._run_once(request_id, program, seconds, stdin)
+
+    async def close(self) -> None:
+        """Kill what runs and end the server."""
+        if self._closed:
+            return
+        self._closed = True
+        async with self._restarting:
+            await self._server.close()
+        if self._running:
+            await asyncio.wait(self._running.values())
+
+    async def check(self) -> None:
+        """Probe every property. Raises UnisolatedError for one that is missing, unless the settings allow it."""
+        self._isolation = await probe(self, mode=self._config.isolate, settings=self._settings)
+        if self._isolation.missing and not self._settings.allow_unisolated:
+            raise unisolated(self._isolation.missing, why="a probe program got through")
+
+    async def _run_once(self, request_id: str, program: str, timeout: float, stdin: str) -> Execution:
+        task = self._running.get(request_id)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(self._run(program, timeout, stdin))
+            self._running[request_id] = task
+            self._waiters[request_id] = 0
+            task.add_done_callback(lambda done: self._remember(request_id, done))
+        self._waiters[request_id] += 1
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if self._waiters.get(request_id) == 1:
+                task.cancel()
+            raise
+        finally:
+            if request_id in self._waiters:
+                self._waiters[request_id] -= 1
+
+    def _remember(self, request_id: str, task: asyncio.Task[Execution]) -> None:
+        del self._running[request_id], self._waiters[request_id]
+        if task.cancelled() or task.exception() is not None:
+            return
+        if task.result().outcome is Outcome.INFRASTRUCTURE_FAILURE:
+            return  # a retry must be able to run
+        self._finished[request_id] = task.result()
+        if len(self._finished) > _REMEMBERED:
+            self._finished.popitem(last=False)
+
+    async def _run(self, program: str, timeout: float, stdin: str) -> Execution:
+        async with self._room:
+            started = time.monotonic()
+            try:
+                server = await self._living_server()
+                source, text = program.encode("utf-8", "surrogatepass"), stdin.encode("utf-8", "surrogatepass")
+                async with asyncio.timeout(timeout + _GRACE_SECONDS):
+                    return await server.run(next(self._identifiers), source, text, timeout)
+            except (ServerGone, StartError) as error:
+                return _failure(str(error), started)
+            except TimeoutError:
+                await server.close()
+                return _failure(f"the sandbox's server was silent for {_GRACE_SECONDS:g} s past the deadline", started)
+
+    async def _living_server(self) -> ServerProcess:
+        async with self._restarting:
+            if self._closed:
+                raise ServerGone("the sandbox was closed")
+            if self._server.gone:
+                await self._server.close()
+                self._server = await ServerProcess.start(self._config)
+                await self._server.warm()
+            return self._server
+
+
+async def open_local(settings: SandboxSettings) -> LocalSandbox:
+    """Start the strongest isolation that this machine allows, and probe it.
+
+    Raises UnisolatedError (unless ``allow_unisolated``) and StartError.
+    """
+    modes = ("root", "user") if os.geteuid() == 0 else ("user",)
+    reasons: list[str] = []
+    for mode in (*modes, "none"):
+        if mode == "none" and not settings.allow_unisolated:
+            missing = ("no_network", "scratch_only_writes", "no_foreign_signals")
+            raise unisolated(missing, why="; ".join(reasons))
+        config = runner_config(settings, mode)
+        try:
+            server = await ServerProcess.start(config)
+        except StartError as error:
+            if mode == "none":
+                raise
+            reasons.append(f"{mode} namespaces: {error}")
+            continue
+        break
+    sandbox = LocalSandbox(settings, config, server)
+    try:
+        await asyncio.gather(server.warm(), sandbox.check())
+    except BaseException:
+        await sandbox.close()
+        raise
+    return sandbox
+
+
+def unisolated(missing: tuple[str, ...], *, why: str) -> UnisolatedError:
+    """The error that names what is missing, why, and the fix."""
+    meanings = "; ".join(f"{name} ({PROPERTIES[name]})" for name in missing)
+    return UnisolatedError(
+        f"the sandbox cannot isolate programs here: missing {meanings}. {why}. Fix: {_FIX}", missing=missing
+    )
+
+
+def runner_config(settings: SandboxSettings, mode: str) -> RunnerConfig:
+    """What the server needs to know."""
+    libraries: list[str] = []
+    for name in _LIBRARIES:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations:
+            libraries.append(str(Path(next(iter(spec.submodule_search_locations))).parent))
+    package = Path(__file__).resolve().parent
+    prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(os.path.realpath(sys.executable)).parent))
+    return RunnerConfig(
+        isolate=mode,
+        memory_mb=settings.memory_mb,
+        max_processes=settings.max_processes,
+        scratch_mb=settings.scratch_mb,
+        output_limit=settings.output_limit,
+        flood_limit=settings.flood_limit,
+        workers=settings.concurrency,
+        library_paths=tuple(dict.fromkeys(libraries)),
+        package_path=str(package.parent),
+        readable=(*dict.fromkeys(libraries), *prefixes, str(package)),
+        client_pid=os.getpid(),
+    )
+
+
+def _failure(why: str, started: float) -> Execution:
+    return Execution(
+        outcome=Outcome.INFRASTRUCTURE_FAILURE,
+        stdout="",
+        stderr=why,
+        exit_code=None,
+        seconds=time.monotonic() - started,
+        truncated=False,
+    )

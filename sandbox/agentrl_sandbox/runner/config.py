@@ -1,0 +1,64 @@
+"""What the client tells the server, and the server its zygotes, when they start."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerConfig:
+    """Limits and paths, fixed for a server's life. ``isolate`` is one of ``root``, ``user``, ``none``."""
+
+    isolate: str
+    memory_mb: int
+    max_processes: int
+    scratch_mb: int
+    output_limit: int
+    flood_limit: int
+    workers: int
+    library_paths: tuple[str, ...]  # directories on the programs' sys.path, beyond the standard library
+    package_path: str  # the directory that holds this package
+    readable: tuple[str, ...]  # directories that programs may read, beyond the system's
+    client_pid: int
+
+    def to_json(self) -> str:
+        """For an argument vector."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RunnerConfig:
+        """The inverse of ``to_json``."""
+        fields = json.loads(text)
+        for name in ("library_paths", "readable"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
+
+
+FIRST_USER = 61_000
+"""With root, the program in slot ``i`` runs as user and group ``FIRST_USER + i``."""
+
+
+def command(executable: str, module: str, package_path: str, *arguments: str) -> list[str]:
+    """The command line that runs ``module.main`` without site, user or working directory on its path.
+
+    ``-I`` would ignore PYTHONHASHSEED, which is fixed so that sets print alike from run to run.
+    """
+    start = f"import sys; sys.path.append({package_path!r}); from {module} import main; main()"
+    return [executable, "-s", "-S", "-P", "-X", "utf8", "-c", start, *arguments]
+
+
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/scratch",
+    "USER": "program",
+    "LOGNAME": "program",
+    "TMPDIR": "/scratch",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+"""The whole environment of the server, the zygotes and the programs."""

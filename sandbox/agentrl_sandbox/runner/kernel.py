@@ -1,0 +1,137 @@
+"""Linux calls that Python has no function for. Each raises OSError with the kernel's errno."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
+MNT_DETACH = 2
+
+MOUNT_ATTR_RDONLY = 1
+MOUNT_ATTR_NOSUID = 2
+MOUNT_ATTR_NODEV = 4
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_CAPBSET_DROP = 24
+_PR_SET_NO_NEW_PRIVS = 38
+_AT_FDCWD = -100
+_AT_RECURSIVE = 0x8000
+_SYS_MOUNT_SETATTR = 442
+_SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
+_CAP_VERSION_3 = 0x20080522
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_machine = platform.machine()
+
+
+class _MountAttr(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")]
+
+
+def _check(result: int, what: str) -> None:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def unshare(flags: int) -> None:
+    """Move this process (its future children, for a PID namespace) into new namespaces."""
+    _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
+
+
+def setns(descriptor: int, kind: int) -> None:
+    """Join the namespace behind a descriptor."""
+    _check(_libc.setns(ctypes.c_int(descriptor), ctypes.c_int(kind)), "setns")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    """mount(2)."""
+    _check(
+        _libc.mount(
+            source.encode(),
+            target.encode(),
+            kind.encode() if kind else None,
+            ctypes.c_ulong(flags),
+            data.encode() if data else None,
+        ),
+        f"mount {source} on {target}",
+    )
+
+
+def detach(target: str) -> None:
+    """Unmount lazily."""
+    _check(_libc.umount2(target.encode(), ctypes.c_int(MNT_DETACH)), f"umount {target}")
+
+
+def add_mount_attributes(target: str, attributes: int, *, recursive: bool) -> None:
+    """Add restrictions to a mount (Linux 5.12 or later)."""
+    attr = _MountAttr(attr_set=attributes)
+    flags = _AT_RECURSIVE if recursive else 0
+    result = _libc.syscall(
+        ctypes.c_long(_SYS_MOUNT_SETATTR),
+        ctypes.c_int(_AT_FDCWD),
+        target.encode(),
+        ctypes.c_uint(flags),
+        ctypes.byref(attr),
+        ctypes.c_size_t(ctypes.sizeof(attr)),
+    )
+    _check(result, f"mount_setattr {target}")
+
+
+def pivot_root_here() -> None:
+    """Make the current directory, a mount point, the root, and drop the old root."""
+    _check(_libc.syscall(ctypes.c_long(_number(_SYS_PIVOT_ROOT)), b".", b"."), "pivot_root")
+    detach(".")
+    os.chdir("/")
+
+
+def die_with_parent(signal_number: int) -> None:
+    """Send this process a signal when the thread that made it ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal_number)
+
+
+def set_dumpable() -> None:
+    """Give this process's /proc entries back to its user after a change of user."""
+    _prctl(_PR_SET_DUMPABLE, 1)
+
+
+def no_new_privileges() -> None:
+    """Let no exec give this process or its children privileges."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def drop_capabilities() -> None:
+    """Give up every capability, also across exec."""
+    capability = 0
+    while _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) == 0:
+        capability += 1
+    header = (ctypes.c_uint32 * 2)(_CAP_VERSION_3, 0)
+    data = (ctypes.c_uint32 * 6)()
+    _check(_libc.syscall(ctypes.c_long(_number(_SYS_CAPSET)), ctypes.byref(header), ctypes.byref(data)), "capset")
+
+
+def _prctl(option: int, argument: int) -> None:
+    _check(_libc.prctl(ctypes.c_int(option), ctypes.c_ulong(argument), 0, 0, 0), f"prctl {option}")
+
+
+def _number(table: dict[str, int]) -> int:
+    if _machine not in table:
+        raise OSError(0, f"no system call numbers for {_machine}; known: {', '.join(table)}")
+    return table[_machine]

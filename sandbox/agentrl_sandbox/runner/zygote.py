@@ -1,0 +1,185 @@
+"""A warm interpreter that forks one child a program.
+
+It never sees a program: the text comes to the child in a memory file. The parent server speaks to it over a
+SEQPACKET socket, one JSON object a message:
+
+    server -> zygote   {"op": "spawn", "id", "slot", "cpu"} with descriptors [program file, stdout, stderr, status]
+                       {"op": "kill", "id"}
+    zygote -> server   {"op": "ready"} · {"op": "spawned", "id", "pid"} · {"op": "failed", "id", "why"} · {"op": "exit", "id", "status"}
+"""
+
+from __future__ import annotations
+
+import array
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from typing import Any
+
+from agentrl_sandbox.runner import kernel
+from agentrl_sandbox.runner.child import ChildLimits, run_child
+from agentrl_sandbox.runner.config import RunnerConfig
+from agentrl_sandbox.runner.routing import BARE_MODULES
+
+_MAX_MESSAGE = 65_536
+
+
+def main() -> None:
+    """Entry point: ``main KIND CONFIG SOCKET_DESCRIPTOR PARENT_PID``, KIND being ``bare`` or ``science``."""
+    kind, config_text, descriptor, parent = sys.argv[1:5]
+    kernel.die_with_parent(signal.SIGKILL)
+    if os.getppid() != int(parent):
+        return
+    config = RunnerConfig.from_json(config_text)
+    sys.path[:] = [path for path in sys.path if path != config.package_path]
+    sys.path += config.library_paths
+    gc.disable()
+    warm_up(science=kind == "science")
+    sys.argv[:] = ["<program>"]
+    gc.collect()
+    gc.freeze()
+    with socket.socket(fileno=int(descriptor)) as server:
+        Zygote(config, server).serve()
+
+
+def warm_up(*, science: bool) -> None:
+    """Import what programs use. What cannot be imported here cannot be imported by programs either."""
+    for name in (*BARE_MODULES, "linecache", "traceback", "codecs", "encodings.idna" if science else "codecs"):
+        importlib.import_module(name)
+    if not science:
+        return
+    numpy = importlib.import_module("numpy")
+    for name in ("numpy.linalg", "numpy.random", "subprocess", "tempfile", "pprint", "textwrap", "threading"):
+        importlib.import_module(name)
+    numpy.linalg.solve([[2.0, 1.0], [1.0, 3.0]], [1.0, 2.0])
+    sympy = importlib.import_module("sympy")
+    for name in ("sympy.ntheory", "sympy.geometry", "sympy.combinatorics", "sympy.solvers.diophantine"):
+        importlib.import_module(name)
+    _exercise(sympy)
+
+
+def _exercise(sympy: Any) -> None:
+    """Walk the common paths once, so that what they import and cache is already there."""
+    x, y = sympy.symbols("x y")
+    root = sympy.solve(x**2 - 5 * x + 6, x)
+    sympy.solve([x + y - 3, x - y - 1], [x, y])
+    sympy.simplify(sympy.sin(x) ** 2 + sympy.cos(x) ** 2)
+    sympy.factor(x**2 - 1)
+    sympy.expand((x + 1) ** 3)
+    sympy.integrate(x**2 * sympy.exp(x), x)
+    sympy.diff(sympy.log(x), x)
+    sympy.Matrix([[1, 2], [3, 4]]).det()
+    sympy.factorint(360)
+    sympy.sqrt(8) + sympy.Rational(1, 3)
+    sympy.N(sympy.pi, 20)
+    sympy.summation(x, (x, 1, y))
+    sympy.latex(root[0] / 7)
+    str(sympy.sympify("x + 1/2"))
+
+
+class Zygote:
+    """Forks, waits, kills."""
+
+    def __init__(self, config: RunnerConfig, server: socket.socket) -> None:
+        self._config = config
+        self._server = server
+        self._limits = ChildLimits.from_config(config)
+        self._ids: dict[int, int] = {}  # process -> program
+        self._pids: dict[int, int] = {}  # program -> process
+        self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY) if config.isolate != "none" else -1
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def serve(self) -> None:
+        """Until the server goes away."""
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        poll = select.poll()
+        poll.register(self._server, select.POLLIN)
+        poll.register(self._wake_read, select.POLLIN)
+        self._send({"op": "ready"})
+        while True:
+            for descriptor, _ in poll.poll():
+                if descriptor == self._wake_read:
+                    os.read(self._wake_read, 4096)
+                    self._reap()
+                elif not self._receive():
+                    return
+
+    def _receive(self) -> bool:
+        descriptors = array.array("i")
+        data, ancillary, _, _ = self._server.recvmsg(_MAX_MESSAGE, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            return False
+        for _, _, payload in ancillary:
+            descriptors.frombytes(payload)
+        message = json.loads(data)
+        if message["op"] == "spawn":
+            self._spawn(message, list(descriptors))
+        elif message["id"] in self._pids:
+            self._kill(self._pids[message["id"]])
+        return True
+
+    def _spawn(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        identifier = message["id"]
+        try:
+            if self._own_pid_namespace >= 0:
+                kernel.unshare(kernel.CLONE_NEWPID)
+            pid = os.fork()
+        except OSError as error:
+            self._send({"op": "failed", "id": identifier, "why": str(error)})
+            return
+        else:
+            if pid == 0:
+                run_child(self._limits, message["slot"], message["cpu"], descriptors)
+            self._ids[pid] = identifier
+            self._pids[identifier] = pid
+            self._send({"op": "spawned", "id": identifier, "pid": pid})
+        finally:
+            if self._own_pid_namespace >= 0:
+                kernel.setns(self._own_pid_namespace, kernel.CLONE_NEWPID)
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _kill(self, pid: int) -> None:
+        """A child that was not reaped keeps its number, so this hits no one else."""
+        if self._config.isolate == "none":
+            try:
+                os.killpg(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                os.kill(pid, signal.SIGKILL)  # it has not made its group yet
+        else:
+            os.kill(pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        while self._ids:
+            try:
+                waited = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if waited is None:
+                return
+            pid = waited.si_pid
+            if self._config.isolate == "none" and pid in self._ids:
+                self._kill_group(pid)
+            _, status, usage = os.wait4(pid, 0)
+            identifier = self._ids.pop(pid, None)
+            if identifier is None:
+                continue
+            del self._pids[identifier]
+            cpu = usage.ru_utime + usage.ru_stime
+            self._send({"op": "exit", "id": identifier, "status": status, "cpu": cpu})
+
+    def _kill_group(self, pid: int) -> None:
+        """Without a PID namespace: what the program left behind in its process group."""
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._server.send(json.dumps(message).encode())

@@ -1,0 +1,82 @@
+"""The server's end of a zygote."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+from agentrl_sandbox.runner import config as runner_config
+from agentrl_sandbox.runner.config import RunnerConfig
+from agentrl_sandbox.runner.memory import resident_bytes
+
+_MAX_MESSAGE = 65_536
+
+
+class ZygoteHandle:
+    """Starts a warm interpreter, sends it programs, reads its reports. Ready once it has said so."""
+
+    def __init__(self, kind: str, config: RunnerConfig) -> None:
+        self.kind = kind
+        self.ready = False
+        self.resident = 0  # bytes of the warm interpreter, which every child has from the start
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stdin = os.memfd_create("stdin")
+        command = runner_config.command(
+            sys.executable,
+            "agentrl_sandbox.runner.zygote",
+            config.package_path,
+            kind,
+            config.to_json(),
+            str(theirs.fileno()),
+            str(os.getpid()),
+        )
+        with theirs:
+            # The standard streams are of the kinds that programs will have: a file and pipes.
+            self._process = subprocess.Popen(
+                command, stdin=stdin, stdout=subprocess.PIPE, pass_fds=(theirs.fileno(),), env=dict(os.environ)
+            )
+        os.close(stdin)
+
+    def fileno(self) -> int:
+        """For epoll."""
+        return self._socket.fileno()
+
+    def set_ready(self) -> None:
+        """The interpreter is warm."""
+        self.ready = True
+        self.resident = resident_bytes(self._process.pid)
+
+    def spawn(self, identifier: int, slot: int, cpu_seconds: int, descriptors: list[int]) -> None:
+        """Ask for a child. Raises OSError when the zygote is gone."""
+        message = {"op": "spawn", "id": identifier, "slot": slot, "cpu": cpu_seconds}
+        socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors)
+
+    def kill(self, identifier: int) -> None:
+        """Ask for a child's end. A zygote that is gone has taken its children with it."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._socket.send(json.dumps({"op": "kill", "id": identifier}).encode())
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next report; None when the zygote is gone."""
+        try:
+            data = self._socket.recv(_MAX_MESSAGE)
+        except ConnectionResetError:
+            return None
+        if not data:
+            return None
+        message: dict[str, Any] = json.loads(data)
+        return message
+
+    def close(self) -> int:
+        """End the zygote, and with it its children. Gives its exit status."""
+        self._socket.close()
+        self._process.kill()
+        status = self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        return status

@@ -1,0 +1,154 @@
+"""The client's end of the fork server: the process, its socket, and the programs that wait for an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import tempfile
+from typing import IO, Any
+
+from agentrl_sandbox.errors import StartError
+from agentrl_sandbox.runner import config as runner_config
+from agentrl_sandbox.runner.config import RunnerConfig
+from agentrl_sandbox.types import Execution, Outcome
+from agentrl_sandbox.wire import Frame, FrameBuffer, pack
+
+_START_SECONDS = 60.0  # importing SymPy from a cold disk
+
+
+class ServerGone(ConnectionError):
+    """The server ended while programs waited for it."""
+
+
+class ServerProcess(asyncio.Protocol):
+    """One server, from its start to its end. Use ``start``."""
+
+    def __init__(self, process: subprocess.Popen[bytes], messages: IO[bytes]) -> None:
+        loop = asyncio.get_running_loop()
+        self.gone = False
+        self.hello: asyncio.Future[str] = loop.create_future()
+        self.ready: asyncio.Future[None] = loop.create_future()
+        self._closed: asyncio.Future[None] = loop.create_future()
+        self._process = process
+        self._messages = messages
+        self._frames = FrameBuffer()
+        self._waiting: dict[int, asyncio.Future[Execution]] = {}
+        self._to_warm = {"bare", "science"}
+        self._transport: asyncio.Transport | None = None
+
+    @classmethod
+    async def start(cls, config: RunnerConfig) -> ServerProcess:
+        """Exec a server with a scrubbed environment. Raises StartError with the kernel's reason."""
+        ours, theirs = socket.socketpair()
+        messages = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
+        arguments = (config.to_json(), str(theirs.fileno()))
+        command = runner_config.command(
+            sys.executable, "agentrl_sandbox.runner.server", config.package_path, *arguments
+        )
+        with theirs:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=messages,
+                pass_fds=(theirs.fileno(),),
+                env=runner_config.ENVIRONMENT,
+                cwd="/",
+                start_new_session=True,
+            )
+        _, server = await asyncio.get_running_loop().create_connection(lambda: cls(process, messages), sock=ours)
+        try:
+            why = await asyncio.wait_for(asyncio.shield(server.hello), _START_SECONDS)
+        except (ServerGone, TimeoutError) as error:
+            raise StartError(await server.fail(str(error))) from error
+        if why:
+            await server.close()
+            raise StartError(why)
+        return server
+
+    async def warm(self) -> None:
+        """Wait until both interpreters are warm. Raises StartError."""
+        try:
+            await asyncio.wait_for(asyncio.shield(self.ready), _START_SECONDS)
+        except (ServerGone, TimeoutError) as error:
+            raise StartError(await self.fail(str(error))) from error
+
+    async def fail(self, what: str) -> str:
+        """Close, and tell what the server wrote last."""
+        self._messages.seek(0)
+        last = self._messages.read().decode("utf-8", "replace").strip().splitlines()[-1:]
+        await self.close()
+        return f"the sandbox's server did not start: {' '.join([what or 'no answer', *last])}"
+
+    async def run(self, identifier: int, program: bytes, stdin: bytes, timeout: float) -> Execution:
+        """Send one program and wait for its end. Raises ServerGone."""
+        if self._transport is None or self.gone:
+            raise ServerGone("the sandbox's server is gone")
+        future: asyncio.Future[Execution] = asyncio.get_running_loop().create_future()
+        self._waiting[identifier] = future
+        self._transport.write(pack({"op": "run", "id": identifier, "timeout": timeout}, program, stdin))
+        try:
+            return await future
+        finally:
+            if self._waiting.pop(identifier, None) is not None and not self.gone:
+                self._transport.write(pack({"op": "cancel", "id": identifier}))
+
+    async def close(self) -> None:
+        """End the server and wait for it."""
+        if self._transport is not None:
+            self._transport.abort()
+        await self._closed
+        if self._process.poll() is None:
+            self._process.kill()  # its interpreters and their programs die with it
+            await asyncio.to_thread(self._process.wait)
+        self._messages.close()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Cut into frames, wake who waits."""
+        for frame in self._frames.feed(data):
+            self._on_frame(frame)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Everyone who waits hears of it."""
+        self.gone = True
+        gone = ServerGone("the sandbox's server ended")
+        for future in (self.hello, self.ready, *self._waiting.values()):
+            if not future.done():
+                future.set_exception(gone)
+                future.exception()  # some have no waiter; that is no reason to warn
+        if not self._closed.done():
+            self._closed.set_result(None)
+
+    def _on_frame(self, frame: Frame) -> None:
+        header, blobs = frame
+        if header["op"] == "hello":
+            self.hello.set_result(header["why"])
+        elif header["op"] == "ready":
+            self._to_warm.discard(header["kind"])
+            if not self._to_warm and not self.ready.done():
+                self.ready.set_result(None)
+        else:
+            future = self._waiting.pop(header["id"], None)
+            if future is not None and not future.done():
+                future.set_result(_execution(header, blobs))
+
+
+def _execution(header: dict[str, Any], blobs: list[bytes]) -> Execution:
+    stdout, stderr = (blob.decode("utf-8", "replace") for blob in blobs)
+    return Execution(
+        outcome=Outcome(header["outcome"]),
+        stdout=stdout,
+        stderr=stderr if not header["why"] else f"{stderr}{header['why']}",
+        exit_code=header["exit_code"],
+        seconds=header["seconds"],
+        truncated=header["truncated"],
+    )

@@ -1,0 +1,39 @@
+"""Settings of the sandbox, with their defaults and bounds."""
+
+from __future__ import annotations
+
+import os
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class SandboxSettings(BaseModel):
+    """Where programs run and what each of them may use."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str = Field("local://", description="where programs run; local:// starts a fork server on this machine")
+    timeout: float = Field(10.0, gt=0, le=3600, description="seconds of wall clock for a program")
+    memory_mb: int = Field(512, ge=16, description="megabytes a program may use beyond the bare interpreter")
+    max_processes: int = Field(32, ge=1, le=4096, description="processes and threads of a program, itself included")
+    scratch_mb: int = Field(64, ge=1, description="megabytes of a program's scratch directory")
+    output_limit: int = Field(65_536, ge=256, description="bytes kept of each output stream, half head, half tail")
+    flood_limit: int = Field(16_777_216, ge=4096, description="bytes of output after which a program is killed")
+    workers: int | None = Field(
+        None, ge=1, le=1024, description="programs that run at once; none: 2 a core, at least 4"
+    )
+    allow_unisolated: bool = Field(False, description="run programs even where isolation is missing a property")
+
+    @field_validator("url")
+    @classmethod
+    def _known_url(cls, url: str) -> str:
+        if url != "local://":
+            raise ValueError(f"unknown sandbox {url!r}; valid: local://")
+        return url
+
+    @property
+    def concurrency(self) -> int:
+        """How many programs run at once."""
+        if self.workers is not None:
+            return self.workers
+        return max(4, 2 * len(os.sched_getaffinity(0)))

@@ -1,0 +1,64 @@
+"""Frames between client and server: a length, a JSON header, and bytes that JSON need not escape.
+
+>>> frames = FrameBuffer()
+>>> frames.feed(pack({"id": 1}, b"abc", b""))
+[({'id': 1}, [b'abc', b''])]
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+_HEAD = struct.Struct("!II")  # bytes after this head, of which the JSON header takes
+_MAX_FRAME = 1 << 30
+
+Frame = tuple[dict[str, Any], list[bytes]]
+
+
+class FrameError(ValueError):
+    """The bytes received are not frames."""
+
+
+def pack(header: dict[str, Any], *blobs: bytes) -> bytes:
+    """One frame."""
+    text = json.dumps({**header, "blobs": [len(blob) for blob in blobs]} if blobs else header).encode()
+    size = len(text) + sum(len(blob) for blob in blobs)
+    if size > _MAX_FRAME:
+        raise FrameError(f"a frame of {size} bytes exceeds {_MAX_FRAME}")
+    return b"".join((_HEAD.pack(size, len(text)), text, *blobs))
+
+
+class FrameBuffer:
+    """Cuts a stream of bytes into frames."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """Take bytes, give the frames they complete. Raises FrameError on bytes that are no frames."""
+        self._data += data
+        frames: list[Frame] = []
+        position = 0
+        while len(self._data) - position >= _HEAD.size:
+            size, header_size = _HEAD.unpack_from(self._data, position)
+            if size > _MAX_FRAME or header_size > size:
+                raise FrameError(f"impossible frame of {size} bytes with a header of {header_size}")
+            end = position + _HEAD.size + size
+            if len(self._data) < end:
+                break
+            frames.append(_unpack(bytes(self._data[position + _HEAD.size : end]), header_size))
+            position = end
+        del self._data[:position]
+        return frames
+
+
+def _unpack(body: bytes, header_size: int) -> Frame:
+    header = json.loads(body[:header_size])
+    blobs: list[bytes] = []
+    position = header_size
+    for size in header.pop("blobs", ()):
+        blobs.append(body[position : position + size])
+        position += size
+    return header, blobs
