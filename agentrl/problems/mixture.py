@@ -44,13 +44,15 @@ class FiniteSource:
     """
 
     def __init__(self, name: str, problems: Sequence[Problem]) -> None:
-        """Raise EmptyProblemsError without problems and ProblemError when two share an id."""
+        """Raise EmptyProblemsError without problems and ProblemError when two problems share an id."""
         if not problems:
             raise EmptyProblemsError(f"{name}: no problems in it")
         seen: set[str] = set()
         for problem in problems:
             if problem.id in seen:
-                raise ProblemError(f"{name}: two problems have the id {problem.id!r}; ids must differ")
+                raise ProblemError(
+                    f"{name}: two different problems have the id {problem.id!r}; map another field with fields.id"
+                )
             seen.add(problem.id)
         self.name = name
         self.problems = tuple(problems)

@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 BUILTIN = "builtin:"
 DEFAULT_SPLIT = "train"
 
+FieldName = Literal["problem", "answer", "id"]
+
 
 class ProblemSourceSettings(BaseModel):
     """One entry of ``data.train`` or ``data.eval``.
@@ -22,28 +24,34 @@ class ProblemSourceSettings(BaseModel):
 
     path: str = Field(
         min_length=1,
-        description="builtin:arithmetic, a .jsonl or .parquet file, a folder or id that Hugging Face datasets loads,"
-        " or benchmark:NAME; ~ and $VARIABLES are replaced",
+        description="builtin:arithmetic, a .jsonl or .parquet file, or a folder or id that Hugging Face datasets loads;"
+        " ~ and $VARIABLES are replaced",
     )
     split: str = Field(
-        DEFAULT_SPLIT, min_length=1, description="of builtin:arithmetic (train, heldout) or of a data set; files have none"
+        default=DEFAULT_SPLIT,
+        min_length=1,
+        description="of builtin:arithmetic (train, heldout) or of a data set; files have none",
     )
-    subset: str | None = Field(None, description="configuration of a Hugging Face data set")
-    revision: str | None = Field(None, description="commit, tag or branch of a Hugging Face data set")
-    weight: float = Field(1.0, gt=0, description="share of the draws, on any scale")
-    fields: dict[Literal["problem", "answer", "id"], str] = Field(
-        {}, description="where a row holds these, dots into nested fields (prompt.0.content); none: the usual names"
+    subset: str | None = Field(default=None, description="configuration of a Hugging Face data set")
+    revision: str | None = Field(default=None, description="commit, tag or branch of a Hugging Face data set")
+    weight: float = Field(default=1.0, gt=0, description="share of the draws, on any scale")
+    fields: dict[FieldName, str] = Field(
+        default={},
+        description="where a row holds these, dots into nested fields (prompt.0.content); none: the usual names",
     )
-    limit: int | None = Field(None, ge=1, description="use the first so many problems")
-    families: list[str] | None = Field(None, description="families of builtin:arithmetic; none: all")
-    seed: int | None = Field(None, description="of builtin:arithmetic; none: the run's seed")
-    skip_unanswered: bool = Field(False, description="leave out and count rows without an answer; else they are an error")
+    limit: int | None = Field(default=None, ge=1, description="use the first so many problems")
+    families: list[str] | None = Field(default=None, description="families of builtin:arithmetic; none: all")
+    seed: int | None = Field(default=None, description="of builtin:arithmetic; none: the run's seed")
+    skip_unanswered: bool = Field(
+        default=False, description="leave out and count rows without an answer; else they are an error"
+    )
     part: Literal["all", "train", "heldout"] = Field(
-        "all", description="of a split of the rows by their statements with the numbers masked"
+        default="all", description="of a split of the rows by their statements with the numbers masked"
     )
-    heldout_fraction: float = Field(0.2, gt=0, lt=1, description="share of masked statements in part heldout")
+    heldout_fraction: float = Field(default=0.2, gt=0, lt=1, description="share of masked statements in part heldout")
     exclude: list[str] = Field(
-        [], description="files whose problems are left out, numbers masked (what the cold start or evaluation uses)"
+        default=[],
+        description="files whose problems are left out, numbers masked (what the cold start or evaluation uses)",
     )
 
     @property

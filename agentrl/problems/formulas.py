@@ -1,0 +1,136 @@
+"""Arithmetic formulas of data sets, read without ``eval``: whole numbers, ``+ - * /`` and brackets."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+MAX_LENGTH: Final = 200  # characters; bounds the parser's depth
+MAX_VALUE: Final = 10**12
+
+_ALLOWED = re.compile(r"[\d\s()+*/.,-]+")
+_OPERATORS: Mapping[type[ast.operator], tuple[str, int, Callable[[int, int], int]]] = {
+    ast.Add: ("+", 1, operator.add),
+    ast.Sub: ("-", 1, operator.sub),
+    ast.Mult: ("*", 2, operator.mul),
+    ast.Div: ("//", 2, operator.floordiv),
+}
+
+
+class FormulaError(ValueError):
+    """A formula that no program of whole numbers can follow; ``reason`` completes "problems ..."."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"a formula {reason}")
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """An arithmetic expression of whole numbers.
+
+    >>> formula = Formula.parse("(25+5)/6=5")
+    >>> formula.numbers, formula.value(), formula.python()
+    ((25, 5, 6), 5, '(25+5)//6')
+    >>> formula.with_numbers({25: 40, 5: 8}).python()
+    '(40+8)//6'
+    """
+
+    tree: ast.expr
+
+    @classmethod
+    def parse(cls, text: str) -> Formula:
+        """Read ``LEFT=RIGHT`` (RIGHT must be a number, which LEFT must equal) or ``LEFT`` alone.
+
+        Raises FormulaError for anything but whole numbers, ``+ - * /`` and brackets.
+        """
+        left, equals, right = text.partition("=")
+        if len(text) > MAX_LENGTH or not _ALLOWED.fullmatch(left):
+            raise FormulaError("whose formula is more than arithmetic")
+        if equals and not _ALLOWED.fullmatch(right):
+            raise FormulaError("whose formula is more than arithmetic")
+        try:
+            tree = ast.parse(re.sub(r"(?<=\d),(?=\d{3})", "", left).strip(), mode="eval").body
+        except SyntaxError as error:
+            raise FormulaError("whose formula is malformed") from error
+        formula = cls(_checked(tree))
+        if equals and str(formula.value()) != right.strip().replace(",", ""):
+            raise FormulaError("whose formula does not add up")
+        return formula
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The different numbers in it, in order of appearance."""
+        return tuple(dict.fromkeys(_numbers(self.tree)))
+
+    def value(self) -> int:
+        """Its value. Raises FormulaError when a division leaves a remainder or a step is negative or huge."""
+        return _value(self.tree)
+
+    def python(self) -> str:
+        """Python for it, with no more brackets than needed."""
+        return _written(self.tree)[0]
+
+    def with_numbers(self, replaced: Mapping[int, int]) -> Formula:
+        """The same formula with other numbers; those not named stay."""
+        return Formula(_replaced(self.tree, replaced))
+
+
+def _checked(node: ast.expr) -> ast.expr:
+    """The tree with whole floats as integers. Raises FormulaError on any other node than arithmetic."""
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return ast.BinOp(left=_checked(node.left), op=node.op, right=_checked(node.right))
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
+        if node.value != int(node.value):
+            raise FormulaError("whose formula has decimals")
+        return ast.Constant(value=int(node.value))
+    raise FormulaError("whose formula is more than arithmetic")
+
+
+def _numbers(node: ast.expr) -> list[int]:
+    if isinstance(node, ast.BinOp):
+        return _numbers(node.left) + _numbers(node.right)
+    return [_constant(node)]
+
+
+def _constant(node: ast.expr) -> int:
+    assert isinstance(node, ast.Constant)
+    assert isinstance(node.value, int)
+    return node.value
+
+
+def _value(node: ast.expr) -> int:
+    if not isinstance(node, ast.BinOp):
+        return _constant(node)
+    left, right = _value(node.left), _value(node.right)
+    if isinstance(node.op, ast.Div) and (right == 0 or left % right):
+        raise FormulaError("whose division leaves a remainder")
+    value = _OPERATORS[type(node.op)][2](left, right)
+    if not 0 <= value <= MAX_VALUE:
+        raise FormulaError("with a negative or huge step")
+    return value
+
+
+def _written(node: ast.expr) -> tuple[str, int]:
+    """``(text, precedence)``; a right operand of equal precedence keeps its brackets."""
+    if not isinstance(node, ast.BinOp):
+        return str(_constant(node)), 3
+    sign, precedence, _ = _OPERATORS[type(node.op)]
+    left, left_precedence = _written(node.left)
+    right, right_precedence = _written(node.right)
+    if left_precedence < precedence:
+        left = f"({left})"
+    if right_precedence <= precedence:
+        right = f"({right})"
+    return f"{left}{sign}{right}", precedence
+
+
+def _replaced(node: ast.expr, replaced: Mapping[int, int]) -> ast.expr:
+    if isinstance(node, ast.BinOp):
+        return ast.BinOp(left=_replaced(node.left, replaced), op=node.op, right=_replaced(node.right, replaced))
+    value = _constant(node)
+    return ast.Constant(value=replaced.get(value, value))

@@ -1,0 +1,213 @@
+"""From settings to sources: files, Hugging Face data sets, benchmarks and the built-in generator.
+
+What was left out on the way (unanswered, repeated, excluded, the other part of a split) is counted in a LoadReport and
+never silently lost.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl_envs.types import Problem
+
+from agentrl.problems.arithmetic import ArithmeticSource
+from agentrl.problems.errors import (
+    EmptyProblemsError,
+    ProblemError,
+    ProblemFieldError,
+    ProblemFileError,
+    did_you_mean,
+)
+from agentrl.problems.fields import problem_of, statement_of
+from agentrl.problems.masking import MaskedSplit, split_by_masked_statement
+from agentrl.problems.mixture import FiniteSource, Mixture, ProblemSource
+from agentrl.problems.rows import Row, read_hub, read_jsonl, read_parquet
+from agentrl.problems.settings import BUILTIN, DEFAULT_SPLIT, ProblemSourceSettings
+
+GENERATORS = ("arithmetic",)
+FILE_KINDS = (".jsonl", ".parquet")
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadReport:
+    """What became of the rows of one source."""
+
+    name: str
+    rows: int
+    kept: int
+    unanswered: int = 0
+    repeated: int = 0
+    excluded: int = 0
+    other_part: int = 0
+    beyond_limit: int = 0
+
+    def describe(self) -> str:
+        """One line for the console; counts that are zero are left out."""
+        removed = {
+            "without an answer": self.unanswered,
+            "repeated": self.repeated,
+            "excluded by their masked statement": self.excluded,
+            "in the other part": self.other_part,
+            "beyond the limit": self.beyond_limit,
+        }
+        said = "".join(f", {count} {reason}" for reason, count in removed.items() if count)
+        return f"{self.name}: {self.kept} of {self.rows} problems{said}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedSource:
+    """A source with what was left out of it; ``report`` is None for endless generators."""
+
+    source: ProblemSource
+    report: LoadReport | None
+
+
+def load_mixture(settings: Sequence[ProblemSourceSettings], *, seed: int = 0) -> tuple[Mixture, tuple[LoadReport, ...]]:
+    """Load every source and mix them by their weights; ``seed`` is that of generators without one of their own.
+
+    Raises ProblemError (its subclasses say of what kind) with a message of one line.
+    """
+    loaded = [load_source(entry, seed=seed) for entry in settings]
+    mixture = Mixture(
+        sources=tuple(entry.source for entry in loaded), weights=tuple(entry.weight for entry in settings)
+    )
+    return mixture, tuple(entry.report for entry in loaded if entry.report is not None)
+
+
+def load_source(settings: ProblemSourceSettings, *, seed: int = 0) -> LoadedSource:
+    """Load one source. Raises ProblemError."""
+    if settings.is_builtin:
+        return _generator(settings, seed)
+    path = expand(settings.path)
+    name = _name(settings, path)
+    read = _read(settings, path, name)
+    if not read.rows:
+        raise EmptyProblemsError(f"{settings.path}: empty, there is no problem in it")
+    if not read.problems:
+        raise EmptyProblemsError(f"{settings.path}: none of the {read.rows} problems has an answer")
+    split = _split(settings, read.problems)
+    kept = split.heldout if settings.part == "heldout" else split.train
+    limited = kept[: settings.limit]
+    report = LoadReport(
+        name=name,
+        rows=read.rows,
+        kept=len(limited),
+        unanswered=read.unanswered,
+        repeated=read.repeated,
+        excluded=split.report.excluded,
+        other_part=split.report.train + split.report.heldout - len(kept),
+        beyond_limit=len(kept) - len(limited),
+    )
+    if not limited:
+        raise EmptyProblemsError(f"nothing is left of {report.describe()}")
+    return LoadedSource(source=FiniteSource(name, limited), report=report)
+
+
+def load_problems(path: str | Path, *, seed: int = 0) -> list[Problem]:
+    """Every problem of a file or data set, with the defaults of :class:`ProblemSourceSettings`."""
+    source = load_source(ProblemSourceSettings(path=str(path)), seed=seed).source
+    if source.size is None:
+        raise ProblemError(f"{path} never ends; draw from it with a ProblemSampler")
+    return [source.problem(index) for index in range(source.size)]
+
+
+def evaluation_set(source: ProblemSource, count: int) -> list[Problem]:
+    """``count`` fixed problems of ``source``, spread evenly over a finite one (all of them when it has fewer)."""
+    if isinstance(source, ArithmeticSource):
+        return source.distinct(count)
+    if source.size is None:
+        return [source.problem(index) for index in range(count)]
+    taken = min(count, source.size)
+    return [source.problem(index * source.size // taken) for index in range(taken)]
+
+
+def expand(path: str) -> str:
+    """``path`` with ``~`` and ``$VARIABLES`` replaced. Raises ProblemFileError on a variable that is not set."""
+    for match in _VARIABLE.finditer(path):
+        variable = match[1] or match[2]
+        if variable not in os.environ:
+            raise ProblemFileError(f"{path}: the environment variable {variable} is not set")
+    return os.path.expanduser(os.path.expandvars(path))
+
+
+def _generator(settings: ProblemSourceSettings, seed: int) -> LoadedSource:
+    kind = settings.path.removeprefix(BUILTIN)
+    if kind not in GENERATORS:
+        valid = ", ".join(BUILTIN + name for name in GENERATORS)
+        raise ProblemError(
+            f"{settings.path}: no such built-in problems; valid: {valid}{did_you_mean(kind, GENERATORS)}"
+        )
+    chosen = seed if settings.seed is None else settings.seed
+    endless = ArithmeticSource(split=settings.split, seed=chosen, families=settings.families)
+    if settings.limit is None:
+        return LoadedSource(source=endless, report=None)
+    problems = endless.distinct(settings.limit)
+    report = LoadReport(name=endless.name, rows=len(problems), kept=len(problems))
+    return LoadedSource(source=FiniteSource(endless.name, problems), report=report)
+
+
+def _name(settings: ProblemSourceSettings, path: str) -> str:
+    stem = Path(path).stem if _is_file(path) else path.rstrip("/")
+    parts = [stem, settings.subset, None if settings.split == DEFAULT_SPLIT else settings.split]
+    parts.append(None if settings.part == "all" else settings.part)
+    return ":".join(part for part in parts if part)
+
+
+def _is_file(path: str) -> bool:
+    return Path(path).suffix.lower() in FILE_KINDS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Read:
+    problems: list[Problem]
+    rows: int
+    unanswered: int
+    repeated: int
+
+
+def _read(settings: ProblemSourceSettings, path: str, name: str) -> _Read:
+    """The different problems of a source; rows repeated hundreds of times are never held together in memory."""
+    problems: dict[tuple[str, str], Problem] = {}
+    rows = unanswered = 0
+    for place, row in _rows(settings, path):
+        rows += 1
+        problem = problem_of(row, place, source=name, fields=settings.fields)
+        if problem is not None:
+            problems.setdefault((problem.statement.strip(), problem.answer), problem)
+        elif settings.skip_unanswered:
+            unanswered += 1
+        else:
+            raise ProblemFieldError(f"{place}: the problem has no answer; skip_unanswered=true leaves such rows out")
+    kept = list(problems.values())
+    return _Read(problems=kept, rows=rows, unanswered=unanswered, repeated=rows - unanswered - len(kept))
+
+
+def _rows(settings: ProblemSourceSettings, path: str) -> Iterator[tuple[str, Row]]:
+    file = Path(path)
+    if _is_file(path):
+        if settings.split != DEFAULT_SPLIT:
+            raise ProblemError(f"{settings.path}: a file has no split {settings.split!r}; use part=heldout to split it")
+        return read_jsonl(file) if file.suffix.lower() == ".jsonl" else read_parquet(file)
+    if file.is_dir() or (_HUB_ID.fullmatch(path) and not file.exists()):
+        return read_hub(path, split=settings.split, subset=settings.subset, revision=settings.revision)
+    valid = f"builtin:arithmetic, a file ending in {' or '.join(FILE_KINDS)}, a folder, or an id OWNER/NAME"
+    raise ProblemFileError(f"{settings.path}: not a source of problems; valid: {valid}")
+
+
+def _split(settings: ProblemSourceSettings, problems: Sequence[Problem]) -> MaskedSplit:
+    fraction = 0.0 if settings.part == "all" else settings.heldout_fraction
+    exclude = [statement for path in settings.exclude for statement in _statements(path)]
+    return split_by_masked_statement(problems, heldout_fraction=fraction, exclude=exclude)
+
+
+def _statements(path: str) -> Iterator[str]:
+    """The statements of a file or data set, answered or not."""
+    for place, row in _rows(ProblemSourceSettings(path=path), expand(path)):
+        yield statement_of(row, place, fields={})
