@@ -1,0 +1,171 @@
+"""What a run says while it goes: notes, tables and progress; a live display on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, TextIO
+
+from rich import box
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from agentrl.telemetry.settings import TelemetrySettings
+
+_RECENT = 20  # steps behind the running average and the time left
+_PLAIN_WIDTH = 160
+
+
+class Console:
+    """The one place that writes to the terminal during a run. ``file`` is standard output unless given."""
+
+    def __init__(self, settings: TelemetrySettings, file: TextIO | None = None) -> None:
+        self._settings = settings
+        probe = RichConsole(file=file)
+        self.live = settings.console == "auto" and probe.is_terminal
+        self._rich = probe if probe.is_terminal else RichConsole(file=file, width=_PLAIN_WIDTH)
+
+    def note(self, text: str) -> None:
+        """Say one thing; while progress is shown it appears above it."""
+        self._rich.print(Text(text), soft_wrap=True)
+
+    def warning(self, text: str) -> None:
+        """Say one thing that the user should look at."""
+        self._rich.print(Text.assemble(("warning: ", "bold yellow"), text), soft_wrap=True)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A small table; the first column is text, the others stand right-aligned."""
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+        for place, column in enumerate(columns):
+            table.add_column(column, justify="right" if place else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        self._rich.print(table)
+
+    def progress(self, total: int, done: int = 0, unit: str = "step") -> RunProgress:
+        """Progress over ``total`` steps of which ``done`` lie behind; a context manager."""
+        every = None if self._settings.console == "off" else self._settings.plain_every
+        display: _Live | _Plain = _Live(self._rich, unit) if self.live else _Plain(self, unit, every)
+        return RunProgress(display, total, done)
+
+
+class RunProgress:
+    """Progress of one loop: ``update`` after each step, ``close`` (or leave the context) at its end."""
+
+    def __init__(self, display: _Live | _Plain, total: int, done: int) -> None:
+        self._display = display
+        self._total = total
+        self._rewards: deque[float] = deque(maxlen=_RECENT)
+        self._times: deque[tuple[float, int]] = deque([(time.monotonic(), done)], maxlen=_RECENT + 1)
+        display.start(total, done)
+
+    def __enter__(self) -> RunProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show that ``step`` steps are done; ``metrics`` is the step's row of ``metrics.jsonl``."""
+        self._times.append((time.monotonic(), step))
+        reward = metrics.get("reward/mean")
+        if reward is not None:
+            self._rewards.append(reward)
+        average = sum(self._rewards) / len(self._rewards) if self._rewards else None
+        self._display.show(step, self._total, describe(metrics, average), f"{clock(self._left(step))} left")
+
+    def close(self) -> None:
+        """End the display; what was shown last stays."""
+        self._display.stop()
+
+    def _left(self, step: int) -> float | None:
+        (first_time, first_step), (last_time, last_step) = self._times[0], self._times[-1]
+        if last_step <= first_step:
+            return None
+        return (self._total - step) * (last_time - first_time) / (last_step - first_step)
+
+
+def describe(metrics: Mapping[str, Any], average_reward: float | None) -> str:
+    """The figures of one step in words; what is missing is left out.
+
+    >>> describe({"reward/mean": 0.5, "tokens_per_s": 5210.0, "policy/entropy": 0.31}, 0.4)
+    'reward 0.500 (avg 0.400)  entropy 0.310  5.2k tokens/s'
+    """
+    parts = []
+    if "reward/mean" in metrics:
+        average = "" if average_reward is None else f" (avg {average_reward:.3f})"
+        parts.append(f"reward {metrics['reward/mean']:.3f}{average}")
+    if "policy/loss" in metrics and "reward/mean" not in metrics:
+        parts.append(f"loss {metrics['policy/loss']:.3f}")
+    if "policy/entropy" in metrics:
+        parts.append(f"entropy {metrics['policy/entropy']:.3f}")
+    if "rollout/turns_mean" in metrics:
+        parts.append(f"turns {metrics['rollout/turns_mean']:.1f}")
+    if "tokens_per_s" in metrics:
+        rate = metrics["tokens_per_s"]
+        parts.append(f"{rate / 1000:.1f}k tokens/s" if rate >= 1000 else f"{rate:.0f} tokens/s")
+    return "  ".join(parts)
+
+
+def clock(seconds: float | None) -> str:
+    """A duration as ``m:ss`` or ``h:mm:ss``; ``?`` for an unknown one.
+
+    >>> clock(192.4), clock(7322), clock(None)
+    ('3:12', '2:02:02', '?')
+    """
+    if seconds is None:
+        return "?"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+class _Plain:
+    """One line every so many steps; ``every`` None says nothing."""
+
+    def __init__(self, console: Console, unit: str, every: int | None) -> None:
+        self._console = console
+        self._unit = unit
+        self._every = every
+
+    def start(self, total: int, done: int) -> None:
+        """Nothing to set up."""
+
+    def show(self, step: int, total: int, figures: str, left: str) -> None:
+        if self._every is not None and (step % self._every == 0 or step == total):
+            self._console.note(f"{self._unit} {step}/{total}  {figures}  {left}")
+
+    def stop(self) -> None:
+        """Nothing to take down."""
+
+
+class _Live:
+    """A bar that is redrawn in place."""
+
+    def __init__(self, rich: RichConsole, unit: str) -> None:
+        columns = (
+            TextColumn(unit),
+            BarColumn(bar_width=12),
+            MofNCompleteColumn(),
+            TextColumn("[dim]{task.fields[left]}"),
+            # The figures give way on a narrow terminal, nothing else does.
+            TextColumn("{task.fields[figures]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+        )
+        self._progress = Progress(*columns, console=rich, expand=True)
+        self._task = TaskID(0)
+
+    def start(self, total: int, done: int) -> None:
+        self._task = self._progress.add_task("", total=total, completed=done, figures="", left="")
+        self._progress.start()
+
+    def show(self, step: int, total: int, figures: str, left: str) -> None:
+        self._progress.update(self._task, completed=step, total=total, figures=figures, left=left)
+
+    def stop(self) -> None:
+        self._progress.stop()

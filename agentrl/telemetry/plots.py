@@ -1,0 +1,236 @@
+"""Pictures of a run, from its ``metrics.jsonl``: one PNG a subject and one overview. What was not measured is left out.
+
+Rows with ``reward/...`` and so on are training steps, rows with ``eval/...`` are evaluations. Shaded bands and error
+bars are 95 % intervals (``reward/mean`` +- 1.96 ``reward/stderr``; ``eval/low`` to ``eval/high``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from agentrl.telemetry.files import atomic_write
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Row = Mapping[str, Any]
+
+BLUE, ORANGE, GREEN, RED, VIOLET, GREY = "#2563a8", "#d9762b", "#2f8f5b", "#bf3b3b", "#7a55a3", "#8a8f98"
+_CYCLE = (BLUE, ORANGE, GREEN, VIOLET, RED, GREY, "#b59a2c", "#3aa6a6")
+_DOTS_PER_INCH = 140
+_WINDOW = 15  # steps of the running mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One subject: the file it is drawn to and the function that draws it, which returns False without data."""
+
+    file: str
+    title: str
+    draw: Callable[[Axes, Sequence[Row]], bool]
+
+
+def draw_plots(rows: Iterable[Row], folder: Path) -> list[Path]:
+    """Draw every panel that has data, and ``overview.png`` of them all, into ``folder``; returns the files."""
+    measured = list(rows)
+    drawn: list[Panel] = []
+    files = []
+    for panel in PANELS:
+        figure = _figure(6.4, 4.0)
+        if _draw(panel, figure.add_subplot(), measured):
+            drawn.append(panel)
+            files.append(_save(figure, folder / panel.file))
+    if drawn:
+        files.append(_save(_overview(drawn, measured), folder / "overview.png"))
+    return files
+
+
+def series(rows: Iterable[Row], key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of ``key`` in the rows that have it."""
+    found = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def running_mean(values: Sequence[float], window: int = _WINDOW) -> list[float]:
+    """The mean of each value and its neighbours, ``window`` (odd) in all, fewer at the ends.
+
+    >>> running_mean([1.0, 3.0, 8.0, 1.0], window=3)
+    [2.0, 4.0, 4.0, 4.5]
+    """
+    half = window // 2
+    parts = (values[max(0, place - half) : place + half + 1] for place in range(len(values)))
+    return [sum(part) / len(part) for part in parts]
+
+
+def _overview(panels: Sequence[Panel], rows: Sequence[Row]) -> Figure:
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = _figure(5.0 * columns, 3.4 * lines)
+    for place, panel in enumerate(panels, start=1):
+        _draw(panel, figure.add_subplot(lines, columns, place), rows)
+    return figure
+
+
+def _draw(panel: Panel, axes: Axes, rows: Sequence[Row]) -> bool:
+    from matplotlib.ticker import MaxNLocator
+
+    if not panel.draw(axes, rows):
+        return False
+    axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold")
+    axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    axes.grid(axis="y", color="#e3e5e8", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GREY)
+    if axes.get_legend_handles_labels()[1]:
+        filled = bool(axes.collections) and not axes.lines
+        axes.legend(fontsize=8, frameon=filled, framealpha=0.9, edgecolor="none", loc="best")
+    return True
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=_DOTS_PER_INCH, layout="constrained")
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    def write(out: IO[bytes]) -> None:
+        figure.savefig(out, format="png")
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, write)
+    return path
+
+
+def _line(axes: Axes, rows: Sequence[Row], key: str, label: str | None, color: str) -> bool:
+    """One measured line: the steps pale, their running mean strong; few steps are drawn as they are."""
+    steps, values = series(rows, key)
+    if not steps:
+        return False
+    smooth = len(steps) > 2 * _WINDOW
+    axes.plot(steps, values, color=color, linewidth=0.9 if smooth else 1.6, alpha=0.35 if smooth else 1.0,
+              marker="o" if len(steps) == 1 else None, label=None if smooth else label)  # fmt: skip
+    if smooth:
+        axes.plot(steps, running_mean(values), color=color, linewidth=1.8, label=label)
+    return True
+
+
+def _reward(axes: Axes, rows: Sequence[Row]) -> bool:
+    steps, means = series(rows, "reward/mean")
+    if not _line(axes, rows, "reward/mean", f"mean over {_WINDOW} steps" if len(steps) > 2 * _WINDOW else None, BLUE):
+        return False
+    errors = {row["step"]: row["reward/stderr"] for row in rows if row.get("reward/stderr") is not None}
+    half = [1.96 * errors.get(step, 0.0) for step in steps]
+    if errors:
+        low = [mean - width for mean, width in zip(means, half, strict=True)]
+        high = [mean + width for mean, width in zip(means, half, strict=True)]
+        axes.fill_between(steps, low, high, color=BLUE, alpha=0.15, linewidth=0, label="95 % interval of a step")
+    axes.set_ylabel("reward per trajectory")
+    return True
+
+
+def _evaluation(axes: Axes, rows: Sequence[Row]) -> bool:
+    evaluations = [row for row in rows if row.get("eval/avg_at_k") is not None]
+    if not evaluations:
+        return False
+    families = sorted({key for row in evaluations for key in row if key.startswith("eval/family/")})
+    for place, key in enumerate(families):
+        steps, values = series(evaluations, key)
+        name = key.removeprefix("eval/family/")
+        color = _CYCLE[(place + 1) % len(_CYCLE)]
+        axes.plot(steps, values, color=color, linewidth=1.0, marker=".", alpha=0.75,
+                  label=name if len(families) <= 7 else None)  # fmt: skip
+    steps, means = series(evaluations, "eval/avg_at_k")
+    below = [mean - row.get("eval/low", mean) for mean, row in zip(means, evaluations, strict=True)]
+    above = [row.get("eval/high", mean) - mean for mean, row in zip(means, evaluations, strict=True)]
+    k = evaluations[-1].get("eval/k", "k")
+    axes.errorbar(steps, means, yerr=[below, above], color=BLUE, linewidth=2.0, marker="o", capsize=4,
+                  label="all, 95 % interval")  # fmt: skip
+    axes.set_ylabel(f"avg@{k}: share of answers correct")
+    axes.set_ylim(-0.03, 1.03)
+    return True
+
+
+def _entropy(axes: Axes, rows: Sequence[Row]) -> bool:
+    axes.set_ylabel("entropy (nats per token)")
+    return _line(axes, rows, "policy/entropy", None, VIOLET)
+
+
+def _gradient_norm(axes: Axes, rows: Sequence[Row]) -> bool:
+    axes.set_ylabel("gradient norm before clipping")
+    return _line(axes, rows, "policy/gradient_norm", None, ORANGE)
+
+
+def _variance(axes: Axes, rows: Sequence[Row]) -> bool:
+    lines = (
+        ("variance/diagonal_proxy", "diagonal proxy", BLUE),
+        ("variance/head_exact_P", "head exact: P, power", ORANGE),
+        ("variance/head_exact_S", "head exact: S, signal", GREEN),
+        ("variance/head_exact_var", "head exact: variance", RED),
+    )
+    return _logarithmic(axes, rows, lines, "gradient variance (squared norm)")
+
+
+def _tool_use(axes: Axes, rows: Sequence[Row]) -> bool:
+    axes.set_ylabel("mean per trajectory")
+    turns = _line(axes, rows, "rollout/turns_mean", "turns", BLUE)
+    return _line(axes, rows, "rollout/tool_calls_mean", "tool calls", ORANGE) or turns
+
+
+def _length(axes: Axes, rows: Sequence[Row]) -> bool:
+    axes.set_ylabel("tokens per trajectory")
+    whole = _line(axes, rows, "rollout/response_tokens_mean", "with observations", BLUE)
+    return _line(axes, rows, "rollout/model_tokens_mean", "the model's own", GREEN) or whole
+
+
+def _engine_policy(axes: Axes, rows: Sequence[Row]) -> bool:
+    lines = (
+        ("policy/kl_engine_k3", "KL, k3 estimate (nats per token)", BLUE),
+        ("policy/engine_abs_diff", "mean |log-prob difference|", ORANGE),
+    )
+    return _logarithmic(axes, rows, lines, "engine against policy")
+
+
+def _logarithmic(axes: Axes, rows: Sequence[Row], lines: Iterable[tuple[str, str, str]], label: str) -> bool:
+    """Lines on a logarithmic axis; linear where nothing is above zero."""
+    drawn = [key for key, name, color in lines if _line(axes, rows, key, name, color)]
+    if any(value > 0 for key in drawn for value in series(rows, key)[1]):
+        axes.set_yscale("log", nonpositive="mask")
+    axes.set_ylabel(label)
+    return bool(drawn)
+
+
+def _endings(axes: Axes, rows: Sequence[Row]) -> bool:
+    prefix = "rollout/ended/"
+    steps = [row for row in rows if any(key.startswith(prefix) for key in row)]
+    names = sorted({key for row in steps for key in row if key.startswith(prefix)})
+    if not names:
+        return False
+    totals = [sum(row.get(name, 0.0) for name in names) or 1.0 for row in steps]
+    shares = [
+        running_mean([row.get(name, 0.0) / whole for row, whole in zip(steps, totals, strict=True)]) for name in names
+    ]
+    labels = [name.removeprefix(prefix).replace("_", " ") for name in names]
+    axes.stackplot([row["step"] for row in steps], shares, labels=labels, colors=_CYCLE, alpha=0.85)
+    axes.set_ylim(0, 1)
+    axes.set_ylabel("share of trajectories")
+    return True
+
+
+PANELS = (
+    Panel(file="reward.png", title="Training reward", draw=_reward),
+    Panel(file="avg_at_k.png", title="Held-out problems", draw=_evaluation),
+    Panel(file="entropy.png", title="Policy entropy", draw=_entropy),
+    Panel(file="gradient_norm.png", title="Gradient norm", draw=_gradient_norm),
+    Panel(file="variance.png", title="Variance diagnostics", draw=_variance),
+    Panel(file="tool_use.png", title="Turns and tool calls", draw=_tool_use),
+    Panel(file="response_length.png", title="Response length", draw=_length),
+    Panel(file="engine_policy.png", title="Engine-policy difference", draw=_engine_policy),
+    Panel(file="endings.png", title="How trajectories ended", draw=_endings),
+)
