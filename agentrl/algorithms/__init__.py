@@ -1,0 +1,90 @@
+"""Algorithms: pure functions on tensors, from rewards to the loss. torch and the standard library only."""
+
+from agentrl.algorithms.advantages import compute_advantages
+from agentrl.algorithms.aggregation import AGGREGATIONS, aggregate, loss_normalizer
+from agentrl.algorithms.baselines import TAILS
+from agentrl.algorithms.correction import mismatch_metrics
+from agentrl.algorithms.diagnostics import HeadVariance, HeadVarianceAccumulator, diagonal_proxy, diagonal_proxy_power
+from agentrl.algorithms.energy import ENERGIES, logit_proxy_energy, realized_energy
+from agentrl.algorithms.errors import (
+    AlgorithmError,
+    InvalidInputError,
+    InvalidOptionError,
+    MissingInputError,
+    UnknownNameError,
+)
+from agentrl.algorithms.estimators import (
+    ESTIMATORS,
+    Estimate,
+    Rollouts,
+    ScalarOptions,
+    TokenBaselineOptions,
+    register_estimator,
+)
+from agentrl.algorithms.filters import (
+    VOID_TURN_MODES,
+    Selection,
+    group_sizes,
+    groups_within,
+    mixed_groups,
+    select_trajectories,
+)
+from agentrl.algorithms.kl import KL_ESTIMATORS, kl_penalty
+from agentrl.algorithms.losses import (
+    LOSSES,
+    ClipOptions,
+    DualClipOptions,
+    LossInputs,
+    PolicyLoss,
+    policy_loss,
+    register_loss,
+)
+from agentrl.algorithms.normalization import NORMALIZATIONS
+from agentrl.algorithms.records import AdvantageInputs, Advantages
+from agentrl.algorithms.registry import NoOptions
+
+__all__ = [
+    "AGGREGATIONS",
+    "ENERGIES",
+    "ESTIMATORS",
+    "KL_ESTIMATORS",
+    "LOSSES",
+    "NORMALIZATIONS",
+    "TAILS",
+    "VOID_TURN_MODES",
+    "AdvantageInputs",
+    "Advantages",
+    "AlgorithmError",
+    "ClipOptions",
+    "DualClipOptions",
+    "Estimate",
+    "HeadVariance",
+    "HeadVarianceAccumulator",
+    "InvalidInputError",
+    "InvalidOptionError",
+    "LossInputs",
+    "MissingInputError",
+    "NoOptions",
+    "PolicyLoss",
+    "Rollouts",
+    "ScalarOptions",
+    "Selection",
+    "TokenBaselineOptions",
+    "UnknownNameError",
+    "aggregate",
+    "compute_advantages",
+    "diagonal_proxy",
+    "diagonal_proxy_power",
+    "group_sizes",
+    "groups_within",
+    "kl_penalty",
+    "logit_proxy_energy",
+    "loss_normalizer",
+    "mismatch_metrics",
+    "mixed_groups",
+    "policy_loss",
+    "realized_energy",
+    "register_estimator",
+    "register_loss",
+    "select_trajectories",
+]

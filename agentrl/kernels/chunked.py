@@ -1,8 +1,8 @@
 """token_statistics by blocks of rows: the logits [N, V] never exist, forward or backward.
 
-A block holds whole rows of the vocabulary, so its softmax needs no running maximum. The logits of a block come from one matrix
-product; what follows runs over it in pieces that stay in the processor's cache. Backward computes the logits again. Extra memory:
-one block (`_BLOCK_ELEMENTS`) and, in backward, the gradients themselves.
+A block holds whole rows of the vocabulary, so its softmax needs no running maximum. The logits of a block come from
+one matrix product; what follows runs over it in pieces that stay in the processor's cache. Backward computes the
+logits again. Extra memory: one block (`_BLOCK_ELEMENTS`) and, in backward, the gradients themselves.
 
 Not guaranteed: second derivatives (`once_differentiable` raises).
 """
@@ -151,7 +151,8 @@ def _pieces(z: Tensor) -> Iterator[slice]:
 
 
 def _piece_statistics(z: Tensor, targets: Tensor) -> Tensor:
-    """[5, R]: log_prob, entropy, sum_pi_squared, energy, ln normalizer of tempered logits z [R, V], which are destroyed.
+    """[5, R]: log_prob, entropy, sum_pi_squared, energy, ln normalizer of tempered logits z [R, V], which are
+    destroyed.
 
     The target is kept out of the sums and added last: where it has nearly all the mass, ln p = -log1p(rest / own) and
     1 - p = rest / (rest + own) keep their relative accuracy.

@@ -1,7 +1,7 @@
 """The three matrix products of a language-model head, accumulated in float32 (float64) whatever the weight's dtype.
 
-A half-precision weight is multiplied as it is where the device gives a float32 result (CUDA); elsewhere slices of its rows are
-converted one after another, so that no full-precision copy of it ever exists.
+A half-precision weight is multiplied as it is where the device gives a float32 result (CUDA); elsewhere slices of its
+rows are converted one after another, so that no full-precision copy of it ever exists.
 """
 
 from collections.abc import Iterator

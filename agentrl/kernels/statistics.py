@@ -20,12 +20,14 @@ def token_statistics(
 ) -> TokenStatistics:
     """Statistics of softmax((hidden head_weight^T + bias) / temperature) at the targets.
 
-    hidden [N, D] and head_weight [V, D] of any floating dtype, targets [N] in [0, V), bias [V] or None. Row n of hidden is the
-    state that *predicts* targets[n]: the caller has shifted. Rows that do not count (padding, observations) are left out
-    before the call, they are not masked here. Sums are in float32, or in float64 if hidden or head_weight is.
+    hidden [N, D] and head_weight [V, D] of any floating dtype, targets [N] in [0, V), bias [V] or None. Row n of
+    hidden is the state that *predicts* targets[n]: the caller has shifted. Rows that do not count (padding,
+    observations) are left out before the call, they are not masked here. Sums are in float32, or in float64 if hidden
+    or head_weight is.
 
-    Gradients through `log_probs` and `entropy` with respect to hidden, head_weight and bias are exact; the other fields are
-    detached. Backends: `chunked` never holds more than a block of logits; `reference` holds them all; `auto` is `chunked`.
+    Gradients through `log_probs` and `entropy` with respect to hidden, head_weight and bias are exact; the other
+    fields are detached. Backends: `chunked` never holds more than a block of logits; `reference` holds them all;
+    `auto` is `chunked`.
 
     Raises KernelInputError if the arguments do not fit together.
     """

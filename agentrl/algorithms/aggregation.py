@@ -1,0 +1,70 @@
+"""From per-token losses [B, T] to one number (FORMULAS 5)."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.errors import InvalidInputError, InvalidOptionError, check_choice
+from agentrl.algorithms.validation import as_mask
+
+AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
+
+
+def aggregate(
+    per_token: Tensor,
+    loss_mask: Tensor,
+    mode: str,
+    *,
+    normalizer: Tensor | float | None = None,
+    length: float | None = None,
+) -> Tensor:
+    """The loss of a micro-batch, a scalar connected to the graph of `per_token`; 0 if no token is left.
+
+    `token_mean`               sum / tokens
+    `token_sum`                sum
+    `seq_mean_token_mean`      sum over sequences of (mean over their tokens) / sequences
+    `seq_mean_token_sum`       sum / sequences
+    `seq_mean_token_sum_norm`  sum / (sequences * length), `length` a constant of the settings, needed by this mode
+    alone
+
+    tokens and sequences count what the mask leaves (sequences with at least one token). `normalizer` replaces that
+    count by the one of the whole optimizer step, so that the values of micro-batches *add up* to the step's: the sum of
+    `loss_normalizer` over all micro-batches and ranks. `token_sum` divides by nothing.
+
+    Values where the mask is False reach neither the result nor the gradient.
+    """
+    check_choice("aggregation", mode, AGGREGATIONS)
+    if per_token.ndim != 2 or per_token.shape != loss_mask.shape:
+        raise InvalidInputError(
+            f"per_token and loss_mask must both be [B, T]; got {tuple(per_token.shape)}, {tuple(loss_mask.shape)}"
+        )
+    _check_length(mode, length)
+    mask = as_mask("loss_mask", loss_mask)
+    sums = torch.where(mask, per_token, 0.0).sum(-1)  # (B,)
+    if mode == "seq_mean_token_mean":
+        sums = sums / mask.sum(-1).clamp(min=1)
+    if mode == "token_sum":
+        return sums.sum()
+    count = loss_normalizer(mask, mode) if normalizer is None else normalizer
+    count = torch.as_tensor(count, dtype=sums.dtype, device=sums.device)
+    total = sums.sum() / torch.where(count > 0, count, 1.0)
+    return total if length is None else total / length
+
+
+def loss_normalizer(loss_mask: Tensor, mode: str) -> Tensor:
+    """What this part of the step adds to the normalizer of `aggregate`: its tokens, its sequences, or (token_sum) 0."""
+    check_choice("aggregation", mode, AGGREGATIONS)
+    mask = as_mask("loss_mask", loss_mask)
+    if mode == "token_sum":
+        return mask.new_zeros((), dtype=torch.int64)
+    return mask.sum() if mode == "token_mean" else mask.any(-1).sum()
+
+
+def _check_length(mode: str, length: float | None) -> None:
+    if mode != "seq_mean_token_sum_norm":
+        if length is not None:
+            raise InvalidOptionError(f"length is for seq_mean_token_sum_norm, not {mode}")
+        return
+    if length is None or not (math.isfinite(length) and length > 0):
+        raise InvalidOptionError(f"seq_mean_token_sum_norm needs a constant positive length; got {length}")

@@ -1,0 +1,136 @@
+"""Gradient-variance diagnostics with groups as units (FORMULAS 7).
+
+g_j is the mean policy gradient of group j's trajectories, J the number of groups:
+P = mean_j ||g_j||^2 (power), S = ||mean_j g_j||^2 (signal), Var = (P - S) / (J - 1).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.errors import InvalidInputError
+from agentrl.algorithms.segments import relabel, segment_sum
+
+_BLOCK_ELEMENTS = 1 << 23
+
+
+@torch.no_grad()
+def diagonal_proxy(token_energy: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
+    """sum_t w_t A_t^2 of every trajectory, [B] float64, from [B, T] tensors.
+
+    Exactly the squared norm of the policy gradient with respect to the concatenated (tempered) logits of the
+    trajectory. As an estimate of the parameter gradient's norm it drops the cross terms between tokens, so never call
+    it ||g||^2; and it has no S beside it.
+    """
+    return _masked_sum(token_energy, advantages, response_mask)
+
+
+@torch.no_grad()
+def diagonal_proxy_power(proxy: Tensor, groups: Tensor) -> Tensor:
+    """P of the diagonal proxy: the mean over groups of sum_i proxy_i / n^2, from proxy [B] and groups [B]; a scalar.
+
+    Logits of different trajectories are different coordinates, so the mean of n gradients has this squared norm.
+    """
+    if proxy.shape != groups.shape or proxy.ndim != 1 or not proxy.numel():
+        raise InvalidInputError(f"proxy and groups must both be [B], B > 0; got {proxy.shape}, {groups.shape}")
+    labels, count = relabel(groups)
+    sizes = segment_sum(torch.ones_like(proxy), labels, count)
+    return (segment_sum(proxy, labels, count) / sizes.square()).mean()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadVariance:
+    """P, S and Var of the gradient of the head's weight; `variance` is None for fewer than two groups."""
+
+    power: float
+    signal: float
+    variance: float | None
+    groups: int
+
+
+class HeadVarianceAccumulator:
+    """P and S of g = sum_t A_t delta_t h_t^T / tau over groups that arrive in micro-batches.
+
+    One product per group gives both (S needs it anyway, so Gram matrices would save nothing): 4 S V D operations for
+    S tokens, as much as a forward and half a backward of the head. Memory: one float32 [V, D] sum, and blocks of the
+    vocabulary. Every group has to come whole, in one call. Over several ranks: add up `gradient_sum`, `power_sum` and
+    `groups`.
+    """
+
+    def __init__(self, head_weight: Tensor, *, temperature: float, bias: Tensor | None = None) -> None:
+        """head_weight [V, D] and bias [V] as in the forward; the policy must not change between calls."""
+        if head_weight.ndim != 2 or not temperature > 0:
+            raise InvalidInputError(f"head_weight must be [V, D], temperature positive; got {temperature}")
+        self._weight = head_weight.detach()
+        self._bias = None if bias is None else bias.detach()
+        self._temperature = temperature
+        self._dtype = torch.float64 if head_weight.dtype == torch.float64 else torch.float32
+        self.gradient_sum = torch.zeros_like(self._weight, dtype=self._dtype)
+        self.power_sum = torch.zeros((), dtype=torch.float64, device=head_weight.device)
+        self.groups = 0
+
+    @torch.no_grad()
+    def update(self, *, hidden: Tensor, targets: Tensor, advantages: Tensor, rows: Tensor, groups: Tensor) -> None:
+        """Add the groups of a micro-batch of B trajectories with N model tokens in all.
+
+        hidden [N, D], targets [N], advantages [N]; rows [N] says which trajectory 0 .. B-1 a token belongs to and
+        groups [B] which group a trajectory belongs to (its size counts every trajectory, also those without a token
+        here).
+        """
+        count = hidden.shape[0]
+        if not (targets.shape == advantages.shape == rows.shape == (count,)):
+            raise InvalidInputError("targets, advantages and rows must all be [N], as hidden [N, D]")
+        labels, total = relabel(groups)
+        sizes = segment_sum(torch.ones_like(labels), labels, total)
+        token_labels = labels[rows]
+        scale = advantages.to(self._dtype) / (sizes[token_labels] * self._temperature)
+        for group in range(total):
+            chosen = (token_labels == group).nonzero().squeeze(-1)
+            self._add(hidden[chosen].to(self._dtype), targets[chosen], scale[chosen])
+        self.groups += total
+
+    def result(self) -> HeadVariance:
+        """P, S and Var of what has been added. InvalidInputError if nothing was."""
+        if self.groups == 0:
+            raise InvalidInputError("no group was added")
+        power = float(self.power_sum) / self.groups
+        signal = float(self.gradient_sum.double().square().sum()) / self.groups**2
+        variance = (power - signal) / (self.groups - 1) if self.groups > 1 else None
+        return HeadVariance(power=power, signal=signal, variance=variance, groups=self.groups)
+
+    def _add(self, hidden: Tensor, targets: Tensor, scale: Tensor) -> None:
+        """One group: sum_t scale_t delta_t h_t^T, block of the vocabulary by block."""
+        if not hidden.shape[0]:
+            return
+        step = max(1, _BLOCK_ELEMENTS // max(hidden.shape))
+        normalizer = self._log_normalizer(hidden, step)
+        for start in range(0, self._weight.shape[0], step):
+            block = slice(start, min(start + step, self._weight.shape[0]))
+            inside = ((targets >= block.start) & (targets < block.stop)).nonzero().squeeze(-1)
+            delta = -(self._logits(hidden, block) - normalizer.unsqueeze(-1)).exp_()
+            delta[inside, targets[inside] - block.start] += 1
+            product = (delta * scale.unsqueeze(-1)).t() @ hidden
+            self.power_sum += product.double().square().sum()
+            self.gradient_sum[block] += product
+
+    def _log_normalizer(self, hidden: Tensor, step: int) -> Tensor:
+        result = hidden.new_full(hidden.shape[:1], -torch.inf)
+        for start in range(0, self._weight.shape[0], step):
+            part = self._logits(hidden, slice(start, start + step)).logsumexp(-1)
+            result = torch.logaddexp(result, part)
+        return result
+
+    def _logits(self, hidden: Tensor, block: slice) -> Tensor:
+        logits = hidden @ self._weight[block].to(self._dtype).t()
+        if self._bias is not None:
+            logits = logits + self._bias[block].to(self._dtype)
+        return logits / self._temperature
+
+
+def _masked_sum(token_energy: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
+    mask = response_mask.bool()
+    if not token_energy.shape == advantages.shape == mask.shape:
+        raise InvalidInputError("token_energy, advantages and response_mask must all be [B, T]")
+    energy = torch.where(mask, token_energy.double(), 0.0)
+    return (energy * torch.where(mask, advantages.double(), 0.0).square()).sum(-1)

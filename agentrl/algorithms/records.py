@@ -1,0 +1,52 @@
+"""The records that go into and come out of the advantage estimators."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageInputs:
+    """What an estimator may use. Only the first three are always needed.
+
+    Two trajectories of one problem, the second with an observation (0 in the mask) between two turns:
+
+    >>> import torch
+    >>> inputs = AdvantageInputs(
+    ...     rewards=torch.tensor([[0., 0., 1., 0.], [0., 0., 0., 0.]]),
+    ...     response_mask=torch.tensor([[1, 1, 1, 0], [1, 1, 0, 1]]).bool(),
+    ...     groups=torch.tensor([7, 7]),
+    ... )
+    >>> from agentrl.algorithms import compute_advantages
+    >>> compute_advantages("rloo", inputs).advantages.tolist()
+    [[1.0, 1.0, 1.0, 0.0], [-1.0, -1.0, -0.0, -1.0]]
+
+    Values at positions outside the response mask reach no result, whatever they are. `importance_weights` is the
+    truncated ratio rho times the loss mask: zero where a model token was rejected from the loss.
+    """
+
+    rewards: Tensor  # [B, T] float
+    response_mask: Tensor  # [B, T] bool, True on model tokens
+    groups: Tensor  # [B] int64, equal for trajectories of one problem
+    log_probs: Tensor | None = None  # [B, T] of the policy that is trained
+    sum_pi_squared: Tensor | None = None  # [B, T]
+    token_energy: Tensor | None = None  # [B, T] w_t as the kernel computes it; without it, formed from the two above
+    hidden_norm_squared: Tensor | None = None  # [B, T] for head-exact energy
+    cross_energy: Tensor | None = None  # [B, T] sum_{k<=t} <delta_k, delta_t>^+, laboratory only
+    importance_weights: Tensor | None = None  # [B, T] truncated rho, 0 where rejected from the loss
+    trajectory_energy: Tensor | None = None  # [B] exact ||grad log pi(tau)||^2
+    values: Tensor | None = None  # [B, T] critic
+    greedy_returns: Tensor | None = None  # [B]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advantages:
+    """Each [B, T], detached, 0 off model tokens; float64 if the rewards are, else float32.
+
+    `returns` holds G_k (token estimators) or R on every model token (scalar ones), `baselines` what was subtracted.
+    Without normalisation advantages = returns - baselines.
+    """
+
+    advantages: Tensor
+    returns: Tensor
+    baselines: Tensor
