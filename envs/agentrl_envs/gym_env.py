@@ -1,4 +1,4 @@
-"""The gymnasium face of a SimpleTIR episode: ``gymnasium.make("agentrl/SimpleTIR-v0", problems=..., ...)``."""
+"""The gymnasium face of a SimpleTIR episode, registered as ``agentrl/SimpleTIR-v0`` by `agentrl_envs.registration`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ class SimpleTIREnv(gymnasium.Env[str, str]):
     ``info`` is deterministic; how long programs took stands in ``env.unwrapped.telemetry``, one `ToolCall` a program
     since the last reset. An episode that failed through no fault of the policy is ``truncated``.
 
-    >>> env = gymnasium.make("agentrl/SimpleTIR-v0")              # doctest: +SKIP
-    >>> prompt, info = env.reset(seed=1)                          # doctest: +SKIP
-    >>> env.step("```py\\nfinal_answer(17 * 23)\\n```")           # doctest: +SKIP
+    Example::
+
+        env = gymnasium.make("agentrl_envs.registration:agentrl/SimpleTIR-v0")
+        prompt, info = env.reset(seed=1)
+        observation, reward, terminated, truncated, info = env.step("```py\\nfinal_answer(17 * 23)\\n```")
     """
 
     metadata = {"render_modes": []}  # noqa: RUF012  (gymnasium's name and type)

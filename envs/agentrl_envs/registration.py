@@ -1,12 +1,24 @@
-"""Tell gymnasium of our environments (called by gymnasium through its plug-in entry point)."""
+"""Tell gymnasium of our environments: importing this module registers them.
+
+gymnasium 1.4 loads no plug-ins by itself, so either name the module in the id or import it first::
+
+    gymnasium.make("agentrl_envs.registration:agentrl/SimpleTIR-v0")
+
+    import agentrl_envs.registration
+    gymnasium.make("agentrl/SimpleTIR-v0")
+"""
 
 from __future__ import annotations
 
-from gymnasium.envs.registration import register
+from gymnasium.envs.registration import register, registry
 
 SIMPLETIR_ID = "agentrl/SimpleTIR-v0"
 
 
 def register_envs() -> None:
-    """Register ``agentrl/SimpleTIR-v0``."""
-    register(id=SIMPLETIR_ID, entry_point="agentrl_envs.gym_env:SimpleTIREnv")
+    """Register ``agentrl/SimpleTIR-v0``; a second call does nothing."""
+    if SIMPLETIR_ID not in registry:
+        register(id=SIMPLETIR_ID, entry_point="agentrl_envs.gym_env:SimpleTIREnv")
+
+
+register_envs()

@@ -1,0 +1,49 @@
+"""Falsified observations: the model is lied to, the grader is not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from agentrl_envs.episode import Episode
+from agentrl_envs.falsified import FalsifiedObservations, falsify
+from agentrl_envs.types import Ended
+from agentrl_sandbox.client import Execution
+from hypothesis import given
+from hypothesis import strategies as st
+
+PROGRAM = "```py\nprint(2)\n```"
+
+
+@given(st.text(), st.integers(0, 1 << 30))
+def test_every_number_changes_and_nothing_else(text: str, seed: int) -> None:
+    lie = falsify(text, seed)
+    assert lie == falsify(text, seed)
+    assert len(lie) == len(text)
+    assert re.split("[0-9]+", lie) == re.split("[0-9]+", text)
+    truths, lies = re.findall("[0-9]+", text), re.findall("[0-9]+", lie)
+    assert all(truth != told for truth, told in zip(truths, lies, strict=True))
+
+
+def test_leading_digits_stay_leading() -> None:
+    assert all(falsify("42", seed)[0] != "0" for seed in range(200))
+    assert {falsify("1", seed) for seed in range(200)} == set("023456789")
+
+
+async def test_only_the_observation_is_falsified(play: Callable[..., Any], execution: Callable[..., Execution]) -> None:
+    inner, _ = play(execution("123\n"), execution("\\boxed{5}\n"))
+    episode = FalsifiedObservations(inner, seed=1)
+    assert isinstance(episode, Episode)
+    assert (episode.stop, episode.turn_complete(PROGRAM)) == (inner.stop, True)
+    assert await episode.start() == "What is 2 + 3?\n"
+    told = (await episode.step(PROGRAM)).observation
+    assert re.fullmatch(r"\nCode execution result: [0-9]{3}\n", told)
+    assert "123" not in told
+    twin = await episode.fork()
+    assert isinstance(twin, FalsifiedObservations)
+    await twin.close()
+    last = await episode.step(PROGRAM)
+    assert (last.reward, last.answer, last.ended) == (1.0, "5", Ended.ANSWERED)
+    assert "5" not in last.observation
+    await episode.close()

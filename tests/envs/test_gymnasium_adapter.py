@@ -1,0 +1,161 @@
+"""Any plain gymnasium text environment, found by name and played as an episode."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import gymnasium
+import pytest
+import pytest_asyncio
+from agentrl_envs.adapter import GymnasiumEnvironment
+from agentrl_envs.episode import (
+    Environment,
+    EnvironmentContractError,
+    EnvironmentLookupError,
+    Episode,
+    EpisodeUsageError,
+)
+from agentrl_envs.registry import environment_names, resolve_environment
+from agentrl_envs.settings import GymnasiumSettings
+from agentrl_envs.simpletir import SimpleTIREnvironment
+from agentrl_envs.spaces import UnicodeText
+from agentrl_envs.types import Ended, Problem, Step, Verdict
+
+CLOSED: list[str] = []
+
+
+class GuessEnv(gymnasium.Env[str, str]):
+    """Guess the number in the problem's answer; says higher or lower, and breaks off after three guesses."""
+
+    metadata = {"render_modes": [], "stop": ("\n",)}  # noqa: RUF012
+    action_space = UnicodeText(100)
+    observation_space = UnicodeText(100)
+
+    def __init__(self, greeting: str = "Guess.") -> None:
+        self.greeting = greeting
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        assert options is not None
+        self.problem: Problem = options["problem"]
+        self.guesses = 0
+        return f"{self.greeting} {seed}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        assert threading.current_thread().name.startswith("gymnasium-env")
+        self.guesses += 1
+        guess, gold = int(action), int(self.problem.answer)
+        if guess == gold:
+            return "yes", 1.0, True, False, {"verdict": "correct", "answer": action}
+        if guess < 0:
+            return "", 0.0, True, False, {"ended": "void_turn"}
+        return ("higher" if guess < gold else "lower"), 0.1, False, self.guesses == 3, {}
+
+    def close(self) -> None:
+        CLOSED.append(self.problem.id)
+
+
+class NumberEnv(GuessEnv):
+    """Not a text environment."""
+
+    def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
+        return 5, {}
+
+
+class Nothing:
+    """No environment at all."""
+
+
+NUMBER = 5
+
+
+@pytest_asyncio.fixture
+async def environment() -> AsyncIterator[Environment]:
+    environment = resolve_environment(f"{__name__}:GuessEnv")(GymnasiumSettings(kwargs={"greeting": "Hi."}, threads=4))
+    await environment.open()
+    yield environment
+    await environment.close()
+
+
+async def test_a_gymnasium_class_is_an_environment(environment: Environment, problem: Problem) -> None:
+    assert isinstance(environment, GymnasiumEnvironment)
+    assert environment.describe() == ["gymnasium environment GuessEnv, blocking calls in up to 4 threads"]
+    episode = environment.episode(problem)
+    assert isinstance(episode, Episode)
+    seed = zlib.crc32(b"toy-0")
+    assert await episode.start() == f"Hi. {seed}"  # the same for every episode of the problem
+    assert episode.stop == ("\n",)
+    assert episode.turn_complete("anything")
+    assert await episode.step("3") == Step(observation="higher", reward=0.1, ended=None)
+    assert await episode.step("5") == Step(
+        observation="yes", reward=1.0, ended=Ended.ANSWERED, verdict=Verdict.CORRECT, answer="5"
+    )
+    with pytest.raises(EpisodeUsageError, match="ended"):
+        await episode.step("5")
+    CLOSED.clear()
+    await episode.close()
+    await episode.close()
+    assert CLOSED == ["toy-0"]
+    with pytest.raises(EpisodeUsageError, match="not running"):
+        await episode.step("5")
+
+
+async def test_truncation_and_named_ends(environment: Environment, problem: Problem) -> None:
+    episode = environment.episode(problem)
+    await episode.start()
+    assert [(await episode.step("9")).ended for _ in range(3)] == [None, None, Ended.TURN_LIMIT]
+    other = environment.episode(problem)
+    await other.start()
+    assert (await other.step("-1")).ended is Ended.VOID_TURN
+    await episode.close()
+    await other.close()
+
+
+async def test_fork_replays_the_actions(environment: Environment, problem: Problem) -> None:
+    episode = environment.episode(problem)
+    await episode.start()
+    await episode.step("3")
+    twin = await episode.fork()
+    for each in (episode, twin):
+        assert (await each.step("4")).ended is None
+        assert (await each.step("4")).ended is Ended.TURN_LIMIT
+        await each.close()
+
+
+async def test_errors_of_the_environment_are_not_swallowed(environment: Environment, problem: Problem) -> None:
+    episode = environment.episode(problem)
+    await episode.start()
+    with pytest.raises(ValueError, match="invalid literal"):
+        await episode.step("five")
+    await episode.close()
+
+
+async def test_an_observation_that_is_no_text_is_refused(problem: Problem) -> None:
+    environment = GymnasiumEnvironment(NumberEnv)
+    await environment.open()
+    with pytest.raises(EnvironmentContractError, match="must return a str as its observation, not int"):
+        await environment.episode(problem).start()
+    await environment.close()
+
+
+def test_simpletir_is_found_by_its_entry_point() -> None:
+    assert "simpletir" in environment_names()
+    assert resolve_environment("simpletir") is SimpleTIREnvironment
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("simpeltir", "no environment named 'simpeltir'; did you mean 'simpletir'? Valid names: .*simpletir"),
+        ("agentrl_envs.nowhere:Env", "no module 'agentrl_envs.nowhere'"),
+        (f"{__name__}:GessEnv", "has no 'GessEnv'; did you mean 'GuessEnv'"),
+        (f"{__name__}:Nothing", r"neither a gymnasium.Env nor .* lacks open, episode, close, describe"),
+        (f"{__name__}:NUMBER", "is a int, expected a class or a function"),
+    ],
+)
+def test_a_wrong_name_is_told_the_right_ones(name: str, message: str) -> None:
+    with pytest.raises(EnvironmentLookupError, match=message.replace("?", r"\?")):
+        resolve_environment(name)
