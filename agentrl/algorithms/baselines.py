@@ -42,7 +42,7 @@ def column_baselines(columns: Columns, *, tail: str, leave_one_out: bool) -> Ten
 
 @dataclass(frozen=True, kw_only=True)
 class _Sums:
-    """Group sums of every column. Returns are taken above the column's lowest, so equal returns give exactly themselves."""
+    """Group sums of every column, returns taken above the column's lowest: equal returns give exactly themselves."""
 
     columns: Columns
     weights: Tensor  # [B, C], 0 where invalid

@@ -81,8 +81,7 @@ def _read(inputs: AdvantageInputs, name: str, mask: Tensor, energy: str) -> Tens
     tensor = getattr(inputs, name)
     if tensor is None:
         raise MissingInputError(
-            f"energy={energy!r} needs {name} (TokenStatistics.{name} of the policy's forward); choose energy='length'
-            to do " "without"
+            f"energy={energy!r} needs {name} (TokenStatistics.{name} of the policy's forward); 'length' needs none"
         )
     check_finite(name, tensor, mask)
     return torch.where(mask, tensor.detach().double(), 0.0)

@@ -37,8 +37,7 @@ def select_trajectories(*, void_turn: Tensor, no_data: Tensor, void_turns: str) 
 
 
 def mixed_groups(returns: Tensor, groups: Tensor, *, tolerance: float = 0.0) -> Tensor:
-    """[B] True in groups whose returns [B] differ by more than `tolerance`: all others give no gradient with a group
-    baseline.
+    """[B] True in groups whose returns [B] differ by more than `tolerance`; all others give no gradient.
 
     A group of one is not mixed.
     """

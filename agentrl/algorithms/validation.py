@@ -1,4 +1,4 @@
-"""Checks on the tensors of AdvantageInputs: each message names the tensor, and the row and position where there is one."""
+"""Checks on the tensors of AdvantageInputs: each message names the tensor and, where there is one, the place."""
 
 from dataclasses import fields
 
@@ -34,8 +34,8 @@ def check_advantage_inputs(inputs: AdvantageInputs) -> None:
     if bool(misplaced.any()):
         row, position = _first(misplaced)
         raise InvalidInputError(
-            f"rewards holds {float(inputs.rewards[row, position])} in row {row} at position {position}, which is no
-            model " "token: a reward stands on the last model token of its turn"
+            f"rewards holds {float(inputs.rewards[row, position])} in row {row} at position {position}, which is no "
+            "model token: a reward stands on the last model token of its turn"
         )
 
 
