@@ -10,6 +10,7 @@ episode as `Ended.ANSWERED`, ``truncated`` as `Ended.TURN_LIMIT`, unless ``info[
 from __future__ import annotations
 
 import asyncio
+import logging
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,8 @@ import gymnasium
 from agentrl_envs.episode import EnvironmentContractError, EpisodeUsageError
 from agentrl_envs.settings import GymnasiumSettings
 from agentrl_envs.types import Ended, Problem, Step, Verdict
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 EnvFactory = Callable[[], "gymnasium.Env[Any, Any]"]
@@ -49,7 +52,7 @@ class GymnasiumEpisode:
         return True
 
     async def start(self) -> str:
-        """Make and reset the environment. Raises `EnvironmentContractError` if the observation is not text."""
+        """Make and reset the environment. Raises `EnvironmentContractError` (not text) and `TimeoutError`."""
         if self._env is not None:
             raise EpisodeUsageError("the episode was started before")
         self._env = await self._call(self._make)
@@ -58,11 +61,16 @@ class GymnasiumEpisode:
         return _text(observation, "reset")
 
     async def step(self, action: str) -> Step:
-        """One blocking ``step`` in a thread. Raises what the environment raises, and `TimeoutError`."""
+        """One blocking ``step`` in a thread. Raises what the environment raises; a timeout ends the episode as no data."""
         env = self._running()
         if self._ended:
             raise EpisodeUsageError("the episode has ended")
-        observation, reward, terminated, truncated, info = await self._call(lambda: env.step(action))
+        try:
+            observation, reward, terminated, truncated, info = await self._call(lambda: env.step(action))
+        except TimeoutError:
+            logger.warning("problem %s: step() took longer than %g s", self.problem.id, self._call_deadline)
+            self._ended = True
+            return Step(observation="", reward=0.0, ended=Ended.INFRASTRUCTURE_FAILURE)
         self._actions.append(action)
         ended = _ended(bool(terminated), bool(truncated), info)
         self._ended = ended is not None

@@ -65,6 +65,16 @@ class NumberEnv(GuessEnv):
         return 5, {}
 
 
+class StuckEnv(GuessEnv):
+    """Never answers until it is let go."""
+
+    let_go = threading.Event()
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.let_go.wait()
+        return super().step(action)
+
+
 class Nothing:
     """No environment at all."""
 
@@ -138,6 +148,17 @@ async def test_an_observation_that_is_no_text_is_refused(problem: Problem) -> No
     await environment.open()
     with pytest.raises(EnvironmentContractError, match="must return a str as its observation, not int"):
         await environment.episode(problem).start()
+    await environment.close()
+
+
+async def test_a_step_that_hangs_is_no_data(problem: Problem) -> None:
+    environment = GymnasiumEnvironment(StuckEnv, GymnasiumSettings(call_deadline=0.5))
+    await environment.open()
+    episode = environment.episode(problem)
+    await episode.start()
+    assert await episode.step("5") == Step(observation="", reward=0.0, ended=Ended.INFRASTRUCTURE_FAILURE)
+    StuckEnv.let_go.set()
+    await episode.close()
     await environment.close()
 
 
