@@ -61,7 +61,7 @@ class GymnasiumEpisode:
         return _text(observation, "reset")
 
     async def step(self, action: str) -> Step:
-        """One blocking ``step`` in a thread. Raises what the environment raises; a timeout ends the episode as no data."""
+        """One blocking ``step`` in a thread. What the environment raises is raised; a timeout is no data."""
         env = self._running()
         if self._ended:
             raise EpisodeUsageError("the episode has ended")
