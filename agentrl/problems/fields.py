@@ -75,12 +75,16 @@ def unwrap(statement: str) -> str:
 
 
 def canonical_answer(value: Any, place: str) -> str | None:
-    r"""The answer as text: whole floats as integers, the last ``\boxed{}`` of a written solution; None when empty.
+    r"""The answer as text; None when empty.
+
+    Whole floats become integers; of a written solution the last ``\boxed{}`` counts, or what follows GSM8K's ``####``.
 
     >>> canonical_answer("27.0", ""), canonical_answer(27.0, ""), canonical_answer(3, ""), canonical_answer(" ", "")
     ('27', '27', '3', None)
     >>> canonical_answer(r"So the sum is $\boxed{\frac{1}{2}}$.", "")
     '\\frac{1}{2}'
+    >>> canonical_answer("16 - 3 - 4 = 9 eggs, 9 * 2 = 18 dollars\n#### 18", "")
+    '18'
     """
     if value is None:
         return None
@@ -88,7 +92,7 @@ def canonical_answer(value: Any, place: str) -> str | None:
         raise ProblemFieldError(f"{place}: the answer must be text or a number, found {type(value).__name__}")
     if isinstance(value, float) and not abs(value) < float("inf"):
         raise ProblemFieldError(f"{place}: the answer is {value}, not a number to reach")
-    text = str(value).strip()
+    text = str(value).rsplit("####", 1)[-1].strip()
     whole = _WHOLE_FLOAT.fullmatch(text)
     if whole:
         return whole["whole"]

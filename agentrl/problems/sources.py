@@ -118,6 +118,13 @@ def load_problems(path: str | Path, *, seed: int = 0) -> list[Problem]:
     return [source.problem(index) for index in range(source.size)]
 
 
+def read_problems(settings: ProblemSourceSettings) -> list[Problem]:
+    """Every row of a file or data set as a problem, in order, repeats included; splits and limits are not applied."""
+    path = expand(settings.path)
+    name = _name(settings, path)
+    return [problem for problem in _answered(settings, path, name) if problem is not None]
+
+
 def evaluation_set(source: ProblemSource, count: int) -> list[Problem]:
     """``count`` fixed problems of ``source``, spread evenly over a finite one (all of them when it has fewer)."""
     if isinstance(source, ArithmeticSource):
@@ -176,17 +183,23 @@ def _read(settings: ProblemSourceSettings, path: str, name: str) -> _Read:
     """The different problems of a source; rows repeated hundreds of times are never held together in memory."""
     problems: dict[tuple[str, str], Problem] = {}
     rows = unanswered = 0
-    for place, row in _rows(settings, path):
+    for problem in _answered(settings, path, name):
         rows += 1
-        problem = problem_of(row, place, source=name, fields=settings.fields)
-        if problem is not None:
-            problems.setdefault((problem.statement.strip(), problem.answer), problem)
-        elif settings.skip_unanswered:
+        if problem is None:
             unanswered += 1
         else:
-            raise ProblemFieldError(f"{place}: the problem has no answer; skip_unanswered=true leaves such rows out")
+            problems.setdefault((problem.statement.strip(), problem.answer), problem)
     kept = list(problems.values())
     return _Read(problems=kept, rows=rows, unanswered=unanswered, repeated=rows - unanswered - len(kept))
+
+
+def _answered(settings: ProblemSourceSettings, path: str, name: str) -> Iterator[Problem | None]:
+    """Every row's problem; None for a row that the settings leave out for want of an answer."""
+    for place, row in _rows(settings, path):
+        problem = problem_of(row, place, source=name, fields=settings.fields)
+        if problem is None and not settings.skip_unanswered:
+            raise ProblemFieldError(f"{place}: the problem has no answer; skip_unanswered=true leaves such rows out")
+        yield problem
 
 
 def _rows(settings: ProblemSourceSettings, path: str) -> Iterator[tuple[str, Row]]:
