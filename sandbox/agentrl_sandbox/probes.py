@@ -16,8 +16,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from agentrl_sandbox.errors import StartError
 from agentrl_sandbox.settings import SandboxSettings
-from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome
+from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome, Sandbox
 
 _PROBE_SECONDS = 0.3  # the deadline that the time probe is given
 _PATIENCE_SECONDS = 20.0  # for probes that should end by themselves
@@ -77,15 +78,15 @@ os._exit(3)
 Execute = Callable[..., Awaitable[Execution]]
 
 
-class _Executes:
-    """What the probes need of a sandbox."""
+async def probe(sandbox: Sandbox, *, mode: str, settings: SandboxSettings) -> Isolation:
+    """Run every probe at once; for each property the layer that holds it, or None. Raises StartError."""
 
-    execute: Execute
+    async def execute(program: str, *, timeout: float) -> Execution:
+        ran = await sandbox.execute(program, timeout=timeout)
+        if ran.outcome is Outcome.INFRASTRUCTURE_FAILURE:
+            raise StartError(f"the sandbox cannot run programs: {ran.stderr}")
+        return ran
 
-
-async def probe(sandbox: object, *, mode: str, settings: SandboxSettings) -> Isolation:
-    """Run every probe at once; for each property the layer that holds it, or None."""
-    execute: Execute = sandbox.execute  # type: ignore[attr-defined]
     held = await asyncio.gather(
         _network(execute),
         _writes(execute),

@@ -121,7 +121,8 @@ class ServerProcess(asyncio.Protocol):
         """Everyone who waits hears of it."""
         self.gone = True
         gone = ServerGone("the sandbox's server ended")
-        for future in (self.hello, self.ready, *self._waiting.values()):
+        waiting: tuple[asyncio.Future[Any], ...] = (self.hello, self.ready, *self._waiting.values())
+        for future in waiting:
             if not future.done():
                 future.set_exception(gone)
                 future.exception()  # some have no waiter; that is no reason to warn

@@ -19,13 +19,11 @@ _LINKS = {"/tmp": SCRATCH, "/dev/shm": SCRATCH, "/dev/fd": "/proc/self/fd"}
 _BUILD_AT = "/tmp"  # hidden, in our mount namespace alone, by the root that is built there
 
 
-def enter(readable: Iterable[str], *, root: bool) -> None:
+def enter(readable: Iterable[str]) -> None:
     """Move this process into namespaces of its own, with a root that shows only ``readable`` and the system.
 
     Afterwards there is no network but an unconfigured loopback. Raises OSError where the kernel refuses.
     """
-    if not root:
-        become_namespace_root()
     kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     sources = _open_sources(readable)
@@ -34,16 +32,18 @@ def enter(readable: Iterable[str], *, root: bool) -> None:
         _bind(descriptor, path, is_directory=is_directory)
         os.close(descriptor)
     _add_links()
-    os.mkdir(_BUILD_AT + SCRATCH)
+    for path in ("/proc", SCRATCH):
+        os.mkdir(_BUILD_AT + path)
+    kernel.mount("proc", _BUILD_AT + "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     os.chdir(_BUILD_AT)
     kernel.pivot_root_here()
     kernel.add_mount_attributes("/", kernel.MOUNT_ATTR_RDONLY, recursive=False)
 
 
-def become_namespace_root() -> None:
+def become_namespace_root(also: int = 0) -> None:
     """Enter a new user namespace in which this process's user is root, and has no other user."""
     user, group = os.geteuid(), os.getegid()
-    kernel.unshare(kernel.CLONE_NEWUSER)
+    kernel.unshare(kernel.CLONE_NEWUSER | also)
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
         with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
             file.write(text)
@@ -51,7 +51,7 @@ def become_namespace_root() -> None:
 
 def _open_sources(readable: Iterable[str]) -> dict[str, tuple[int, bool]]:
     """Path descriptors of everything to bind, so that the new root may be built over any of it."""
-    wanted = [path for path in _SYSTEM if not os.path.islink(path)] + ["/proc"]
+    wanted = [path for path in _SYSTEM if not os.path.islink(path)]
     for path in readable:
         wanted += [os.path.abspath(path), os.path.realpath(path)]
     chosen: list[str] = []
@@ -70,7 +70,7 @@ def _bind(descriptor: int, path: str, *, is_directory: bool) -> None:
         os.makedirs(os.path.dirname(target), mode=0o755, exist_ok=True)
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
     kernel.mount(f"/proc/self/fd/{descriptor}", target, None, kernel.MS_BIND | kernel.MS_REC)
-    if path not in _DEVICES and path != "/proc":
+    if path not in _DEVICES:
         attributes = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
         kernel.add_mount_attributes(target, attributes, recursive=True)
 

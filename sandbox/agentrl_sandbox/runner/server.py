@@ -20,7 +20,7 @@ import time
 from collections import deque
 from typing import Any
 
-from agentrl_sandbox.runner import rootfs
+from agentrl_sandbox.runner import kernel, rootfs
 from agentrl_sandbox.runner.capture import Capture
 from agentrl_sandbox.runner.config import FIRST_USER, RunnerConfig
 from agentrl_sandbox.runner.memory import resident_bytes
@@ -42,7 +42,9 @@ def main() -> None:
     why = ""
     try:
         if config.isolate != "none":
-            rootfs.enter(config.readable, root=config.isolate == "root")
+            if config.isolate == "user":
+                _become_first_process(config, int(sys.argv[2]))
+            rootfs.enter(config.readable)
     except OSError as error:
         why = str(error) or type(error).__name__
     client = socket.socket(fileno=int(sys.argv[2]))
@@ -54,6 +56,25 @@ def main() -> None:
         server.serve()
     finally:
         server.close()
+
+
+def _become_first_process(config: RunnerConfig, descriptor: int) -> None:
+    """Go on as the first process of a user and a PID namespace of our own; return there only.
+
+    Without root, a zygote may come back from a program's PID namespace only to one that belongs to us.
+    """
+    rootfs.become_namespace_root(also=kernel.CLONE_NEWPID)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    child = os.fork()
+    if child == 0:
+        kernel.die_with_parent(signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        return
+    os.close(descriptor)
+    while os.getppid() == config.client_pid:
+        if signal.sigtimedwait({signal.SIGCHLD}, 1.0) is not None:
+            break
+    os._exit(0)
 
 
 class Server:
@@ -251,7 +272,7 @@ class Server:
             self._on_report(self._programs[message["id"]], message)
 
     def _on_report(self, program: Program, message: dict[str, Any]) -> None:
-        if message["op"] == "spawned":
+        if message["op"] == "located":
             program.pid = message["pid"]
             return
         if message["op"] == "failed":
@@ -290,12 +311,14 @@ class Server:
             if now >= program.deadline:
                 self._kill(program, Outcome.TIMEOUT)
                 program.deadline = now + 1.0  # asked to end; look again later
-        if now < self._next_tick:
+        if not self._programs or now < self._next_tick:
             return
         self._next_tick = now + _TICK
         for program in self._programs.values():
-            if now - program.started > _TICK and program.pid:
+            if program.pid:
                 self._watch_memory(program)
+            elif now - program.started > _TICK:
+                self._zygotes[program.zygote].locate(program.identifier)
 
     def _watch_memory(self, program: Program) -> None:
         beyond = self._zygotes[program.zygote].resident

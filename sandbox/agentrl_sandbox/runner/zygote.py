@@ -4,13 +4,15 @@ It never sees a program: the text comes to the child in a memory file. The paren
 SEQPACKET socket, one JSON object a message:
 
     server -> zygote   {"op": "spawn", "id", "slot", "cpu"} with descriptors [program file, stdout, stderr, status]
-                       {"op": "kill", "id"}
-    zygote -> server   {"op": "ready"} · {"op": "spawned", "id", "pid"} · {"op": "failed", "id", "why"} · {"op": "exit", "id", "status"}
+                       {"op": "kill", "id"} · {"op": "where", "id"}
+    zygote -> server   {"op": "ready"} · {"op": "failed", "id", "why"} · {"op": "located", "id", "pid"}
+                       {"op": "exit", "id", "status", "cpu"}
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
 import gc
 import importlib
 import json
@@ -121,7 +123,11 @@ class Zygote:
         if message["op"] == "spawn":
             self._spawn(message, list(descriptors))
         elif message["id"] in self._pids:
-            self._kill(self._pids[message["id"]])
+            pid = self._pids[message["id"]]
+            if message["op"] == "kill":
+                self._kill(pid)
+            else:
+                self._send({"op": "located", "id": message["id"], "pid": pid})
         return True
 
     def _spawn(self, message: dict[str, Any], descriptors: list[int]) -> None:
@@ -138,7 +144,6 @@ class Zygote:
                 run_child(self._limits, message["slot"], message["cpu"], descriptors)
             self._ids[pid] = identifier
             self._pids[identifier] = pid
-            self._send({"op": "spawned", "id": identifier, "pid": pid})
         finally:
             if self._own_pid_namespace >= 0:
                 kernel.setns(self._own_pid_namespace, kernel.CLONE_NEWPID)
@@ -157,29 +162,22 @@ class Zygote:
 
     def _reap(self) -> None:
         while self._ids:
-            try:
-                waited = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
+            if self._config.isolate == "none":
+                self._kill_left_behind()
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
+            if pid == 0:
                 return
-            if waited is None:
-                return
-            pid = waited.si_pid
-            if self._config.isolate == "none" and pid in self._ids:
-                self._kill_group(pid)
-            _, status, usage = os.wait4(pid, 0)
-            identifier = self._ids.pop(pid, None)
-            if identifier is None:
-                continue
+            identifier = self._ids.pop(pid)
             del self._pids[identifier]
             cpu = usage.ru_utime + usage.ru_stime
             self._send({"op": "exit", "id": identifier, "status": status, "cpu": cpu})
 
-    def _kill_group(self, pid: int) -> None:
-        """Without a PID namespace: what the program left behind in its process group."""
-        try:
-            os.killpg(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
+    def _kill_left_behind(self) -> None:
+        """Without a PID namespace: kill the group of a program that ended, while its number is not reused."""
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(ended.si_pid, signal.SIGKILL)
 
     def _send(self, message: dict[str, Any]) -> None:
         self._server.send(json.dumps(message).encode())

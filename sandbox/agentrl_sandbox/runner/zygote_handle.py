@@ -56,10 +56,13 @@ class ZygoteHandle:
         message = {"op": "spawn", "id": identifier, "slot": slot, "cpu": cpu_seconds}
         socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors)
 
+    def locate(self, identifier: int) -> None:
+        """Ask for a child's process number."""
+        self._ask("where", identifier)
+
     def kill(self, identifier: int) -> None:
         """Ask for a child's end. A zygote that is gone has taken its children with it."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._socket.send(json.dumps({"op": "kill", "id": identifier}).encode())
+        self._ask("kill", identifier)
 
     def receive(self) -> dict[str, Any] | None:
         """The next report; None when the zygote is gone."""
@@ -80,3 +83,7 @@ class ZygoteHandle:
         if self._process.stdout is not None:
             self._process.stdout.close()
         return status
+
+    def _ask(self, what: str, identifier: int) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._socket.send(json.dumps({"op": what, "id": identifier}).encode())
