@@ -34,7 +34,7 @@ def test_this_benchmark_by_hand():
 
 
 def test_problems_like_these_by_hand():
-    # Shares 1, 1/2, 0: variance 1/4 between problems, 1/12 of the mean; (1/4) / (1/12) = 3 samples' worth; t(2) = 4.3027.
+    # Shares 1, 1/2, 0: variance 1/4 between problems, 1/12 of the mean; (1/4) / (1/12) = 3 samples' worth; t(2) = 4.30.
     interval = avg_at_k([8, 8, 8], [8, 4, 0]).problems_like_these
     assert (interval.low, interval.high) == pytest.approx(wilson(0.5, 3, 4.302653), abs=1e-6)
 
@@ -100,7 +100,7 @@ def test_impossible_counts_are_refused():
         avg_at_k([4.5], [1])
     with pytest.raises(ValueError, match="equal length"):
         avg_at_k([4, 4], [1])
-    with pytest.raises(ValueError, match="pass@5 needs .* the fewest are 4"):
+    with pytest.raises(ValueError, match=r"pass@5 needs .* the fewest are 4"):
         pass_at_k([8, 4], [1, 1], 5)
 
 

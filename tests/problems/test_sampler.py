@@ -75,5 +75,5 @@ def test_unusable_mixtures_are_refused():
     with pytest.raises(EmptyProblemsError, match="toy: no problems"):
         FiniteSource("toy", [])
     twice = Problem(id="x", statement="s", answer="1", source="t")
-    with pytest.raises(ProblemError, match="two problems have the id 'x'"):
+    with pytest.raises(ProblemError, match="two different problems have the id 'x'"):
         FiniteSource("toy", [twice, twice])

@@ -1,0 +1,80 @@
+"""The demonstration file: what is written is read back, and what is wrong is said with its line."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agentrl.problems.arithmetic import ArithmeticSource
+from agentrl.problems.demonstrations import read_demonstrations, write_demonstrations
+from agentrl.problems.errors import EmptyProblemsError, ProblemError, ProblemFileError
+from agentrl.problems.loading import load_demonstrations
+
+
+def test_written_demonstrations_are_read_back(tmp_path: Path):
+    made = ArithmeticSource(seed=0).demonstrations(40)
+    path = tmp_path / "shown.jsonl"
+    assert write_demonstrations(path, made) == 40
+    read = read_demonstrations(path)
+    assert [shown.turns for shown in read] == [shown.turns for shown in made]
+    assert [replace(shown.problem, source="arithmetic") for shown in read] == [shown.problem for shown in made]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["shown.jsonl"]
+
+
+def test_the_schema_is_the_documented_one(tmp_path: Path):
+    path = tmp_path / "one.jsonl"
+    (made,) = ArithmeticSource(seed=0, families=["box_put"]).demonstrations(1)
+    write_demonstrations(path, [made])
+    row = json.loads(path.read_text(encoding="utf-8"))
+    assert set(row) == {"id", "problem", "answer", "family", "setup", "turns"}
+    assert [set(turn) for turn in row["turns"]] == [{"model", "observation"}] * 2
+    assert row["turns"][0]["observation"].startswith("\nCode execution result: ")
+    assert row["turns"][1]["observation"] == ""
+
+
+GOOD = {"id": "a", "problem": "1+1?", "answer": "2", "turns": [{"model": "\\boxed{2}"}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answer": ""}, r"d\.jsonl:2: a demonstration needs a text 'answer'"),
+        ({"problem": 3}, r"d\.jsonl:2: a demonstration needs a text 'problem'"),
+        ({"turns": []}, r"d\.jsonl:2: .*'turns' that is not empty"),
+        ({"turns": [{"observation": "x"}]}, r"d\.jsonl:2: turn 1 needs a text 'model'"),
+        ({"turns": [{"model": "a", "observation": 1}]}, r"d\.jsonl:2: turn 1: 'observation' must be text"),
+        ({"setup": 1}, r"d\.jsonl:2: 'setup' must be text"),
+    ],
+)
+def test_bad_rows_are_named_by_line(tmp_path: Path, change: dict[str, object], message: str):
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n" + json.dumps({**GOOD, **change}), encoding="utf-8")
+    with pytest.raises(ProblemError, match=message):
+        read_demonstrations(path)
+
+
+def test_bad_files_are_named(tmp_path: Path):
+    (tmp_path / "torn.jsonl").write_text(json.dumps(GOOD) + '\n{"id": "b", "prob', encoding="utf-8")
+    with pytest.raises(ProblemFileError, match=r"torn\.jsonl:2: not valid JSON"):
+        read_demonstrations(tmp_path / "torn.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n\n", encoding="utf-8")
+    with pytest.raises(EmptyProblemsError, match=r"empty\.jsonl: no demonstrations"):
+        read_demonstrations(tmp_path / "empty.jsonl")
+    with pytest.raises(ProblemFileError, match=r"none\.jsonl: no such file; in that folder: empty\.jsonl, torn\.jsonl"):
+        read_demonstrations(tmp_path / "none.jsonl")
+
+
+def test_demonstrations_by_one_string(tmp_path: Path):
+    built = load_demonstrations("builtin:arithmetic", count=5, variants=1, seed=3)
+    assert list(built.demonstrations) == ArithmeticSource(split="train", seed=3).demonstrations(5)
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(GOOD), encoding="utf-8")
+    assert load_demonstrations(str(path), count=5, variants=1, seed=3).description == f"1 demonstrations of {path}"
+    rows = tmp_path / "f.jsonl"
+    rows.write_text('{"problem": "2 and 3 pens?", "answer": "5", "formula": "2+3=5"}', encoding="utf-8")
+    assert len(load_demonstrations(f"formula:{rows}", count=5, variants=3, seed=3).demonstrations) == 3
+    with pytest.raises(ProblemError, match=r"no such built-in demonstrations; valid: builtin:arithmetic"):
+        load_demonstrations("builtin:algebra", count=5, variants=1, seed=3)
+    with pytest.raises(ProblemFileError, match=r"shown\.csv: demonstrations are builtin:arithmetic, formula:FILE"):
+        load_demonstrations("shown.csv", count=5, variants=1, seed=3)
