@@ -146,3 +146,7 @@ def _errors_of_other_packages() -> tuple[type[Exception], ...]:
 def _fail(error: Exception, code: int) -> None:
     typer.echo(f"error: {error}", err=True)
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

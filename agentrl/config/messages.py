@@ -78,12 +78,13 @@ def _describe(detail: ErrorDetails, env: str, layers: Sequence[Layer]) -> str:
         known.append(part)
         node = child
     key = ".".join(path if detail["type"] == "extra_forbidden" else known)
-    origin, found = find_value(key, layers)
+    missing = detail["type"] == "missing" and len(path) == len(known)
+    origin, found = find_value(key.rpartition(".")[0] if missing else key, layers)
     value = detail["input"] if len(path) == len(known) else found  # of a list's bad entry, show the list
     place = f" ({origin})" if origin else ""
     if detail["type"] == "extra_forbidden":
         return unknown_key(key, detail["input"], env, place)
-    if detail["type"] == "missing" and len(path) == len(known):
+    if missing:
         return f"{key} is missing{place}: it must be given; valid: {_valid(schema, node)}"
     if detail["type"] == "value_error":
         reason = detail["msg"].removeprefix("Value error, ")

@@ -18,9 +18,12 @@ from __future__ import annotations
 import fcntl
 import io
 import json
+import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any
 
 from agentrl.errors import SettingsError, WorldError
@@ -40,7 +43,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.plots = self.path / "plots"
         self.summary = self.path / "summary.json"
-        self._lock: IO[bytes] | None = None
+        self._unlock: Callable[[], object] | None = None
 
     @classmethod
     def create(cls, path: str | Path, config: str) -> RunDirectory:
@@ -53,21 +56,19 @@ class RunDirectory:
             raise SettingsError(f"the run directory {run.path} is a file; choose another name=... or runs_dir=...")
         try:
             run.path.mkdir(parents=True, exist_ok=True)
-            used = sorted(entry.name for entry in run.path.iterdir() if entry.name != "lock")
+            used = sorted(entry.name for entry in run.path.iterdir() if not _is_debris(entry.name))
             if used:
                 raise SettingsError(
                     f"the run directory {run.path} is not empty (it holds {', '.join(used[:5])}"
                     f"{', ...' if len(used) > 5 else ''}): continue that run with --resume, or choose another name=..."
                 )
             run._take_lock()
-            for folder in (run.trajectories, run.checkpoints, run.plots):
-                folder.mkdir()
         except OSError as error:
             raise SettingsError(
                 f"cannot write to the run directory {run.path}: {error.strerror}; choose another runs_dir=..."
             ) from error
-        run.write_text("config.yaml", config)
-        run.metrics_file.touch()
+        run.write_text("config.yaml", config)  # first: from here on --resume can continue it
+        run._complete()
         return run
 
     @classmethod
@@ -81,19 +82,25 @@ class RunDirectory:
             raise SettingsError(f"--resume: {run.path} is no run directory (it holds no config.yaml)")
         try:
             run._take_lock()
-            for folder in (run.trajectories, run.checkpoints, run.plots):
-                folder.mkdir(exist_ok=True)
-            run.metrics_file.touch()
         except OSError as error:
             raise SettingsError(f"cannot write to the run directory {run.path}: {error.strerror}") from error
+        run._complete()
         repair_torn_line(run.metrics_file)
         return run
 
     def close(self) -> None:
-        """Give the lock back."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        """Give the lock back; the end of the process or of this object does the same."""
+        if self._unlock is not None:
+            self._unlock()
+            self._unlock = None
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def write_text(self, name: str, text: str) -> None:
         """Write the file ``name`` whole."""
@@ -164,8 +171,18 @@ class RunDirectory:
                 if later > step:
                     self.trajectory_file(later).unlink()
 
+    def _complete(self) -> None:
+        """Make what is missing and remove what a killed process left half written."""
+        with world_errors(self.path, "prepare"):
+            for folder in (self.trajectories, self.checkpoints, self.plots):
+                folder.mkdir(exist_ok=True)
+            self.metrics_file.touch()
+            for folder in (self.path, self.trajectories, self.plots):
+                for left in folder.glob(".*.partial"):
+                    left.unlink()
+
     def _take_lock(self) -> None:
-        lock = (self.path / "lock").open("ab")
+        lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         deadline = time.monotonic() + _LOCK_DEADLINE
         while True:
             try:
@@ -174,12 +191,17 @@ class RunDirectory:
                 if time.monotonic() < deadline:
                     time.sleep(0.05)
                     continue
-                lock.close()
+                os.close(lock)
                 raise SettingsError(
                     f"another process is using the run directory {self.path} (waited {_LOCK_DEADLINE:.0f} s)"
                 ) from error
-            self._lock = lock
+            self._unlock = weakref.finalize(self, os.close, lock)
             return
+
+
+def _is_debris(name: str) -> bool:
+    """True for what a run that was killed before it began may leave."""
+    return name == "lock" or (name.startswith(".") and name.endswith(".partial"))
 
 
 def _row(line: bytes, place: str) -> dict[str, Any]:

@@ -1,0 +1,454 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from agentrl_envs.settings import SimpleTIRSettings
+
+from agentrl.config import (
+    EnvironmentOptions,
+    Settings,
+    dump_yaml,
+    load_settings,
+    may_change_on_resume,
+    resume_conflicts,
+    run_config_of,
+    settings_diff,
+    settings_warnings,
+    shipped_config,
+    shipped_configs,
+)
+from agentrl.config.messages import known_keys, nearest_key
+from agentrl.config.overlays import parse_yaml
+from agentrl.errors import SettingsError
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory without runs, and a data folder for the shipped configs that name one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AGENTRL_DATA_DIR", str(tmp_path / "data"))
+
+
+def refused(*overrides: str, **more: object) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(overrides=list(overrides), **more)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def overlay(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+# Layers
+
+
+def test_without_a_model_the_tiny_preset_applies() -> None:
+    settings = load_settings()
+    assert settings.model.path is None
+    assert (
+        settings.optimizer.learning_rate
+        == yaml.safe_load(shipped_configs()["tiny"].read_text())["optimizer"]["learning_rate"]
+    )
+    assert settings.model.dtype == "float32"
+    assert [source.split for source in settings.data.eval] == ["heldout"]
+
+
+def test_with_a_model_nothing_of_the_tiny_preset_is_inherited() -> None:
+    settings = load_settings(overrides=["model.path=Qwen/Qwen2.5-7B", "data.train.0.path=problems.jsonl"])
+    defaults = Settings()
+    assert settings.optimizer == defaults.optimizer
+    assert settings.optimizer.learning_rate == 1e-6
+    assert settings.rollout == defaults.rollout
+    assert settings.environment == SimpleTIRSettings()
+    assert settings.coldstart.demonstrations is None
+
+
+def test_each_layer_covers_the_one_below(tmp_path: Path) -> None:
+    file = overlay(tmp_path / "mine.yaml", "rollout: {group_size: 4, problems_per_step: 6}\n")
+    settings = load_settings(config_file=file, overrides=["rollout.group_size=2"])
+    assert settings.rollout.group_size == 2  # command line over file
+    assert settings.rollout.problems_per_step == 6  # file over preset
+    assert settings.rollout.max_turn_tokens == load_settings().rollout.max_turn_tokens  # preset over default
+    assert settings.rollout.temperature == 1.0  # default
+
+
+def test_a_file_with_a_model_keeps_the_preset_out_until_the_command_line_takes_the_model_away(tmp_path: Path) -> None:
+    file = overlay(tmp_path / "big.yaml", "model: {path: Qwen/Qwen2.5-7B}\ndata: {train: [{path: p.jsonl}]}\n")
+    assert load_settings(config_file=file).optimizer.learning_rate == 1e-6
+    tiny = load_settings(config_file=file, overrides=["model.path=null"])
+    assert tiny.optimizer == load_settings().optimizer
+    assert tiny.data.train[0].path == "p.jsonl"
+
+
+def test_a_base_is_found_by_name_and_by_path_and_covered(tmp_path: Path) -> None:
+    first = overlay(tmp_path / "first.yaml", "base: tiny\nseed: 7\ntraining: {steps: 3}\n")
+    second = overlay(tmp_path / "second.yaml", f"base: {first}\ntraining: {{steps: 4}}\n")
+    settings = load_settings(config_file=second)
+    assert (settings.seed, settings.training.steps) == (7, 4)
+    assert settings.rollout == load_settings().rollout
+
+
+def test_a_circle_of_bases_is_named(tmp_path: Path) -> None:
+    overlay(tmp_path / "a.yaml", "base: b.yaml\n")
+    overlay(tmp_path / "b.yaml", "base: a.yaml\n")
+    assert "circle: a.yaml -> b.yaml -> a.yaml" in refused(config_file="a.yaml")
+
+
+def test_lists_take_yaml_and_single_entries() -> None:
+    settings = load_settings(
+        overrides=[
+            "data.train=[{path: a.jsonl}, {path: b.jsonl, weight: 2}]",
+            "data.train.1.weight=3",
+            "data.train.2.path=c.jsonl",
+            "optimizer.betas.1=0.95",
+        ]
+    )
+    assert [(source.path, source.weight) for source in settings.data.train] == [
+        ("a.jsonl", 1.0),
+        ("b.jsonl", 3.0),
+        ("c.jsonl", 1.0),
+    ]
+    assert settings.optimizer.betas == (0.9, 0.95)
+
+
+def test_a_single_entry_of_the_presets_list_can_be_changed() -> None:
+    settings = load_settings(overrides=["data.train.0.limit=5"])
+    assert (settings.data.train[0].path, settings.data.train[0].limit) == ("builtin:arithmetic", 5)
+
+
+def test_env_decides_how_the_environment_is_validated() -> None:
+    free = load_settings("my_module:MyEnv", overrides=["environment.level=3"])
+    assert isinstance(free.environment, EnvironmentOptions)
+    assert free.environment.model_extra == {"level": 3}  # and nothing of SimpleTIR's preset
+    assert "environment.level" in refused("environment.level=3")
+
+
+def test_variables_are_replaced_and_a_missing_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = load_settings(config_file="word_problems")
+    assert settings.data.train[0].path == f"{tmp_path}/data/mawps.jsonl"
+    assert settings.coldstart.demonstrations == f"formula:{tmp_path}/data/asdiv.jsonl"
+    monkeypatch.delenv("AGENTRL_DATA_DIR")
+    message = refused(config_file="word_problems")
+    assert "data.train.0.path='${AGENTRL_DATA_DIR}/mawps.jsonl'" in message
+    assert "environment variable AGENTRL_DATA_DIR, which is not set" in message
+
+
+def test_names_count_up_and_do_not_touch_existing_runs(tmp_path: Path) -> None:
+    assert load_settings().name == "tiny-1"
+    (tmp_path / "runs" / "tiny-1").mkdir(parents=True)
+    assert load_settings().name == "tiny-2"
+    assert load_settings(config_file="math_tiny").name == "math_tiny-1"
+    assert load_settings(overrides=["name=mine"]).name == "mine"
+
+
+# Shipped configs
+
+
+@pytest.mark.parametrize("name", sorted(shipped_configs()))
+def test_every_shipped_config_loads(name: str) -> None:
+    assert load_settings(config_file=name).data.train
+
+
+def test_the_named_configs_are_shipped_under_every_spelling() -> None:
+    assert {"tiny", "word_problems", "simpletir_7b", "otb_paper_7b"} <= set(shipped_configs())
+    file = shipped_configs()["tiny"]
+    assert shipped_config("tiny") == shipped_config("tiny.yaml") == shipped_config("configs/tiny.yaml") == file
+    assert shipped_config("huge") is None
+
+
+def test_simpletir_7b_has_the_published_values() -> None:
+    settings = load_settings(config_file="simpletir_7b")
+    rollout, algorithm, optimizer = settings.rollout, settings.algorithm, settings.optimizer
+    assert (rollout.problems_per_step, rollout.group_size, rollout.oversampling) == (512, 16, 3.0)
+    assert (rollout.max_turn_tokens, rollout.max_response_tokens, rollout.temperature) == (8000, 16000, 1.0)
+    assert (algorithm.updates_per_step, algorithm.accuracy_range) == (4, (0.1, 0.9))
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.28, 3.0)
+    assert (optimizer.learning_rate, optimizer.betas, optimizer.weight_decay) == (1e-6, (0.9, 0.99), 0.01)
+    assert isinstance(settings.environment, SimpleTIRSettings)
+    assert settings.environment.max_turns == 5
+
+
+def test_otb_paper_7b_has_the_published_values() -> None:
+    settings = load_settings(config_file="otb_paper_7b")
+    assert (settings.rollout.problems_per_step, settings.rollout.group_size) == (128, 16)
+    assert (settings.rollout.max_response_tokens, settings.algorithm.updates_per_step) == (8192, 1)
+    assert (settings.algorithm.estimator, settings.optimizer.learning_rate) == ("tir_otb", 1e-6)
+
+
+# Bad input: each message names the key, the value, what is valid, and the nearest key
+
+
+def test_an_unknown_key_is_answered_with_the_nearest_and_the_valid_ones() -> None:
+    message = refused("rollout.grup_size=8")
+    assert message.startswith("unknown key rollout.grup_size (value 8) (command line)")
+    assert "nearest valid key: rollout.group_size;" in message
+    assert "valid keys in rollout: engine, problems_per_step, group_size" in message
+
+
+def test_an_unknown_key_of_a_file_names_the_file(tmp_path: Path) -> None:
+    file = overlay(tmp_path / "mine.yaml", "rolout: {group_size: 4}\n")
+    message = refused(config_file=file)
+    assert f'unknown key rolout (value {{"group_size": 4}}) ({file})' in message
+    assert "nearest valid key: rollout;" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("group_size", "rollout.group_size"),
+        ("learning_rate", "optimizer.learning_rate"),
+        ("lr", "optimizer.learning_rate"),
+        ("rollout.temprature", "rollout.temperature"),
+        ("data.train.0.pth", "data.train.0.path"),
+        ("enviroment.max_turns", "environment.max_turns"),
+        ("trainig.steps", "training.steps"),
+    ],
+)
+def test_nearest_key(key: str, nearest: str) -> None:
+    assert nearest_key(key, "simpletir") == nearest
+
+
+def test_every_known_key_is_its_own_nearest() -> None:
+    keys = known_keys("simpletir")
+    assert len(keys) > 80
+    assert all(nearest_key(key, "simpletir") == key for key in keys[::7])
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("rollout.group_size=many", 'rollout.group_size="many" (command line): valid is a whole number at least 1'),
+        ("rollout.group_size=-1", "rollout.group_size=-1 (command line): valid is a whole number at least 1"),
+        ("rollout.group_size=8.0", "rollout.group_size=8.0 (command line): valid is a whole number at least 1"),
+        ("rollout.group_size=true", "rollout.group_size=true (command line): valid is a whole number at least 1"),
+        ("rollout.group_size='8'", 'rollout.group_size="8" (command line): valid is a whole number at least 1'),
+        ("rollout.temperature=0", "rollout.temperature=0 (command line): valid is a number above 0"),
+        ("training.steps=", 'training.steps="" (command line): valid is a whole number at least 1'),
+        ("model.dtype=fp8", 'model.dtype="fp8" (command line): valid is one of float32, bfloat16'),
+        ("training.deterministic=1", "training.deterministic=1 (command line): valid is true or false"),
+        ("optimizer.betas=[1]", "optimizer.betas=[1] (command line): valid is a list of 2 values"),
+        ("optimizer.betas=[0.9, x]", 'optimizer.betas=[0.9, "x"] (command line): valid is a list of 2 values'),
+        ("rollout=3", "rollout=3 (command line): valid is a section with the keys engine, problems_per_step"),
+        ("data.train.0.weight=heavy", 'data.train.0.weight="heavy" (command line): valid is a number above 0'),
+        ("data.train=[{split: train}]", "data.train.0.path is missing (command line): it must be given; valid: text"),
+        ("data.train.9.path=x", 'data.train.9.path="x": data.train has 1 entries; valid places: 0 to 1'),
+        ("name=a/b", 'name="a/b" (command line): valid is text matching'),
+        ("seed.x=3", "unknown key seed.x (value 3) (command line); nearest valid key: seed;"),
+        ("rollout", "'rollout': settings are given as key=value, for example rollout.group_size=8"),
+        ("=3", "'=3': settings are given as key=value"),
+        ("rollout..x=3", "'rollout..x=3': settings are given as key=value"),
+        ("rollout.temperature=[1", "rollout.temperature='[1', line 1, column 3: not valid YAML"),
+        ("env=simpletr", 'env="simpletr": no such environment; nearest: simpletir; valid: simpletir, or module:Class'),
+    ],
+)
+def test_bad_values(override: str, expected: str) -> None:
+    assert expected in refused(override)
+
+
+def test_everything_wrong_is_said_at_once() -> None:
+    lines = refused("rollout.group_size=0", "seed=-1", "typo=1").splitlines()
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["rollout.max_turn_tokens=99999"],
+            "rollout.max_turn_tokens=99999 is above rollout.max_response_tokens=160: a turn cannot be longer",
+        ),
+        (
+            ["algorithm.updates_per_step=33"],
+            "algorithm.updates_per_step=33 is above rollout.problems_per_step=32: every update needs a group",
+        ),
+        (
+            ["rollout.max_prompt_tokens=1000"],
+            "rollout.max_prompt_tokens=1000 and rollout.max_response_tokens=160 together pass "
+            "model.tiny.max_positions=1024",
+        ),
+        (["rollout.kv_cache_tokens=64"], "pass rollout.kv_cache_tokens=64: not one trajectory fits the cache"),
+        (["training.micro_batch_tokens=64"], "pass training.micro_batch_tokens=64: a micro-batch must hold a whole"),
+        (["data.train=[]"], "data.train is empty: nothing to train on"),
+        (["model.path=/no/such/folder"], "model.path='/no/such/folder': there is no such directory"),
+        (["algorithm.aggregation=seq_mean_token_sum_norm"], "aggregation seq_mean_token_sum_norm needs norm_length"),
+    ],
+)
+def test_contradictions(overrides: list[str], expected: str) -> None:
+    settings = ["rollout.max_response_tokens=160", "rollout.problems_per_step=32", *overrides]
+    assert expected in refused(*settings)
+
+
+def test_a_model_directory_needs_a_tokenizer(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    given = [f"model.path={model}", "data.train.0.path=p.jsonl"]
+    assert f"model.path='{model}' holds no config.json" in refused(*given)
+    (model / "config.json").write_text("{}")
+    assert f"model.path='{model}' holds a model but no tokenizer" in refused(*given)
+    (model / "tokenizer.json").write_text("{}")
+    assert load_settings(overrides=given).name == "model-1"
+
+
+def test_commands_ask_only_for_what_they_need() -> None:
+    model = "model.path=Qwen/Qwen2.5-7B"
+    assert load_settings(overrides=[model], command="eval").data.train == []
+    assert "coldstart.demonstrations is not set" in refused(model, command="coldstart")
+    assert load_settings(overrides=[model, "coldstart.demonstrations=d.jsonl"], command="coldstart").data.train == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("rollout: {a: 1\n", "mine.yaml, line 2, column 1: not valid YAML"),
+        ("seed: 1\nseed: 2\n", "mine.yaml, line 2, column 1: not valid YAML: key 'seed' stands twice"),
+        ("- 1\n", "a config file is a mapping of sections, this one is a list"),
+        ("1: 2\n", "key 1 is not text"),
+        ("base: 3\n", "base=3 must be the name of a shipped config or a path"),
+        ("base: nothing\n", "no config file 'nothing'"),
+        ("seed: !!python/object:os.system x\n", "not valid YAML"),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in refused(config_file=overlay(tmp_path / "mine.yaml", text))
+
+
+def test_a_missing_config_is_answered_with_the_shipped_ones(tmp_path: Path) -> None:
+    message = refused(config_file="word_problem.yaml")
+    assert "no config file 'word_problem.yaml'; did you mean word_problems?" in message
+    assert "simpletir_7b" in message
+    (tmp_path / "latin.yaml").write_bytes(b"name: \xe9\n")
+    assert "cannot read the config file" in refused(config_file="latin.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-6", 1e-6),
+        ("-2.5E3", -2500.0),
+        (".5", 0.5),
+        ("3", 3),
+        ("0", 0),
+        ("1_000", 1000),
+        ("no", "no"),
+        ("on", "on"),
+        ("true", True),
+        ("null", None),
+        ("~", None),
+        ("2026-01-02", "2026-01-02"),
+        ("010", "010"),
+        ("1:30", "1:30"),
+        ("[1, 2e0]", [1, 2.0]),
+        ("builtin:arithmetic", "builtin:arithmetic"),
+    ],
+)
+def test_yaml_scalars_are_read_as_they_look(text: str, value: object) -> None:
+    parsed = parse_yaml(text, "here")
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+# Warnings
+
+
+def test_a_group_of_one_is_a_warning_that_says_what_happens() -> None:
+    (dropped,) = settings_warnings(load_settings(overrides=["rollout.group_size=1"]))
+    assert "rollout.group_size=1 with the group estimator algorithm.estimator=tir_otb" in dropped
+    assert "drops them all and nothing is trained" in dropped
+    kept = load_settings(overrides=["rollout.group_size=1", "algorithm.drop_zero_variance=false"])
+    assert "its baseline is 0 and its advantages are the plain rewards" in settings_warnings(kept)[0]
+    assert settings_warnings(load_settings()) == []
+
+
+def test_other_surprises() -> None:
+    surprising = load_settings(
+        overrides=["training.deterministic=true", "training.num_processes=2", "optimizer.warmup_steps=999"]
+    )
+    ranks, warmup = settings_warnings(surprising)
+    assert "bitwise equality is promised for one process only" in ranks
+    assert "the learning rate never reaches optimizer.learning_rate" in warmup
+
+
+# Written out, compared, resumed
+
+
+@pytest.mark.parametrize("name", sorted(shipped_configs()))
+def test_dump_reads_back_to_equal_settings(tmp_path: Path, name: str) -> None:
+    settings = load_settings(config_file=name, overrides=["name=x"])
+    file = overlay(tmp_path / "config.yaml", dump_yaml(settings))
+    assert load_settings(config_file=file) == settings
+
+
+def test_diff_names_key_and_both_values() -> None:
+    old = load_settings(overrides=["name=x"])
+    new = load_settings(overrides=["name=x", "seed=5", "training.steps=9", "data.train.0.limit=4"])
+    assert settings_diff(old, old) == []
+    assert settings_diff(old, new) == [
+        "seed: 0 -> 5",
+        "data.train.0.limit: None -> 4",
+        f"training.steps: {old.training.steps} -> 9",
+    ]
+    assert resume_conflicts(old, new) == ["seed: 0 -> 5", "data.train.0.limit: None -> 4"]
+
+
+def test_what_may_change_on_resume() -> None:
+    assert all(map(may_change_on_resume, ["training.steps", "telemetry.plots", "checkpoint.keep", "evaluation.every"]))
+    assert not any(map(may_change_on_resume, ["training.zero_stage", "seed", "rollout.group_size", "optimizer.betas"]))
+
+
+def saved_run(*overrides: str, name: str) -> Settings:
+    settings = load_settings(overrides=[f"name={name}", *overrides])
+    folder = Path(settings.runs_dir) / name
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(dump_yaml(settings))
+    (folder / "metrics.jsonl").touch()
+    return settings
+
+
+def test_a_bare_resume_continues_the_named_run_as_it_was() -> None:
+    saved = saved_run("rollout.group_size=4", "optimizer.learning_rate=1e-4", name="first")
+    assert load_settings(overrides=["name=first"], resume=True) == saved
+
+
+def test_resume_without_a_name_takes_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    saved_run(name="old")
+    new = saved_run("seed=3", name="new")
+    os.utime("runs/old/config.yaml", ns=(1, 1))
+    assert load_settings(resume=True) == new
+
+
+def test_resume_lets_the_allowed_keys_change_and_names_the_others() -> None:
+    saved_run(name="first")
+    assert load_settings(overrides=["name=first", "training.steps=999"], resume=True).training.steps == 999
+    message = refused("name=first", "seed=8", "rollout.group_size=3", "training.steps=999", resume=True)
+    assert "  seed: 0 -> 8" in message
+    assert "  rollout.group_size: 8 -> 3" in message
+    assert "training.steps: " not in message
+    assert "on resume may change: name, runs_dir, training.steps, telemetry.*" in message
+
+
+def test_resume_of_nothing() -> None:
+    assert "there is no run in runs" in refused(resume=True)
+    saved_run(name="first")
+    assert "name='frist' is not a run in runs; did you mean first?" in refused("name=frist", resume=True)
+
+
+def test_a_model_inside_a_run_knows_the_runs_config() -> None:
+    saved_run(name="first")
+    assert run_config_of("runs/first/model") == str(Path("runs/first/config.yaml").absolute())
+    assert run_config_of("elsewhere/model") is None
+
+
+def test_settings_are_light_to_import() -> None:
+    code = (
+        "import sys, agentrl.config; "
+        "print([m for m in ('torch', 'numpy', 'transformers', 'deepspeed', 'sympy', 'httpx') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
