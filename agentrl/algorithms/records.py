@@ -19,7 +19,7 @@ class AdvantageInputs:
     ... )
     >>> from agentrl.algorithms import compute_advantages
     >>> compute_advantages("rloo", inputs).advantages.tolist()
-    [[1.0, 1.0, 1.0, 0.0], [-1.0, -1.0, -0.0, -1.0]]
+    [[1.0, 1.0, 1.0, 0.0], [-1.0, -1.0, 0.0, -1.0]]
 
     Values at positions outside the response mask reach no result, whatever they are. `importance_weights` is the
     truncated ratio rho times the loss mask: zero where a model token was rejected from the loss.

@@ -2,7 +2,8 @@
 
 A block holds whole rows of the vocabulary, so its softmax needs no running maximum. The logits of a block come from
 one matrix product; what follows runs over it in pieces that stay in the processor's cache. Backward computes the
-logits again. Extra memory: one block (`_BLOCK_ELEMENTS`) and, in backward, the gradients themselves.
+logits again, unless all of them are no more than a block. Extra memory: one block (`_BLOCK_ELEMENTS`) and, in
+backward, the gradients themselves.
 
 Not guaranteed: second derivatives (`once_differentiable` raises).
 """
@@ -18,9 +19,10 @@ from agentrl.kernels.products import add_head_weight_gradient, head_input_gradie
 from agentrl.kernels.records import TokenStatistics, statistics_dtype
 
 _BLOCK_ELEMENTS = 1 << 23  # logits of one matrix product: 32 MB of float32
-_PIECE_ELEMENTS = 1 << 18  # logits that one elementwise pass touches: 1 MB, about a core's second-level cache
+_KEEP_ELEMENTS = 1 << 23  # up to here the logits are kept for backward
+_PIECE_ELEMENTS = 1 << 19  # logits that one elementwise pass touches: 2 MB, about the second-level cache
 
-_IMPOSSIBLE = -1e4  # its exponential is 0 in float64 too
+_IMPOSSIBLE = -1e4  # stands for ln 0 where 0 * ln 0 must be 0; its exponential is 0 in float64 too
 
 
 def chunked_statistics(
@@ -50,40 +52,45 @@ class _ChunkedStatistics(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.temperature = temperature
         dtype = statistics_dtype(hidden, weight)
-        columns = hidden.new_empty((5, hidden.shape[0]), dtype=dtype)
+        kept = _kept_logits(hidden, weight, dtype) if any(ctx.needs_input_grad) else None
+        columns = hidden.new_empty((6, hidden.shape[0]), dtype=dtype)
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows, z in _logit_blocks(hidden, weight, bias, temperature, dtype):
-                for piece in _pieces(z):
-                    at = slice(rows.start + piece.start, min(rows.start + piece.stop, rows.stop))
+            for rows, z in _logit_blocks(hidden, weight, bias, temperature, dtype, buffer=kept):
+                for piece, at in _pieces(z, rows):
                     columns[:, at] = _piece_statistics(z[piece], targets[at])
-        log_probs, entropy, sum_pi_squared, energy, log_normalizer = columns.unbind()
-        ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, log_probs, entropy)
+        log_probs, entropy, sum_pi_squared, energy, log_total, maximum = columns.unbind()
+        log_normalizer = maximum + log_total if kept is None else log_total  # what is kept has its maximum subtracted
+        ctx.save_for_backward(hidden, weight, bias, targets, kept, log_normalizer, log_probs, entropy)
         ctx.mark_non_differentiable(sum_pi_squared, energy)
-        return log_probs.clone(), entropy.clone(), sum_pi_squared.clone(), energy.clone()
+        return log_probs.clone(), entropy.clone(), sum_pi_squared, energy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, log_prob_gradient: Tensor | None, entropy_gradient: Tensor | None, *_: Any) -> Any:
         if log_prob_gradient is None and entropy_gradient is None:
             return None, None, None, None, None
-        hidden, weight, bias, targets, log_normalizer, log_probs, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, kept, log_normalizer, log_probs, entropy = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        dtype = log_probs.dtype
+        dtype, temperature = log_probs.dtype, ctx.temperature
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         weight_gradient = torch.zeros_like(weight, dtype=dtype) if wants_weight else None
         bias_gradient = torch.zeros_like(bias, dtype=dtype) if wants_bias else None
-        rows_of = _RowGradients(log_prob_gradient, entropy_gradient, log_normalizer, log_probs, entropy)
+        gradients = _RowGradients(log_prob_gradient, entropy_gradient, log_normalizer, log_probs, entropy)
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows, z in _logit_blocks(hidden, weight, bias, ctx.temperature, dtype):
-                for piece in _pieces(z):
-                    at = slice(rows.start + piece.start, min(rows.start + piece.stop, rows.stop))
-                    rows_of.overwrite(z[piece], targets[at], at)
+            if kept is None:
+                blocks = _logit_blocks(hidden, weight, bias, temperature, dtype)
+            else:
+                blocks = iter([(slice(0, hidden.shape[0]), kept)])
+            for rows, z in blocks:
+                dz = z if kept is None else torch.empty_like(z)
+                for piece, at in _pieces(z, rows):
+                    gradients.write(z[piece], targets[at], at, out=dz[piece])
                 if hidden_gradient is not None:
-                    hidden_gradient[rows] = head_input_gradient(z, weight).div_(ctx.temperature)
+                    hidden_gradient[rows] = head_input_gradient(dz, weight).div_(temperature)
                 if weight_gradient is not None:
-                    add_head_weight_gradient(z, hidden[rows].to(dtype).div(ctx.temperature), weight_gradient)
+                    add_head_weight_gradient(dz, hidden[rows].to(dtype).div(temperature), weight_gradient)
                 if bias_gradient is not None:
-                    bias_gradient += z.sum(0).div_(ctx.temperature)
+                    bias_gradient += dz.sum(0).div_(temperature)
         return (
             hidden_gradient,
             None if weight_gradient is None else weight_gradient.to(weight.dtype),
@@ -102,40 +109,55 @@ class _RowGradients:
     def __init__(
         self, g: Tensor | None, e: Tensor | None, log_normalizer: Tensor, log_probs: Tensor, entropy: Tensor
     ) -> None:
-        self.scale = torch.zeros_like(log_probs) if g is None else g.to(log_probs.dtype)
-        at_target = -torch.expm1(log_probs) * self.scale  # g (1 - p), without cancellation near p = 1
-        self.slope = None
-        self.offset = -self.scale
+        scale = torch.zeros_like(log_probs) if g is None else g.to(log_probs.dtype)
+        at_target = -torch.expm1(log_probs) * scale  # g (1 - p), without cancellation near p = 1
+        offset, slope = -scale, None
         if e is not None:
-            self.slope = -e.to(log_probs.dtype)
-            self.offset = self.offset + self.slope * entropy
-            surprise = torch.where(log_probs == -torch.inf, 0.0, log_probs) + entropy
-            at_target = at_target + self.slope * log_probs.exp() * surprise
-        self.at_target = at_target
-        self.log_normalizer = log_normalizer
+            slope = -e.to(log_probs.dtype)
+            offset = offset + slope * entropy
+            at_target = at_target + slope * log_probs.exp() * (log_probs.clamp(min=_IMPOSSIBLE) + entropy)
+        self._log_normalizer = log_normalizer.unsqueeze(-1)
+        self._offset = offset.unsqueeze(-1)
+        self._slope = None if slope is None else slope.unsqueeze(-1)
+        self._at_target = at_target.unsqueeze(-1)
 
-    def overwrite(self, z: Tensor, targets: Tensor, at: slice) -> None:
-        """z [R, V], tempered logits of the rows `at` -> the gradient with respect to them, in place."""
-        z.sub_(self.log_normalizer[at].unsqueeze(-1))  # ln p
-        if self.slope is None:
-            z.exp_().mul_(self.offset[at].unsqueeze(-1))
+    def write(self, z: Tensor, targets: Tensor, at: slice, *, out: Tensor) -> None:
+        """out [R, V] <- the gradient with respect to z [R, V], the tempered logits of the rows `at`; out may be z."""
+        torch.sub(z, self._log_normalizer[at], out=out)  # ln p
+        if self._slope is None:
+            out.exp_().mul_(self._offset[at])
         else:
-            p = z.exp()
-            _replace_impossible(z)
-            torch.addcmul(self.offset[at].unsqueeze(-1), z, self.slope[at].unsqueeze(-1), out=z)
-            z.mul_(p)
-        z.scatter_(-1, targets.unsqueeze(-1), self.at_target[at].unsqueeze(-1))
+            p = out.exp()
+            out.clamp_(min=_IMPOSSIBLE)
+            torch.addcmul(self._offset[at], out, self._slope[at], out=out)
+            out.mul_(p)
+        out.scatter_(-1, targets.unsqueeze(-1), self._at_target[at])
+
+
+def _kept_logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Room [N, V] for the logits of a problem so small that keeping them for backward is cheaper than a product."""
+    shape = (hidden.shape[0], weight.shape[0])
+    return hidden.new_empty(shape, dtype=dtype) if shape[0] * shape[1] <= _KEEP_ELEMENTS else None
 
 
 def _logit_blocks(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    dtype: torch.dtype,
+    buffer: Tensor | None = None,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, tempered logits [R, V]) block by block; the next block overwrites the memory of the last."""
+    """(rows, tempered logits [R, V]) block by block; the next block overwrites the memory of the last.
+
+    With a buffer [N, V] there is one block: the buffer.
+    """
     total, vocabulary = hidden.shape[0], weight.shape[0]
-    size = min(total, max(1, _BLOCK_ELEMENTS // vocabulary))
-    buffer = hidden.new_empty((size, vocabulary), dtype=dtype)
+    size = max(1, min(total, _BLOCK_ELEMENTS // vocabulary) if buffer is None else total)
+    if buffer is None:
+        buffer = hidden.new_empty((size, vocabulary), dtype=dtype)
     shift = None if bias is None else bias.to(dtype) / temperature
-    for start in range(0, total, max(1, size)):
+    for start in range(0, total, size):
         rows = slice(start, min(start + size, total))
         z = buffer[: rows.stop - start]
         head_logits(hidden[rows].to(dtype) / temperature, weight, z)
@@ -144,15 +166,16 @@ def _logit_blocks(
         yield rows, z
 
 
-def _pieces(z: Tensor) -> Iterator[slice]:
+def _pieces(z: Tensor, rows: slice) -> Iterator[tuple[slice, slice]]:
+    """(rows of the block z [R, V], the same as rows of the whole), few enough to stay in cache."""
     step = max(1, _PIECE_ELEMENTS // z.shape[1])
     for start in range(0, z.shape[0], step):
-        yield slice(start, start + step)
+        stop = min(start + step, z.shape[0])
+        yield slice(start, stop), slice(rows.start + start, rows.start + stop)
 
 
 def _piece_statistics(z: Tensor, targets: Tensor) -> Tensor:
-    """[5, R]: log_prob, entropy, sum_pi_squared, energy, ln normalizer of tempered logits z [R, V], which are
-    destroyed.
+    """[6, R]: log_prob, entropy, sum_pi_squared, energy, ln Z1 and M of tempered logits z [R, V]; z becomes z - M.
 
     The target is kept out of the sums and added last: where it has nearly all the mass, ln p = -log1p(rest / own) and
     1 - p = rest / (rest + own) keep their relative accuracy.
@@ -168,8 +191,7 @@ def _piece_statistics(z: Tensor, targets: Tensor) -> Tensor:
     squares = torch.linalg.vector_norm(e, dim=-1).square()
     weighted = e.mul_(z).sum(-1)
     if not bool(torch.isfinite(weighted).all()):
-        _replace_impossible(z)
-        weighted = z.exp().scatter_(-1, index, 0.0).mul_(z).sum(-1)
+        weighted = z.exp().scatter_(-1, index, 0.0).mul_(z.clamp(min=_IMPOSSIBLE)).sum(-1)
     total = rest + own
     log_total = torch.where(own_z > -1.0, own_z + torch.log1p(rest / own), total.log())
     log_probs = own_z - log_total
@@ -177,9 +199,4 @@ def _piece_statistics(z: Tensor, targets: Tensor) -> Tensor:
     squares = squares / total.square()
     sum_pi_squared = (2 * log_probs).exp() + squares
     energy = torch.expm1(log_probs).square() + squares
-    return torch.stack([log_probs, entropy, sum_pi_squared, energy, maximum.squeeze(-1) + log_total])
-
-
-def _replace_impossible(z: Tensor) -> Tensor:
-    """Make -inf finite in place, so that 0 * z is 0; whatever is this far below the maximum has probability 0."""
-    return z.clamp_(min=_IMPOSSIBLE)
+    return torch.stack([log_probs, entropy, sum_pi_squared, energy, log_total, maximum.squeeze(-1)])
