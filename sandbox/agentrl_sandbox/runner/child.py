@@ -51,13 +51,27 @@ class ChildLimits:
         )
 
 
+def limit_children(limits: ChildLimits) -> None:
+    """Set, once and in the zygote, what every child inherits and no zygote needs."""
+    os.umask(0o022)
+    kernel.no_new_privileges()
+    for kind, soft, hard in (
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_FSIZE, limits.scratch_bytes, limits.scratch_bytes),
+        (resource.RLIMIT_NOFILE, _OPEN_FILES, _OPEN_FILES),
+        (resource.RLIMIT_AS, limits.address_space, limits.address_space + _SPARE_MEMORY),
+    ):
+        resource.setrlimit(kind, (soft, hard))
+
+
 def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: list[int]) -> NoReturn:
     """Isolate this process, run the program, exit. Never returns, whatever the program does."""
     exit_code, leave = 70, os._exit  # the program may replace os._exit
     try:
         source = _take_descriptors(descriptors)
         _isolate(limits, slot)
-        _limit(limits, cpu_seconds)
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
+        resource.setrlimit(resource.RLIMIT_NPROC, (limits.max_processes, limits.max_processes))
         os.write(_STATUS_DESCRIPTOR, STARTED)
         exit_code = _run(source)
     except OSError as error:
@@ -98,7 +112,6 @@ def _isolate(limits: ChildLimits, slot: int) -> None:
         flags = kernel.MS_NOSUID | kernel.MS_NODEV
         kernel.mount("scratch", SCRATCH, "tmpfs", flags, limits.scratch + owner)
         kernel.mount("proc", "/proc", "proc", flags | kernel.MS_NOEXEC)
-    os.umask(0o022)
     if limits.isolate == "user":
         os.chdir(directory)
         become_namespace_root()
@@ -109,28 +122,14 @@ def _isolate(limits: ChildLimits, slot: int) -> None:
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     os.chdir(directory)
-    kernel.no_new_privileges()
     kernel.set_dumpable()
     kernel.die_with_parent(signal.SIGKILL)
 
 
-def _limit(limits: ChildLimits, cpu_seconds: int) -> None:
-    memory = limits.address_space
-    for kind, soft, hard in (
-        (resource.RLIMIT_CORE, 0, 0),
-        (resource.RLIMIT_CPU, cpu_seconds, cpu_seconds),
-        (resource.RLIMIT_FSIZE, limits.scratch_bytes, limits.scratch_bytes),
-        (resource.RLIMIT_NOFILE, _OPEN_FILES, _OPEN_FILES),
-        (resource.RLIMIT_NPROC, limits.max_processes, limits.max_processes),
-        (resource.RLIMIT_AS, memory, memory + _SPARE_MEMORY),
-    ):
-        resource.setrlimit(kind, (soft, hard))
-
-
 def _run(source: bytes) -> int:
     """Run the program as ``__main__`` and give its exit status, as the interpreter would."""
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # the zygote's state would be every program's; `random` reseeds itself
+    if b"random" in source:
+        _reseed()
     sys.path.insert(0, "")
     gc.enable()
     try:
@@ -143,11 +142,18 @@ def _run(source: bytes) -> int:
     return _finish(exit_code)
 
 
+def _reseed() -> None:
+    """Otherwise every program would draw what the zygote would have drawn."""
+    sys.modules["random"].seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
 def _execute(source: bytes) -> int:
     text = source.decode("utf-8", "surrogatepass")
     linecache.cache[FILE_NAME] = (len(text), None, text.splitlines(keepends=True), FILE_NAME)
     main = ModuleType("__main__")
-    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    main.__dict__.update(__builtins__=sys.modules["builtins"], __file__=FILE_NAME)
     sys.modules["__main__"] = main
     code = compile(text, FILE_NAME, "exec", dont_inherit=True)
     exec(code, main.__dict__)

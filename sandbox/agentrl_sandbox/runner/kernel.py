@@ -35,6 +35,8 @@ _AT_RECURSIVE = 0x8000
 _SYS_MOUNT_SETATTR = 442
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
+_MADV_COLLAPSE = 25  # Linux 6.1
+_HUGE = 2 << 20
 _CAP_VERSION_3 = 0x20080522
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -100,6 +102,16 @@ def pivot_root_here() -> None:
     _check(_libc.syscall(ctypes.c_long(_number(_SYS_PIVOT_ROOT)), b".", b"."), "pivot_root")
     detach(".")
     os.chdir("/")
+
+
+def collapse_pages(begin: int, end: int) -> int:
+    """Merge the touched pages of an address range into huge ones; how many the kernel made (0 where it cannot)."""
+    aligned = range(-(-begin // _HUGE) * _HUGE, end // _HUGE * _HUGE, _HUGE)
+    made = 0
+    for address in aligned:
+        advice = ctypes.c_void_p(address), ctypes.c_size_t(_HUGE), ctypes.c_int(_MADV_COLLAPSE)
+        made += _libc.madvise(*advice) == 0
+    return made
 
 
 def die_with_parent(signal_number: int) -> None:

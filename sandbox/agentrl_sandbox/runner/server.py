@@ -10,6 +10,7 @@ It holds the programs' texts and outputs, and never forks: children come from zy
 from __future__ import annotations
 
 import os
+import resource
 import select
 import shutil
 import signal
@@ -39,6 +40,8 @@ def main() -> None:
     """Entry point: ``main CONFIG SOCKET_DESCRIPTOR``."""
     config = RunnerConfig.from_json(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     why = ""
     try:
         if config.isolate != "none":

@@ -12,6 +12,7 @@ SEQPACKET socket, one JSON object a message:
 from __future__ import annotations
 
 import array
+import builtins
 import contextlib
 import gc
 import importlib
@@ -24,7 +25,7 @@ import sys
 from typing import Any
 
 from agentrl_sandbox.runner import kernel
-from agentrl_sandbox.runner.child import ChildLimits, run_child
+from agentrl_sandbox.runner.child import ChildLimits, limit_children, run_child
 from agentrl_sandbox.runner.config import RunnerConfig
 from agentrl_sandbox.runner.routing import BARE_MODULES
 
@@ -45,13 +46,16 @@ def main() -> None:
     sys.argv[:] = ["<program>"]
     gc.collect()
     gc.freeze()
+    merge_heap_pages()
     with socket.socket(fileno=int(descriptor)) as server:
         Zygote(config, server).serve()
 
 
 def warm_up(*, science: bool) -> None:
     """Import what programs use. What cannot be imported here cannot be imported by programs either."""
-    for name in (*BARE_MODULES, "linecache", "traceback", "codecs", "encodings.idna" if science else "codecs"):
+    _import_random()
+    _add_site_builtins()
+    for name in (*BARE_MODULES, "linecache", "traceback"):
         importlib.import_module(name)
     if not science:
         return
@@ -84,6 +88,35 @@ def _exercise(sympy: Any) -> None:
     str(sympy.sympify("x + 1/2"))
 
 
+def _add_site_builtins() -> None:
+    """``exit``, ``quit`` and ``help``, which programs know from an interpreter started with site."""
+    site_builtins = importlib.import_module("_sitebuiltins")
+    for name in ("exit", "quit"):
+        setattr(builtins, name, site_builtins.Quitter(name, "Ctrl-D (i.e. EOF)"))
+    setattr(builtins, "help", site_builtins._Helper())  # noqa: B010 - an attribute that the type lacks
+
+
+def _import_random() -> None:
+    """Import ``random`` without its hook that reseeds in every child: a child reseeds when its program may draw."""
+    register = os.register_at_fork
+    os.register_at_fork = lambda **hooks: None
+    try:
+        importlib.import_module("random")
+    finally:
+        os.register_at_fork = register
+
+
+def merge_heap_pages() -> None:
+    """Ask for huge pages below the heap: a fork then copies, and an exit drops, far fewer page table entries."""
+    with open("/proc/self/maps", encoding="ascii") as file:
+        lines = file.read().splitlines()
+    for line in lines:
+        span, mode, _, _, inode, *_ = line.split()
+        if mode.startswith("rw-p") and inode == "0":
+            begin, end = (int(edge, 16) for edge in span.split("-"))
+            kernel.collapse_pages(begin, end)
+
+
 class Zygote:
     """Forks, waits, kills."""
 
@@ -91,6 +124,7 @@ class Zygote:
         self._config = config
         self._server = server
         self._limits = ChildLimits.from_config(config)
+        limit_children(self._limits)
         self._ids: dict[int, int] = {}  # process -> program
         self._pids: dict[int, int] = {}  # program -> process
         self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY) if config.isolate != "none" else -1
