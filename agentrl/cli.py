@@ -43,11 +43,13 @@ def train(
     """Train a policy. Without model.path=...: the embedded tiny one, on this machine, in minutes."""
     extra = [] if num_processes is None else [f"training.num_processes={num_processes}"]
     settings = _load("train", env, config, [*(overrides or []), *extra], resume=resume)
+    if dry_run:
+        from agentrl.training import dry_run as preview
+
+        preview.dry_run(settings)
+        return
     from agentrl.training import run
 
-    if dry_run:
-        run.dry_run(settings)
-        return
     raise typer.Exit(run.train(settings, resume))
 
 
@@ -65,14 +67,14 @@ def coldstart(
     extra = [] if demonstrations is None else [_quoted("coldstart.demonstrations", demonstrations)]
     extra += [] if model is None else [_quoted("model.path", model)]
     settings = _load("coldstart", None, config, [*(overrides or []), *extra])
-    from agentrl.training.coldstart import coldstart_command
+    from agentrl.training.policy import coldstart_command
 
     coldstart_command(settings, output)
 
 
 @app.command(name="eval")
 def evaluate(
-    model: Annotated[str, typer.Option(help="model directory, for example runs/tiny-1/model", metavar="PATH")],
+    model: Annotated[str, typer.Option(help="model directory, for example runs/tiny-1/policy", metavar="PATH")],
     overrides: Overrides = None,
     benchmarks: Annotated[
         str, typer.Option(help="names or files, separated by commas; none: the sources of data.eval", metavar="NAMES")

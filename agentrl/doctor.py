@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from agentrl_sandbox.client import SandboxError, SandboxSettings, open_sandbox
-
 from agentrl.telemetry.machine import describe_machine
+from agentrl_sandbox.client import SandboxError, SandboxSettings, open_sandbox
 
 
 def report() -> list[str]:

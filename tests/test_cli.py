@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agentrl_sandbox.client import SandboxError
 
 from agentrl.cli import main
 from agentrl.config import Settings
 from agentrl.errors import SettingsError, WorldError
 from agentrl.problems.errors import ProblemFileError
+from agentrl_sandbox.client import SandboxError
 
 
 @pytest.fixture(autouse=True)

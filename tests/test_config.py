@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from agentrl_envs.settings import SimpleTIRSettings
 
 from agentrl.config import (
     EnvironmentOptions,
@@ -24,6 +23,7 @@ from agentrl.config import (
 from agentrl.config.messages import known_keys, nearest_key
 from agentrl.config.overlays import parse_yaml
 from agentrl.errors import SettingsError
+from agentrl_envs.settings import SimpleTIRSettings
 
 
 @pytest.fixture(autouse=True)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from agentrl_envs.grading.settings import GraderSettings
-from agentrl_envs.settings import SimpleTIRSettings
-from agentrl_sandbox.settings import SandboxSettings
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl.models.settings import ModelSettings
@@ -19,6 +16,9 @@ from agentrl.training.settings import (
     OptimizerSettings,
     TrainingSettings,
 )
+from agentrl_envs.grading.settings import GraderSettings
+from agentrl_envs.settings import SimpleTIRSettings
+from agentrl_sandbox.settings import SandboxSettings
 
 SIMPLETIR = "simpletir"
 

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl_envs.types import Problem
-
 from agentrl.problems.errors import ProblemError, did_you_mean
 from agentrl.problems.settings import FieldName, ProblemSourceSettings
 from agentrl.problems.sources import read_problems
+from agentrl_envs.types import Problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,10 +54,9 @@ class _ChunkedStatistics(torch.autograd.Function):
         dtype = statistics_dtype(hidden, weight)
         kept = _kept_logits(hidden, weight, dtype) if any(ctx.needs_input_grad) else None
         columns = hidden.new_empty((6, hidden.shape[0]), dtype=dtype)
-        with torch.autocast(hidden.device.type, enabled=False):
-            for rows, z in _logit_blocks(hidden, weight, bias, temperature, dtype, buffer=kept):
-                for piece, at in _pieces(z, rows):
-                    columns[:, at] = _piece_statistics(z[piece], targets[at])
+        for rows, z in _logit_blocks(hidden, weight, bias, temperature, dtype, buffer=kept):
+            for piece, at in _pieces(z, rows):
+                columns[:, at] = _piece_statistics(z[piece], targets[at])
         log_probs, entropy, sum_pi_squared, energy, log_total, maximum = columns.unbind()
         log_normalizer = maximum + log_total if kept is None else log_total  # what is kept has its maximum subtracted
         ctx.save_for_backward(hidden, weight, bias, targets, kept, log_normalizer, log_probs, entropy)

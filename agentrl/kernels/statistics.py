@@ -1,5 +1,6 @@
 """The one entrance to the token statistics; the backends compute the same numbers."""
 
+import torch
 from torch import Tensor
 
 from agentrl.kernels.chunked import chunked_statistics
@@ -23,7 +24,7 @@ def token_statistics(
     hidden [N, D] and head_weight [V, D] of any floating dtype, targets [N] in [0, V), bias [V] or None. Row n of
     hidden is the state that *predicts* targets[n]: the caller has shifted. Rows that do not count (padding,
     observations) are left out before the call, they are not masked here. Sums are in float32, or in float64 if hidden
-    or head_weight is.
+    or head_weight is; autocast is off.
 
     Gradients through `log_probs` and `entropy` with respect to hidden, head_weight and bias are exact; the other
     fields are detached. Backends: `chunked` never holds more than a block of logits; `reference` holds them all;
@@ -35,4 +36,5 @@ def token_statistics(
     name = "chunked" if backend == "auto" else backend
     if name not in BACKENDS:
         raise KernelInputError(f"unknown backend {backend!r}: one of {', '.join(['auto', *BACKENDS])}")
-    return BACKENDS[name](hidden, head_weight, targets, temperature, bias)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return BACKENDS[name](hidden, head_weight, targets, temperature, bias)

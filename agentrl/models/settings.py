@@ -12,7 +12,9 @@ class TinyModelSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    vocabulary_size: int = Field(512, ge=300, le=65536, description="tokens of the byte-level BPE, special ones included")
+    vocabulary_size: int = Field(
+        512, ge=300, le=65536, description="tokens of the byte-level BPE, special ones included"
+    )
     hidden_size: int = Field(96, ge=16)
     layers: int = Field(4, ge=1)
     heads: int = Field(4, ge=1)

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from random import Random
 from typing import Literal
 
-from agentrl_envs.types import Problem
-
 from agentrl.problems.demonstrations import Demonstration
 from agentrl.problems.errors import EmptyProblemsError, ProblemError, did_you_mean
 from agentrl.problems.exercises import FAMILIES, Family, Numbers
+from agentrl_envs.types import Problem
 
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "heldout")

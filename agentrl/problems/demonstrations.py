@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl_envs.types import Problem
-
 from agentrl.problems.errors import EmptyProblemsError, ProblemFieldError
 from agentrl.problems.rows import read_jsonl
+from agentrl_envs.types import Problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

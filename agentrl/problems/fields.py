@@ -17,11 +17,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl_envs.types import Problem
-
 from agentrl.problems.errors import ProblemFieldError
 from agentrl.problems.rows import Row
 from agentrl.problems.settings import FieldName
+from agentrl_envs.types import Problem
 
 USUAL_FIELDS: Mapping[FieldName, tuple[str, ...]] = {
     "problem": ("problem", "question", "prompt.0.content", "prompt", "statement"),

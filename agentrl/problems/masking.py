@@ -11,9 +11,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from agentrl_envs.types import Problem
-
 from agentrl.problems.numbers import NUMBER
+from agentrl_envs.types import Problem
 
 _SPACE = re.compile(r"\W+")
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from agentrl_envs.types import Problem
-
 from agentrl.problems.errors import EmptyProblemsError, ProblemError
+from agentrl_envs.types import Problem
 
 
 class ProblemSource(Protocol):

@@ -11,10 +11,9 @@ from array import array
 from random import Random
 from typing import Any
 
-from agentrl_envs.types import Problem
-
 from agentrl.problems.errors import SamplerStateError
 from agentrl.problems.mixture import Mixture, ProblemSource
+from agentrl_envs.types import Problem
 
 
 class ProblemSampler:

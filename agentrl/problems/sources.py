@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl_envs.types import Problem
-
 from agentrl.problems.arithmetic import ArithmeticSource
 from agentrl.problems.errors import (
     EmptyProblemsError,
@@ -27,6 +25,7 @@ from agentrl.problems.masking import MaskedSplit, split_by_masked_statement
 from agentrl.problems.mixture import FiniteSource, Mixture, ProblemSource
 from agentrl.problems.rows import Row, read_hub, read_jsonl, read_parquet
 from agentrl.problems.settings import BUILTIN, DEFAULT_SPLIT, ProblemSourceSettings
+from agentrl_envs.types import Problem
 
 GENERATORS = ("arithmetic",)
 FILE_KINDS = (".jsonl", ".parquet")

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from agentrl_envs.types import Problem
-
 from agentrl.problems.demonstrations import Demonstration, Turn, program
 from agentrl.problems.errors import EmptyProblemsError
 from agentrl.problems.fields import problem_of
 from agentrl.problems.formulas import Formula, FormulaError
 from agentrl.problems.numbers import Mention, number_mentions, replace_mentions
 from agentrl.problems.rows import read_jsonl
+from agentrl_envs.types import Problem
 
 TRIES = 200  # drawings of other numbers before a variant is given up
 MAGNITUDES = ((2, 12), (13, 99), (100, 999), (1000, 9999), (10_000, 99_999))

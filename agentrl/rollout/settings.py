@@ -22,7 +22,9 @@ class RolloutSettings(BaseModel):
     max_response_tokens: int = Field(8192, ge=1, description="model and observation tokens of a trajectory")
     concurrency: int = Field(1024, ge=1, description="trajectories in flight")
     trajectory_deadline: float = Field(1800.0, gt=0, description="seconds a trajectory may take")
-    step_deadline: float = Field(7200.0, gt=0, description="seconds a step's rollouts may take before the run ends with an error")
+    step_deadline: float = Field(
+        7200.0, gt=0, description="seconds a step's rollouts may take before the run ends with an error"
+    )
     retries: int = Field(2, ge=0, description="fresh starts of a trajectory that ended by an infrastructure failure")
     max_batch_tokens: int = Field(65536, ge=64, description="tokens of one forward of the transformers engine")
     kv_cache_tokens: int = Field(1_048_576, ge=64, description="token slots of the transformers engine's KV cache")

@@ -69,11 +69,15 @@ class TrainingSettings(_Settings):
 
     steps: int = Field(300, ge=1)
     zero_stage: int = Field(2, ge=0, le=3)
-    micro_batch_tokens: int = Field(16384, ge=64, description="prompt and response tokens of one micro-batch, padding included")
+    micro_batch_tokens: int = Field(
+        16384, ge=64, description="prompt and response tokens of one micro-batch, padding included"
+    )
     head_backend: Literal["auto", "reference", "chunked"] = "auto"
     num_processes: int = Field(1, ge=1, description="training ranks on this machine")
     threads: int = Field(0, ge=0, description="CPU threads of each process; 0: the cores over the processes")
-    deterministic: bool = Field(False, description="bitwise reproducible: turns in rounds, sorted requests, fixed threads")
+    deterministic: bool = Field(
+        False, description="bitwise reproducible: turns in rounds, sorted requests, fixed threads"
+    )
     plan_deadline: float = Field(7200.0, gt=0, description="seconds a rank waits for its plan")
 
 

@@ -7,10 +7,10 @@ import logging
 import uuid
 
 import stamina
-from agentrl_sandbox.client import Execution, Outcome, Sandbox, SandboxError
 
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.types import ToolCall
+from agentrl_sandbox.client import Execution, Outcome, Sandbox, SandboxError
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
-from agentrl_sandbox.client import Sandbox, SandboxSettings
 
 from agentrl_envs.episode import EpisodeUsageError
 from agentrl_envs.grading import GraderSettings
@@ -15,6 +14,7 @@ from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment, SimpleTIREpisode
 from agentrl_envs.spaces import UnicodeText
 from agentrl_envs.types import Problem, Step, ToolCall
+from agentrl_sandbox.client import Sandbox, SandboxSettings
 
 _MAX_TEXT = 1 << 20  # characters in one action or observation
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 
-from agentrl_sandbox.client import Sandbox, SandboxSettings, open_sandbox
-
 from agentrl_envs.episode import EpisodeUsageError
 from agentrl_envs.execution import run_program
 from agentrl_envs.grading import Grader, GraderError, GraderSettings
@@ -17,6 +15,7 @@ from agentrl_envs.protocols.base import Protocol
 from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict
+from agentrl_sandbox.client import Sandbox, SandboxSettings, open_sandbox
 
 __all__ = ["SimpleTIREnvironment", "SimpleTIREpisode", "SimpleTIRSettings"]
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 import pytest
 import pytest_asyncio
+
 from agentrl_envs.grading import Grader, GraderSettings
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREpisode

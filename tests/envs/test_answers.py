@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from agentrl_envs.answers import last_boxed
 from hypothesis import given
 from hypothesis import strategies as st
+
+from agentrl_envs.answers import last_boxed
 
 
 @pytest.mark.parametrize(

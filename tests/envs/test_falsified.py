@@ -6,12 +6,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from agentrl_envs.episode import Episode
 from agentrl_envs.falsified import FalsifiedObservations, falsify
 from agentrl_envs.types import Ended
 from agentrl_sandbox.client import Execution
-from hypothesis import given
-from hypothesis import strategies as st
 
 PROGRAM = "```py\nprint(2)\n```"
 

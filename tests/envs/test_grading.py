@@ -12,11 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from agentrl_envs.grading import Grader, GraderError, GraderSettings
 from agentrl_envs.grading.fast import quick_verdict, within_bounds
 from agentrl_envs.types import Verdict
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 @pytest.mark.parametrize(

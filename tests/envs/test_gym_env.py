@@ -6,16 +6,17 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import agentrl_envs.registration
 import gymnasium
 import pytest
+from gymnasium.utils.env_checker import check_env
+
+import agentrl_envs.registration
 from agentrl_envs.episode import EpisodeUsageError
 from agentrl_envs.gym_env import SAMPLE_PROBLEMS, SimpleTIREnv
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.spaces import UnicodeText
 from agentrl_envs.types import Problem
 from agentrl_sandbox.client import Execution, Outcome
-from gymnasium.utils.env_checker import check_env
 
 PROGRAM = "```py\nprint(2)\n```"
 Sandboxes = Callable[..., Any]

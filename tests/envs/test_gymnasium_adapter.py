@@ -10,6 +10,7 @@ from typing import Any
 import gymnasium
 import pytest
 import pytest_asyncio
+
 from agentrl_envs.adapter import GymnasiumEnvironment
 from agentrl_envs.episode import (
     Environment,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from agentrl_envs.episode import Environment, Episode, EpisodeUsageError
 from agentrl_envs.grading import GraderSettings
 from agentrl_envs.settings import SimpleTIRSettings

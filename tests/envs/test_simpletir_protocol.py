@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.types import Problem
 from agentrl_sandbox.client import Execution, Outcome
-from hypothesis import given
-from hypothesis import strategies as st
 
 PROTOCOL = SimpleTIRProtocol(instruction="", observation_limit=512)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 import pytest
+
 from agentrl_envs.loop_thread import LoopThread
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment

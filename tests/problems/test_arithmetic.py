@@ -6,7 +6,6 @@ import re
 from collections import Counter
 
 import pytest
-from agentrl_envs.types import Problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from agentrl.problems.arithmetic import ArithmeticSource
 from agentrl.problems.demonstrations import Demonstration, tokenizer_corpus
 from agentrl.problems.errors import EmptyProblemsError, ProblemError
 from agentrl.problems.exercises import FAMILIES, REVEAL_FAMILIES
+from agentrl_envs.types import Problem
 
 FENCE = re.compile(r"\A```py\n(.*)\n```\Z", re.DOTALL)
 

@@ -4,7 +4,6 @@ import json
 from collections import Counter
 
 import pytest
-from agentrl_envs.types import Problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from agentrl.problems.arithmetic import ArithmeticSource
 from agentrl.problems.errors import EmptyProblemsError, ProblemError, SamplerStateError
 from agentrl.problems.mixture import FiniteSource, Mixture
 from agentrl.problems.sampler import ProblemSampler
+from agentrl_envs.types import Problem
 
 
 def toy(name: str, size: int) -> FiniteSource:

@@ -7,7 +7,6 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from agentrl_envs.types import Problem
 from pydantic import ValidationError
 
 from agentrl.problems.arithmetic import ArithmeticSource
@@ -16,6 +15,7 @@ from agentrl.problems.fields import problem_of, unwrap
 from agentrl.problems.masking import masked_statement
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import LoadedSource, evaluation_set, load_mixture, load_problems, load_source
+from agentrl_envs.types import Problem
 
 DAPO = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "

@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-from agentrl_envs.types import Problem
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from agentrl.problems.formulas import Formula, FormulaError
 from agentrl.problems.masking import masked_statement, split_by_masked_statement
 from agentrl.problems.numbers import number_mentions, words_value
 from agentrl.problems.word_problems import formula_demonstrations
+from agentrl_envs.types import Problem
 
 PROGRAM = re.compile(r"\A```py\nfinal_answer\(([\d+*/()-]+)\)\n```\Z")
 

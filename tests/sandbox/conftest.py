@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 import pytest_asyncio
+
 from agentrl_sandbox.client import Execution, Sandbox, SandboxSettings, open_sandbox
 
 Run = Callable[..., Awaitable[Execution]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from agentrl_sandbox.client import Outcome
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

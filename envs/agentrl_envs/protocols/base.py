@@ -6,9 +6,8 @@ import typing
 from dataclasses import dataclass
 
 if typing.TYPE_CHECKING:
-    from agentrl_sandbox.client import Execution
-
     from agentrl_envs.types import Problem
+    from agentrl_sandbox.client import Execution
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,11 +20,10 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from agentrl_sandbox.client import Execution, Outcome
-
 from agentrl_envs.answers import last_boxed
 from agentrl_envs.protocols.base import ParsedTurn
 from agentrl_envs.types import Problem
+from agentrl_sandbox.client import Execution, Outcome
 
 _PYTHON_TAGS = frozenset({"", "py", "python", "python3"})
 _OPENING = re.compile(

@@ -1,0 +1,67 @@
+"""Reading and writing policies in the format of `transformers`."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentrl.models.settings import ModelSettings
+from agentrl.models.tiny import tiny_config
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_CARD = """---
+library_name: transformers
+tags: [agentrl, reinforcement-learning, tool-use]
+---
+
+# {title}
+
+{body}
+"""
+
+
+def read_model(path: str | Path, settings: ModelSettings) -> Any:
+    """The causal language model in a directory or of a Hugging Face id, in the dtype that is set."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=_DTYPES[settings.dtype], attn_implementation=settings.attention
+    )
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def read_config(settings: ModelSettings) -> Any | None:
+    """The model's configuration without its weights; None if it cannot be read here (no such file, no network)."""
+    from transformers import AutoConfig
+
+    if settings.path is None:
+        return tiny_config(settings.tiny)
+    try:
+        return AutoConfig.from_pretrained(settings.path)
+    except OSError:
+        return None
+
+
+def write_model(
+    directory: Path, *, model: Any, tokenizer: Any, title: str, body: str, state: dict[str, Any] | None = None
+) -> None:
+    """Export model, tokenizer and model card so that `transformers` loads the directory."""
+    model.save_pretrained(directory, state_dict=state)
+    tokenizer.save_pretrained(directory)
+    (directory / "README.md").write_text(_CARD.format(title=title, body=body))
+
+
+def model_fingerprint(named_tensors: Any) -> str:
+    """A digest of names, shapes and values of parameters; equal exactly when the weights are."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(named_tensors, key=lambda item: item[0]):
+        data = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(f"{name}:{tuple(tensor.shape)}:{data.dtype}".encode())
+        digest.update(data.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

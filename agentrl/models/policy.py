@@ -1,0 +1,51 @@
+"""The policy as training sees it: tokens in, statistics of the model-generated tokens out."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.kernels import TokenStatistics
+from agentrl.models.head import FusedHead
+
+
+class PolicyModel(nn.Module):
+    """A causal language model of `transformers` whose head is a :class:`FusedHead`."""
+
+    def __init__(self, causal_lm: Any, *, backend: Literal["auto", "reference", "chunked"] = "auto") -> None:
+        super().__init__()
+        if not isinstance(causal_lm.lm_head, FusedHead):
+            causal_lm.lm_head = FusedHead.from_linear(causal_lm.lm_head, backend=backend)
+        self.causal_lm = causal_lm
+
+    @property
+    def head(self) -> FusedHead:
+        return self.causal_lm.lm_head
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        prompt_lengths: Tensor,
+        response_ids: Tensor,
+        response_mask: Tensor,
+        temperature: float = 1.0,
+        keep_hidden: bool = False,
+    ) -> tuple[TokenStatistics, Tensor | None]:
+        """Statistics of the tokens where ``response_mask`` is True, in row-major order: each [N].
+
+        ``input_ids`` [B, S] left aligned, ``prompt_lengths`` [B], ``response_ids`` and ``response_mask`` [B, T].
+        The second value is the hidden states [N, D] of those tokens, detached, if ``keep_hidden``.
+        """
+        hidden = self.causal_lm.model(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, S, D]
+        rows, columns = response_mask.nonzero(as_tuple=True)
+        # The statistics of the token at position t come from the hidden state at t - 1: the shift is made here alone.
+        selected = hidden[rows, prompt_lengths[rows] + columns - 1]  # [N, D]
+        statistics = self.head(selected, response_ids[rows, columns], temperature)
+        return statistics, selected.detach() if keep_hidden else None
+
+
+def scatter_tokens(values: Tensor, mask: Tensor) -> Tensor:
+    """Per-token values [N] in row-major order to [B, T], zero where ``mask`` is False. Differentiable."""
+    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)

@@ -1,0 +1,94 @@
+"""Text to tokens and back, without surprises: untrusted text never becomes a special token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+_CHARACTERS = 0x100
+
+
+def _byte_of_character() -> dict[str, int]:
+    """The byte-level BPE alphabet: printable bytes stand for themselves, the others for characters from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(0x100) if byte not in set(printable))
+    table.update({chr(_CHARACTERS + index): byte for index, byte in enumerate(others)})
+    return table
+
+
+class TextCodec:
+    """Encodes untrusted text and decodes sampled tokens for one tokenizer of `transformers`.
+
+    ``encode`` treats every added token (special or not) in the text as plain text, so that a program that prints
+    ``<|endoftext|>`` gives the model text and not an end. ``bytes_of`` gives a token's bytes; the concatenation over
+    a sequence is its text, so stop strings are found without decoding a sequence again.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        self._byte_level = "ByteLevel" in json.dumps(backend.get("decoder"))
+        self._added = {token["id"]: token["content"].encode() for token in backend["added_tokens"]}
+        backend["added_tokens"] = []
+        backend["post_processor"] = None
+        self._plain = Tokenizer.from_str(json.dumps(backend))
+        self._plain.no_padding()
+        self._plain.no_truncation()
+        # What the model's own tokenizer puts before any text (a BOS token for Llama, nothing for Qwen).
+        prefix = tokenizer("", add_special_tokens=True)["input_ids"]
+        self.prefix_ids: tuple[int, ...] = tuple(token for token in prefix if token != tokenizer.eos_token_id)
+        self.eos_id: int = tokenizer.eos_token_id
+        self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self._table: list[bytes] | None = None
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of plain text; no special token ever."""
+        return tuple(self._plain.encode(text, add_special_tokens=False).ids)
+
+    def encode_prompt(self, text: str) -> tuple[int, ...]:
+        """Token ids of a prompt: what the tokenizer starts every text with, then the plain text."""
+        return self.prefix_ids + self.encode(text)
+
+    @property
+    def table(self) -> list[bytes]:
+        """The bytes of every token id; special tokens have none."""
+        if self._table is None:
+            self._table = self._build_table()
+        return self._table
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Text of sampled tokens, special tokens left out, incomplete UTF-8 replaced."""
+        table = self.table
+        return b"".join(table[token] if token < len(table) else b"" for token in token_ids).decode(errors="replace")
+
+    def _build_table(self) -> list[bytes]:
+        vocabulary = self._plain.get_vocab()
+        size = max([*vocabulary.values(), *self._added, -1]) + 1
+        table = [b""] * size
+        alphabet = _byte_of_character()
+        for token, index in vocabulary.items():
+            if self._byte_level:
+                table[index] = bytes(alphabet[character] for character in token if character in alphabet)
+            elif len(token) == 6 and token.startswith("<0x"):
+                table[index] = bytes([int(token[3:5], 16)])
+            else:
+                table[index] = token.replace("\u2581", " ").encode()
+        for index, content in self._added.items():
+            table[index] = b"" if index == self.eos_id or _looks_special(content) else content
+        return table
+
+
+def _looks_special(content: bytes) -> bool:
+    """Added tokens such as ``<|im_start|>`` are markup; ``<tool_call>`` is text that the model writes."""
+    return content.startswith(b"<|") and content.endswith(b"|>")
+
+
+def read_tokenizer(path: str | Path) -> Any:
+    """The tokenizer of a directory or Hugging Face id."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)

@@ -1,0 +1,298 @@
+"""The driver: plays episodes against an engine, each trajectory on its own, and writes trajectories.
+
+It alone knows both tokens and text. The ids the engine sampled are the ids of the trajectory; an observation is
+encoded once, on its own, as plain text; nothing is ever decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import stamina
+
+from agentrl.models.tokenizer import TextCodec
+from agentrl.rollout.engines.base import Completion, Engine, EngineError, Sampling
+from agentrl.rollout.engines.sampling import sampling_key
+from agentrl.rollout.rounds import Rounds
+from agentrl.rollout.settings import RolloutSettings
+from agentrl.trajectory import Group, Segment, Trajectory
+from agentrl_envs.episode import Environment, Episode
+from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Issue:
+    """A problem issued for rollouts. ``index`` numbers the issues of a run and identifies the group."""
+
+    index: int
+    problem: Problem
+
+
+class _InfrastructureFailureError(Exception):
+    """Carries a trajectory that failed outside the policy to the retry around it."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        super().__init__(f"problem {trajectory.problem.id}: infrastructure failure")
+        self.trajectory = trajectory
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A trajectory while it is being played."""
+
+    issue: Issue
+    sample: int
+    step: int
+    name: str
+    prompt_ids: tuple[int, ...] = ()
+    segments: list[Segment] = field(default_factory=list)
+    context: tuple[int, ...] = ()
+    calls: list[ToolCall] = field(default_factory=list)
+    verdict: Verdict | None = None
+    answer: str | None = None
+
+    @property
+    def used(self) -> int:
+        return len(self.context) - len(self.prompt_ids)
+
+    def observe(self, text: str, token_ids: tuple[int, ...]) -> None:
+        self.segments.append(Segment(origin="observation", token_ids=token_ids, text=text))
+        self.context += token_ids
+
+    def finish(self, ended: Ended, seconds: float) -> Trajectory:
+        played = any(segment.origin == "model" for segment in self.segments)
+        return Trajectory(
+            problem=self.issue.problem,
+            step=self.step,
+            group=self.issue.index,
+            sample=self.sample,
+            prompt_ids=self.prompt_ids,
+            segments=tuple(self.segments),
+            # A deadline before the first turn says nothing about the policy.
+            ended=ended if played or ended.is_no_data else Ended.INFRASTRUCTURE_FAILURE,
+            verdict=self.verdict,
+            answer=self.answer,
+            tool_calls=tuple(self.calls),
+            seconds=seconds,
+        )
+
+
+class Driver:
+    """Plays groups of trajectories. One asyncio task a trajectory in flight, no barrier between turns.
+
+    ``deterministic`` plays turns in rounds (:class:`~agentrl.rollout.rounds.Rounds`), for bitwise reproducible runs.
+    Randomness is keyed by ``seed``, step, problem, sample and turn.
+    """
+
+    def __init__(
+        self,
+        *,
+        environment: Environment,
+        engine: Engine,
+        codec: TextCodec,
+        settings: RolloutSettings,
+        seed: int,
+        deterministic: bool = False,
+    ) -> None:
+        self._environment = environment
+        self._engine = engine
+        self._codec = codec
+        self._settings = settings
+        self._seed = seed
+        self._deterministic = deterministic
+
+    async def prompt_tokens(self, problem: Problem) -> int:
+        """The length of a problem's prompt in tokens."""
+        episode = self._environment.episode(problem)
+        try:
+            return len(self._codec.encode_prompt(await episode.start()))
+        finally:
+            await episode.close()
+
+    async def play(
+        self, issues: Sequence[Issue], *, step: int, group_size: int, temperature: float | None = None
+    ) -> AsyncIterator[Group]:
+        """Groups of ``group_size`` trajectories, each as soon as its last trajectory has ended."""
+        work = iter([(issue, sample) for issue in issues for sample in range(group_size)])
+        players = min(self._settings.concurrency, len(issues) * group_size)
+        rounds = Rounds(players) if self._deterministic else None
+        finished: asyncio.Queue[Trajectory] = asyncio.Queue()
+        heat = self._settings.temperature if temperature is None else temperature
+        tasks = [asyncio.create_task(self._player(work, step, heat, rounds, finished)) for _ in range(players)]
+        guard = asyncio.gather(*tasks)
+        try:
+            async for group in self._grouped(issues, group_size, finished, guard):
+                yield group
+        finally:
+            guard.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _grouped(
+        self,
+        issues: Sequence[Issue],
+        group_size: int,
+        finished: asyncio.Queue[Trajectory],
+        guard: asyncio.Future[list[None]],
+    ) -> AsyncIterator[Group]:
+        problems = {issue.index: issue.problem for issue in issues}
+        parts: dict[int, list[Trajectory]] = {index: [] for index in problems}
+        while parts:
+            trajectory = await _next_or_raise(finished, guard)
+            part = parts[trajectory.group]
+            part.append(trajectory)
+            if len(part) == group_size:
+                del parts[trajectory.group]
+                yield Group(
+                    problem=problems[trajectory.group],
+                    index=trajectory.group,
+                    trajectories=tuple(sorted(part, key=lambda item: item.sample)),
+                )
+
+    async def _player(
+        self,
+        work: Iterator[tuple[Issue, int]],
+        step: int,
+        temperature: float,
+        rounds: Rounds | None,
+        finished: asyncio.Queue[Trajectory],
+    ) -> None:
+        try:
+            for issue, sample in work:
+                finished.put_nowait(await self._trajectory(issue, sample, step, temperature, rounds))
+        finally:
+            if rounds is not None:
+                rounds.leave()
+
+    async def _trajectory(
+        self, issue: Issue, sample: int, step: int, temperature: float, rounds: Rounds | None
+    ) -> Trajectory:
+        """One trajectory; what failed outside the policy starts afresh, a bounded number of times."""
+        try:
+            async for attempt in stamina.retry_context(
+                on=_InfrastructureFailureError, attempts=self._settings.retries + 1, timeout=None, wait_max=10.0
+            ):
+                with attempt:
+                    trajectory = await self._attempt(issue, sample, step, temperature, rounds)
+                    if trajectory.ended is Ended.INFRASTRUCTURE_FAILURE:
+                        raise _InfrastructureFailureError(trajectory)
+        except _InfrastructureFailureError as failure:
+            return failure.trajectory
+        return trajectory
+
+    async def _attempt(
+        self, issue: Issue, sample: int, step: int, temperature: float, rounds: Rounds | None
+    ) -> Trajectory:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        deadline = began + self._settings.trajectory_deadline
+        # Zero-padded, so that the order of names is the order of issues, samples and turns.
+        draft = _Draft(issue=issue, sample=sample, step=step, name=f"{step:08d}-{issue.index:012d}-{sample:06d}")
+        episode = self._environment.episode(issue.problem)
+        try:
+            async with asyncio.timeout_at(deadline):
+                ended = await self._converse(draft, episode, temperature, rounds, deadline)
+        except TimeoutError:
+            ended = Ended.DEADLINE
+        except EngineError:
+            ended = Ended.INFRASTRUCTURE_FAILURE
+        finally:
+            self._engine.release(draft.name)
+            await episode.close()
+        return draft.finish(ended, loop.time() - began)
+
+    async def _converse(
+        self, draft: _Draft, episode: Episode, temperature: float, rounds: Rounds | None, deadline: float
+    ) -> Ended:
+        draft.prompt_ids = draft.context = self._codec.encode_prompt(await episode.start())
+        while True:
+            completion, text, full = await self._turn(draft, episode, temperature, rounds, deadline)
+            step = await episode.step(text)
+            reward = 0.0 if step.ended is not None and step.ended.is_no_data else step.reward
+            draft.segments.append(
+                Segment(
+                    origin="model",
+                    token_ids=completion.token_ids,
+                    text=text,
+                    log_probs=completion.log_probs,
+                    version_spans=completion.version_spans,
+                    reward=reward,
+                )
+            )
+            draft.calls.extend(step.tool_calls)
+            draft.verdict, draft.answer = step.verdict, step.answer
+            ended = self._observe(draft, step, full)
+            if ended is not None:
+                return ended
+
+    def _observe(self, draft: _Draft, step: Step, full: bool) -> Ended | None:
+        """Append the observation; how the trajectory ended, if it did. ``full``: the total limit cut the turn."""
+        observed = self._codec.encode(step.observation) if step.observation else ()
+        fits = draft.used + len(observed) <= self._settings.max_response_tokens
+        if observed and fits:
+            draft.observe(step.observation, observed)
+        if step.ended is not None:
+            cut = full and step.ended in (Ended.VOID_TURN, Ended.STOPPED)
+            return Ended.TOKEN_LIMIT if cut else step.ended
+        if not fits or draft.used >= self._settings.max_response_tokens:
+            return Ended.TOKEN_LIMIT
+        return None
+
+    async def _turn(
+        self, draft: _Draft, episode: Episode, temperature: float, rounds: Rounds | None, deadline: float
+    ) -> tuple[Completion, str, bool]:
+        """One turn's tokens and text; True if the trajectory's token limit cut it.
+
+        Where the engine stopped at a string that does not complete the turn, the same turn goes on from the exact ids.
+        """
+        turn = sum(segment.origin == "model" for segment in draft.segments)
+        room = self._settings.max_response_tokens - draft.used
+        limit = min(self._settings.max_turn_tokens, room)
+        merged: Completion | None = None
+        part = 0
+        while True:
+            request_id = f"{draft.name}-{turn:04d}-{part:06d}"
+            if rounds is not None:
+                await rounds.wait(request_id)
+            taken = len(merged.token_ids) if merged else 0
+            piece = await self._engine.generate(
+                draft.context,
+                Sampling(max_tokens=limit - taken, stop=episode.stop, temperature=temperature),
+                trajectory_id=draft.name,
+                request_id=request_id,
+                seed=sampling_key(self._seed, draft.step, draft.issue.index, draft.sample, turn, part),
+                deadline=deadline,
+            )
+            draft.context += piece.token_ids
+            merged = piece if merged is None else _joined(merged, piece)
+            text = self._codec.decode(merged.token_ids)
+            part += 1
+            taken = len(merged.token_ids)
+            if piece.finish_reason != "stop" or taken >= limit or episode.turn_complete(text):
+                return merged, text, taken >= room and piece.finish_reason != "eos"
+
+
+def _joined(first: Completion, second: Completion) -> Completion:
+    """Two parts of one turn as one completion."""
+    return replace(
+        second,
+        token_ids=first.token_ids + second.token_ids,
+        log_probs=first.log_probs + second.log_probs,
+        version_spans=first.version_spans + second.version_spans,
+    )
+
+
+async def _next_or_raise(finished: asyncio.Queue[Trajectory], guard: asyncio.Future[list[None]]) -> Trajectory:
+    """The next finished trajectory; a player that crashed raises here instead of leaving a wait without end."""
+    if not finished.empty():
+        return finished.get_nowait()
+    getter = asyncio.ensure_future(finished.get())
+    await asyncio.wait({getter, guard}, return_when=asyncio.FIRST_COMPLETED)
+    if getter.done():
+        return getter.result()
+    if finished.empty():
+        getter.cancel()
+        guard.result()
+        raise RuntimeError("all players ended but a trajectory is missing")
+    return await getter

@@ -1,0 +1,63 @@
+"""What an engine is: token ids in; sampled token ids, their log-probabilities and policy versions out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+
+class EngineError(RuntimeError):
+    """The engine could not answer; the trajectory is retried, then ends as an infrastructure failure."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How to sample one turn. The distribution is the tempered one over the whole vocabulary."""
+
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """What was sampled: EOS and whatever stands past a stop string's end included.
+
+    ``log_probs`` are those of the distribution sampled from; ``version_spans`` (policy version, number of tokens).
+    """
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    finish_reason: Literal["eos", "stop", "length"]
+    version_spans: tuple[tuple[int, int], ...]
+
+
+class Engine(Protocol):
+    """Thousands of calls may be in flight; cancelling one aborts its request.
+
+    ``deadline`` is in seconds of the event loop's clock; past it the call raises :class:`TimeoutError`.
+    """
+
+    async def generate(
+        self,
+        token_ids: tuple[int, ...],
+        sampling: Sampling,
+        *,
+        trajectory_id: str,
+        request_id: str,
+        seed: int,
+        deadline: float,
+    ) -> Completion: ...
+
+    def release(self, trajectory_id: str) -> None:
+        """Nothing more will be asked for this trajectory: what is cached for it may go."""
+
+    async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        """Log-probabilities at temperature 1 of tokens 1.. given those before: for probes."""
+
+    def fingerprint(self) -> str: ...
+
+    async def health(self) -> str:
+        """One line about the engine; raises :class:`EngineError` if it cannot serve."""
+
+    async def close(self) -> None: ...

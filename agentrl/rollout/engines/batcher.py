@@ -1,0 +1,324 @@
+"""Continuous batching: whatever requests wait join the running batch at its next forward."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentrl.rollout.engines.base import Completion, EngineError, Sampling
+from agentrl.rollout.engines.kv_slots import SlotCache
+from agentrl.rollout.engines.sampling import keyed_uniform, sample_tokens
+
+# A prefill interrupts decoding: it waits until this share of the running rows waits, or for so many decoding steps.
+_JOIN_SHARE = 8
+_JOIN_PATIENCE = 6
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One turn being sampled."""
+
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+    trajectory_id: str
+    request_id: str
+    seed: int
+    stop: tuple[bytes, ...]
+    sampled: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    tail: bytes = b""
+    finish_reason: Literal["eos", "stop", "length"] | None = None
+    cancelled: bool = False
+
+    def completion(self, version: int) -> Completion:
+        if self.finish_reason is None:
+            raise EngineError(f"request {self.request_id} is not finished")
+        return Completion(
+            token_ids=tuple(self.sampled),
+            log_probs=tuple(self.log_probs),
+            finish_reason=self.finish_reason,
+            version_spans=((version, len(self.sampled)),),
+        )
+
+
+@dataclass(eq=False, slots=True)
+class _Row:
+    """What a row of the cache holds: ``cached`` are the tokens whose keys and values are stored."""
+
+    trajectory_id: str | None = None
+    cached: list[int] = field(default_factory=list)
+    request: Request | None = None
+
+
+class Batcher:
+    """Runs one model over the rows of a :class:`SlotCache`. Synchronous; one thread calls it at a time."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        eos_ids: frozenset[int],
+        table: list[bytes],
+        max_batch_tokens: int,
+        kv_cache_tokens: int,
+        keep_prefixes: bool = True,
+    ) -> None:
+        self._model = model
+        self._eos_ids = eos_ids
+        self._table = table
+        self._max_batch_tokens = max_batch_tokens
+        self._kv_cache_tokens = kv_cache_tokens
+        self._keep_prefixes = keep_prefixes
+        self._device = next(model.parameters()).device
+        self._cache = SlotCache(model.config.num_hidden_layers)
+        self._rows: list[_Row] = []
+        self._owner: dict[str, int] = {}  # trajectory -> row
+        self._waiting: deque[Request] = deque()
+        self._waited = 0
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        self._waiting.append(request)
+
+    def release(self, trajectory_id: str) -> None:
+        """Forget a trajectory that has no running request."""
+        row = self._owner.pop(trajectory_id, None)
+        if row is not None:
+            self._rows[row].trajectory_id = None
+            self._rows[row].cached = []
+
+    def clear(self) -> None:
+        """Forget every cached prefix; for changed weights."""
+        if any(row.request is not None for row in self._rows):
+            raise EngineError("the weights cannot change while a request runs")
+        self._rows = []
+        self._owner = {}
+        self._cache = SlotCache(self._model.config.num_hidden_layers)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting) or any(row.request is not None for row in self._rows)
+
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def advance(self) -> list[Request]:
+        """One forward: a prefill of waiting requests or one token for every running one. Returns what ended."""
+        ended = self._drop_cancelled()
+        running = [index for index, row in enumerate(self._rows) if row.request is not None]
+        if self._waiting and self._should_join(len(running)):
+            self._waited = 0
+            joined = self._join(len(running))
+            if joined:
+                return ended + self._prefill(joined)
+        if running:
+            self._waited += bool(self._waiting)
+            return ended + self._decode(running)
+        if self._waiting and not ended:
+            raise EngineError("a request is longer than the whole KV cache (rollout.kv_cache_tokens)")
+        return ended
+
+    def _should_join(self, running: int) -> bool:
+        return running <= len(self._waiting) * _JOIN_SHARE or self._waited >= _JOIN_PATIENCE
+
+    def _drop_cancelled(self) -> list[Request]:
+        gone = [request for request in self._waiting if request.cancelled]
+        for request in gone:
+            self._waiting.remove(request)
+        for row in self._rows:
+            if row.request is not None and row.request.cancelled:
+                gone.append(row.request)
+                row.request = None
+        return gone
+
+    # -- rows -----------------------------------------------------------------------------------------------------
+
+    def _join(self, running: int) -> list[int]:
+        """Give waiting requests a row each, as far as the cache and the batch reach."""
+        joined: list[int] = []
+        tokens = 0
+        while self._waiting:
+            request = self._waiting[0]
+            length = len(request.token_ids) + request.sampling.max_tokens
+            row = self._row_for(request, length)
+            if row is None:
+                break
+            tokens += len(request.token_ids) - len(self._rows[row].cached)
+            if joined and tokens > self._max_batch_tokens:
+                break
+            self._waiting.popleft()
+            self._rows[row].request = request
+            joined.append(row)
+        return joined
+
+    def _row_for(self, request: Request, length: int) -> int | None:
+        """The row that holds the request's longest known prefix, a free one, or a new one; none if all are taken."""
+        index = self._owner.get(request.trajectory_id)
+        if index is None:
+            index = next((i for i, row in enumerate(self._rows) if row.trajectory_id is None), None)
+        length = max(length, self._cache.length)
+        if index is None and (len(self._rows) + 1) * length <= self._kv_cache_tokens:
+            index = len(self._rows)
+            self._rows.append(_Row())
+        if index is None:
+            index = next((i for i, row in enumerate(self._rows) if row.request is None), None)
+        if index is None or len(self._rows) * length > max(self._kv_cache_tokens, length):
+            return None
+        row = self._rows[index]
+        if row.trajectory_id != request.trajectory_id or not self._keep_prefixes:
+            if row.trajectory_id is not None:
+                self._owner.pop(row.trajectory_id, None)
+            row.trajectory_id, row.cached = request.trajectory_id, []
+            self._owner[request.trajectory_id] = index
+        row.cached = row.cached[: _common_prefix(row.cached, request.token_ids[:-1])]
+        self._cache.reserve(_rounded_rows(len(self._rows)), length)
+        return index
+
+    def _compact(self, running: list[int]) -> list[int]:
+        """Bring running rows to the front when fewer than half of the rows up to the last one run."""
+        count = len(running)
+        if running[-1] + 1 <= 2 * count:
+            return running
+        holes = [index for index in range(count) if self._rows[index].request is None]
+        movers = [index for index in running if index >= count]
+        self._cache.swap(torch.tensor(holes, device=self._device), torch.tensor(movers, device=self._device))
+        for hole, mover in zip(holes, movers, strict=True):
+            self._rows[hole], self._rows[mover] = self._rows[mover], self._rows[hole]
+            for index in (hole, mover):
+                owner = self._rows[index].trajectory_id
+                if owner is not None:
+                    self._owner[owner] = index
+        return list(range(count))
+
+    # -- forwards -------------------------------------------------------------------------------------------------
+
+    def _prefill(self, joined: list[int]) -> list[Request]:
+        """One forward over the pending tokens of rows; rows with equal fresh prompts share one computation."""
+        leaders: dict[tuple[int, ...], int] = {}
+        followers: list[tuple[int, int]] = []
+        for index in joined:
+            row = self._rows[index]
+            request = _running(row)
+            if not row.cached and request.token_ids in leaders:
+                followers.append((index, leaders[request.token_ids]))
+            elif not row.cached:
+                leaders[request.token_ids] = index
+        following = {index for index, _ in followers}
+        computed = [index for index in joined if index not in following]
+        hidden = self._forward_pending(computed)
+        order = {index: place for place, index in enumerate(computed)}
+        if followers:
+            source = torch.tensor([leader for _, leader in followers], device=self._device)
+            target = torch.tensor([index for index, _ in followers], device=self._device)
+            longest = max(len(_running(self._rows[index]).token_ids) for index, _ in followers)
+            self._cache.move(source, target, longest)
+            for index, _ in followers:
+                self._rows[index].cached = list(_running(self._rows[index]).token_ids)
+        leader_of = dict(followers)
+        places = [order[leader_of.get(index, index)] for index in joined]
+        return self._sample(joined, self._model.lm_head(hidden)[torch.tensor(places, device=self._device)])
+
+    def _forward_pending(self, indices: list[int]) -> Tensor:
+        """Hidden states [m, D] at the last pending token of each row."""
+        pending = [_running(self._rows[i]).token_ids[len(self._rows[i].cached) :] for i in indices]
+        longest = max(len(tokens) for tokens in pending)
+        ids = torch.zeros(len(indices), longest, dtype=torch.int64)
+        positions = torch.full((len(indices), longest), -1, dtype=torch.int64)
+        for place, (index, tokens) in enumerate(zip(indices, pending, strict=True)):
+            start = len(self._rows[index].cached)
+            ids[place, : len(tokens)] = torch.tensor(tokens)
+            positions[place, : len(tokens)] = torch.arange(start, start + len(tokens))
+            self._rows[index].cached.extend(tokens)
+        width = max(len(self._rows[index].cached) for index in indices)
+        rows = torch.tensor(indices, device=self._device)
+        hidden = self._forward(ids.to(self._device), positions.to(self._device), rows, width)
+        last = torch.tensor([len(tokens) - 1 for tokens in pending], device=self._device)
+        return hidden[torch.arange(len(indices), device=self._device), last]
+
+    def _decode(self, running: list[int]) -> list[Request]:
+        """The next token of every running row."""
+        running = self._compact(running)
+        count = running[-1] + 1
+        ids, positions = [0] * count, [-1] * count
+        for index in running:
+            row = self._rows[index]
+            token = _running(row).sampled[-1]
+            ids[index], positions[index] = token, len(row.cached)
+            row.cached.append(token)
+        width = max(positions) + 1
+        hidden = self._forward(
+            torch.tensor(ids, device=self._device)[:, None],
+            torch.tensor(positions, device=self._device)[:, None],
+            count,
+            width,
+        )[:, 0]
+        if len(running) < count:
+            hidden = hidden[torch.tensor(running, device=self._device)]
+        return self._sample(running, self._model.lm_head(hidden))
+
+    def _forward(self, ids: Tensor, positions: Tensor, rows: Tensor | int, width: int) -> Tensor:
+        mask = self._cache.select(rows, positions, width)
+        return self._model.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions.clamp(min=0),
+            past_key_values=self._cache,
+            use_cache=True,
+        ).last_hidden_state
+
+    # -- sampling -------------------------------------------------------------------------------------------------
+
+    def _sample(self, indices: list[int], logits: Tensor) -> list[Request]:
+        """Append one token to each row's request; returns those that ended."""
+        requests = [_running(self._rows[index]) for index in indices]
+        keys = np.array([request.seed for request in requests], dtype=np.uint64)
+        places = np.array([len(request.sampled) for request in requests], dtype=np.uint64)
+        temperatures = torch.tensor([request.sampling.temperature for request in requests], device=self._device)
+        uniforms = torch.from_numpy(keyed_uniform(keys, places)).to(self._device)
+        tokens, log_probs = sample_tokens(logits, temperatures, uniforms)
+        ended = []
+        for index, request, token, log_prob in zip(indices, requests, tokens.tolist(), log_probs.tolist(), strict=True):
+            request.sampled.append(token)
+            request.log_probs.append(log_prob)
+            if self._finished(request, token):
+                self._rows[index].request = None
+                ended.append(request)
+        return ended
+
+    def _finished(self, request: Request, token: int) -> bool:
+        if token in self._eos_ids:
+            request.finish_reason = "eos"
+            return True
+        piece = self._table[token] if token < len(self._table) else b""
+        longest = max(map(len, request.stop), default=0)
+        text = request.tail + piece
+        request.tail = text[-longest + 1 :] if longest > 1 else b""
+        if any(stop in text for stop in request.stop):
+            request.finish_reason = "stop"
+        elif len(request.sampled) >= request.sampling.max_tokens:
+            request.finish_reason = "length"
+        return request.finish_reason is not None
+
+
+def _running(row: _Row) -> Request:
+    if row.request is None:
+        raise EngineError("a row without a request takes part in a forward")
+    return row.request
+
+
+def _common_prefix(first: list[int], second: tuple[int, ...]) -> int:
+    if tuple(first) == second[: len(first)]:
+        return len(first)
+    return next(
+        (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+
+
+def _rounded_rows(rows: int) -> int:
+    return -(-rows // 32) * 32

@@ -1,0 +1,199 @@
+"""The in-process engine: a model of `transformers` behind continuous batching, on CPU or GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentrl.models.loading import model_fingerprint
+from agentrl.models.tokenizer import TextCodec
+from agentrl.rollout.engines.base import Completion, EngineError, Sampling
+from agentrl.rollout.engines.batcher import Batcher, Request
+from agentrl.rollout.settings import RolloutSettings
+
+# Forwards in a row on the engine's thread before it looks at the event loop again.
+_FORWARDS = 64
+
+
+class TransformersEngine:
+    """An :class:`~agentrl.rollout.engines.base.Engine` over ``model``, which may share its weights with training.
+
+    Sampled tokens and log-probabilities come from this model's own forward at the set temperature. Keys and values of
+    a trajectory stay between its turns. Forwards run on one thread of their own, so the event loop stays free.
+    Not thread-safe beyond one event loop. In ``deterministic`` mode requests wait until none is running and are
+    computed in the order of their ids from their full contexts, so that a batch depends on its requests alone.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        codec: TextCodec,
+        settings: RolloutSettings,
+        *,
+        version: int = 0,
+        deterministic: bool = False,
+        eos_ids: Iterable[int] = (),
+    ) -> None:
+        self._model = model
+        self._version = version
+        self._deterministic = deterministic
+        self._batcher = Batcher(
+            model,
+            eos_ids=frozenset({codec.eos_id, *eos_ids}),
+            table=codec.table,
+            max_batch_tokens=settings.max_batch_tokens,
+            kv_cache_tokens=settings.kv_cache_tokens,
+            keep_prefixes=not deterministic,
+        )
+        self._futures: dict[Request, asyncio.Future[Completion]] = {}
+        self._arrived: deque[Request] = deque()
+        self._released: deque[str] = deque()
+        self._wake: asyncio.Event | None = None
+        self._server: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._lock = threading.Lock()
+
+    async def generate(
+        self,
+        token_ids: tuple[int, ...],
+        sampling: Sampling,
+        *,
+        trajectory_id: str,
+        request_id: str,
+        seed: int,
+        deadline: float,
+    ) -> Completion:
+        """Sample one turn after ``token_ids``; see :class:`~agentrl.rollout.engines.base.Engine`."""
+        request = Request(
+            token_ids=token_ids,
+            sampling=sampling,
+            trajectory_id=trajectory_id,
+            request_id=request_id,
+            seed=seed,
+            stop=tuple(stop.encode() for stop in sampling.stop),
+        )
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Completion] = loop.create_future()
+        self._futures[request] = future
+        self._arrived.append(request)
+        self._ensure_server().set()
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await future
+        finally:
+            if not future.done() or future.cancelled():
+                request.cancelled = True
+            self._futures.pop(request, None)
+
+    def release(self, trajectory_id: str) -> None:
+        """Free what is cached for a trajectory."""
+        self._released.append(trajectory_id)
+
+    async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        """Log-probabilities at temperature 1 of ``token_ids[1:]``, each given the tokens before it."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, token_ids)
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take new weights (none for those that are shared) and forget all cached prefixes. No request may run."""
+        if self._futures:
+            raise EngineError(f"the weights cannot change while {len(self._futures)} requests run")
+        with self._lock, torch.no_grad():
+            own = dict(self._model.state_dict(keep_vars=True))
+            for name, tensor in tensors:
+                if name not in own or own[name].shape != tensor.shape:
+                    raise EngineError(f"the weights sent do not fit the engine's model: {name} {tuple(tensor.shape)}")
+                own[name].copy_(tensor)
+            self._batcher.clear()
+            self._version = version
+
+    @property
+    def version(self) -> int:
+        """The policy version of the weights."""
+        return self._version
+
+    def fingerprint(self) -> str:
+        return model_fingerprint(self._model.state_dict().items())
+
+    async def health(self) -> str:
+        parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        return f"transformers engine, {parameters / 1e6:.2f}M parameters, version {self._version}"
+
+    async def close(self) -> None:
+        """End the serving task and its thread; requests still waiting are cancelled."""
+        if self._server is not None:
+            self._server.cancel()
+            await asyncio.gather(self._server, return_exceptions=True)
+            self._server = None
+        for future in self._futures.values():
+            future.cancel()
+        self._thread.shutdown(wait=True)
+
+    # -- serving --------------------------------------------------------------------------------------------------
+
+    def _ensure_server(self) -> asyncio.Event:
+        if self._server is None or self._server.done() or self._wake is None:
+            self._wake = asyncio.Event()
+            self._server = asyncio.create_task(self._serve(self._wake), name="transformers-engine")
+        return self._wake
+
+    async def _serve(self, wake: asyncio.Event) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await wake.wait()
+            wake.clear()
+            while self._arrived or self._batcher.busy:
+                try:
+                    ended = await loop.run_in_executor(self._thread, self._advance)
+                except (RuntimeError, ValueError, IndexError) as error:
+                    self._fail(error)
+                    raise
+                for request in ended:
+                    future = self._futures.get(request)
+                    if future is not None and not future.done() and not request.cancelled:
+                        future.set_result(request.completion(self._version))
+                # Those whose turn ended act now (run their programs) before the next forward.
+                await asyncio.sleep(0)
+
+    def _advance(self) -> list[Request]:
+        """Forwards until a request ends, on the engine's thread."""
+        with self._lock:
+            for _ in range(_FORWARDS):
+                self._take_arrivals()
+                ended = self._batcher.advance()
+                if ended or not self._batcher.busy:
+                    return ended
+        return []
+
+    def _take_arrivals(self) -> None:
+        while self._released:
+            self._batcher.release(self._released.popleft())
+        if self._deterministic:
+            if self._batcher.busy or not self._arrived:
+                return
+            arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
+            self._batcher.clear()
+            for request in sorted(arrived, key=lambda item: item.request_id):
+                self._batcher.add(request)
+            return
+        while self._arrived:
+            self._batcher.add(self._arrived.popleft())
+
+    def _fail(self, error: Exception) -> None:
+        for future in self._futures.values():
+            if not future.done():
+                future.set_exception(EngineError(f"the engine failed: {error}"))
+
+    @torch.inference_mode()
+    def _score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        with self._lock:
+            ids = torch.tensor([token_ids], device=next(self._model.parameters()).device)
+            logits = self._model.lm_head(self._model.model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1])
+            log_probs = torch.log_softmax(logits.float(), dim=-1)
+            return tuple(log_probs.gather(1, ids[0, 1:, None])[:, 0].tolist())

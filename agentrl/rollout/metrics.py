@@ -1,0 +1,57 @@
+"""What a step's rollouts looked like, as flat metrics. What is no data is counted and enters no average."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from agentrl.trajectory import Group, Trajectory
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Averages over trajectories; the standard error takes groups as clusters."""
+    played = [item for group in groups for item in group.trajectories]
+    data = [item for item in played if not item.no_data]
+    metrics: dict[str, float] = {
+        "groups/issued": len(groups),
+        "groups/infrastructure_failures": len(played) - len(data),
+        "reward/count": len(data),
+    }
+    for ended, count in Counter(item.ended for item in played).items():
+        metrics[f"rollout/ended/{ended}"] = count
+    for outcome, count in Counter(call.outcome for item in played for call in item.tool_calls).items():
+        metrics[f"rollout/tool_outcome/{outcome}"] = count
+    if not data:
+        return metrics
+    metrics |= {
+        "reward/mean": _mean([item.reward for item in data]),
+        "reward/stderr": clustered_stderr(groups),
+        "rollout/turns_mean": _mean([item.turns for item in data]),
+        "rollout/tool_calls_mean": _mean([len(item.tool_calls) for item in data]),
+        "rollout/response_tokens_mean": _mean([item.length - len(item.prompt_ids) for item in data]),
+        "rollout/model_tokens_mean": _mean([item.model_tokens for item in data]),
+        "rollout/model_tokens": sum(item.model_tokens for item in played),
+        "rollout/seconds_max": max(item.seconds for item in played),
+    }
+    return metrics
+
+
+def clustered_stderr(groups: Sequence[Group]) -> float:
+    """Standard error of the mean reward with groups as clusters (ratio estimator); nan below two groups."""
+    parts = [_rewards(group.trajectories) for group in groups]
+    parts = [part for part in parts if part]
+    count = sum(map(len, parts))
+    if len(parts) < 2:
+        return math.nan
+    mean = math.fsum(map(math.fsum, parts)) / count
+    squares = math.fsum((math.fsum(part) - mean * len(part)) ** 2 for part in parts)
+    return math.sqrt(squares * len(parts) / (len(parts) - 1)) / count
+
+
+def _rewards(trajectories: Sequence[Trajectory]) -> list[float]:
+    return [item.reward for item in trajectories if not item.no_data]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

@@ -1,0 +1,130 @@
+"""Packing trajectories into micro-batches by a token budget, equal in number on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentrl.rollout.worker import Harvest
+from agentrl.training.plan import PassPlan, plan_passes
+from agentrl.training.settings import AlgorithmSettings
+from agentrl.trajectory import Group, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Rows of one forward. ``dummy`` rows take part in collectives and weigh nothing."""
+
+    trajectories: tuple[Trajectory, ...]
+    dummy: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatePlan:
+    """One optimizer update of one rank. ``tokens`` and ``sequences`` are the loss mask's, over all ranks."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """What one rank computes in one step; every rank's plan has the same number of micro-batches."""
+
+    step: int
+    passes: PassPlan
+    updates: tuple[UpdatePlan, ...]
+    head_exact: bool
+    no_loss: frozenset[tuple[int, int]]
+    metrics: dict[str, float]
+
+
+def pack(units: Sequence[Sequence[Trajectory]], budget: int, *, ranks: int) -> list[list[MicroBatch]]:
+    """Micro-batches for each rank: units stay whole, padded size is at most ``budget``, numbers are equal.
+
+    Units (a group, or a single trajectory) are sorted by length, so that little is padded; each bin goes to the rank
+    with the least work so far. A unit larger than the budget gets a bin of its own.
+    """
+    bins: list[list[Trajectory]] = []
+    width = 0
+    for unit in sorted(units, key=_width, reverse=True):
+        if bins and (len(bins[-1]) + len(unit)) * width <= budget:
+            bins[-1].extend(unit)
+            continue
+        bins.append(list(unit))
+        width = _width(unit)
+    bins = _at_least(bins, ranks, units)
+    plans: list[list[MicroBatch]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for rows in bins:
+        rank = loads.index(min(loads))
+        plans[rank].append(MicroBatch(trajectories=tuple(rows)))
+        loads[rank] += len(rows) * _width(rows)
+    most = max(len(plan) for plan in plans)
+    filler = MicroBatch(trajectories=(min(bins[0], key=lambda item: item.length),), dummy=True)
+    return [plan + [filler] * (most - len(plan)) for plan in plans]
+
+
+def plan_step(harvest: Harvest, algorithm: AlgorithmSettings, *, budget: int, ranks: int) -> list[RankPlan]:
+    """The plan of every rank for one harvest; no updates if no group is left to train."""
+    groups = harvest.groups
+    largest = max((len(group.trajectories) * _width(group.trajectories) for group in groups), default=0)
+    passes = plan_passes(algorithm, group_tokens=largest, budget=budget)
+    # The head-exact diagnostic needs whole groups too; where they do not fit it is left out of the step.
+    head_exact = due(harvest.step, algorithm.head_exact_every) and largest <= budget
+    updates: list[list[UpdatePlan]] = [[] for _ in range(ranks)]
+    for part in split_updates(groups, algorithm.updates_per_step):
+        rows = [item for group in part for item in group.trajectories]
+        units = [group.trajectories for group in part] if passes.one_forward or head_exact else [(row,) for row in rows]
+        trained = [row for row in rows if (row.group, row.sample) not in harvest.no_loss]
+        for rank, micro_batches in enumerate(pack(units, budget, ranks=ranks)):
+            updates[rank].append(
+                UpdatePlan(
+                    micro_batches=tuple(micro_batches),
+                    tokens=sum(row.model_tokens for row in trained),
+                    sequences=len(trained),
+                )
+            )
+    return [
+        RankPlan(
+            step=harvest.step,
+            passes=passes,
+            updates=tuple(updates[rank]),
+            head_exact=head_exact,
+            no_loss=harvest.no_loss,
+            metrics=harvest.metrics if rank == 0 else {},
+        )
+        for rank in range(ranks)
+    ]
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something done ``every`` so many steps (0: never) is done at ``step``."""
+    return bool(every) and step % every == 0
+
+
+def split_updates(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]:
+    """Groups in up to ``updates`` parts of nearly equal size, none empty."""
+    parts = min(updates, len(groups))
+    if parts == 0:
+        return []
+    bounds = [round(index * len(groups) / parts) for index in range(parts + 1)]
+    return [groups[low:high] for low, high in itertools.pairwise(bounds)]
+
+
+def _width(unit: Sequence[Trajectory]) -> int:
+    return max(item.length for item in unit)
+
+
+def _at_least(
+    bins: list[list[Trajectory]], ranks: int, units: Sequence[Sequence[Trajectory]]
+) -> list[list[Trajectory]]:
+    """With fewer bins than ranks and units enough, one bin a rank."""
+    if len(bins) >= ranks or len(units) < ranks:
+        return bins
+    ordered = sorted(units, key=_width, reverse=True)
+    size = -(-len(ordered) // ranks)
+    parts = [ordered[start : start + size] for start in range(0, len(ordered), size)]
+    return [[item for unit in part for item in unit] for part in parts]

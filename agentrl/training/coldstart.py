@@ -1,0 +1,218 @@
+"""The cold start: a short supervised fine-tuning on demonstrations, with the response mask."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+import agentrl
+from agentrl.errors import SettingsError
+from agentrl.models.loading import read_model, write_model
+from agentrl.models.policy import PolicyModel
+from agentrl.models.tiny import build_tiny_model, train_tokenizer
+from agentrl.models.tokenizer import TextCodec, read_tokenizer
+from agentrl.problems.demonstrations import Demonstration, tokenizer_corpus
+from agentrl.problems.loading import LoadedDemonstrations, load_demonstrations
+from agentrl.training.settings import OptimizerSettings, TrainingSettings
+from agentrl_envs.episode import Environment
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedDemonstration:
+    """A demonstration in tokens: prompt, response and which response tokens are the model's."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    response_mask: tuple[bool, ...]
+
+
+async def encode_demonstration(
+    demonstration: Demonstration, *, environment: Environment, codec: TextCodec
+) -> EncodedDemonstration:
+    """Tokens as a rollout would have them: each turn and each observation encoded on its own.
+
+    A turn that no stop string ends gets the end-of-sequence token.
+    """
+    episode = environment.episode(demonstration.problem)
+    prompt = await episode.start()
+    ids: list[int] = []
+    mask: list[bool] = []
+    for turn in demonstration.turns:
+        tokens = list(codec.encode(turn.model))
+        stopped = any(turn.model.endswith(stop) for stop in episode.stop) and episode.turn_complete(turn.model)
+        if not stopped:
+            tokens.append(codec.eos_id)
+        observed = codec.encode(turn.observation)
+        ids += [*tokens, *observed]
+        mask += [True] * len(tokens) + [False] * len(observed)
+    await episode.close()
+    return EncodedDemonstration(
+        prompt_ids=codec.encode_prompt(prompt), response_ids=tuple(ids), response_mask=tuple(mask)
+    )
+
+
+def collate(rows: Sequence[EncodedDemonstration], *, pad_id: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``input_ids`` [B, S], ``prompt_lengths`` [B], ``response_ids`` and ``response_mask`` [B, T], left aligned."""
+    inputs = [torch.tensor(row.prompt_ids + row.response_ids) for row in rows]
+    return (
+        pad_sequence(inputs, batch_first=True, padding_value=pad_id),
+        torch.tensor([len(row.prompt_ids) for row in rows]),
+        pad_sequence([torch.tensor(row.response_ids) for row in rows], batch_first=True, padding_value=pad_id),
+        pad_sequence([torch.tensor(row.response_mask) for row in rows], batch_first=True),
+    )
+
+
+def batches(count: int, size: int, *, seed: int) -> Iterator[list[int]]:
+    """Index batches without end: a new permutation each epoch, batches across its end."""
+    generator = torch.Generator().manual_seed(seed)
+    queue: list[int] = []
+    while True:
+        while len(queue) < size:
+            queue += torch.randperm(count, generator=generator).tolist()
+        yield queue[:size]
+        queue = queue[size:]
+
+
+def fine_tune(
+    model: Any,
+    rows: Sequence[EncodedDemonstration],
+    settings: Settings,
+    *,
+    pad_id: int,
+    report: Callable[[int, float], None],
+) -> None:
+    """Minimise the mean negative log-probability of the model's tokens, in place. ``report`` gets step and loss."""
+    from agentrl.training.deepspeed_engine import TrainingEngine, start_distributed
+
+    cold = settings.coldstart
+    _, world = start_distributed()
+    if world > 1:
+        raise SettingsError(
+            "the cold start runs on one process; give training.num_processes=1 or an existing model.path"
+        )
+    engine = TrainingEngine(
+        PolicyModel(model, backend=settings.training.head_backend),
+        optimizer=OptimizerSettings(
+            learning_rate=cold.learning_rate,
+            schedule="cosine",
+            warmup_steps=cold.warmup_steps,
+            betas=(0.9, 0.98),
+            final_fraction=0.1,
+        ),
+        training=TrainingSettings(zero_stage=0),
+        bfloat16=settings.model.dtype == "bfloat16",
+        updates=cold.steps,
+    )
+    model.train()
+    stream = batches(len(rows), cold.batch_size, seed=_seed(settings))
+    for step in range(1, cold.steps + 1):
+        tensors = collate([rows[index] for index in next(stream)], pad_id=pad_id)
+        statistics, _ = engine(*(tensor.to(engine.device) for tensor in tensors))
+        loss = -statistics.log_probs.mean()
+        engine.backward(loss)
+        engine.step()
+        report(step, float(loss.detach()))
+    model.eval()
+
+
+async def cold_start(
+    settings: Settings, output: Path, *, environment: Environment, report: Callable[[int, float], None]
+) -> None:
+    """Make a policy from demonstrations and export it to ``output``; the embedded model if ``model.path`` is none."""
+    demonstrations = read_cold_demonstrations(settings).demonstrations
+    seed = _seed(settings)
+    if settings.model.path is None:
+        texts = [await _prompt(item, environment) for item in demonstrations]
+        tokenizer = train_tokenizer(
+            [*tokenizer_corpus(demonstrations), *texts], vocabulary_size=settings.model.tiny.vocabulary_size
+        )
+        model = build_tiny_model(settings.model.tiny, tokenizer, seed=seed)
+    else:
+        tokenizer = read_tokenizer(settings.model.path)
+        model = read_model(settings.model.path, settings.model)
+    codec = TextCodec(tokenizer)
+    rows = [await encode_demonstration(item, environment=environment, codec=codec) for item in demonstrations]
+    fine_tune(model, rows, settings, pad_id=codec.pad_id, report=report)
+    body = (
+        f"Cold start by agentrl {agentrl.__version__}: {settings.coldstart.steps} steps of supervised fine-tuning on "
+        f"{len(rows)} demonstrations ({settings.coldstart.demonstrations})."
+    )
+    _publish(
+        output, lambda partial: write_model(partial, model=model, tokenizer=tokenizer, title=output.name, body=body)
+    )
+
+
+def read_cold_demonstrations(settings: Settings) -> LoadedDemonstrations:
+    """The demonstrations that ``coldstart.demonstrations`` names."""
+    source = settings.coldstart.demonstrations
+    if source is None:
+        raise SettingsError(
+            "there is no model.path and no coldstart.demonstrations: name a model, or demonstrations to start one from "
+            "(a JSONL file, builtin:arithmetic or formula:FILE)"
+        )
+    return load_demonstrations(
+        source, count=settings.coldstart.count, variants=settings.coldstart.variants, seed=_seed(settings)
+    )
+
+
+def cached_policy(settings: Settings, demonstrations: Sequence[Demonstration]) -> Path:
+    """Where the policy that these settings and demonstrations make is kept."""
+    key = {
+        "version": agentrl.__version__,
+        "model": settings.model.model_dump(mode="json"),
+        "coldstart": settings.coldstart.model_dump(mode="json"),
+        "environment": settings.environment.model_dump(mode="json"),
+        "seed": _seed(settings),
+        "demonstrations": hashlib.sha256("\0".join(item.text for item in demonstrations).encode()).hexdigest(),
+    }
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "agentrl" / "coldstart" / digest
+
+
+def _publish(output: Path, write: Callable[[Path], None]) -> None:
+    """Write a directory under a temporary name beside it, then rename: it is whole or not there."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    except OSError as error:
+        raise SettingsError(f"cannot write the policy to {output}: {error.strerror}") from error
+    try:
+        write(partial)
+        if output.exists():
+            shutil.rmtree(output)
+        partial.rename(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+async def _prompt(demonstration: Demonstration, environment: Environment) -> str:
+    episode = environment.episode(demonstration.problem)
+    try:
+        return await episode.start()
+    finally:
+        await episode.close()
+
+
+def _seed(settings: Settings) -> int:
+    return settings.seed if settings.coldstart.seed is None else settings.coldstart.seed
+
+
+def perplexity(loss: float) -> float:
+    """Perplexity of a mean negative log-probability in nats."""
+    return math.exp(min(loss, 50.0))

@@ -1,0 +1,158 @@
+"""The one place that trains with DeepSpeed: optimizer, schedule, ZeRO, collectives and its checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from agentrl.errors import SettingsError
+from agentrl.training.settings import OptimizerSettings, TrainingSettings
+
+
+def learning_rate_factor(step: int, settings: OptimizerSettings, total: int) -> float:
+    """The learning rate of update ``step`` (from 0) over its peak: linear warm-up, then constant or cosine.
+
+    >>> settings = OptimizerSettings(warmup_steps=2, schedule="cosine", final_fraction=0.1)
+    >>> [round(learning_rate_factor(step, settings, 6), 3) for step in range(7)]
+    [0.5, 1.0, 1.0, 0.868, 0.55, 0.232, 0.1]
+    """
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    if settings.schedule == "constant":
+        return 1.0
+    progress = min(1.0, (step - settings.warmup_steps) / max(1, total - settings.warmup_steps))
+    return settings.final_fraction + (1 - settings.final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def deepspeed_config(
+    *, zero_stage: int, bfloat16: bool, gradient_clip: float, micro_batch: int = 1, world_size: int = 1
+) -> dict[str, Any]:
+    """DeepSpeed's own configuration. ``step()`` ends an accumulation, however many micro-batches it had."""
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "train_batch_size": micro_batch * world_size,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": gradient_clip,
+        "bf16": {"enabled": bfloat16},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": zero_stage, "overlap_comm": False},
+        "steps_per_print": 10**12,
+    }
+
+
+class DistributedError(RuntimeError):
+    """A collective failed or a rank is missing."""
+
+
+def start_distributed() -> tuple[int, int]:
+    """Join the process group (gloo on CPU, NCCL on GPUs); alone if no launcher started us. Returns (rank, size)."""
+    _require_compiler()
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    if "RANK" not in os.environ:
+        os.environ.update(defaults)
+    if not torch.distributed.is_initialized():
+        deepspeed.init_distributed(verbose=False)
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def _require_compiler() -> None:
+    """DeepSpeed compiles a small operation at its first start on a CPU: say what is missing before it fails."""
+    import shutil
+
+    if torch.cuda.is_available() or shutil.which("g++") or shutil.which("c++"):
+        return
+    raise SettingsError("DeepSpeed needs a C++ compiler on a CPU and found none (apt-get install g++)")
+
+
+class TrainingEngine:
+    """A module under DeepSpeed. ``backward`` accumulates; ``step`` clips, updates and clears.
+
+    Gradients are averaged over ranks by DeepSpeed: a loss that is normalised over all ranks is multiplied by
+    :attr:`world_size` before :meth:`backward`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        optimizer: OptimizerSettings,
+        training: TrainingSettings,
+        bfloat16: bool,
+        updates: int,
+    ) -> None:
+        import deepspeed
+
+        self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        decayed = [item for item in module.parameters() if item.requires_grad and item.dim() >= 2]
+        others = [item for item in module.parameters() if item.requires_grad and item.dim() < 2]
+        adamw = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=optimizer.learning_rate,
+            betas=optimizer.betas,
+            eps=optimizer.epsilon,
+            fused=True,
+        )
+        config = deepspeed_config(
+            zero_stage=training.zero_stage,
+            bfloat16=bfloat16,
+            gradient_clip=optimizer.gradient_clip,
+            world_size=self.world_size,
+        )
+        self._engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=adamw,
+            lr_scheduler=lambda wrapped: torch.optim.lr_scheduler.LambdaLR(
+                wrapped, lambda step: learning_rate_factor(step, optimizer, updates)
+            ),
+            config=config,
+        )
+        self.module = module
+        self.device = self._engine.device
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._engine(*args, **kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of ``loss`` to those accumulated."""
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def step(self) -> float:
+        """Clip, update, advance the schedule, clear gradients. Returns the gradient norm before clipping."""
+        self._engine.step()
+        norm = self._engine.get_global_grad_norm()
+        return float(norm) if norm is not None else float("nan")
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self._engine.get_lr()[0])
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """The sum of ``values`` over ranks, in place."""
+        if self.world_size > 1:
+            torch.distributed.all_reduce(values)
+        return values
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            torch.distributed.barrier()
+
+    def save(self, directory: Path) -> None:
+        """Write parameters, optimizer and schedule. Collective."""
+        self._engine.save_checkpoint(str(directory), tag="engine", save_latest=False)
+
+    def load(self, directory: Path) -> None:
+        """Restore what :meth:`save` wrote. Collective."""
+        path, _ = self._engine.load_checkpoint(str(directory), tag="engine")
+        if path is None:
+            raise SettingsError(f"no DeepSpeed checkpoint in {directory}")

@@ -1,0 +1,73 @@
+"""What a run will need: an estimate of memory for ``--dry-run``, from shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from agentrl.training.plan import PassPlan, plan_passes
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes a training rank needs. Activations are rough: attention's own buffers and fragmentation are not in them."""
+
+    parameters: int  # a count, not bytes
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    kv_cache: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.kv_cache
+
+    def lines(self) -> list[str]:
+        """For the console, in MiB."""
+        parts = ("weights", "gradients", "optimizer", "activations", "kv_cache", "total")
+        return [f"  {name:<12} {getattr(self, name) / 2**20:12,.1f} MiB" for name in parts]
+
+
+def estimate_memory(settings: Settings, config: Any, parameters: int) -> MemoryEstimate:
+    """For a model of ``parameters`` parameters with a `transformers` ``config``.
+
+    ZeRO 1 shards the optimizer's state over the ranks, 2 also the gradients, 3 also the weights. With bfloat16 the
+    optimizer holds float32 weights besides its two moments.
+    """
+    size = _BYTES[settings.model.dtype]
+    ranks, stage = settings.training.num_processes, settings.training.zero_stage
+    master = 4 if settings.model.dtype == "bfloat16" else 0
+    tokens = settings.training.micro_batch_tokens
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # Per layer and token: normed inputs, q, k, v, attention output, two residuals, three of the feed-forward.
+    kept = 6 * config.hidden_size + 2 * heads * head_dim + 3 * config.intermediate_size
+    if settings.model.gradient_checkpointing:
+        kept = config.hidden_size + kept // config.num_hidden_layers
+    rows = min(settings.rollout.concurrency, settings.rollout.problems_per_step * settings.rollout.group_size)
+    longest = settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens
+    slots = min(settings.rollout.kv_cache_tokens, rows * longest)
+    return MemoryEstimate(
+        parameters=parameters,
+        weights=parameters * size // (ranks if stage == 3 else 1),
+        gradients=parameters * size // (ranks if stage >= 2 else 1),
+        optimizer=parameters * (8 + master) // (ranks if stage >= 1 else 1),
+        activations=tokens * kept * config.num_hidden_layers * size,
+        kv_cache=slots * 2 * config.num_hidden_layers * heads * head_dim * size,
+    )
+
+
+def planned_passes(settings: Settings) -> PassPlan:
+    """The passes of a step whose groups are as long as they may be."""
+    longest = settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens
+    return plan_passes(
+        settings.algorithm,
+        group_tokens=settings.rollout.group_size * longest,
+        budget=settings.training.micro_batch_tokens,
+    )

@@ -1,0 +1,34 @@
+"""From the settings' flat names to the options that the chosen estimator and loss know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentrl.algorithms import ESTIMATORS, LOSSES
+from agentrl.errors import SettingsError
+from agentrl.training.settings import AlgorithmSettings
+
+_ESTIMATOR_KEYS = ("gamma", "leave_one_out", "tail", "energy", "normalize")
+_LOSS_KEYS = ("clip_low", "clip_high", "dual_clip")
+
+
+def estimator_options(settings: AlgorithmSettings) -> dict[str, Any]:
+    """Options of ``settings.estimator``; a setting that it does not know and that was changed is an error."""
+    return _options(settings, "estimator", settings.estimator, ESTIMATORS, _ESTIMATOR_KEYS)
+
+
+def loss_options(settings: AlgorithmSettings) -> dict[str, Any]:
+    """Options of ``settings.loss``."""
+    return _options(settings, "loss", settings.loss, LOSSES, _LOSS_KEYS)
+
+
+def _options(settings: AlgorithmSettings, kind: str, name: str, registry: Any, keys: tuple[str, ...]) -> dict[str, Any]:
+    known = set(registry.option_names(name))
+    for key in keys:
+        default = AlgorithmSettings.model_fields[key].default
+        if key not in known and key in settings.model_fields_set and getattr(settings, key) != default:
+            raise SettingsError(
+                f"algorithm.{key}={getattr(settings, key)}: the {kind} {name!r} has no such option; "
+                f"it has: {', '.join(sorted(known)) or 'none'}"
+            )
+    return {key: getattr(settings, key) for key in keys if key in known}

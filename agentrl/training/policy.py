@@ -1,0 +1,72 @@
+"""The policy a run starts from: the model that is named, or the cached result of a cold start."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from agentrl.rollout.environment import build_environment
+from agentrl.telemetry.console import Console
+from agentrl.telemetry.machine import usable_cores
+from agentrl.training.coldstart import cached_policy, cold_start, perplexity, read_cold_demonstrations
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+
+def starting_policy(settings: Settings, console: Console) -> str:
+    """Directory or id of the policy to start from; makes and caches it by a cold start where one is asked for."""
+    if settings.coldstart.demonstrations is None and settings.model.path is not None:
+        return settings.model.path
+    loaded = read_cold_demonstrations(settings)
+    path = cached_policy(settings, loaded.demonstrations)
+    if path.exists():
+        console.note(f"policy: {path} (cold start of an earlier run)")
+        return str(path)
+    console.note(f"cold start: {settings.coldstart.steps} steps on {loaded.description}")
+    make_policy(settings, path, console)
+    return str(path)
+
+
+def make_policy(settings: Settings, output: Path, console: Console) -> None:
+    """Run the cold start and export its policy to ``output``."""
+    began = time.monotonic()
+    losses: list[float] = []
+    with console.progress(settings.coldstart.steps, unit="cold-start step") as progress:
+
+        def report(step: int, loss: float) -> None:
+            losses.append(loss)
+            progress.update(step, {"policy/loss": loss})
+
+        asyncio.run(_make(settings, output, report))
+    console.note(
+        f"policy: {output}, made in {time.monotonic() - began:.0f} s, "
+        f"last perplexity {perplexity(sum(losses[-10:]) / len(losses[-10:])):.3f}"
+    )
+
+
+async def _make(settings: Settings, output: Path, report: Callable[[int, float], None]) -> None:
+    environment = build_environment(settings)
+    await environment.open()
+    try:
+        await cold_start(settings, output, environment=environment, report=report)
+    finally:
+        await environment.close()
+
+
+def coldstart_command(settings: Settings, output: Path) -> None:
+    """``agentrl coldstart``: make a policy from demonstrations and write it to ``output``."""
+    set_threads(settings)
+    make_policy(settings, output, Console(settings.telemetry))
+
+
+def set_threads(settings: Settings) -> None:
+    """Fix this process's CPU threads: what is set, or the cores over the processes."""
+    torch.set_num_threads(settings.training.threads or max(1, usable_cores() // settings.training.num_processes))
+    if settings.training.deterministic:
+        torch.use_deterministic_algorithms(True)

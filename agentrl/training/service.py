@@ -1,0 +1,178 @@
+"""The rollout worker as the training ranks see it: plans out, weights in.
+
+:class:`LocalService` runs it in this process, between training steps; :mod:`agentrl.training.remote` puts the same
+object into a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from agentrl.evaluation.evaluate import EvaluationReport, evaluate_policy
+from agentrl.evaluation.run import held_out_problems
+from agentrl.models.tokenizer import TextCodec
+from agentrl.problems.sampler import ProblemSampler
+from agentrl.problems.sources import load_mixture
+from agentrl.rollout.driver import Driver
+from agentrl.rollout.engines.transformers import TransformersEngine
+from agentrl.rollout.filters import FilterRules
+from agentrl.rollout.worker import Harvest, RolloutWorker
+from agentrl.training.batching import RankPlan, plan_step
+from agentrl_envs.episode import Environment
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+_Result = TypeVar("_Result")
+
+
+class InterruptedRunError(Exception):
+    """The run was asked to stop (SIGTERM, Ctrl-C) while rollouts were under way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlans:
+    """Every rank's plan for one step, and the harvest they were made of (for the files of rank 0)."""
+
+    harvest: Harvest
+    ranks: list[RankPlan]
+
+
+class RolloutService(Protocol):
+    """What a training rank asks of the rollout worker. All calls block, under deadlines of the worker's settings."""
+
+    def describe(self) -> list[str]: ...
+    def plan(self, step: int) -> StepPlans: ...
+    def confirm(self, step: int) -> None: ...
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None: ...
+    def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def interrupt(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class LocalService:
+    """The worker in this process. Its event loop runs while a call waits and rests while the rank trains."""
+
+    def __init__(
+        self, settings: Settings, *, environment: Environment, model: Any, codec: TextCodec, ranks: int, shared: bool
+    ) -> None:
+        """``environment`` is opened here. ``shared``: ``model`` is the very module that is trained."""
+        self._settings = settings
+        self._ranks = ranks
+        self._shared = shared
+        self._model = model
+        self._environment = environment
+        self._loop = asyncio.new_event_loop()
+        self._running: asyncio.Task[Any] | None = None
+        self._interrupted = False
+        self._harvest: Harvest | None = None
+        self._run(environment.open())
+        self._engine = TransformersEngine(model, codec, settings.rollout, deterministic=settings.training.deterministic)
+        self._driver = self._driver_for(environment, codec)
+        self._codec = codec
+        mixture, self._reports = load_mixture(settings.data.train, seed=settings.seed)
+        self._held_out = held_out_problems(settings)
+        algorithm = settings.algorithm
+        self._worker = RolloutWorker(
+            driver=self._driver,
+            sampler=ProblemSampler(mixture, seed=settings.seed),
+            settings=settings.rollout,
+            rules=FilterRules(
+                void_turns=algorithm.void_turns,
+                accuracy_range=algorithm.accuracy_range,
+                drop_zero_variance=algorithm.drop_zero_variance,
+            ),
+        )
+
+    def describe(self) -> list[str]:
+        """What was found: the environment, the engine, the problems."""
+        engine = self._run(self._engine.health())
+        return [*self._environment.describe(), engine, *(report.describe() for report in self._reports)]
+
+    def plan(self, step: int) -> StepPlans:
+        """Roll out one step and plan it for every rank."""
+        self._model.eval()
+        self._harvest = self._run(self._worker.harvest(step))
+        plans = plan_step(
+            self._harvest,
+            self._settings.algorithm,
+            budget=self._settings.training.micro_batch_tokens,
+            ranks=self._ranks,
+        )
+        return StepPlans(harvest=self._harvest, ranks=plans)
+
+    def confirm(self, step: int) -> None:
+        """The step's update is done: its groups leave the ledger."""
+        if self._harvest is None or self._harvest.step != step:
+            raise RuntimeError(f"step {step} is confirmed but was not the last one planned")
+        self._worker.confirm(self._harvest)
+        self._harvest = None
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Give the engine new weights (nothing moves where it shares them) and forget what it cached."""
+        self._engine.update_weights(() if self._shared else tensors, version)
+
+    def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport:
+        """Play the held-out problems with the engine's present weights."""
+        self._model.eval()
+        return self._run(
+            evaluate_policy(
+                self._held_out,
+                environment=self._environment,
+                driver_for=lambda environment: self._driver_for(environment, self._codec),
+                step=step,
+                samples=self._settings.evaluation.samples,
+                temperature=self._settings.evaluation.temperature,
+                seed=self._settings.seed,
+                falsified=falsified,
+            )
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._worker.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._worker.load_state_dict(state)
+
+    def interrupt(self) -> None:
+        """Cancel the rollouts under way; safe to call from a signal handler."""
+        self._interrupted = True
+        if self._running is not None:
+            self._loop.call_soon_threadsafe(self._running.cancel)
+
+    def close(self) -> None:
+        """Release engine, environment and event loop."""
+        self._interrupted = False
+        self._run(self._engine.close())
+        self._run(self._environment.close())
+        self._run(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    def _driver_for(self, environment: Environment, codec: TextCodec) -> Driver:
+        return Driver(
+            environment=environment,
+            engine=self._engine,
+            codec=codec,
+            settings=self._settings.rollout,
+            seed=self._settings.seed,
+            deterministic=self._settings.training.deterministic,
+        )
+
+    def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        if self._interrupted:
+            work.close()
+            raise InterruptedRunError
+        self._running = self._loop.create_task(work)
+        try:
+            return self._loop.run_until_complete(self._running)
+        except asyncio.CancelledError:
+            raise InterruptedRunError from None
+        finally:
+            self._running = None

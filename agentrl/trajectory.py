@@ -1,0 +1,260 @@
+"""Trajectories: the exact tokens of a conversation, who produced each, and how it ended.
+
+Prompt ``P``, a first turn ``A0`` of the model, its observation ``E0``, a second turn ``A1``:
+
+>>> from agentrl_envs.types import Ended, Problem
+>>> trajectory = Trajectory(
+...     problem=Problem(id="toy-0", statement="2 + 3?", answer="5", source="toy"), step=0, group=0, sample=0,
+...     prompt_ids=(11, 12),
+...     segments=(
+...         Segment(origin="model", token_ids=(1, 2), log_probs=(-0.1, -0.2), version_spans=((0, 2),), text="A0"),
+...         Segment(origin="observation", token_ids=(7, 8, 9), text="E0"),
+...         Segment(origin="model", token_ids=(3,), log_probs=(-0.3,), version_spans=((0, 1),), reward=1.0, text="A1"),
+...     ),
+...     ended=Ended.ANSWERED,
+... )
+>>> trajectory.response_ids
+(1, 2, 7, 8, 9, 3)
+>>> trajectory.response_mask
+(True, True, False, False, False, True)
+>>> trajectory.rewards
+(0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
+>>> trajectory.reward, trajectory.turns
+(1.0, 2)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from agentrl_envs.types import Ended, Problem, ToolCall, Verdict
+
+
+class TrajectoryError(AssertionError):
+    """An invariant of a trajectory does not hold: a bug, never data."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """A run of tokens of one origin. ``log_probs`` are those of the distribution each model token was sampled from.
+
+    ``version_spans`` are (policy version, number of tokens) in order; ``reward`` stands on the last token.
+    """
+
+    origin: Literal["model", "observation"]
+    token_ids: tuple[int, ...]
+    text: str
+    log_probs: tuple[float, ...] = ()
+    version_spans: tuple[tuple[int, int], ...] = ()
+    reward: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            raise TrajectoryError(f"an empty {self.origin} segment")
+        if self.origin == "observation":
+            if self.log_probs or self.version_spans or self.reward:
+                raise TrajectoryError("an observation carries no log-probabilities, policy version or reward")
+            return
+        if len(self.log_probs) != len(self.token_ids):
+            raise TrajectoryError(f"{len(self.token_ids)} model tokens but {len(self.log_probs)} log-probabilities")
+        if not all(math.isfinite(value) and value <= 1e-6 for value in self.log_probs):
+            raise TrajectoryError(f"log-probabilities of sampled tokens are finite and not positive: {self.log_probs}")
+        if sum(count for _, count in self.version_spans) != len(self.token_ids):
+            raise TrajectoryError(f"version spans {self.version_spans} do not cover {len(self.token_ids)} tokens")
+        if not math.isfinite(self.reward):
+            raise TrajectoryError(f"the reward {self.reward} is not finite")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectory:
+    """One conversation, written once by the driver and never edited.
+
+    ``group`` identifies the trajectories that share a baseline: the issue number of their problem, unique in a run.
+    """
+
+    problem: Problem
+    step: int
+    group: int
+    sample: int
+    prompt_ids: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    ended: Ended
+    verdict: Verdict | None = None
+    answer: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            raise TrajectoryError("a trajectory without a prompt")
+        if not self.no_data and not any(segment.origin == "model" for segment in self.segments):
+            raise TrajectoryError(f"a trajectory that ended {self.ended} without a model token")
+
+    @property
+    def response_ids(self) -> tuple[int, ...]:
+        return tuple(token for segment in self.segments for token in segment.token_ids)
+
+    @property
+    def response_mask(self) -> tuple[bool, ...]:
+        """True exactly on the tokens that the model sampled."""
+        return tuple(segment.origin == "model" for segment in self.segments for _ in segment.token_ids)
+
+    @property
+    def log_probs(self) -> tuple[float, ...]:
+        """The engine's log-probability at each response token, 0 off model tokens."""
+        values: list[float] = []
+        for segment in self.segments:
+            values.extend(segment.log_probs or (0.0,) * len(segment.token_ids))
+        return tuple(values)
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """Per response token: a turn's reward stands on its last model token."""
+        values: list[float] = []
+        for segment in self.segments:
+            values.extend((0.0,) * (len(segment.token_ids) - 1))
+            values.append(segment.reward)
+        return tuple(values)
+
+    @property
+    def reward(self) -> float:
+        """The undiscounted total."""
+        return math.fsum(segment.reward for segment in self.segments)
+
+    @property
+    def turns(self) -> int:
+        """Generations by the model. A turn that the engine continued is one segment."""
+        return sum(segment.origin == "model" for segment in self.segments)
+
+    @property
+    def model_tokens(self) -> int:
+        return sum(len(segment.token_ids) for segment in self.segments if segment.origin == "model")
+
+    @property
+    def length(self) -> int:
+        """Prompt and response tokens."""
+        return len(self.prompt_ids) + sum(len(segment.token_ids) for segment in self.segments)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version that sampled one of its tokens."""
+        return min(version for segment in self.segments for version, _ in segment.version_spans)
+
+    @property
+    def no_data(self) -> bool:
+        """True when it failed for reasons outside the policy: in no reward, no baseline, no average."""
+        return self.ended.is_no_data or self.verdict in (Verdict.GRADER_TIMEOUT, Verdict.UNPARSABLE_GOLD)
+
+    def to_record(self) -> dict[str, Any]:
+        """A JSON-able record, enough to regrade, replay or view."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Trajectory:
+        """The inverse of :meth:`to_record`, also after a trip through JSON.
+
+        >>> problem = Problem(id="toy-0", statement="2 + 3?", answer="5", source="toy")
+        >>> segment = Segment(origin="model", token_ids=(1,), log_probs=(-0.5,), version_spans=((3, 1),), text="5")
+        >>> one = Trajectory(problem=problem, step=1, group=4, sample=0, prompt_ids=(9,), segments=(segment,),
+        ...                  ended=Ended.STOPPED)
+        >>> Trajectory.from_record(one.to_record()) == one
+        True
+        """
+        segments = tuple(
+            Segment(
+                **{
+                    **item,
+                    "token_ids": tuple(item["token_ids"]),
+                    "log_probs": tuple(item["log_probs"]),
+                    "version_spans": tuple((version, count) for version, count in item["version_spans"]),
+                }
+            )
+            for item in record["segments"]
+        )
+        return cls(
+            **{
+                **record,
+                "problem": Problem(**record["problem"]),
+                "prompt_ids": tuple(record["prompt_ids"]),
+                "segments": segments,
+                "ended": Ended(record["ended"]),
+                "verdict": None if record["verdict"] is None else Verdict(record["verdict"]),
+                "tool_calls": tuple(ToolCall(**call) for call in record["tool_calls"]),
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The trajectories of one problem in one step; ``index`` is its issue number in the run."""
+
+    problem: Problem
+    index: int
+    trajectories: tuple[Trajectory, ...]
+
+    def without(self, drop: Sequence[Trajectory]) -> Group:
+        """The group with some trajectories left out."""
+        dropped = {id(trajectory) for trajectory in drop}
+        return replace(self, trajectories=tuple(item for item in self.trajectories if id(item) not in dropped))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Trajectories as padded tensors. ``B`` rows, ``S`` tokens of prompt and response, ``T`` response positions.
+
+    Rows are left aligned (prompt, response, padding), so a causal model needs no attention mask. ``loss_mask`` is the
+    response mask minus what the filters reject.
+    """
+
+    input_ids: Tensor  # [B, S] int64
+    prompt_lengths: Tensor  # [B] int64
+    response_ids: Tensor  # [B, T] int64
+    response_mask: Tensor  # [B, T] bool, True on model tokens
+    loss_mask: Tensor  # [B, T] bool
+    rewards: Tensor  # [B, T] float32
+    rollout_log_probs: Tensor  # [B, T] float32, 0 off model tokens
+    groups: Tensor  # [B] int64
+    versions: Tensor  # [B] int64, the oldest version of a row
+
+    @classmethod
+    def from_trajectories(
+        cls, trajectories: Sequence[Trajectory], *, pad_id: int, no_loss: frozenset[tuple[int, int]] = frozenset()
+    ) -> Batch:
+        """Pad trajectories into tensors; ``no_loss`` names rows (group, sample) whose loss mask is all False."""
+        rows = len(trajectories)
+        width = max(item.length for item in trajectories)
+        steps = max(item.length - len(item.prompt_ids) for item in trajectories)
+        input_ids = torch.full((rows, width), pad_id, dtype=torch.int64)
+        response_ids = torch.full((rows, steps), pad_id, dtype=torch.int64)
+        response_mask = torch.zeros(rows, steps, dtype=torch.bool)
+        rewards, log_probs = torch.zeros(rows, steps), torch.zeros(rows, steps)
+        for row, item in enumerate(trajectories):
+            response = torch.tensor(item.response_ids)
+            count = len(response)
+            input_ids[row, : item.length] = torch.tensor(item.prompt_ids + item.response_ids)
+            response_ids[row, :count] = response
+            response_mask[row, :count] = torch.tensor(item.response_mask)
+            rewards[row, :count] = torch.tensor(item.rewards)
+            log_probs[row, :count] = torch.tensor(item.log_probs)
+        kept = torch.tensor([(item.group, item.sample) not in no_loss for item in trajectories])
+        return cls(
+            input_ids=input_ids,
+            prompt_lengths=torch.tensor([len(item.prompt_ids) for item in trajectories]),
+            response_ids=response_ids,
+            response_mask=response_mask,
+            loss_mask=response_mask & kept[:, None],
+            rewards=rewards,
+            rollout_log_probs=log_probs,
+            groups=torch.tensor([item.group for item in trajectories]),
+            versions=torch.tensor([item.oldest_version for item in trajectories]),
+        )
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The batch on another device."""
+        return Batch(**{name: value.to(device) for name, value in vars(self).items()})

@@ -1,0 +1,26 @@
+"""How weights travel to an engine that holds a copy: a file, written whole and renamed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def write_weights(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write tensors to ``path`` (safetensors) under a temporary name, then rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    save_file({name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors}, partial)
+    os.replace(partial, path)
+
+
+def read_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file, one at a time."""
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - not a dictionary
+            yield name, file.get_tensor(name)

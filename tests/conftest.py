@@ -1,0 +1,24 @@
+"""What all tests share: quiet threads, and the real problem files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Threads that spin at barriers starve the other process of a two-core machine; must be set before torch loads.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of benchmark and word-problem files, ``AGENTRL_DATA_DIR``. In CI it must be there."""
+    path = os.environ.get("AGENTRL_DATA_DIR")
+    if path and Path(path).is_dir():
+        return Path(path)
+    reason = f"AGENTRL_DATA_DIR={path!r} is not a folder: the real problem files are not here"
+    if os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    pytest.skip(reason)
