@@ -84,7 +84,7 @@ class HeadVarianceAccumulator:
         labels, total = relabel(groups)
         sizes = segment_sum(torch.ones_like(labels), labels, total)
         token_labels = labels[rows]
-        scale = advantages.to(self._dtype) / (sizes[token_labels] * self._temperature)
+        scale = advantages.to(self._dtype) / (sizes[token_labels].to(self._dtype) * self._temperature)
         for group in range(total):
             chosen = (token_labels == group).nonzero().squeeze(-1)
             self._add(hidden[chosen].to(self._dtype), targets[chosen], scale[chosen])

@@ -16,7 +16,7 @@ def logit_proxy_energy(log_probs: Tensor, sum_pi_squared: Tensor) -> Tensor:
     Same number as 1 - 2 p + sum p^2 without its cancellation near p = 1. The remaining one, sum p^2 - p^2, is avoided
     only inside the kernel: prefer its `energy`.
 
-    >>> logit_proxy_energy(torch.tensor(0.75).log(), torch.tensor(0.625)).item()
+    >>> round(logit_proxy_energy(torch.tensor(0.75).log(), torch.tensor(0.625)).item(), 6)
     0.125
     """
     others = (sum_pi_squared - (2 * log_probs).exp()).clamp(min=0.0)

@@ -116,7 +116,8 @@ def rloo(rollouts: Rollouts, options: ScalarOptions) -> Estimate:
     """
     totals = rollouts.rewards.sum(-1)
     alone = rollouts.members == 1
-    factor = rollouts.members / (rollouts.members - 1).clamp(min=1)
+    members = rollouts.members.double()
+    factor = members / (members - 1).clamp(min=1)
     advantages = torch.where(alone, totals, factor * (totals - rollouts.group_means(totals)))
     return _scalar(advantages, totals, totals - advantages)
 
