@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import stamina
 
@@ -288,7 +289,8 @@ async def _next_or_raise(finished: asyncio.Queue[Trajectory], guard: asyncio.Fut
     if not finished.empty():
         return finished.get_nowait()
     getter = asyncio.ensure_future(finished.get())
-    await asyncio.wait({getter, guard}, return_when=asyncio.FIRST_COMPLETED)
+    either: set[asyncio.Future[Any]] = {getter, guard}
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     if getter.done():
         return getter.result()
     if finished.empty():

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch import Tensor, nn
+from torch import Tensor
 
 from agentrl.errors import SettingsError
+from agentrl.models.policy import PolicyModel
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 
 
@@ -84,7 +85,7 @@ class TrainingEngine:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: PolicyModel,
         *,
         optimizer: OptimizerSettings,
         training: TrainingSettings,

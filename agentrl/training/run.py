@@ -169,7 +169,7 @@ class Session:
                     metrics = self._step(step)
                 except InterruptedRunError:
                     return self._stopped()
-                if self._run is not None:
+                if progress is not None:
                     progress.update(step, metrics)
                 if self._settings.evaluation.every and due(step, self._settings.evaluation.every) and step < steps:
                     self._evaluate()

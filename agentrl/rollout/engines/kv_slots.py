@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -47,9 +49,11 @@ class SlotCache(Cache):
         columns = torch.arange(width, device=positions.device)
         return (columns <= positions.clamp(min=0)[..., None])[:, None]
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Store this forward's keys and values [m, heads, q, head_dim]; return all that the rows hold."""
-        return self._write(self._keys, layer, keys), self._write(self._values, layer, values)
+        return self._write(self._keys, layer_idx, key_states), self._write(self._values, layer_idx, value_states)
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first ``length`` entries of rows ``source`` onto rows ``target``."""
