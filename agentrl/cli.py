@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -110,6 +111,7 @@ def doctor() -> None:
 
 def main() -> None:
     """Run a command; what the user or the world did wrong becomes one message and an exit code, never a traceback."""
+    let_waiting_threads_sleep()
     try:
         app()
     except SystemExit:
@@ -118,6 +120,16 @@ def main() -> None:
         _fail(error, error.exit_code)
     except _errors_of_other_packages() as error:
         _fail(error, 2)
+
+
+def let_waiting_threads_sleep() -> None:
+    """Let OpenMP threads sleep at barriers instead of spinning, unless the user has set OMP_WAIT_POLICY.
+
+    Must come before torch is imported: OpenMP reads the variable once. Two threads that spin on a machine of two cores
+    starve each other as soon as a sandboxed program wants a core: 128 sequences of 64 tokens took 35 s to sample with
+    spinning threads and 0.75 s with sleeping ones.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def _load(

@@ -1,0 +1,52 @@
+# make train   set everything up and train the tiny policy: agentrl train --env simpletir
+# make test    set everything up, lint, check types and import contracts, run all tests
+#
+# PYTHON       the Python to build .venv with (3.11 or newer); default: the first fit one on PATH
+# ARGS         more arguments for `agentrl train` or `pytest`:  make train ARGS="training.steps=20"
+# TORCH_INDEX  another index for torch; its CPU build is much smaller:
+#              make train TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+SHELL := /bin/sh
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+FIT := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for name in python3 python3.11 python3.12 python3.13 python3.14; do \
+	"$$name" -c '$(FIT)' 2>/dev/null && { echo "$$name"; break; }; done)
+TORCH_INDEX ?=
+ARGS ?=
+
+.PHONY: train test setup lint format docs clean
+.DEFAULT_GOAL := train
+
+train: $(STAMP)
+	@$(BIN)/agentrl train --env simpletir $(ARGS)
+
+test: lint
+	$(BIN)/pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(STAMP)
+	$(BIN)/python docs/generate_configuration.py
+
+setup: $(STAMP)
+
+# Installed again only when a pyproject.toml is newer than the last installation.
+$(STAMP): pyproject.toml sandbox/pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer on PATH; name one: make PYTHON=/path/to/python3" >&2; exit 2; }
+	@"$(PYTHON)" -c '$(FIT)' || { echo "PYTHON=$(PYTHON) is older than 3.11" >&2; exit 2; }
+	test -x $(BIN)/python -a -x $(BIN)/pip || "$(PYTHON)" -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e sandbox -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
