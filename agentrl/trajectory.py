@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -55,6 +55,8 @@ class Segment:
     reward: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.origin not in ("model", "observation"):
+            raise TrajectoryError(f"a segment's origin is model or observation, not {self.origin!r}")
         if not self.token_ids:
             raise TrajectoryError(f"an empty {self.origin} segment")
         if self.origin == "observation":
@@ -65,7 +67,8 @@ class Segment:
             raise TrajectoryError(f"{len(self.token_ids)} model tokens but {len(self.log_probs)} log-probabilities")
         if not all(math.isfinite(value) and value <= 1e-6 for value in self.log_probs):
             raise TrajectoryError(f"log-probabilities of sampled tokens are finite and not positive: {self.log_probs}")
-        if sum(count for _, count in self.version_spans) != len(self.token_ids):
+        counts = [count for _, count in self.version_spans]
+        if min(counts, default=0) < 1 or sum(counts) != len(self.token_ids):
             raise TrajectoryError(f"version spans {self.version_spans} do not cover {len(self.token_ids)} tokens")
         if not math.isfinite(self.reward):
             raise TrajectoryError(f"the reward {self.reward} is not finite")
@@ -91,9 +94,11 @@ class Trajectory:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.no_data:
+            return
         if not self.prompt_ids:
-            raise TrajectoryError("a trajectory without a prompt")
-        if not self.no_data and not any(segment.origin == "model" for segment in self.segments):
+            raise TrajectoryError(f"a trajectory that ended {self.ended} without a prompt")
+        if not any(segment.origin == "model" for segment in self.segments):
             raise TrajectoryError(f"a trajectory that ended {self.ended} without a model token")
 
     @property
@@ -153,7 +158,11 @@ class Trajectory:
 
     def to_record(self) -> dict[str, Any]:
         """A JSON-able record, enough to regrade, replay or view."""
-        return asdict(self)
+        record = _fields_of(self)  # asdict would copy every token by itself
+        record["problem"] = asdict(self.problem)
+        record["segments"] = [_fields_of(segment) for segment in self.segments]
+        record["tool_calls"] = [asdict(call) for call in self.tool_calls]
+        return record
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Trajectory:
@@ -188,6 +197,10 @@ class Trajectory:
                 "tool_calls": tuple(ToolCall(**call) for call in record["tool_calls"]),
             }
         )
+
+
+def _fields_of(record: Trajectory | Segment) -> dict[str, Any]:
+    return {item.name: getattr(record, item.name) for item in fields(record)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,10 +248,10 @@ class Batch:
         response_mask = torch.zeros(rows, steps, dtype=torch.bool)
         rewards, log_probs = torch.zeros(rows, steps), torch.zeros(rows, steps)
         for row, item in enumerate(trajectories):
-            response = torch.tensor(item.response_ids)
+            response = item.response_ids
             count = len(response)
-            input_ids[row, : item.length] = torch.tensor(item.prompt_ids + item.response_ids)
-            response_ids[row, :count] = response
+            input_ids[row, : item.length] = torch.tensor(item.prompt_ids + response)
+            response_ids[row, :count] = torch.tensor(response)
             response_mask[row, :count] = torch.tensor(item.response_mask)
             rewards[row, :count] = torch.tensor(item.rewards)
             log_probs[row, :count] = torch.tensor(item.log_probs)

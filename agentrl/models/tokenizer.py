@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -25,25 +26,32 @@ class TextCodec:
     """Encodes untrusted text and decodes sampled tokens for one tokenizer of `transformers`.
 
     ``encode`` treats every added token (special or not) in the text as plain text, so that a program that prints
-    ``<|endoftext|>`` gives the model text and not an end. ``bytes_of`` gives a token's bytes; the concatenation over
-    a sequence is its text, so stop strings are found without decoding a sequence again.
+    ``<|endoftext|>`` gives the model text and not an end. ``table`` gives each token's bytes; their concatenation
+    over a sequence is its text, so stop strings are found without decoding a sequence again.
+
+    Not guaranteed: a tokenizer that cannot write every text (no byte-level alphabet, no byte fallback) still gives
+    its unknown token for what it lacks.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
         self._byte_level = "ByteLevel" in json.dumps(backend.get("decoder"))
-        self._added = {token["id"]: token["content"].encode() for token in backend["added_tokens"]}
-        backend["added_tokens"] = []
-        backend["post_processor"] = None
-        self._plain = Tokenizer.from_str(json.dumps(backend))
-        self._plain.no_padding()
-        self._plain.no_truncation()
-        # What the model's own tokenizer puts before any text (a BOS token for Llama, nothing for Qwen).
-        prefix = tokenizer("", add_special_tokens=True)["input_ids"]
-        self.prefix_ids: tuple[int, ...] = tuple(token for token in prefix if token != tokenizer.eos_token_id)
+        special = set(tokenizer.all_special_ids)
+        self._added = {
+            token["id"]: b"" if token["special"] or token["id"] in special else token["content"].encode()
+            for token in backend["added_tokens"]
+        }
+        self._plain = _without_added_tokens(backend)
         self.eos_id: int = tokenizer.eos_token_id
         self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self.prefix_ids: tuple[int, ...] = self._prefix(tokenizer)
         self._table: list[bytes] | None = None
+
+    def _prefix(self, tokenizer: Any) -> tuple[int, ...]:
+        """What the model's own tokenizer puts before any text (a BOS token for Llama, nothing for Qwen)."""
+        whole, text = tuple(tokenizer("a", add_special_tokens=True)["input_ids"]), self.encode("a")
+        places = range(len(whole) - len(text) + 1)
+        return whole[: next((place for place in places if whole[place : place + len(text)] == text), 0)]
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of plain text; no special token ever."""
@@ -78,13 +86,30 @@ class TextCodec:
             else:
                 table[index] = token.replace("\u2581", " ").encode()
         for index, content in self._added.items():
-            table[index] = b"" if index == self.eos_id or _looks_special(content) else content
+            table[index] = content
         return table
 
 
-def _looks_special(content: bytes) -> bool:
-    """Added tokens such as ``<|im_start|>`` are markup; ``<tool_call>`` is text that the model writes."""
-    return content.startswith(b"<|") and content.endswith(b"|>")
+def _without_added_tokens(backend: dict[str, Any]) -> Tokenizer:
+    """The tokenizer (as its JSON) with no added token, no template, no padding and no truncation.
+
+    Some vocabularies hold added tokens as ordinary pieces too (SentencePiece's ``</s>``), which plain text could then
+    spell: those pieces get names that nobody can guess. Runs of blanks stay what they are.
+    """
+    contents = {token["content"] for token in backend["added_tokens"] if not token["content"].isspace()}
+    backend |= {"added_tokens": [], "post_processor": None, "padding": None, "truncation": None}
+    model = backend["model"]
+    if isinstance(model["vocab"], dict):
+        hidden = {content: uuid.uuid4().hex for content in contents if content in model["vocab"]}
+        model["vocab"] = {hidden.get(piece, piece): index for piece, index in model["vocab"].items()}
+        merges = (pair if isinstance(pair, list) else pair.split(" ", 1) for pair in model.get("merges", ()))
+        if "merges" in model:
+            model["merges"] = [pair for pair in merges if not hidden.keys() & {*pair, "".join(pair)}]
+        if model.get("unk_token") in hidden:
+            model["unk_token"] = hidden[model["unk_token"]]
+    else:
+        model["vocab"] = [[uuid.uuid4().hex if piece in contents else piece, score] for piece, score in model["vocab"]]
+    return Tokenizer.from_str(json.dumps(backend))
 
 
 def read_tokenizer(path: str | Path) -> Any:

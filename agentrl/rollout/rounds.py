@@ -21,7 +21,12 @@ class Rounds:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = future
         self._open_if_complete()
-        await future
+        try:
+            await future
+        finally:
+            # Cancelled at the gate (its deadline): no longer one of those who wait.
+            if self._waiting.get(request_id) is future:
+                del self._waiting[request_id]
 
     def leave(self) -> None:
         """A player has no further turn to take."""
