@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import stamina
 
@@ -119,28 +118,30 @@ class Driver:
         work = iter([(issue, sample) for issue in issues for sample in range(group_size)])
         players = min(self._settings.concurrency, len(issues) * group_size)
         rounds = Rounds(players) if self._deterministic else None
-        finished: asyncio.Queue[Trajectory] = asyncio.Queue()
+        finished: asyncio.Queue[Trajectory | asyncio.Task[None]] = asyncio.Queue()
         heat = self._settings.temperature if temperature is None else temperature
         tasks = [asyncio.create_task(self._player(work, step, heat, rounds, finished)) for _ in range(players)]
-        guard = asyncio.gather(*tasks)
+        for task in tasks:
+            task.add_done_callback(finished.put_nowait)
         try:
-            async for group in self._grouped(issues, group_size, finished, guard):
+            async for group in self._grouped(issues, group_size, finished):
                 yield group
         finally:
-            guard.cancel()
+            for task in tasks:
+                task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _grouped(
-        self,
-        issues: Sequence[Issue],
-        group_size: int,
-        finished: asyncio.Queue[Trajectory],
-        guard: asyncio.Future[list[None]],
+        self, issues: Sequence[Issue], group_size: int, finished: asyncio.Queue[Trajectory | asyncio.Task[None]]
     ) -> AsyncIterator[Group]:
+        """Whole groups out of finished trajectories. A player that crashed comes as its task and raises here."""
         problems = {issue.index: issue.problem for issue in issues}
         parts: dict[int, list[Trajectory]] = {index: [] for index in problems}
         while parts:
-            trajectory = await _next_or_raise(finished, guard)
+            trajectory = await finished.get()
+            if isinstance(trajectory, asyncio.Task):
+                trajectory.result()
+                continue
             part = parts[trajectory.group]
             part.append(trajectory)
             if len(part) == group_size:
@@ -157,7 +158,7 @@ class Driver:
         step: int,
         temperature: float,
         rounds: Rounds | None,
-        finished: asyncio.Queue[Trajectory],
+        finished: asyncio.Queue[Trajectory | asyncio.Task[None]],
     ) -> None:
         try:
             for issue, sample in work:
@@ -195,6 +196,8 @@ class Driver:
             async with asyncio.timeout_at(deadline):
                 ended = await self._converse(draft, episode, temperature, rounds, deadline)
         except TimeoutError:
+            if loop.time() < deadline:
+                raise  # not ours
             ended = Ended.DEADLINE
         except EngineError:
             ended = Ended.INFRASTRUCTURE_FAILURE
@@ -282,19 +285,3 @@ def _joined(first: Completion, second: Completion) -> Completion:
         log_probs=first.log_probs + second.log_probs,
         version_spans=first.version_spans + second.version_spans,
     )
-
-
-async def _next_or_raise(finished: asyncio.Queue[Trajectory], guard: asyncio.Future[list[None]]) -> Trajectory:
-    """The next finished trajectory; a player that crashed raises here instead of leaving a wait without end."""
-    if not finished.empty():
-        return finished.get_nowait()
-    getter = asyncio.ensure_future(finished.get())
-    either: set[asyncio.Future[Any]] = {getter, guard}
-    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-    if getter.done():
-        return getter.result()
-    if finished.empty():
-        getter.cancel()
-        guard.result()
-        raise RuntimeError("all players ended but a trajectory is missing")
-    return await getter

@@ -34,6 +34,7 @@ class Request:
     tail: bytes = b""
     finish_reason: Literal["eos", "stop", "length"] | None = None
     cancelled: bool = False
+    failure: str | None = None
 
     def completion(self, version: int) -> Completion:
         if self.finish_reason is None:
@@ -75,6 +76,7 @@ class Batcher:
         self._kv_cache_tokens = kv_cache_tokens
         self._keep_prefixes = keep_prefixes
         self._device = next(model.parameters()).device
+        self._additive_mask = model.config._attn_implementation == "eager"
         self._cache = SlotCache(model.config.num_hidden_layers)
         self._rows: list[_Row] = []
         self._owner: dict[str, int] = {}  # trajectory -> row
@@ -94,12 +96,20 @@ class Batcher:
             self._rows[row].cached = []
 
     def clear(self) -> None:
-        """Forget every cached prefix; for changed weights."""
+        """Forget every cached prefix; for changed weights. No request may run."""
+        self._drop_cancelled()
         if any(row.request is not None for row in self._rows):
             raise EngineError("the weights cannot change while a request runs")
         self._rows = []
         self._owner = {}
         self._cache = SlotCache(self._model.config.num_hidden_layers)
+
+    def abandon(self) -> None:
+        """Forget every request and every prefix, after a failure."""
+        self._waiting.clear()
+        for row in self._rows:
+            row.request = None
+        self.clear()
 
     @property
     def busy(self) -> bool:
@@ -120,9 +130,21 @@ class Batcher:
         if running:
             self._waited += bool(self._waiting)
             return ended + self._decode(running)
-        if self._waiting and not ended:
-            raise EngineError("a request is longer than the whole KV cache (rollout.kv_cache_tokens)")
+        if self._waiting:
+            # Nothing runs and the first request fits into no row: prefixes of other trajectories have to go.
+            self.clear()
+            joined = self._join(0)
+            return ended + (self._prefill(joined) if joined else [self._refuse()])
         return ended
+
+    def _refuse(self) -> Request:
+        """Fail the first waiting request, which is longer than the whole cache."""
+        request = self._waiting.popleft()
+        request.failure = (
+            f"{len(request.token_ids)} tokens and up to {request.sampling.max_tokens} new ones do not fit into the "
+            f"engine's cache: rollout.kv_cache_tokens={self._kv_cache_tokens}"
+        )
+        return request
 
     def _should_join(self, running: int) -> bool:
         return running <= len(self._waiting) * _JOIN_SHARE or self._waited >= _JOIN_PATIENCE
@@ -142,15 +164,15 @@ class Batcher:
     def _join(self, running: int) -> list[int]:
         """Give waiting requests a row each, as far as the cache and the batch reach."""
         joined: list[int] = []
-        tokens = 0
+        longest = 0
         while self._waiting:
             request = self._waiting[0]
             length = len(request.token_ids) + request.sampling.max_tokens
             row = self._row_for(request, length)
             if row is None:
                 break
-            tokens += len(request.token_ids) - len(self._rows[row].cached)
-            if joined and tokens > self._max_batch_tokens:
+            longest = max(longest, len(request.token_ids) - len(self._rows[row].cached))
+            if joined and longest * (len(joined) + 1) > self._max_batch_tokens:
                 break
             self._waiting.popleft()
             self._rows[row].request = request
@@ -160,6 +182,8 @@ class Batcher:
     def _row_for(self, request: Request, length: int) -> int | None:
         """The row that holds the request's longest known prefix, a free one, or a new one; none if all are taken."""
         index = self._owner.get(request.trajectory_id)
+        if index is not None and self._rows[index].request is not None:
+            return None  # the trajectory's other request goes first
         if index is None:
             index = next((i for i, row in enumerate(self._rows) if row.trajectory_id is None), None)
         length = max(length, self._cache.length)
@@ -168,7 +192,7 @@ class Batcher:
             self._rows.append(_Row())
         if index is None:
             index = next((i for i, row in enumerate(self._rows) if row.request is None), None)
-        if index is None or len(self._rows) * length > max(self._kv_cache_tokens, length):
+        if index is None or len(self._rows) * length > self._kv_cache_tokens:
             return None
         row = self._rows[index]
         if row.trajectory_id != request.trajectory_id or not self._keep_prefixes:
@@ -177,7 +201,8 @@ class Batcher:
             row.trajectory_id, row.cached = request.trajectory_id, []
             self._owner[request.trajectory_id] = index
         row.cached = row.cached[: _common_prefix(row.cached, request.token_ids[:-1])]
-        self._cache.reserve(_rounded_rows(len(self._rows)), length)
+        spare = self._kv_cache_tokens // length
+        self._cache.reserve(max(len(self._rows), min(_rounded_rows(len(self._rows)), spare)), length)
         return index
 
     def _compact(self, running: list[int]) -> list[int]:
@@ -264,6 +289,10 @@ class Batcher:
 
     def _forward(self, ids: Tensor, positions: Tensor, rows: Tensor | int, width: int) -> Tensor:
         mask = self._cache.select(rows, positions, width)
+        if self._additive_mask:
+            mask = torch.zeros(mask.shape, dtype=self._model.dtype, device=mask.device).masked_fill_(
+                ~mask, torch.finfo(self._model.dtype).min
+            )
         return self._model.model(
             input_ids=ids,
             attention_mask=mask,

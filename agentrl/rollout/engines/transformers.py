@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from agentrl.errors import SettingsError
 from agentrl.models.loading import model_fingerprint
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import Completion, EngineError, Sampling
@@ -41,6 +42,8 @@ class TransformersEngine:
         deterministic: bool = False,
         eos_ids: Iterable[int] = (),
     ) -> None:
+        """Raises SettingsError for a model whose attention the engine's cache cannot serve."""
+        _check_attention(model.config)
         self._model = model
         self._version = version
         self._deterministic = deterministic
@@ -127,12 +130,13 @@ class TransformersEngine:
 
     async def close(self) -> None:
         """End the serving task and its thread; requests still waiting are cancelled."""
+        for request, future in self._futures.items():
+            request.cancelled = True
+            future.cancel()
         if self._server is not None:
             self._server.cancel()
             await asyncio.gather(self._server, return_exceptions=True)
             self._server = None
-        for future in self._futures.values():
-            future.cancel()
         self._thread.shutdown(wait=True)
 
     # -- serving --------------------------------------------------------------------------------------------------
@@ -141,6 +145,7 @@ class TransformersEngine:
         if self._server is None or self._server.done() or self._wake is None:
             self._wake = asyncio.Event()
             self._server = asyncio.create_task(self._serve(self._wake), name="transformers-engine")
+            self._server.add_done_callback(self._served)
         return self._wake
 
     async def _serve(self, wake: asyncio.Event) -> None:
@@ -149,17 +154,35 @@ class TransformersEngine:
             await wake.wait()
             wake.clear()
             while self._arrived or self._batcher.busy:
-                try:
-                    ended = await loop.run_in_executor(self._thread, self._advance)
-                except (RuntimeError, ValueError, IndexError) as error:
-                    self._fail(error)
-                    raise
-                for request in ended:
-                    future = self._futures.get(request)
-                    if future is not None and not future.done() and not request.cancelled:
-                        future.set_result(request.completion(self._version))
+                for request in await loop.run_in_executor(self._thread, self._advance):
+                    self._deliver(request)
                 # Those whose turn ended act now (run their programs) before the next forward.
                 await asyncio.sleep(0)
+
+    def _deliver(self, request: Request) -> None:
+        future = self._futures.get(request)
+        if future is None or future.done() or request.cancelled:
+            return
+        if request.failure is not None:
+            future.set_exception(EngineError(request.failure))
+        else:
+            future.set_result(request.completion(self._version))
+
+    def _served(self, server: asyncio.Task[None]) -> None:
+        """A forward failed: out of memory is the world's fault and typed, anything else is a bug and raises as it is.
+
+        Either way every request under way ends with the error, and the next one finds an empty engine.
+        """
+        if server.cancelled():
+            return
+        error = server.exception()
+        if isinstance(error, torch.OutOfMemoryError):
+            error = EngineError(f"the engine ran out of memory: {error}")
+        for future in self._futures.values():
+            if not future.done() and error is not None:
+                future.set_exception(error)
+        self._arrived.clear()
+        self._batcher.abandon()
 
     def _advance(self) -> list[Request]:
         """Forwards until a request ends, on the engine's thread."""
@@ -185,11 +208,6 @@ class TransformersEngine:
         while self._arrived:
             self._batcher.add(self._arrived.popleft())
 
-    def _fail(self, error: Exception) -> None:
-        for future in self._futures.values():
-            if not future.done():
-                future.set_exception(EngineError(f"the engine failed: {error}"))
-
     @torch.inference_mode()
     def _score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         with self._lock:
@@ -197,3 +215,15 @@ class TransformersEngine:
             logits = self._model.lm_head(self._model.model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1])
             log_probs = torch.log_softmax(logits.float(), dim=-1)
             return tuple(log_probs.gather(1, ids[0, 1:, None])[:, 0].tolist())
+
+
+def _check_attention(config: Any) -> None:
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise SettingsError(
+            f"model.attention={config._attn_implementation} does not work with rollout.engine=transformers: "
+            "choose sdpa or eager"
+        )
+    # Not every architecture's configuration has these two.
+    kinds = getattr(config, "layer_types", None)
+    if any(kind != "full_attention" for kind in kinds or ()) or (not kinds and getattr(config, "sliding_window", None)):
+        raise SettingsError("rollout.engine=transformers serves models whose layers all attend to the whole context")
