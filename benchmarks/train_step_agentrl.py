@@ -1,0 +1,175 @@
+"""agentrl's side of ``train_step.py``: a run of ``agentrl train`` that waits for the parent between steps."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from train_step_task import BETAS, CLIP, GRADIENT_CLIP, LEARNING_RATE, ParentLine, Task, reward
+
+from agentrl.config import Settings, dump_yaml, load_settings
+from agentrl.telemetry.console import Console
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.training.deepspeed_engine import TrainingEngine
+from agentrl.training.run import run_rank
+from agentrl_envs.types import Ended, Problem, Step
+
+
+class OneTurnEpisode:
+    """The problem's statement as the prompt, one turn of the model, the shared reward."""
+
+    stop: tuple[str, ...] = ()
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+
+    def turn_complete(self, text: str) -> bool:
+        return True
+
+    async def start(self) -> str:
+        return self._problem.statement
+
+    async def step(self, action: str) -> Step:
+        return Step(observation="", reward=reward(action), ended=Ended.STOPPED)
+
+    async def fork(self) -> OneTurnEpisode:
+        return OneTurnEpisode(self._problem)
+
+    async def close(self) -> None:
+        """Holds nothing."""
+
+
+class OneTurnEnvironment:
+    """An environment without sandbox and grader."""
+
+    def __init__(self, settings: object) -> None:
+        """``settings`` are a gymnasium environment's; none is used."""
+
+    async def open(self) -> None:
+        """Nothing to open."""
+
+    def episode(self, problem: Problem) -> OneTurnEpisode:
+        return OneTurnEpisode(problem)
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    def describe(self) -> list[str]:
+        return ["environment: one turn, rewarded for distinct characters"]
+
+
+class WaitingConsole(Console):
+    """The console whose progress is the line to the parent."""
+
+    def __init__(self, settings: Settings, line: ParentLine, task: Task, clocks: Clocks) -> None:
+        super().__init__(settings.telemetry, file=sys.stderr)
+        self._line = line
+        self._task = task
+        self._clocks = clocks
+
+    @contextmanager
+    def progress(self, total: int, done: int = 0, unit: str = "step") -> Iterator[Any]:  # type: ignore[override]
+        versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+        self._line.ready(versions=versions, threads=torch.get_num_threads())
+        yield self
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """A step is done, its files written: report it and wait."""
+        if metrics["rollout/model_tokens"] != self._task.tokens or metrics["policy/tokens"] != self._task.tokens:
+            raise SystemExit(f"agentrl sampled {metrics['rollout/model_tokens']:.0f} tokens, not {self._task.tokens}")
+        parts = {"generation": metrics["time/rollout_s"], "train": metrics["time/train_s"], **self._clocks.take()}
+        self._line.step_done(parts, last=step >= self._task.steps)
+
+
+class Clocks:
+    """Seconds spent in methods, by a name for each."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def watch(self, owner: type, method: str, name: str) -> None:
+        """Count what ``owner.method`` takes from now on."""
+        original: Callable[..., Any] = getattr(owner, method)
+
+        @wraps(original)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._seconds[name] += time.perf_counter() - began
+
+        setattr(owner, method, timed)
+
+    def take(self) -> dict[str, float]:
+        """What was counted since the last call."""
+        taken = dict(self._seconds)
+        self._seconds.clear()
+        return taken
+
+
+def settings_of(task: Task, runs: str) -> Settings:
+    """GRPO with one update a step on the task's model and problems; everything else as the defaults have it."""
+    return load_settings(
+        "train_step_agentrl:OneTurnEnvironment",
+        None,
+        [
+            "name=step",
+            f"runs_dir={runs}",
+            f"model.path={task.model}",
+            "model.dtype=float32",
+            f"data.train.0.path={task.problems}",
+            f"data.eval.0.path={task.problems}",
+            "evaluation.problems=1",
+            "evaluation.samples=1",
+            f"rollout.problems_per_step={task.prompts}",
+            f"rollout.group_size={task.samples}",
+            f"rollout.max_turn_tokens={task.new_tokens}",
+            f"rollout.max_response_tokens={task.new_tokens}",
+            "rollout.max_prompt_tokens=256",
+            "algorithm.estimator=grpo",
+            "algorithm.loss=ppo",
+            f"algorithm.clip_low={CLIP}",
+            f"algorithm.clip_high={CLIP}",
+            "algorithm.aggregation=token_mean",
+            "algorithm.drop_zero_variance=false",
+            f"optimizer.learning_rate={LEARNING_RATE}",
+            f"optimizer.betas={list(BETAS)}",
+            "optimizer.weight_decay=0",
+            f"optimizer.gradient_clip={GRADIENT_CLIP}",
+            f"training.steps={task.steps}",
+            f"training.threads={task.threads}",
+            f"checkpoint.every={task.steps + 1}",
+            "telemetry.plots=false",
+        ],
+    )
+
+
+def main() -> None:
+    """``train_step_agentrl.py TASK_JSON``; speaks with the parent over standard input and output."""
+    task = Task.from_json(sys.argv[1])
+    line = ParentLine()
+    clocks = Clocks()
+    clocks.watch(TrainingEngine, "__call__", "forward")
+    clocks.watch(TrainingEngine, "backward", "backward")
+    clocks.watch(TrainingEngine, "step", "optimizer")
+    with tempfile.TemporaryDirectory(dir=task.folder) as runs:
+        settings = settings_of(task, runs)
+        run = RunDirectory.create(Path(runs) / "step", dump_yaml(settings))
+        try:
+            run_rank(settings, run, WaitingConsole(settings, line, task, clocks), resume=False)
+        finally:
+            run.close()
+
+
+if __name__ == "__main__":
+    main()
