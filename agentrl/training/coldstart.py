@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from agentrl.models.loading import read_model, write_model
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
-from agentrl.problems.demonstrations import Demonstration, tokenizer_corpus
+from agentrl.problems.demonstrations import Demonstration, Turn, tokenizer_corpus
 from agentrl.problems.loading import LoadedDemonstrations, load_demonstrations
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl_envs.episode import Environment
@@ -158,15 +159,33 @@ async def cold_start(
 
 
 def read_cold_demonstrations(settings: Settings) -> LoadedDemonstrations:
-    """The demonstrations that ``coldstart.demonstrations`` names."""
-    source = settings.coldstart.demonstrations
-    if source is None:
+    """The demonstrations that ``coldstart.demonstrations`` names, a share of them turned into direct answers."""
+    cold = settings.coldstart
+    if cold.demonstrations is None:
         raise SettingsError(
             "there is no model.path and no coldstart.demonstrations: name a model, or demonstrations to start one from "
             "(a JSONL file, builtin:arithmetic or formula:FILE)"
         )
-    return load_demonstrations(
-        source, count=settings.coldstart.count, variants=settings.coldstart.variants, seed=_seed(settings)
+    seed = _seed(settings)
+    loaded = load_demonstrations(cold.demonstrations, count=cold.count, variants=cold.variants, seed=seed)
+    if not cold.direct_share:
+        return loaded
+    return LoadedDemonstrations(
+        demonstrations=with_direct_answers(loaded.demonstrations, share=cold.direct_share, seed=seed),
+        description=f"{loaded.description}; {cold.direct_share:.0%} of them state the answer without a program",
+    )
+
+
+def with_direct_answers(
+    demonstrations: Sequence[Demonstration], *, share: float, seed: int
+) -> tuple[Demonstration, ...]:
+    """Replace a random ``share`` of the demonstrations by their answer alone, in a box."""
+    chosen = random.Random(seed)
+    return tuple(
+        Demonstration(problem=item.problem, turns=(Turn(model=f"\\boxed{{{item.problem.answer}}}"),))
+        if chosen.random() < share
+        else item
+        for item in demonstrations
     )
 
 

@@ -11,7 +11,7 @@ from agentrl.models.loading import read_config
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import describe_machine
 from agentrl.training.estimate import estimate_memory, planned_passes
-from agentrl.training.options import estimator_options, loss_options
+from agentrl.training.preflight import check_inputs
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -19,12 +19,11 @@ if TYPE_CHECKING:
 
 def dry_run(settings: Settings) -> None:
     """Print what ``agentrl train`` would do with these settings."""
-    estimator_options(settings.algorithm)
-    loss_options(settings.algorithm)
+    problems = check_inputs(settings)
     console = Console(settings.telemetry)
     console.note(dump_yaml(settings).rstrip())
     console.note("")
-    for line in describe_machine().lines():
+    for line in [*describe_machine().lines(), *problems]:
         console.note(line)
     console.note(f"passes: {planned_passes(settings).describe()}")
     config = read_config(settings.model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from agentrl.algorithms import ESTIMATORS, LOSSES
+from agentrl.algorithms.errors import UnknownNameError
 from agentrl.errors import SettingsError
 from agentrl.training.settings import AlgorithmSettings
 
@@ -23,7 +24,10 @@ def loss_options(settings: AlgorithmSettings) -> dict[str, Any]:
 
 
 def _options(settings: AlgorithmSettings, kind: str, name: str, registry: Any, keys: tuple[str, ...]) -> dict[str, Any]:
-    known = set(registry.option_names(name))
+    try:
+        known = set(registry.option_names(name))
+    except UnknownNameError as error:
+        raise SettingsError(f"algorithm.{kind}={name}: {error}") from error
     for key in keys:
         default = AlgorithmSettings.model_fields[key].default
         if key not in known and key in settings.model_fields_set and getattr(settings, key) != default:

@@ -30,6 +30,7 @@ from agentrl.training.checkpoint import RunState, latest_checkpoint, read_state,
 from agentrl.training.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.fidelity import BOUNDS
 from agentrl.training.policy import set_threads, starting_policy
+from agentrl.training.preflight import check_inputs
 from agentrl.training.service import InterruptedRunError, LocalService, RolloutService, StepPlans
 from agentrl.training.trainer import Trainer
 from agentrl.weights.sources import full_parameters
@@ -43,6 +44,7 @@ _INTERRUPTED = 130
 def train(settings: Settings, resume: bool) -> int:
     """Train; returns the exit code. Under a launcher (RANK is set) this process is one of its ranks."""
     console = Console(settings.telemetry)
+    check_inputs(settings)
     if "RANK" in os.environ:
         first = os.environ["RANK"] == "0"
         run = _open_run(settings, resume) if first else None

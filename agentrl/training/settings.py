@@ -96,6 +96,13 @@ class ColdstartSettings(_Settings):
     )
     count: int = Field(8192, ge=1, description="demonstrations drawn from a generator")
     variants: int = Field(4, ge=1, description="copies of each formula problem with other numbers")
+    direct_share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the demonstrations that state the answer without a program: a policy that imitates "
+        "them guesses, and reinforcement learning finds that the tool pays",
+    )
     steps: int = Field(200, ge=1)
     batch_size: int = Field(48, ge=1)
     learning_rate: float = Field(2e-3, gt=0)

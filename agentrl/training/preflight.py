@@ -1,0 +1,34 @@
+"""What is looked at before a run directory is made: everything of a user's that can be wrong and is cheap to read.
+
+A run that cannot start leaves nothing behind, so the same name can be used once the mistake is mended. Not looked at:
+data sets by Hugging Face id, which may have to be downloaded, and the weights of the model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agentrl.problems.settings import ProblemSourceSettings
+from agentrl.problems.sources import FILE_KINDS, load_source
+from agentrl.training.options import estimator_options, loss_options
+from agentrl_envs.registry import resolve_environment
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+
+def check_inputs(settings: Settings) -> list[str]:
+    """One line for each problem file that was read. Raises SettingsError, ProblemError or EnvironmentLookupError."""
+    estimator_options(settings.algorithm)
+    loss_options(settings.algorithm)
+    resolve_environment(settings.env)
+    reports = [
+        load_source(entry, seed=settings.seed).report
+        for entry in (*settings.data.train, *settings.data.eval)
+        if _is_local(entry)
+    ]
+    return [report.describe() for report in reports if report is not None]
+
+
+def _is_local(source: ProblemSourceSettings) -> bool:
+    return source.is_builtin or source.path.lower().endswith(FILE_KINDS)
