@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
 import itertools
 import os
 import sys
 import time
 from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl_sandbox.errors import ClosedError, StartError, UnisolatedError
@@ -28,10 +30,19 @@ _FIX = (
 )
 
 
+@dataclass(slots=True)
+class _SharedRun:
+    """A run that every call with one request_id waits for."""
+
+    task: asyncio.Task[Execution]
+    waiters: int = 0
+
+
 class LocalSandbox:
     """A fork server and what is needed to bring it back. Made by ``open_local``."""
 
     def __init__(self, settings: SandboxSettings, config: RunnerConfig, server: ServerProcess) -> None:
+        self._loop = asyncio.get_running_loop()
         self._settings = settings
         self._config = config
         self._server = server
@@ -39,8 +50,8 @@ class LocalSandbox:
         self._identifiers = itertools.count(1)
         self._room = asyncio.Semaphore(settings.concurrency)
         self._restarting = asyncio.Lock()
-        self._running: dict[str, asyncio.Task[Execution]] = {}
-        self._waiters: dict[str, int] = {}
+        self._running: dict[str, _SharedRun] = {}
+        self._tasks: set[asyncio.Task[Execution]] = set()
         self._finished: OrderedDict[str, Execution] = OrderedDict()
         self._closed = False
 
@@ -52,9 +63,14 @@ class LocalSandbox:
     async def execute(
         self, program: str, *, timeout: float | None = None, stdin: str = "", request_id: str | None = None
     ) -> Execution:
-        """Run a program and give its end; see ``Sandbox.execute``. Cancelling kills it. Raises ClosedError."""
+        """Run a program and give its end; see ``Sandbox.execute``. Cancelling kills it.
+
+        Raises ClosedError, ValueError for an impossible timeout, and RuntimeError in another event loop.
+        """
         if self._closed:
             raise ClosedError("the sandbox was closed")
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError("a sandbox belongs to the event loop it was opened in; open another in this one")
         seconds = self._settings.timeout if timeout is None else timeout
         if not 0 < seconds <= 3600:
             raise ValueError(f"timeout must be above 0 and at most 3600 seconds, not {seconds}")
@@ -72,8 +88,8 @@ class LocalSandbox:
         self._closed = True
         async with self._restarting:
             await self._server.close()
-        if self._running:
-            await asyncio.wait(self._running.values())
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     async def check(self) -> None:
         """Probe every property. Raises UnisolatedError for one that is missing, unless the settings allow it."""
@@ -82,25 +98,26 @@ class LocalSandbox:
             raise unisolated(self._isolation.missing, why="a probe program got through")
 
     async def _run_once(self, request_id: str, program: str, timeout: float, stdin: str) -> Execution:
-        task = self._running.get(request_id)
-        if task is None:
-            task = asyncio.get_running_loop().create_task(self._run(program, timeout, stdin))
-            self._running[request_id] = task
-            self._waiters[request_id] = 0
-            task.add_done_callback(lambda done: self._remember(request_id, done))
-        self._waiters[request_id] += 1
+        shared = self._running.get(request_id)
+        if shared is None:
+            task = self._loop.create_task(self._run(program, timeout, stdin))
+            shared = self._running[request_id] = _SharedRun(task=task)
+            self._tasks.add(task)
+            task.add_done_callback(functools.partial(self._remember, request_id))
+        shared.waiters += 1
         try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if self._waiters.get(request_id) == 1:
-                task.cancel()
-            raise
+            return await asyncio.shield(shared.task)
         finally:
-            if request_id in self._waiters:
-                self._waiters[request_id] -= 1
+            shared.waiters -= 1
+            if shared.waiters == 0 and not shared.task.done():  # everyone who asked was cancelled
+                shared.task.cancel()
+                del self._running[request_id]
 
     def _remember(self, request_id: str, task: asyncio.Task[Execution]) -> None:
-        del self._running[request_id], self._waiters[request_id]
+        self._tasks.discard(task)
+        shared = self._running.get(request_id)
+        if shared is not None and shared.task is task:
+            del self._running[request_id]
         if task.cancelled() or task.exception() is not None:
             return
         if task.result().outcome is Outcome.INFRASTRUCTURE_FAILURE:

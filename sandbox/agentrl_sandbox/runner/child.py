@@ -31,6 +31,7 @@ class ChildLimits:
     """What is the same for every child of a zygote."""
 
     isolate: str
+    change_user: bool
     address_space: int  # bytes
     max_processes: int
     scratch: str  # mount options
@@ -44,6 +45,7 @@ class ChildLimits:
         size = config.scratch_mb << 20
         return cls(
             isolate=config.isolate,
+            change_user=config.isolate != "user" and kernel.may_change_user(),
             address_space=mapped + (config.memory_mb << 20),
             max_processes=config.max_processes,
             scratch=f"size={size},nr_inodes=16384,mode=700",
@@ -104,7 +106,8 @@ def _isolate(limits: ChildLimits, slot: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if limits.isolate == "none":
         os.setsid()
-        directory = f"{os.environ['AGENTRL_SCRATCH']}/{slot}"
+        directory = f"{os.environ.pop('AGENTRL_SCRATCH')}/{slot}"
+        os.environ["HOME"] = os.environ["TMPDIR"] = directory
     else:
         kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC)
         directory = SCRATCH
@@ -116,7 +119,7 @@ def _isolate(limits: ChildLimits, slot: int) -> None:
         os.chdir(directory)
         become_namespace_root()
         kernel.drop_capabilities()
-    elif os.geteuid() == 0:
+    elif limits.change_user:
         user = FIRST_USER + slot
         os.setgroups([])
         os.setresgid(user, user, user)

@@ -37,6 +37,7 @@ _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
 _MADV_COLLAPSE = 25  # Linux 6.1
 _HUGE = 2 << 20
+_CHANGE_USER = 1 << 0 | 1 << 6 | 1 << 7
 _CAP_VERSION_3 = 0x20080522
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -137,6 +138,13 @@ def drop_capabilities() -> None:
     header = (ctypes.c_uint32 * 2)(_CAP_VERSION_3, 0)
     data = (ctypes.c_uint32 * 6)()
     _check(_libc.syscall(ctypes.c_long(_number(_SYS_CAPSET)), ctypes.byref(header), ctypes.byref(data)), "capset")
+
+
+def may_change_user() -> bool:
+    """Whether this process may become another user and give files away (CAP_CHOWN, CAP_SETGID, CAP_SETUID)."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        effective = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff"))
+    return effective & _CHANGE_USER == _CHANGE_USER
 
 
 def _prctl(option: int, argument: int) -> None:

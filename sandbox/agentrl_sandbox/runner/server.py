@@ -220,7 +220,7 @@ class Server:
     def _make_scratch(self, program: Program) -> None:
         program.scratch = f"{self._scratch}/{program.slot}"
         os.mkdir(program.scratch, 0o700)
-        if os.geteuid() == 0:
+        if kernel.may_change_user():
             os.chown(program.scratch, FIRST_USER + program.slot, FIRST_USER + program.slot)
 
     def _finish(self, program: Program, ending: Ending) -> None:

@@ -1,0 +1,232 @@
+"""The sandbox's own failures: typed, recovered from, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl_sandbox.client import ClosedError, Outcome, SandboxSettings, open_sandbox
+from agentrl_sandbox.runner import kernel
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def descendants(pid: int) -> list[int]:
+    below = children(pid)
+    return below + [deeper for child in below for deeper in descendants(child)]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def all_gone(pids: list[int]) -> bool:
+    for _ in range(200):
+        if not any(alive(pid) for pid in pids):
+            return True
+        await asyncio.sleep(0.02)
+    return False
+
+
+def servers() -> list[int]:
+    return [pid for pid in children(os.getpid()) if b"agentrl_sandbox" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.fixture
+async def sandbox():
+    opened = await open_sandbox(SandboxSettings(workers=4))
+    yield opened
+    await opened.close()
+
+
+async def until_started(count: int) -> None:
+    """Wait until ``count`` programs run below the server."""
+    (server,) = servers()
+    for _ in range(500):
+        if len(descendants(server)) >= len(ZYGOTES) + count:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the programs never started")
+
+
+ZYGOTES = ("bare", "science")
+
+
+async def test_a_killed_server_is_an_infrastructure_failure_and_is_replaced(sandbox):
+    calls = [asyncio.ensure_future(sandbox.execute("import time; time.sleep(30)")) for _ in range(3)]
+    await until_started(3)
+    (server,) = servers()
+    processes = [server, *descendants(server)]
+    os.kill(server, signal.SIGKILL)
+    done = await asyncio.gather(*calls)
+    assert [d.outcome for d in done] == [Outcome.INFRASTRUCTURE_FAILURE] * 3
+    assert [d.exit_code for d in done] == [None] * 3
+    assert (await sandbox.execute("print('back')")).stdout == "back\n"
+    assert await all_gone(processes)
+
+
+async def test_a_killed_interpreter_takes_only_its_own_programs_along(sandbox):
+    (server,) = servers()
+    bare = asyncio.ensure_future(sandbox.execute("import time; time.sleep(1); print('bare')"))
+    science = asyncio.ensure_future(sandbox.execute("import numpy, time; time.sleep(30)"))
+    await until_started(2)
+    owner = next(pid for pid in children(server) if b"science" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(owner, signal.SIGKILL)
+    assert (await science).outcome is Outcome.INFRASTRUCTURE_FAILURE
+    assert (await bare).stdout == "bare\n"
+    assert (await sandbox.execute("import numpy; print(numpy.ones(2).sum())")).stdout == "2.0\n"
+
+
+async def test_closing_kills_what_runs_and_leaves_no_process(sandbox):
+    call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(30)"))
+    await until_started(1)
+    (server,) = servers()
+    processes = [server, *descendants(server)]
+    await sandbox.close()
+    assert (await call).outcome is Outcome.INFRASTRUCTURE_FAILURE
+    assert await all_gone(processes)
+    await sandbox.close()
+    with pytest.raises(ClosedError):
+        await sandbox.execute("1")
+
+
+async def test_cancelling_a_call_kills_its_program(sandbox):
+    call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(30)"))
+    await until_started(1)
+    (server,) = servers()
+    programs = [pid for zygote in children(server) for pid in descendants(zygote)]
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await all_gone(programs)
+
+
+async def test_cancelled_calls_give_their_places_back(sandbox):
+    for _ in range(3):
+        calls = [asyncio.ensure_future(sandbox.execute("import time; time.sleep(30)")) for _ in range(20)]
+        await asyncio.sleep(0.05)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+    assert (await sandbox.execute("print(1)")).outcome is Outcome.OK
+
+
+async def test_one_request_id_runs_once_while_in_flight_and_after(sandbox):
+    program = "import random, time; time.sleep(0.1); print(random.random())"
+    first, second = await asyncio.gather(*(sandbox.execute(program, request_id="a") for _ in range(2)))
+    third = await sandbox.execute(program, request_id="a")
+    other = await sandbox.execute(program, request_id="b")
+    assert first == second == third
+    assert first.stdout != other.stdout
+
+
+async def test_a_cancelled_waiter_leaves_the_run_to_the_others(sandbox):
+    program = "import time; time.sleep(0.2); print('done')"
+    first, second = (asyncio.ensure_future(sandbox.execute(program, request_id="a")) for _ in range(2))
+    await asyncio.sleep(0.05)
+    first.cancel()
+    assert (await second).stdout == "done\n"
+
+
+async def test_a_cancelled_request_can_be_asked_again(sandbox):
+    call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(30)", request_id="a"))
+    await asyncio.sleep(0.05)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert (await sandbox.execute("print(1)", request_id="a")).stdout == "1\n"
+
+
+async def test_a_failed_request_may_be_retried(sandbox):
+    call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(1); print(1)", request_id="a"))
+    await until_started(1)
+    os.kill(servers()[0], signal.SIGKILL)
+    assert (await call).outcome is Outcome.INFRASTRUCTURE_FAILURE
+    assert (await sandbox.execute("print(1)", request_id="a")).outcome is Outcome.OK
+
+
+async def test_a_killed_client_leaves_no_process():
+    script = (
+        "import asyncio\nfrom agentrl_sandbox.client import *\n"
+        "async def main():\n    sandbox = await open_sandbox(SandboxSettings(workers=4))\n"
+        "    print('open', flush=True)\n"
+        "    await sandbox.execute('import time; time.sleep(60)', timeout=60)\nasyncio.run(main())"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as client:
+        assert client.stdout is not None
+        assert client.stdout.readline() == b"open\n"
+        await asyncio.sleep(0.3)
+        processes = descendants(client.pid)
+        assert len(processes) >= 4  # server, two interpreters, the program
+        client.kill()
+        client.wait()
+        assert await all_gone(processes)
+
+
+async def test_a_sandbox_refuses_another_event_loop(sandbox):
+    def elsewhere() -> None:
+        asyncio.run(sandbox.execute("1"))
+
+    with pytest.raises(RuntimeError, match="event loop"):
+        await asyncio.to_thread(elsewhere)
+
+
+POWERLESS = """
+import asyncio, sys
+from agentrl_sandbox.client import *
+from agentrl_sandbox.runner import kernel
+kernel.drop_capabilities()
+async def main():
+    try:
+        sandbox = await open_sandbox(SandboxSettings(workers=4, allow_unisolated=sys.argv[1] == "yes"))
+    except UnisolatedError as error:
+        print(sorted(error.missing), "Fix:" in str(error))
+        return
+    print(sorted(sandbox.isolation.missing), (await sandbox.execute("print('ran')")).stdout.strip())
+    print((await sandbox.execute("while True: pass", timeout=0.2)).outcome.value)
+    print((await sandbox.execute("b = bytearray(10**10)")).outcome.value)
+    print((await sandbox.execute("import os; print(os.getcwd() != '/', os.listdir())")).stdout.strip())
+    await sandbox.close()
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def powerless():
+    """Runs POWERLESS without capabilities: root so stripped may not even make user namespaces."""
+    if os.geteuid() != 0 or not kernel.may_change_user():
+        pytest.skip("only root can be stripped of its capabilities to see what is refused without them")
+
+    def run(allow: str) -> list[str]:
+        command = [sys.executable, "-W", "error", "-c", POWERLESS, allow]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+
+    return run
+
+
+async def test_without_isolation_it_refuses_and_names_what_is_missing(powerless):
+    assert powerless("no") == ["['no_foreign_signals', 'no_network', 'scratch_only_writes'] True"]
+
+
+async def test_without_isolation_but_allowed_the_limits_still_hold(powerless):
+    first, *rest = powerless("yes")
+    assert first.endswith("ran")
+    for name in ("no_foreign_signals", "no_network", "scratch_only_writes"):
+        assert name in first
+    assert rest == ["timeout", "memory_limit", "True []"]
+
+
+async def test_unknown_urls_are_refused_by_the_settings():
+    with pytest.raises(ValueError, match="valid: local://"):
+        SandboxSettings(url="locl://")

@@ -1,0 +1,91 @@
+"""The parts below the sandbox: frames, captured streams, routing."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from agentrl_sandbox.client import SandboxSettings
+from agentrl_sandbox.runner.capture import Capture
+from agentrl_sandbox.runner.routing import needs_science
+from agentrl_sandbox.types import PROPERTIES, Isolation
+from agentrl_sandbox.wire import FrameBuffer, FrameError, pack
+
+
+@given(
+    frames=st.lists(st.tuples(st.dictionaries(st.sampled_from("abc"), st.text()), st.lists(st.binary()))),
+    cut=st.integers(1, 7),
+)
+def test_frames_survive_any_cutting(frames, cut):
+    stream = b"".join(pack(header, *blobs) for header, blobs in frames)
+    buffer = FrameBuffer()
+    seen = [frame for i in range(0, len(stream), cut) for frame in buffer.feed(stream[i : i + cut])]
+    assert seen == frames
+
+
+def test_a_frame_that_cannot_be_is_refused():
+    with pytest.raises(FrameError):
+        FrameBuffer().feed(b"\xff" * 8)
+
+
+@given(pieces=st.lists(st.binary(max_size=40), max_size=12), half=st.integers(1, 20))
+def test_a_capture_keeps_head_and_tail(pieces, half):
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    capture = Capture(read, 2 * half)
+    for piece in pieces:
+        os.write(write, piece)
+        assert capture.drain(1000)
+    os.close(write)
+    assert not capture.drain(1000)
+    capture.close()
+    whole = b"".join(pieces)
+    assert capture.total == len(whole)
+    assert capture.truncated == (len(whole) > 2 * half)
+    if capture.truncated:
+        note = f"\n... [{len(whole) - 2 * half} bytes left out] ...\n".encode()
+        assert capture.text() == whole[:half] + note + whole[-half:]
+    else:
+        assert capture.text() == whole
+
+
+@pytest.mark.parametrize(
+    ("program", "science"),
+    [
+        ("print(1)", False),
+        ("x = 'an important thing'", False),
+        ("import math", False),
+        ("import math as m, random\nfrom fractions import Fraction", False),
+        ("from itertools import (\n  chain,\n  count)", False),
+        ("import os.path; import sys", False),
+        ("import sympy", True),
+        ("import math, numpy as np", True),
+        ("from sympy import symbols, solve", True),
+        ("from scipy.special import gamma", True),
+        ("x = 1; import networkx", True),
+        ("if True: import sympy", True),
+        ("import", True),
+        ("eval('__imp' + 'ort__')", True),
+        ("importlib.import_module(name)", True),
+    ],
+)
+def test_routes(program, science):
+    assert needs_science(program) is science
+
+
+def test_isolation_says_what_holds_and_what_does_not():
+    layers = dict.fromkeys(PROPERTIES, "x")
+    assert "MISSING" not in Isolation(layers=layers, mode="root").describe()
+    partial = Isolation(layers={**layers, "no_network": None}, mode="none")
+    assert partial.missing == ("no_network",)
+    assert partial.describe().endswith("(no namespaces); MISSING: no_network")
+
+
+@pytest.mark.parametrize("wrong", [{"timeout": 0}, {"memory_mb": 1}, {"workers": 0}, {"tiemout": 3}, {"url": "x"}])
+def test_bad_settings_are_refused(wrong):
+    with pytest.raises(ValidationError):
+        SandboxSettings(**wrong)
