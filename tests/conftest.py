@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Threads that spin at barriers starve the other process of a two-core machine; must be set before torch loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+# How long an example takes depends on who else uses the machine.
+hypothesis.settings.register_profile("agentrl", deadline=None)
+hypothesis.settings.load_profile("agentrl")
 
 
 @pytest.fixture(scope="session")

@@ -49,7 +49,8 @@ class RunDirectory:
     def create(cls, path: str | Path, config: str) -> RunDirectory:
         """Start a run: make the directory and write ``config``, the resolved settings as YAML.
 
-        Raises SettingsError when the directory holds anything, cannot be written or is no directory.
+        Raises SettingsError when the directory holds anything, cannot be written or is no directory. A run that ended
+        before it wrote a row (a mistake in its settings) is no hindrance: its settings are replaced.
         """
         run = cls(path)
         if run.path.exists() and not run.path.is_dir():
@@ -57,7 +58,7 @@ class RunDirectory:
         try:
             run.path.mkdir(parents=True, exist_ok=True)
             used = sorted(entry.name for entry in run.path.iterdir() if not _is_debris(entry.name))
-            if used:
+            if used and not run._never_began(used):
                 raise SettingsError(
                     f"the run directory {run.path} is not empty (it holds {', '.join(used[:5])}"
                     f"{', ...' if len(used) > 5 else ''}): continue that run with --resume, or choose another name=..."
@@ -170,6 +171,15 @@ class RunDirectory:
             for later in self.trajectory_steps():
                 if later > step:
                     self.trajectory_file(later).unlink()
+
+    def _never_began(self, names: Iterable[str]) -> bool:
+        """True when ``names``, all that is here, is what a run makes before its first row."""
+        folders = (self.trajectories, self.checkpoints, self.plots)
+        own = {path.name for path in (self.config, self.metrics_file, *folders)}
+        if not self.config.is_file() or not own.issuperset(names):
+            return False
+        empty = not self.metrics_file.exists() or self.metrics_file.stat().st_size == 0
+        return empty and not any(any(folder.iterdir()) for folder in folders if folder.is_dir())
 
     def _complete(self) -> None:
         """Make what is missing and remove what a killed process left half written."""

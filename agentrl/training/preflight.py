@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import FILE_KINDS, load_source
+from agentrl.training.coldstart import read_cold_demonstrations
 from agentrl.training.options import estimator_options, loss_options
 from agentrl_envs.registry import resolve_environment
 
@@ -22,6 +23,8 @@ def check_inputs(settings: Settings) -> list[str]:
     estimator_options(settings.algorithm)
     loss_options(settings.algorithm)
     resolve_environment(settings.env)
+    if settings.model.path is None or settings.coldstart.demonstrations is not None:
+        read_cold_demonstrations(settings)
     reports = [
         load_source(entry, seed=settings.seed).report
         for entry in (*settings.data.train, *settings.data.eval)

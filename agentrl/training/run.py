@@ -44,11 +44,11 @@ _INTERRUPTED = 130
 def train(settings: Settings, resume: bool) -> int:
     """Train; returns the exit code. Under a launcher (RANK is set) this process is one of its ranks."""
     console = Console(settings.telemetry)
-    check_inputs(settings)
     if "RANK" in os.environ:
         first = os.environ["RANK"] == "0"
         run = _open_run(settings, resume) if first else None
         return run_rank(settings, run, console, resume=resume)
+    check_inputs(settings)
     run = _open_run(settings, resume)
     for line in describe_machine().lines():
         console.note(line)

@@ -59,6 +59,23 @@ def test_what_a_run_killed_at_birth_leaves_is_no_hindrance(tmp_path: Path) -> No
     assert not list(folder.glob(".*"))
 
 
+def test_a_run_that_never_wrote_a_row_gives_its_name_back(tmp_path: Path) -> None:
+    RunDirectory.create(tmp_path / "x", "a: mistake\n").close()
+    with RunDirectory.create(tmp_path / "x", CONFIG) as run:
+        assert run.config.read_text() == CONFIG
+        run.append_metrics({"step": 0})
+    with pytest.raises(SettingsError, match="is not empty"):
+        RunDirectory.create(tmp_path / "x", CONFIG)
+
+
+@pytest.mark.parametrize("left", ["checkpoints/step-000001", "plots/reward.png", "trajectories/1.zst", "notes.txt"])
+def test_a_run_that_left_anything_else_keeps_its_directory(tmp_path: Path, left: str) -> None:
+    RunDirectory.create(tmp_path / "x", CONFIG).close()
+    (tmp_path / "x" / left).touch()
+    with pytest.raises(SettingsError, match="is not empty"):
+        RunDirectory.create(tmp_path / "x", CONFIG)
+
+
 def test_a_file_in_the_place_of_the_directory(tmp_path: Path) -> None:
     (tmp_path / "x").touch()
     with pytest.raises(SettingsError, match="is a file; choose another name"):
