@@ -65,7 +65,8 @@ class Segment:
             return
         if len(self.log_probs) != len(self.token_ids):
             raise TrajectoryError(f"{len(self.token_ids)} model tokens but {len(self.log_probs)} log-probabilities")
-        if not all(math.isfinite(value) and value <= 1e-6 for value in self.log_probs):
+        # A sum is finite only if all its terms are.
+        if not math.isfinite(sum(self.log_probs)) or max(self.log_probs) > 1e-6:
             raise TrajectoryError(f"log-probabilities of sampled tokens are finite and not positive: {self.log_probs}")
         counts = [count for _, count in self.version_spans]
         if min(counts, default=0) < 1 or sum(counts) != len(self.token_ids):

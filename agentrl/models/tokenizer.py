@@ -71,7 +71,8 @@ class TextCodec:
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of sampled tokens, special tokens left out, incomplete UTF-8 replaced."""
         table = self.table
-        return b"".join(table[token] if token < len(table) else b"" for token in token_ids).decode(errors="replace")
+        size = len(table)  # a model may have more ids than its tokenizer
+        return b"".join([table[token] for token in token_ids if token < size]).decode(errors="replace")
 
     def _build_table(self) -> list[bytes]:
         vocabulary = self._plain.get_vocab()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import stamina
 
@@ -17,9 +18,13 @@ from agentrl.rollout.engines.base import Completion, Engine, EngineError, Sampli
 from agentrl.rollout.engines.sampling import sampling_key
 from agentrl.rollout.rounds import Rounds
 from agentrl.rollout.settings import RolloutSettings
+from agentrl.rollout.turnstile import Turnstile
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.episode import Environment, Episode
 from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict
+
+# Encoded prompts that are kept.
+_PROMPTS = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +41,16 @@ class _InfrastructureFailureError(Exception):
     def __init__(self, trajectory: Trajectory) -> None:
         super().__init__(f"problem {trajectory.problem.id}: infrastructure failure")
         self.trajectory = trajectory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Play:
+    """What the trajectories of one call of :meth:`Driver.play` share."""
+
+    step: int
+    temperature: float
+    rounds: Rounds | None
+    turnstile: Turnstile
 
 
 @dataclass(slots=True)
@@ -102,12 +117,14 @@ class Driver:
         self._settings = settings
         self._seed = seed
         self._deterministic = deterministic
+        # The trajectories of a group start with the same prompt.
+        self._encode_prompt = lru_cache(maxsize=_PROMPTS)(codec.encode_prompt)
 
     async def prompt_tokens(self, problem: Problem) -> int:
         """The length of a problem's prompt in tokens."""
         episode = self._environment.episode(problem)
         try:
-            return len(self._codec.encode_prompt(await episode.start()))
+            return len(self._encode_prompt(await episode.start()))
         finally:
             await episode.close()
 
@@ -117,10 +134,14 @@ class Driver:
         """Groups of ``group_size`` trajectories, each as soon as its last trajectory has ended."""
         work = iter([(issue, sample) for issue in issues for sample in range(group_size)])
         players = min(self._settings.concurrency, len(issues) * group_size)
-        rounds = Rounds(players) if self._deterministic else None
+        play = _Play(
+            step=step,
+            temperature=self._settings.temperature if temperature is None else temperature,
+            rounds=Rounds(players) if self._deterministic else None,
+            turnstile=Turnstile(),
+        )
         finished: asyncio.Queue[Trajectory | asyncio.Task[None]] = asyncio.Queue()
-        heat = self._settings.temperature if temperature is None else temperature
-        tasks = [asyncio.create_task(self._player(work, step, heat, rounds, finished)) for _ in range(players)]
+        tasks = [asyncio.create_task(self._player(work, play, finished)) for _ in range(players)]
         for task in tasks:
             task.add_done_callback(finished.put_nowait)
         try:
@@ -155,46 +176,48 @@ class Driver:
     async def _player(
         self,
         work: Iterator[tuple[Issue, int]],
-        step: int,
-        temperature: float,
-        rounds: Rounds | None,
+        play: _Play,
         finished: asyncio.Queue[Trajectory | asyncio.Task[None]],
     ) -> None:
         try:
             for issue, sample in work:
-                finished.put_nowait(await self._trajectory(issue, sample, step, temperature, rounds))
+                await play.turnstile.enter()
+                finished.put_nowait(await self._trajectory(issue, sample, play))
         finally:
-            if rounds is not None:
-                rounds.leave()
+            if play.rounds is not None:
+                play.rounds.leave()
 
-    async def _trajectory(
-        self, issue: Issue, sample: int, step: int, temperature: float, rounds: Rounds | None
-    ) -> Trajectory:
+    async def _trajectory(self, issue: Issue, sample: int, play: _Play) -> Trajectory:
         """One trajectory; what failed outside the policy starts afresh, a bounded number of times."""
+        trajectory = await self._attempt(issue, sample, play)
+        if trajectory.ended is not Ended.INFRASTRUCTURE_FAILURE:
+            return trajectory
         try:
             async for attempt in stamina.retry_context(
                 on=_InfrastructureFailureError, attempts=self._settings.retries + 1, timeout=None, wait_max=10.0
             ):
                 with attempt:
-                    trajectory = await self._attempt(issue, sample, step, temperature, rounds)
+                    # The first attempt is over; only what fails pays for the retry's machinery.
+                    if attempt.num > 1:
+                        trajectory = await self._attempt(issue, sample, play)
                     if trajectory.ended is Ended.INFRASTRUCTURE_FAILURE:
                         raise _InfrastructureFailureError(trajectory)
         except _InfrastructureFailureError as failure:
             return failure.trajectory
         return trajectory
 
-    async def _attempt(
-        self, issue: Issue, sample: int, step: int, temperature: float, rounds: Rounds | None
-    ) -> Trajectory:
+    async def _attempt(self, issue: Issue, sample: int, play: _Play) -> Trajectory:
         loop = asyncio.get_running_loop()
         began = loop.time()
         deadline = began + self._settings.trajectory_deadline
         # Zero-padded, so that the order of names is the order of issues, samples and turns.
-        draft = _Draft(issue=issue, sample=sample, step=step, name=f"{step:08d}-{issue.index:012d}-{sample:06d}")
+        draft = _Draft(
+            issue=issue, sample=sample, step=play.step, name=f"{play.step:08d}-{issue.index:012d}-{sample:06d}"
+        )
         episode = self._environment.episode(issue.problem)
         try:
             async with asyncio.timeout_at(deadline):
-                ended = await self._converse(draft, episode, temperature, rounds, deadline)
+                ended = await self._converse(draft, episode, play, deadline)
         except TimeoutError:
             if loop.time() < deadline:
                 raise  # not ours
@@ -206,13 +229,12 @@ class Driver:
             await episode.close()
         return draft.finish(ended, loop.time() - began)
 
-    async def _converse(
-        self, draft: _Draft, episode: Episode, temperature: float, rounds: Rounds | None, deadline: float
-    ) -> Ended:
-        draft.prompt_ids = draft.context = self._codec.encode_prompt(await episode.start())
+    async def _converse(self, draft: _Draft, episode: Episode, play: _Play, deadline: float) -> Ended:
+        draft.prompt_ids = draft.context = self._encode_prompt(await episode.start())
         while True:
-            completion, text, full = await self._turn(draft, episode, temperature, rounds, deadline)
+            completion, text, full = await self._turn(draft, episode, play, deadline)
             step = await episode.step(text)
+            await play.turnstile.enter()
             reward = 0.0 if step.ended is not None and step.ended.is_no_data else step.reward
             draft.segments.append(
                 Segment(
@@ -244,7 +266,7 @@ class Driver:
         return None
 
     async def _turn(
-        self, draft: _Draft, episode: Episode, temperature: float, rounds: Rounds | None, deadline: float
+        self, draft: _Draft, episode: Episode, play: _Play, deadline: float
     ) -> tuple[Completion, str, bool]:
         """One turn's tokens and text; True if the trajectory's token limit cut it.
 
@@ -257,17 +279,18 @@ class Driver:
         part = 0
         while True:
             request_id = f"{draft.name}-{turn:04d}-{part:06d}"
-            if rounds is not None:
-                await rounds.wait(request_id)
+            if play.rounds is not None:
+                await play.rounds.wait(request_id)
             taken = len(merged.token_ids) if merged else 0
             piece = await self._engine.generate(
                 draft.context,
-                Sampling(max_tokens=limit - taken, stop=episode.stop, temperature=temperature),
+                Sampling(max_tokens=limit - taken, stop=episode.stop, temperature=play.temperature),
                 trajectory_id=draft.name,
                 request_id=request_id,
                 seed=sampling_key(self._seed, draft.step, draft.issue.index, draft.sample, turn, part),
                 deadline=deadline,
             )
+            await play.turnstile.enter()
             draft.context += piece.token_ids
             merged = piece if merged is None else _joined(merged, piece)
             text = self._codec.decode(merged.token_ids)
