@@ -201,8 +201,9 @@ class Batcher:
             row.trajectory_id, row.cached = request.trajectory_id, []
             self._owner[request.trajectory_id] = index
         row.cached = row.cached[: _common_prefix(row.cached, request.token_ids[:-1])]
-        spare = self._kv_cache_tokens // length
-        self._cache.reserve(max(len(self._rows), min(_rounded_rows(len(self._rows)), spare)), length)
+        # Room for those who wait as well: growing copies what is stored.
+        room = min(len(self._rows) + len(self._waiting) - 1, self._kv_cache_tokens // length)
+        self._cache.reserve(max(len(self._rows), room), length)
         return index
 
     def _compact(self, running: list[int]) -> list[int]:
@@ -212,7 +213,8 @@ class Batcher:
             return running
         holes = [index for index in range(count) if self._rows[index].request is None]
         movers = [index for index in running if index >= count]
-        self._cache.swap(torch.tensor(holes, device=self._device), torch.tensor(movers, device=self._device))
+        longest = max(len(self._rows[index].cached) for index in (*holes, *movers))
+        self._cache.swap(torch.tensor(holes, device=self._device), torch.tensor(movers, device=self._device), longest)
         for hole, mover in zip(holes, movers, strict=True):
             self._rows[hole], self._rows[mover] = self._rows[mover], self._rows[hole]
             for index in (hole, mover):
@@ -347,7 +349,3 @@ def _common_prefix(first: list[int], second: tuple[int, ...]) -> int:
     return next(
         (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
-
-
-def _rounded_rows(rows: int) -> int:
-    return -(-rows // 32) * 32

@@ -61,12 +61,12 @@ class SlotCache(Cache):
             if store is not None:
                 store[target, :, :length] = store[source, :, :length]
 
-    def swap(self, first: Tensor, second: Tensor) -> None:
-        """Exchange rows pairwise."""
+    def swap(self, first: Tensor, second: Tensor, length: int) -> None:
+        """Exchange the first ``length`` entries of rows pairwise."""
         both, other = torch.cat([first, second]), torch.cat([second, first])
         for store in (*self._keys, *self._values):
             if store is not None:
-                store[both] = store[other]
+                store[both, :, :length] = store[other, :, :length]
 
     def _write(self, stores: list[Tensor | None], layer: int, new: Tensor) -> Tensor:
         store = stores[layer]
