@@ -43,16 +43,12 @@ def servers() -> list[int]:
     return [pid for pid in children(os.getpid()) if b"agentrl_sandbox" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-@pytest.fixture
-async def sandbox():
-    opened = await open_sandbox(SandboxSettings(workers=4))
-    yield opened
-    await opened.close()
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def until_started(count: int) -> None:
+async def until_started(count: int, server: int | None = None) -> None:
     """Wait until ``count`` programs run below the server."""
-    (server,) = servers()
+    server = server or servers()[0]
     for _ in range(500):
         if len(descendants(server)) >= len(ZYGOTES) + count:
             return
@@ -88,10 +84,12 @@ async def test_a_killed_interpreter_takes_only_its_own_programs_along(sandbox):
     assert (await sandbox.execute("import numpy; print(numpy.ones(2).sum())")).stdout == "2.0\n"
 
 
-async def test_closing_kills_what_runs_and_leaves_no_process(sandbox):
+async def test_closing_kills_what_runs_and_leaves_no_process():
+    others = servers()
+    sandbox = await open_sandbox(SandboxSettings(workers=4))
+    (server,) = set(servers()) - set(others)
     call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(30)"))
-    await until_started(1)
-    (server,) = servers()
+    await until_started(1, server)
     processes = [server, *descendants(server)]
     await sandbox.close()
     assert (await call).outcome is Outcome.INFRASTRUCTURE_FAILURE
@@ -124,36 +122,36 @@ async def test_cancelled_calls_give_their_places_back(sandbox):
 
 async def test_one_request_id_runs_once_while_in_flight_and_after(sandbox):
     program = "import random, time; time.sleep(0.1); print(random.random())"
-    first, second = await asyncio.gather(*(sandbox.execute(program, request_id="a") for _ in range(2)))
-    third = await sandbox.execute(program, request_id="a")
-    other = await sandbox.execute(program, request_id="b")
+    first, second = await asyncio.gather(*(sandbox.execute(program, request_id="a6") for _ in range(2)))
+    third = await sandbox.execute(program, request_id="a6")
+    other = await sandbox.execute(program, request_id="b6")
     assert first == second == third
     assert first.stdout != other.stdout
 
 
 async def test_a_cancelled_waiter_leaves_the_run_to_the_others(sandbox):
     program = "import time; time.sleep(0.2); print('done')"
-    first, second = (asyncio.ensure_future(sandbox.execute(program, request_id="a")) for _ in range(2))
+    first, second = (asyncio.ensure_future(sandbox.execute(program, request_id="a7")) for _ in range(2))
     await asyncio.sleep(0.05)
     first.cancel()
     assert (await second).stdout == "done\n"
 
 
 async def test_a_cancelled_request_can_be_asked_again(sandbox):
-    call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(30)", request_id="a"))
+    call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(30)", request_id="a8"))
     await asyncio.sleep(0.05)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert (await sandbox.execute("print(1)", request_id="a")).stdout == "1\n"
+    assert (await sandbox.execute("print(1)", request_id="a8")).stdout == "1\n"
 
 
 async def test_a_failed_request_may_be_retried(sandbox):
-    call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(1); print(1)", request_id="a"))
+    call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(1); print(1)", request_id="a9"))
     await until_started(1)
     os.kill(servers()[0], signal.SIGKILL)
     assert (await call).outcome is Outcome.INFRASTRUCTURE_FAILURE
-    assert (await sandbox.execute("print(1)", request_id="a")).outcome is Outcome.OK
+    assert (await sandbox.execute("print(1)", request_id="a9")).outcome is Outcome.OK
 
 
 async def test_a_killed_client_leaves_no_process():
