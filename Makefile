@@ -45,7 +45,7 @@ $(STAMP): pyproject.toml sandbox/pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer on PATH; name one: make PYTHON=/path/to/python3" >&2; exit 2; }
 	@"$(PYTHON)" -c '$(FIT)' || { echo "PYTHON=$(PYTHON) is older than 3.11" >&2; exit 2; }
 	test -x $(BIN)/python -a -x $(BIN)/pip || "$(PYTHON)" -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e sandbox -e '.[dev]'
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-compile $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e sandbox -e '.[dev]'
 	@touch $@
 
 clean:

@@ -28,8 +28,8 @@ class DataSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    train: list[ProblemSourceSettings] = []
-    eval: list[ProblemSourceSettings] = []
+    train: list[ProblemSourceSettings] = Field([], description="what is trained on")
+    eval: list[ProblemSourceSettings] = Field([], description="what is evaluated before, during and after")
 
 
 class EnvironmentOptions(BaseModel):
@@ -51,9 +51,9 @@ class Settings(BaseModel):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="the run's directory in runs_dir; none: a free one",
     )
-    env: str = SIMPLETIR
-    seed: int = Field(0, ge=0, lt=2**31)
-    runs_dir: str = Field("runs", min_length=1)
+    env: str = Field(SIMPLETIR, description="environment: an installed name, or module:Class")
+    seed: int = Field(0, ge=0, lt=2**31, description="of problems, sampling, cold start and evaluation")
+    runs_dir: str = Field("runs", min_length=1, description="where run directories are made")
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
     environment: SimpleTIRSettings | EnvironmentOptions = SimpleTIRSettings()

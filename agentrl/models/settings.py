@@ -15,11 +15,11 @@ class TinyModelSettings(BaseModel):
     vocabulary_size: int = Field(
         512, ge=300, le=65536, description="tokens of the byte-level BPE, special ones included"
     )
-    hidden_size: int = Field(96, ge=16)
-    layers: int = Field(4, ge=1)
-    heads: int = Field(4, ge=1)
-    intermediate_size: int = Field(256, ge=16)
-    max_positions: int = Field(1024, ge=64)
+    hidden_size: int = Field(96, ge=16, description="width of the residual stream; a multiple of heads")
+    layers: int = Field(4, ge=1, description="transformer blocks")
+    heads: int = Field(4, ge=1, description="attention heads")
+    intermediate_size: int = Field(256, ge=16, description="width inside the feed-forward layers")
+    max_positions: int = Field(1024, ge=64, description="longest sequence, prompt and response together")
 
 
 class ModelSettings(BaseModel):
@@ -28,7 +28,11 @@ class ModelSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: str | None = Field(None, description="directory or Hugging Face id; none: the embedded tiny policy")
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    gradient_checkpointing: bool = False
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="of the weights in training and sampling")
+    gradient_checkpointing: bool = Field(
+        False, description="compute activations again in backward: less memory, slower"
+    )
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
+        "sdpa", description="implementation in transformers"
+    )
     tiny: TinyModelSettings = TinyModelSettings()

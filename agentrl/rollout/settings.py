@@ -12,11 +12,11 @@ class RolloutSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    engine: Literal["transformers"] = "transformers"
+    engine: Literal["transformers"] = Field("transformers", description="what samples from the policy")
     problems_per_step: int = Field(128, ge=1, description="groups trained in a step")
     group_size: int = Field(16, ge=1, description="trajectories of one problem")
     oversampling: float = Field(1.0, ge=1.0, description="groups generated over groups trained, before filters")
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, gt=0, description="of sampling, and of the log-probabilities that are trained")
     max_prompt_tokens: int = Field(2048, ge=1, description="problems with longer prompts are skipped and counted")
     max_turn_tokens: int = Field(8192, ge=1, description="model tokens in one turn")
     max_response_tokens: int = Field(8192, ge=1, description="model and observation tokens of a trajectory")

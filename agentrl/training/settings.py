@@ -16,19 +16,27 @@ class _Settings(BaseModel):
 class AlgorithmSettings(_Settings):
     """Estimator, loss and filters (FORMULAS: sections 4, 5 and 7)."""
 
-    estimator: str = "tir_otb"
-    gamma: float = Field(1.0, gt=0, le=1)
-    leave_one_out: bool = False
-    tail: Literal["zero", "carry", "self"] = "zero"
-    energy: Literal["logit_proxy", "head_exact", "length"] = "logit_proxy"
-    normalize: Literal["group_std", "whiten"] | None = None
-    loss: str = "reinforce"
-    clip_low: float = Field(0.2, ge=0, lt=1)
-    clip_high: float = Field(0.28, ge=0)
-    dual_clip: float = Field(3.0, gt=1)
-    aggregation: Aggregation = "token_mean"
+    estimator: str = Field(
+        "tir_otb", description="rule that gives advantages: tir_otb, otb, grpo, rloo or a registered one"
+    )
+    gamma: float = Field(1.0, gt=0, le=1, description="discount of later rewards, per token")
+    leave_one_out: bool = Field(False, description="a trajectory is left out of its own baseline")
+    tail: Literal["zero", "carry", "self"] = Field(
+        "zero", description="baseline where all others of the group have ended: 0, the last one, or the own return"
+    )
+    energy: Literal["logit_proxy", "head_exact", "length"] = Field(
+        "logit_proxy", description="per-token squared gradient norm that weights the optimal baselines"
+    )
+    normalize: Literal["group_std", "whiten"] | None = Field(
+        None, description="divide advantages by the group's standard deviation, or whiten them over the batch"
+    )
+    loss: str = Field("reinforce", description="reinforce, ppo, dual_clip or a registered one")
+    clip_low: float = Field(0.2, ge=0, lt=1, description="ratios below 1 - clip_low are clipped (ppo)")
+    clip_high: float = Field(0.28, ge=0, description="ratios above 1 + clip_high are clipped (ppo)")
+    dual_clip: float = Field(3.0, gt=1, description="bound of the loss at negative advantages (dual_clip)")
+    aggregation: Aggregation = Field("token_mean", description="how token losses become one number")
     norm_length: int | None = Field(None, ge=1, description="the constant L of seq_mean_token_sum_norm")
-    entropy_coefficient: float = Field(0.0, ge=0)
+    entropy_coefficient: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     updates_per_step: int = Field(1, ge=1, description="optimizer updates on one step's trajectories")
     void_turns: Literal["remove", "loss_only"] = Field(
         "remove", description="remove: no data; loss_only: in the baseline, not in the loss (as published code does)"
@@ -54,25 +62,27 @@ class AlgorithmSettings(_Settings):
 class OptimizerSettings(_Settings):
     """AdamW and its schedule."""
 
-    learning_rate: float = Field(1e-6, gt=0)
-    betas: tuple[float, float] = (0.9, 0.99)
-    epsilon: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.01, ge=0)
-    gradient_clip: float = Field(1.0, gt=0)
-    schedule: Literal["constant", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
+    learning_rate: float = Field(1e-6, gt=0, description="peak, after the warm-up")
+    betas: tuple[float, float] = Field((0.9, 0.99), description="decay of AdamW's two moments")
+    epsilon: float = Field(1e-8, gt=0, description="AdamW's, beside the root of the second moment")
+    weight_decay: float = Field(0.01, ge=0, description="of matrices; vectors have none")
+    gradient_clip: float = Field(1.0, gt=0, description="largest norm of an update's gradient")
+    schedule: Literal["constant", "cosine"] = Field("constant", description="learning rate after the warm-up")
+    warmup_steps: int = Field(0, ge=0, description="updates of linear warm-up")
     final_fraction: float = Field(0.0, ge=0, le=1, description="learning rate at the end of cosine over its peak")
 
 
 class TrainingSettings(_Settings):
     """How the steps run."""
 
-    steps: int = Field(300, ge=1)
-    zero_stage: int = Field(2, ge=0, le=3)
+    steps: int = Field(300, ge=1, description="rollout, filter and update, so many times")
+    zero_stage: int = Field(2, ge=0, le=3, description="DeepSpeed ZeRO: what is split over the ranks")
     micro_batch_tokens: int = Field(
         16384, ge=64, description="prompt and response tokens of one micro-batch, padding included"
     )
-    head_backend: Literal["auto", "reference", "chunked"] = "auto"
+    head_backend: Literal["auto", "reference", "chunked"] = Field(
+        "auto", description="how token statistics are computed; chunked never holds all logits"
+    )
     num_processes: int = Field(1, ge=1, description="training ranks on this machine")
     threads: int = Field(0, ge=0, description="CPU threads of each process; 0: the cores over the processes")
     deterministic: bool = Field(
@@ -103,10 +113,10 @@ class ColdstartSettings(_Settings):
         description="share of the demonstrations that state the answer without a program: a policy that imitates "
         "them guesses, and reinforcement learning finds that the tool pays",
     )
-    steps: int = Field(200, ge=1)
-    batch_size: int = Field(48, ge=1)
-    learning_rate: float = Field(2e-3, gt=0)
-    warmup_steps: int = Field(20, ge=0)
+    steps: int = Field(200, ge=1, description="supervised updates")
+    batch_size: int = Field(48, ge=1, description="demonstrations of one update")
+    learning_rate: float = Field(2e-3, gt=0, description="peak; a cosine follows the warm-up")
+    warmup_steps: int = Field(20, ge=0, description="updates of linear warm-up")
     seed: int | None = Field(None, description="none: the run's seed")
 
 
@@ -116,5 +126,5 @@ class EvaluationSettings(_Settings):
     samples: int = Field(8, ge=1, description="k of avg@k")
     problems: int = Field(128, ge=1, description="problems taken from each evaluation source")
     every: int = Field(0, ge=0, description="steps between evaluations; 0: before and after only")
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, gt=0, description="of sampling in evaluation")
     falsified: bool = Field(False, description="also evaluate the end with falsified observations")
