@@ -112,6 +112,7 @@ def doctor() -> None:
 def main() -> None:
     """Run a command; what the user or the world did wrong becomes one message and an exit code, never a traceback."""
     let_waiting_threads_sleep()
+    sys.path.append("")  # --env module:Class may lie in the working directory, as under python -m
     try:
         app()
     except SystemExit:

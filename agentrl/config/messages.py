@@ -50,6 +50,18 @@ def nearest_key(key: str, env: str) -> str:
     return max(known_keys(env), key=likeness)
 
 
+def valid_values(key: str, env: str) -> str:
+    """What the setting ``key`` may be, in words. Raises KeyError for a key that no setting has."""
+    schema = _schema(env)
+    node = schema
+    for part in key.split("."):
+        child = _child(schema, node, part)
+        if child is None:
+            raise KeyError(key)
+        node = child
+    return _valid(schema, node)
+
+
 def find_value(key: str, layers: Sequence[Layer]) -> tuple[str, Any]:
     """Where ``key`` was set last ("" for a default), and to what."""
     for layer in reversed(layers):

@@ -1,0 +1,100 @@
+"""Write docs/configuration.md from the settings' models: ``python docs/generate_configuration.py``.
+
+``--check`` writes nothing and ends with 1 when the file is not what the models say.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from agentrl.config.messages import valid_values
+from agentrl.config.settings import SIMPLETIR, SimpleTIRRun
+from agentrl.problems.settings import ProblemSourceSettings
+
+TARGET = Path(__file__).with_name("configuration.md")
+
+HEAD = """# Configuration
+
+Every setting has one default, in the settings model of the package that uses it; this page is generated from those
+models (`make docs`). The defaults are the published values for large models. Without `model.path` the preset
+[`tiny`](../configs/tiny.yaml) lies over them; then come `--config FILE` with its `base` chain, then `key=value` from
+the command line, the strongest. A mapping is merged key by key, everything else is replaced; `data.train.0.weight=2`
+changes one entry of a list. `agentrl train --dry-run` prints the resolved settings.
+
+A config file is YAML with the sections below. `base: tiny` lays it over another one, `${VARIABLE}` stands for an
+environment variable. Unknown keys, wrong types and contradictions end with a message and exit code 2.
+
+`--resume` continues with the run's own settings. Then only `name`, `runs_dir`, `training.steps`, `telemetry.*`,
+`checkpoint.*` and `evaluation.*` may change.
+"""
+
+NOTES = {
+    "environment": (
+        "Of `env: simpletir`. Another environment is a gymnasium class and has the keys `kwargs`, `threads` and "
+        "`call_deadline` ([environments.md](environments.md))."
+    ),
+    "data": "Both are lists of sources; several sources are mixed by their weights ([data.md](data.md)).",
+}
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([HEAD, *_sections()])
+
+
+def _sections() -> Iterator[str]:
+    plain = {name: field for name, field in SimpleTIRRun.model_fields.items() if not _is_section(field.annotation)}
+    yield _section("Top level", "", SimpleTIRRun, list(plain))
+    for name, field in SimpleTIRRun.model_fields.items():
+        if _is_section(field.annotation):
+            yield from _model(name, field.annotation)
+    yield from _model("data.train.0", ProblemSourceSettings, title="data.train.N and data.eval.N")
+
+
+def _model(path: str, model: Any, title: str | None = None) -> Iterator[str]:
+    inner = [name for name, field in model.model_fields.items() if _is_section(field.annotation)]
+    yield _section(title or path, path, model, [name for name in model.model_fields if name not in inner])
+    for name in inner:
+        yield from _model(f"{path}.{name}", model.model_fields[name].annotation)
+
+
+def _section(title: str, path: str, model: type[BaseModel], names: list[str]) -> str:
+    lines = [f"## {title}\n"]
+    if path:
+        lines.append(f"{NOTES.get(path, (model.__doc__ or '').strip().splitlines()[0])}\n")
+    lines += ["| key | default | valid | meaning |", "|---|---|---|---|"]
+    for name in names:
+        key = f"{path}.{name}" if path else name
+        field = model.model_fields[name]
+        cells = (f"`{name}`", _default(field), valid_values(key, SIMPLETIR), field.description or "")
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _default(field: Any) -> str:
+    if field.is_required():
+        return "must be given"
+    value = json.dumps(field.get_default(call_default_factory=True), ensure_ascii=False)
+    return f"`{value}`" if len(value) <= 60 else "[text](../envs/agentrl_envs/settings.py)"
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def main() -> int:
+    """Write the page, or with ``--check`` compare it."""
+    if sys.argv[1:] == ["--check"]:
+        return int(TARGET.read_text(encoding="utf-8") != page())
+    TARGET.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
