@@ -1,0 +1,260 @@
+"""What one turn costs the driver: 4,096 trajectories of 5 turns in flight, engine and sandbox of fixed latency.
+
+    python benchmarks/driver.py [--trajectories 4096] [--turns 5] [--repeat 3]
+
+Real are the driver, the tokenizer and the records; the engine answers a written turn after ``--engine-latency``
+seconds, the sandbox a written result after ``--sandbox-latency``. Two kinds of run: ``simpletir`` has the SimpleTIR
+environment between driver and sandbox (parsing, retries, grading), ``episode`` a written episode.
+
+CPU time is that of the whole process (``time.process_time``), fakes and event loop included, other programs on the
+machine not. Event-loop lag is how late a sleeper of 5 ms wakes: the stretch in which nothing else could run. On a busy
+machine part of it is the wait for a core; "own lag" leaves that out (at most the CPU time used since the sleep began).
+"shortest" is the sum of a trajectory's latencies, which no driver can undercut.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from dataclasses import dataclass
+
+from agentrl.models.tiny import train_tokenizer
+from agentrl.models.tokenizer import TextCodec
+from agentrl.rollout.driver import Driver, Issue
+from agentrl.rollout.engines.base import Completion, Sampling
+from agentrl.rollout.settings import RolloutSettings
+from agentrl_envs.episode import Environment
+from agentrl_envs.settings import SimpleTIRSettings
+from agentrl_envs.simpletir import SimpleTIREnvironment
+from agentrl_envs.types import Ended, Problem, Step
+from agentrl_sandbox.client import Execution, Isolation, Outcome
+
+GROUP_SIZE = 16
+_PROBE = 0.005
+WORK = "The train covers 12 km in 3 hours.\n```py\nspeed = 12 / 3\nprint(speed)\n```"
+ANSWER = "So the speed is known.\n```py\nfinal_answer(4)\n```"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One run; times in seconds."""
+
+    cpu: float
+    wall: float
+    longest: float
+    shortest: float
+    turns: int
+    lags: list[float]
+    own_lags: list[float]
+
+    @property
+    def cpu_ms_per_turn(self) -> float:
+        return 1e3 * self.cpu / self.turns
+
+
+def p99_ms(seconds: list[float]) -> float:
+    return 1e3 * statistics.quantiles(seconds, n=100)[98]
+
+
+class ScriptedEngine:
+    """Answers every turn after a fixed time: programs, then in the last turn the answer."""
+
+    def __init__(self, codec: TextCodec, *, turns: int, latency: float) -> None:
+        work, answer = self._completion(codec, WORK), self._completion(codec, ANSWER)
+        self._script = [work] * (turns - 1) + [answer]
+        self._latency = latency
+        self._turn: dict[str, int] = {}
+
+    async def generate(
+        self,
+        token_ids: tuple[int, ...],
+        sampling: Sampling,
+        *,
+        trajectory_id: str,
+        request_id: str,
+        seed: int,
+        deadline: float,
+    ) -> Completion:
+        turn = self._turn.get(trajectory_id, 0)
+        self._turn[trajectory_id] = turn + 1
+        await asyncio.sleep(self._latency)
+        return self._script[turn]
+
+    def release(self, trajectory_id: str) -> None:
+        del self._turn[trajectory_id]
+
+    async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        return (-1.0,) * (len(token_ids) - 1)
+
+    def fingerprint(self) -> str:
+        return "scripted"
+
+    async def health(self) -> str:
+        return "scripted"
+
+    async def close(self) -> None:
+        self._turn.clear()
+
+    @staticmethod
+    def _completion(codec: TextCodec, text: str) -> Completion:
+        ids = codec.encode(text)
+        return Completion(
+            token_ids=ids, log_probs=(-0.5,) * len(ids), finish_reason="stop", version_spans=((0, len(ids)),)
+        )
+
+
+class ScriptedSandbox:
+    """Every program ends after a fixed time; ``final_answer(4)`` prints its box."""
+
+    isolation = Isolation(layers={}, mode="none")
+
+    def __init__(self, latency: float) -> None:
+        self._latency = latency
+
+    async def execute(
+        self, program: str, *, timeout: float | None = None, stdin: str = "", request_id: str | None = None
+    ) -> Execution:
+        await asyncio.sleep(self._latency)
+        stdout = "\\boxed{4}\n" if program.rstrip().endswith("final_answer(4)") else "4.0\n"
+        return Execution(
+            outcome=Outcome.OK, stdout=stdout, stderr="", exit_code=0, seconds=self._latency, truncated=False
+        )
+
+    async def close(self) -> None:
+        pass
+
+
+class ScriptedEpisode:
+    """Runs every turn's program in the sandbox and knows which turn is the last; nothing is parsed or graded."""
+
+    stop = ("\n```",)
+
+    def __init__(self, problem: Problem, sandbox: ScriptedSandbox) -> None:
+        self._problem = problem
+        self._sandbox = sandbox
+
+    def turn_complete(self, text: str) -> bool:
+        return True
+
+    async def start(self) -> str:
+        return self._problem.statement
+
+    async def step(self, action: str) -> Step:
+        execution = await self._sandbox.execute(action)
+        if "final_answer" in action:
+            return Step(observation="", reward=1.0, ended=Ended.ANSWERED)
+        return Step(observation=f"\nCode execution result: {execution.stdout}", reward=0.0, ended=None)
+
+    async def fork(self) -> ScriptedEpisode:
+        return ScriptedEpisode(self._problem, self._sandbox)
+
+    async def close(self) -> None:
+        pass
+
+
+class ScriptedEnvironment:
+    def __init__(self, sandbox: ScriptedSandbox) -> None:
+        self._sandbox = sandbox
+
+    async def open(self) -> None:
+        pass
+
+    def episode(self, problem: Problem) -> ScriptedEpisode:
+        return ScriptedEpisode(problem, self._sandbox)
+
+    async def close(self) -> None:
+        pass
+
+    def describe(self) -> list[str]:
+        return ["scripted"]
+
+
+async def watch_lag(lags: list[float], own_lags: list[float]) -> None:
+    """Append how late each short sleep ends."""
+    while True:
+        due, cpu = time.perf_counter() + _PROBE, time.process_time()
+        await asyncio.sleep(_PROBE)
+        lags.append(max(0.0, time.perf_counter() - due))
+        own_lags.append(min(lags[-1], time.process_time() - cpu))
+
+
+def build_environment(kind: str, args: argparse.Namespace) -> Environment:
+    sandbox = ScriptedSandbox(args.sandbox_latency)
+    if kind == "episode":
+        return ScriptedEnvironment(sandbox)
+    return SimpleTIREnvironment(SimpleTIRSettings(max_turns=args.turns), sandbox=sandbox)
+
+
+async def measure(kind: str, codec: TextCodec, args: argparse.Namespace) -> Measurement:
+    environment = build_environment(kind, args)
+    await environment.open()
+    driver = Driver(
+        environment=environment,
+        engine=ScriptedEngine(codec, turns=args.turns, latency=args.engine_latency),
+        codec=codec,
+        settings=RolloutSettings(concurrency=args.trajectories),
+        seed=0,
+    )
+    statement = "A train covers 12 km in 3 hours. How fast is it, in km/h? (Train number {}.)"
+    issues = [
+        Issue(index=i, problem=Problem(id=f"p{i}", statement=statement.format(i), answer="4", source="bench"))
+        for i in range(args.trajectories // GROUP_SIZE)
+    ]
+    lags: list[float] = []
+    own_lags: list[float] = []
+    watcher = asyncio.create_task(watch_lag(lags, own_lags))
+    await asyncio.sleep(0)
+    cpu, began = time.process_time(), time.perf_counter()
+    turns, longest = 0, 0.0
+    async for group in driver.play(issues, step=0, group_size=GROUP_SIZE):
+        for item in group.trajectories:
+            if item.ended is not Ended.ANSWERED or item.reward != 1.0 or item.turns != args.turns:
+                raise RuntimeError(f"a trajectory went wrong: {item}")
+            turns += item.turns
+            longest = max(longest, item.seconds)
+    wall, cpu = time.perf_counter() - began, time.process_time() - cpu
+    watcher.cancel()
+    await asyncio.gather(watcher, return_exceptions=True)
+    await environment.close()
+    return Measurement(
+        cpu=cpu,
+        wall=wall,
+        longest=longest,
+        shortest=args.turns * (args.engine_latency + args.sandbox_latency),
+        turns=turns,
+        lags=lags,
+        own_lags=own_lags,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trajectories", type=int, default=4096)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--engine-latency", type=float, default=2.0, help="seconds")
+    parser.add_argument("--sandbox-latency", type=float, default=0.5, help="seconds")
+    parser.add_argument("--repeat", type=int, default=3)
+    args = parser.parse_args()
+    codec = TextCodec(train_tokenizer([WORK, ANSWER] * 20, vocabulary_size=512))
+    codec.decode(())
+    print(
+        f"{args.trajectories} trajectories of {args.turns} turns in flight, engine {args.engine_latency:g} s, ", end=""
+    )
+    print(f"sandbox {args.sandbox_latency:g} s a turn; goals: 0.3 ms of CPU a turn, p99 lag 50 ms")
+    print("environment   CPU ms/turn   p99 lag ms (own)   wall s   longest s   longest + CPU s   shortest + CPU s")
+    for kind in ("episode", "simpletir"):
+        runs = [asyncio.run(measure(kind, codec, args)) for _ in range(args.repeat)]
+        for run in runs:
+            lag = f"{p99_ms(run.lags):.0f} ({p99_ms(run.own_lags):.0f})"
+            print(
+                f"{kind:11}   {run.cpu_ms_per_turn:11.3f}   {lag:>16}   {run.wall:6.2f}   {run.longest:9.2f}   "
+                f"{run.longest + run.cpu:15.2f}   {run.shortest + run.cpu:16.2f}"
+            )
+        cpu = statistics.median(run.cpu_ms_per_turn for run in runs)
+        print(f"{kind}: median of {cpu:.3f} ms of CPU a turn")
+
+
+if __name__ == "__main__":
+    main()
