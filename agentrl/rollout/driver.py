@@ -7,6 +7,7 @@ encoded once, on its own, as plain text; nothing is ever decoded and encoded aga
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -144,10 +145,14 @@ class Driver:
         tasks = [asyncio.create_task(self._player(work, play, finished)) for _ in range(players)]
         for task in tasks:
             task.add_done_callback(finished.put_nowait)
+        # What exists by now (libraries, the model) is not searched for garbage while thousands of trajectories live:
+        # those pauses of the event loop are longer than all others.
+        gc.freeze()
         try:
             async for group in self._grouped(issues, group_size, finished):
                 yield group
         finally:
+            gc.unfreeze()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
