@@ -151,12 +151,14 @@ class LocalSandbox:
             return self._server
 
 
-async def open_local(settings: SandboxSettings) -> LocalSandbox:
+async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None = None) -> LocalSandbox:
     """Start the strongest isolation that this machine allows, and probe it.
 
+    ``modes`` are the ways to try, in order: ``root`` and ``user`` namespaces (None: what this process may hope for).
     Raises UnisolatedError (unless ``allow_unisolated``) and StartError.
     """
-    modes = ("root", "user") if os.geteuid() == 0 else ("user",)
+    if modes is None:
+        modes = ("root", "user") if os.geteuid() == 0 else ("user",)
     reasons: list[str] = []
     for mode in (*modes, "none"):
         if mode == "none" and not settings.allow_unisolated:

@@ -42,6 +42,8 @@ _CAP_VERSION_3 = 0x20080522
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _machine = platform.machine()
+for _name in ("mount", "umount2", "prctl", "setns", "syscall", "unshare"):
+    getattr(_libc, _name)  # look the symbol up here and not in every child
 
 
 class _MountAttr(ctypes.Structure):
