@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -15,6 +16,8 @@ from torch import Tensor
 from agentrl.errors import SettingsError
 from agentrl.models.policy import PolicyModel
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
+
+_Value = TypeVar("_Value")
 
 
 def learning_rate_factor(step: int, settings: OptimizerSettings, total: int) -> float:
@@ -55,10 +58,18 @@ class DistributedError(RuntimeError):
 
 def start_distributed() -> tuple[int, int]:
     """Join the process group (gloo on CPU, NCCL on GPUs); alone if no launcher started us. Returns (rank, size)."""
-    _require_compiler()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found nothing better
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # DeepSpeed calls collectives by names that torch has renamed.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    # An all-reduce in shared memory that DeepSpeed compiles at its first start on a CPU, for inference alone: training
+    # never calls it, so neither a compiler nor the minute is needed.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if "RANK" not in os.environ:
         os.environ.update(defaults)
@@ -67,13 +78,21 @@ def start_distributed() -> tuple[int, int]:
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
-def _require_compiler() -> None:
-    """DeepSpeed compiles a small operation at its first start on a CPU: say what is missing before it fails."""
-    import shutil
+def from_rank_zero(value: _Value) -> _Value:
+    """Rank 0's ``value`` on every rank. Collective; small things only, they are pickled."""
+    if torch.distributed.get_world_size() == 1:
+        return value
+    box = [value]
+    torch.distributed.broadcast_object_list(box)
+    return box[0]
 
-    if torch.cuda.is_available() or shutil.which("g++") or shutil.which("c++"):
-        return
-    raise SettingsError("DeepSpeed needs a C++ compiler on a CPU and found none (apt-get install g++)")
+
+def gather_from_ranks(value: _Value) -> list[_Value]:
+    """Every rank's ``value``, in the order of ranks. Collective; small things only, they are pickled."""
+    values = [value] * torch.distributed.get_world_size()
+    if len(values) > 1:
+        torch.distributed.all_gather_object(values, value)
+    return values
 
 
 class TrainingEngine:
@@ -149,11 +168,21 @@ class TrainingEngine:
             torch.distributed.barrier()
 
     def save(self, directory: Path) -> None:
-        """Write parameters, optimizer and schedule. Collective."""
+        """Write parameters, optimizer, schedule and each rank's random state. Collective; ``directory`` exists."""
         self._engine.save_checkpoint(str(directory), tag="engine", save_latest=False)
+        torch.save(_random_state(), directory / f"random-{self.rank}.pt")
 
     def load(self, directory: Path) -> None:
         """Restore what :meth:`save` wrote. Collective."""
         path, _ = self._engine.load_checkpoint(str(directory), tag="engine")
         if path is None:
             raise SettingsError(f"no DeepSpeed checkpoint in {directory}")
+        state = torch.load(directory / f"random-{self.rank}.pt")
+        torch.set_rng_state(state["cpu"])
+        if "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"])
+
+
+def _random_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})

@@ -61,12 +61,12 @@ async def _make(settings: Settings, output: Path, report: Callable[[int, float],
 
 def coldstart_command(settings: Settings, output: Path) -> None:
     """``agentrl coldstart``: make a policy from demonstrations and write it to ``output``."""
-    set_threads(settings)
+    set_threads(settings, processes=1)
     make_policy(settings, output, Console(settings.telemetry))
 
 
-def set_threads(settings: Settings) -> None:
-    """Fix this process's CPU threads: what is set, or the cores over the processes."""
-    torch.set_num_threads(settings.training.threads or max(1, usable_cores() // settings.training.num_processes))
+def set_threads(settings: Settings, *, processes: int) -> None:
+    """Fix this process's CPU threads: what is set, or the cores over the ``processes`` that compute at once."""
+    torch.set_num_threads(settings.training.threads or max(1, usable_cores() // processes))
     if settings.training.deterministic:
         torch.use_deterministic_algorithms(True)

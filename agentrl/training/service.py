@@ -1,7 +1,7 @@
 """The rollout worker as the training ranks see it: plans out, weights in.
 
-:class:`LocalService` runs it in this process, between training steps; :mod:`agentrl.training.remote` puts the same
-object into a process of its own.
+:class:`LocalService` runs it in this process, between training steps; with several ranks the same object lives in a
+process of its own (:mod:`agentrl.training.worker_process`), reached by :mod:`agentrl.training.remote`.
 """
 
 from __future__ import annotations
@@ -36,21 +36,27 @@ class InterruptedRunError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepPlans:
-    """Every rank's plan for one step, and the harvest they were made of (for the files of rank 0)."""
+class StepPlan:
+    """One rank's plan for a step. ``harvest``, what it was made of, goes to rank 0 alone, for its files."""
 
-    harvest: Harvest
-    ranks: list[RankPlan]
+    rank: RankPlan
+    harvest: Harvest | None
 
 
 class RolloutService(Protocol):
-    """What a training rank asks of the rollout worker. All calls block, under deadlines of the worker's settings."""
+    """What a training rank asks of the rollout worker. All calls block, under deadlines of the worker's settings.
+
+    Every rank calls everything in the same order. Rank 0 alone is heard and answered, but for two calls that return
+    when all ranks have made them: ``plan``, and ``meet``, where ranks wait outside of any collective for one that has
+    been busy. ``update_weights`` is collective under ZeRO-3.
+    """
 
     def describe(self) -> list[str]: ...
-    def plan(self, step: int) -> StepPlans: ...
+    def plan(self, step: int) -> StepPlan: ...
+    def meet(self, place: str) -> None: ...
     def confirm(self, step: int) -> None: ...
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None: ...
-    def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport: ...
+    def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def interrupt(self) -> None: ...
@@ -96,7 +102,14 @@ class LocalService:
         engine = self._run(self._engine.health())
         return [*self._environment.describe(), engine, *(report.describe() for report in self._reports)]
 
-    def plan(self, step: int) -> StepPlans:
+    def plan(self, step: int) -> StepPlan:
+        """Roll out one step and plan it for this process, the only rank."""
+        return self.plans(step)[0]
+
+    def meet(self, place: str) -> None:
+        """This process is the only rank: nobody is waited for."""
+
+    def plans(self, step: int) -> list[StepPlan]:
         """Roll out one step and plan it for every rank."""
         self._model.eval()
         self._harvest = self._run(self._worker.harvest(step))
@@ -106,7 +119,7 @@ class LocalService:
             budget=self._settings.training.micro_batch_tokens,
             ranks=self._ranks,
         )
-        return StepPlans(harvest=self._harvest, ranks=plans)
+        return [StepPlan(rank=plan, harvest=self._harvest if rank == 0 else None) for rank, plan in enumerate(plans)]
 
     def confirm(self, step: int) -> None:
         """The step's update is done: its groups leave the ledger."""
@@ -119,8 +132,13 @@ class LocalService:
         """Give the engine new weights (nothing moves where it shares them) and forget what it cached."""
         self._engine.update_weights(() if self._shared else tensors, version)
 
-    def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport:
-        """Play the held-out problems with the engine's present weights."""
+    def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
+        """Play the held-out problems with the engine's present weights; None if there are none to play.
+
+        With ``falsified`` observations those that reveal a value by execution are played.
+        """
+        if not any(problem.setup or not falsified for problem in self._held_out):
+            return None
         self._model.eval()
         return self._run(
             evaluate_policy(
@@ -142,10 +160,11 @@ class LocalService:
         self._worker.load_state_dict(state)
 
     def interrupt(self) -> None:
-        """Cancel the rollouts under way; safe to call from a signal handler."""
+        """Cancel the rollouts under way; safe to call from a signal handler or another thread."""
         self._interrupted = True
-        if self._running is not None:
-            self._loop.call_soon_threadsafe(self._running.cancel)
+        running = self._running
+        if running is not None:
+            self._loop.call_soon_threadsafe(running.cancel)
 
     def close(self) -> None:
         """Release engine, environment and event loop."""
@@ -170,6 +189,8 @@ class LocalService:
             work.close()
             raise InterruptedRunError
         self._running = self._loop.create_task(work)
+        if self._interrupted:  # between the first look and the assignment
+            self._running.cancel()
         try:
             return self._loop.run_until_complete(self._running)
         except asyncio.CancelledError:

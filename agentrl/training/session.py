@@ -1,0 +1,306 @@
+"""The run loop of one training rank: plan, train, hand over weights, evaluate, save."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from agentrl.models.loading import read_model
+from agentrl.models.policy import PolicyModel
+from agentrl.models.tokenizer import TextCodec, read_tokenizer
+from agentrl.rollout.environment import build_environment
+from agentrl.telemetry.console import Console, RunProgress
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.training.batching import due
+from agentrl.training.checkpoint import RunState, latest_checkpoint, read_state, save_checkpoint, settle
+from agentrl.training.deepspeed_engine import TrainingEngine, from_rank_zero
+from agentrl.training.fidelity import BOUNDS
+from agentrl.training.outcome import evaluation_record, finish_run
+from agentrl.training.policy import starting_policy
+from agentrl.training.service import InterruptedRunError, LocalService, RolloutService, StepPlan
+from agentrl.training.trainer import Trainer
+from agentrl.weights.sources import full_parameters
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+INTERRUPTED = 130
+"""Exit code of a run that was asked to stop and did."""
+
+# Steps in a row without a group to train between two warnings.
+_EMPTY_STEPS = 10
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What a run counts across restarts. ``evaluations`` are the records that stand in ``summary.json``."""
+
+    step: int = 0
+    updates: int = 0
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Session:
+    """The pieces of one rank: model, DeepSpeed engine, rollout service, files (rank 0's)."""
+
+    def __init__(
+        self, settings: Settings, run: RunDirectory | None, console: Console, *, rank: int, world: int
+    ) -> None:
+        self.rank = rank
+        self._settings = settings
+        self._run = run
+        self._console = console
+        self._world = world
+        self._stop = False
+        self._done = _Progress()
+        self._empty_steps = 0
+        self._checkpoints = Path(settings.runs_dir) / str(settings.name) / "checkpoints"
+        path = starting_policy(settings, console)
+        self._tokenizer = read_tokenizer(path)
+        codec = TextCodec(self._tokenizer)
+        self._policy = PolicyModel(read_model(path, settings.model), backend=settings.training.head_backend)
+        self._engine = TrainingEngine(
+            self._policy,
+            optimizer=settings.optimizer,
+            training=settings.training,
+            bfloat16=settings.model.dtype == "bfloat16",
+            updates=settings.training.steps * settings.algorithm.updates_per_step,
+        )
+        self._trainer = Trainer(
+            self._engine,
+            settings.algorithm,
+            temperature=settings.rollout.temperature,
+            pad_id=codec.pad_id,
+            fidelity_bound=BOUNDS[settings.model.dtype],
+        )
+        self._service = self._open_service(path, codec)
+
+    def _open_service(self, path: str, codec: TextCodec) -> RolloutService:
+        if self._world > 1:
+            from agentrl.training.remote import RemoteService
+
+            return RemoteService(self._settings, path, rank=self.rank, ranks=self._world)
+        shared = self._settings.training.zero_stage <= 2
+        model = self._policy.causal_lm if shared else read_model(path, self._settings.model).to(self._engine.device)
+        return LocalService(
+            self._settings,
+            environment=build_environment(self._settings),
+            model=model,
+            codec=codec,
+            ranks=1,
+            shared=shared,
+        )
+
+    # -- phases ---------------------------------------------------------------------------------------------------
+
+    def start(self, *, resume: bool) -> None:
+        """Say what was found; restore the newest checkpoint of a resumed run."""
+        for line in self._service.describe():
+            self._console.note(line)
+        if resume:
+            self._restore()
+        settings = self._settings
+        size = sum(getattr(item, "ds_numel", item.numel()) for item in self._policy.parameters())
+        self._console.note(
+            f"training: {size / 1e6:.2f}M parameters, {settings.algorithm.estimator} with {settings.algorithm.loss}, "
+            f"{settings.rollout.problems_per_step} problems x {settings.rollout.group_size} a step, "
+            f"steps {self._done.step + 1} to {settings.training.steps}, "
+            f"run directory {self._checkpoints.parent}"
+        )
+
+    def loop(self) -> int:
+        """All steps; returns the exit code."""
+        steps = self._settings.training.steps
+        if self._done.step == 0 and self._evaluate_and_stop():
+            return self._stopped()
+        with self._console.progress(steps, self._done.step) as progress:
+            for step in range(self._done.step + 1, steps + 1):
+                if not self._advance(step, progress):
+                    return self._stopped()
+        if self._evaluate_and_stop():
+            return self._stopped()
+        if self._settings.evaluation.falsified and self._evaluate_and_stop(falsified=True):
+            return self._stopped()
+        self._finish()
+        return 0
+
+    def close(self) -> None:
+        """Release the worker and the run directory."""
+        self._service.close()
+        if self._run is not None:
+            self._run.close()
+
+    def request_stop(self) -> None:
+        """From a signal handler: end at the next safe point; rollouts under way are cancelled."""
+        self._stop = True
+        self._service.interrupt()
+
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    def _advance(self, step: int, progress: RunProgress) -> bool:
+        """One step with its evaluation and checkpoint; False if the run was asked to stop."""
+        settings = self._settings
+        last = step == settings.training.steps
+        try:
+            metrics = self._step(step)
+        except InterruptedRunError:
+            return False
+        if self.rank == 0:
+            progress.update(step, metrics)
+        if not last and due(step, settings.evaluation.every):
+            self._evaluate()
+        if self._stop_everywhere():
+            return False
+        if not last and due(step, settings.checkpoint.every):
+            self._save()
+        return True
+
+    def _step(self, step: int) -> dict[str, Any]:
+        began = time.monotonic()
+        plan = self._service.plan(step)
+        planned = time.monotonic()
+        metrics: dict[str, Any] = self._trainer.train(plan.rank)
+        self._done.step = step
+        self._done.updates += int(metrics["policy/updates"])
+        self._service.update_weights(full_parameters(self._policy.causal_lm), self._done.updates)
+        self._service.confirm(step)
+        ended = time.monotonic()
+        metrics = {"step": step, **plan.rank.metrics, **metrics}
+        metrics |= {
+            "time/step_s": ended - began,
+            "time/train_s": ended - planned,
+            "tokens_per_s": metrics.get("rollout/model_tokens", 0) / (ended - began),
+        }
+        self._warn_of_empty_steps(step, metrics)
+        if self._run is not None:
+            self._write(self._run, step, plan, metrics)
+        return metrics
+
+    def _write(self, run: RunDirectory, step: int, plan: StepPlan, metrics: dict[str, Any]) -> None:
+        if plan.harvest is not None and due(step, self._settings.telemetry.trajectories_every):
+            rows = (item.to_record() for group in plan.harvest.played for item in group.trajectories)
+            run.write_trajectories(step, rows)
+        run.append_metrics(metrics)
+
+    def _warn_of_empty_steps(self, step: int, metrics: dict[str, Any]) -> None:
+        if metrics["policy/updates"]:
+            self._empty_steps = 0
+            return
+        if self._empty_steps % _EMPTY_STEPS == 0:
+            why = {name: metrics.get(f"groups/{name}", 0) for name in _WHY_DROPPED}
+            said = ", ".join(f"{count:g} {_WHY_DROPPED[name]}" for name, count in why.items() if count)
+            self._console.warning(f"step {step} trains nothing, no group is left: {said or 'none was played'}")
+        self._empty_steps += 1
+
+    def _evaluate(self, *, falsified: bool = False) -> None:
+        """Rank 0 evaluates while the others go on to what they do next and wait there; not again after a resume.
+
+        An evaluation that is interrupted leaves nothing.
+        """
+        done = [(item["step"], item["falsified"]) for item in self._done.evaluations]
+        if (self._done.step, falsified) in done:
+            return
+        try:
+            report = self._service.evaluate(self._done.step, falsified=falsified)
+        except InterruptedRunError:
+            report = None
+        self._service.meet(f"the evaluation at step {self._done.step}")
+        if self._run is None:
+            return
+        if report is None:
+            if not self._stop:
+                of = " that reveals a value by execution" if falsified else ""
+                self._console.note(f"step {self._done.step}: not evaluated, data.eval holds no problem{of}")
+            return
+        self._done.evaluations.append(evaluation_record(report))
+        self._run.append_metrics(report.metrics())
+        name = "with falsified observations" if falsified else "held out"
+        score = report.overall
+        self._console.note(
+            f"step {self._done.step}: avg@{report.samples} {name} {score.mean:.3f} "
+            f"[{score.this_benchmark.low:.3f}, {score.this_benchmark.high:.3f}] on {score.problems} problems"
+        )
+
+    def _evaluate_and_stop(self, *, falsified: bool = False) -> bool:
+        """Evaluate; whether the run was asked to stop."""
+        self._evaluate(falsified=falsified)
+        return self._stop_everywhere()
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        state = RunState(
+            step=self._done.step,
+            updates=self._done.updates,
+            ranks=self._world,
+            worker=self._service.state_dict(),
+            evaluations=self._done.evaluations,
+        )
+        save_checkpoint(self._checkpoints, self._engine, state, keep=self._settings.checkpoint.keep)
+
+    def _restore(self) -> None:
+        if self.rank == 0:
+            settle(self._checkpoints)
+        newest = from_rank_zero(latest_checkpoint(self._checkpoints) if self.rank == 0 else None)
+        if newest is not None:
+            state = read_state(newest, ranks=self._world)
+            self._engine.load(newest)
+            self._service.load_state_dict(state.worker)
+            self._done = _Progress(step=state.step, updates=state.updates, evaluations=state.evaluations)
+            self._service.update_weights(full_parameters(self._policy.causal_lm), state.updates)
+        if self._run is not None:
+            self._run.truncate_after(self._done.step if newest is not None else -1)
+        self._console.note(f"resumed after step {self._done.step}")
+
+    def _stopped(self) -> int:
+        self._save()
+        self._console.note(
+            f"stopped after step {self._done.step}; checkpoint saved. To go on: "
+            f"agentrl train --resume name={self._settings.name} runs_dir={self._settings.runs_dir}"
+        )
+        self._service.meet("the end of the run")
+        return INTERRUPTED
+
+    def _stop_everywhere(self) -> bool:
+        """Whether any rank was asked to stop: all ranks must leave the loop at the same place."""
+        flag = torch.tensor([float(self._stop)], device=self._engine.device)
+        return bool(self._engine.all_reduce(flag).item())
+
+    # -- end ------------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        self._save()
+        state = {name: value.to("cpu", copy=True) for name, value in self._parameters_for_export()}
+        if self._run is not None:
+            finish_run(
+                self._run,
+                self._settings,
+                self._console,
+                model=self._policy.causal_lm,
+                tokenizer=self._tokenizer,
+                state=state,
+                steps=self._done.step,
+                updates=self._done.updates,
+                evaluations=self._done.evaluations,
+            )
+        self._service.meet("the end of the run")
+
+    def _parameters_for_export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole parameters: every rank takes part in gathering them, rank 0 keeps them."""
+        for name, value in full_parameters(self._policy.causal_lm):
+            if self.rank == 0:
+                yield name, value
+
+
+_WHY_DROPPED = {
+    "dropped_zero_variance": "groups with equal rewards (algorithm.drop_zero_variance)",
+    "dropped_accuracy": "groups outside algorithm.accuracy_range",
+    "dropped_empty": "groups without a trajectory to train",
+    "no_data": "trajectories that are no data (infrastructure failures, cancelled, grader timeouts)",
+    "void": "trajectories with a void turn",
+}

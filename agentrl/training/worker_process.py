@@ -1,0 +1,245 @@
+"""The rollout worker's own process: ``python -m agentrl.training.worker_process HANDLE CONTROL``.
+
+Started by rank 0, which hands it two pipes: one to talk, one to interrupt. It serves a
+:class:`~agentrl.training.service.LocalService` over a copy of the policy and ends when any rank is gone. It ignores
+SIGINT and SIGTERM, which launchers and terminals send to every process: the ranks tell it when to stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentrl.errors import AgentRLError
+from agentrl.models.loading import read_model
+from agentrl.models.tokenizer import TextCodec, read_tokenizer
+from agentrl.rollout.environment import build_environment
+from agentrl.training.policy import set_threads
+from agentrl.training.service import InterruptedRunError, LocalService
+from agentrl.training.wire import Failure, Reply, Request, Startup
+from agentrl.weights.transports import read_weights
+from agentrl_envs.episode import EnvironmentContractError, EnvironmentLookupError
+from agentrl_sandbox.client import SandboxError
+
+# Errors that end the run with their message alone, and the exit code of those that carry none.
+_REPORTED = (AgentRLError, EnvironmentContractError, EnvironmentLookupError, SandboxError)
+_USERS = 2
+# Seconds for ranks to connect, and for this process to end in order once a rank is gone.
+_CONNECT = 600.0
+_END = 20.0
+
+
+class _RankGoneError(Exception):
+    """A rank's connection ended."""
+
+
+class Server:
+    """Takes requests from all ranks on one thread and answers them on the main one."""
+
+    def __init__(self, first: Connection, control: Connection) -> None:
+        """``first`` is rank 0's connection."""
+        self._connections = {0: first}
+        self._control = control
+        self._requests: queue.Queue[tuple[int, Request | None]] = queue.Queue()
+        self._interrupt: Callable[[], None] | None = None
+        self._interrupted = False
+        self._gone: int | None = None
+        self._lock = threading.Lock()
+
+    # -- connections ----------------------------------------------------------------------------------------------
+
+    def listen(self, startup: Startup) -> None:
+        """Tell rank 0 the address and take the other ranks' connections; then hear them all."""
+        arrived: queue.Queue[tuple[int, Connection]] = queue.Queue()
+        # Not closed here: closing does not wake a thread that accepts. The process's end closes it.
+        listener = Listener((startup.host, 0), authkey=startup.key)
+        threading.Thread(target=_accept, args=(listener, arrived), daemon=True, name="accept").start()
+        self._connections[0].send(listener.address)
+        deadline = time.monotonic() + _CONNECT
+        while len(self._connections) < startup.ranks:
+            try:
+                rank, connection = arrived.get(timeout=max(0.0, min(1.0, deadline - time.monotonic())))
+                self._connections[rank] = connection
+            except queue.Empty:
+                # Rank 0 says nothing before it is answered: what can be read now is its end.
+                if time.monotonic() >= deadline or self._connections[0].poll():
+                    missing = sorted(set(range(startup.ranks)) - set(self._connections))
+                    raise _RankGoneError(f"ranks {missing} did not connect") from None
+        threading.Thread(target=self._hear, daemon=True, name="hear").start()
+
+    def _hear(self) -> None:
+        ranks = {connection: rank for rank, connection in self._connections.items()}
+        while True:
+            for ready in wait([*ranks, self._control]):
+                if not isinstance(ready, Connection):
+                    raise TypeError(f"waited for connections, got {ready!r}")
+                try:
+                    message = ready.recv()
+                except (EOFError, OSError):
+                    self._end(ranks.get(ready, 0))
+                    return
+                if ready is self._control:
+                    self._cancel()
+                else:
+                    self._requests.put((ranks[ready], message))
+
+    def _end(self, rank: int) -> None:
+        """A rank is gone: wake the main thread, and end the process anyhow should that take too long."""
+        self._gone = rank
+        timer = threading.Timer(_END, os._exit, args=(1,))
+        timer.daemon = True
+        timer.start()
+        self._cancel()
+        self._requests.put((rank, None))
+
+    def _cancel(self) -> None:
+        with self._lock:
+            self._interrupted = True
+            if self._interrupt is not None:
+                self._interrupt()
+
+    # -- answers --------------------------------------------------------------------------------------------------
+
+    def serve(self, make: Callable[[], LocalService]) -> None:
+        """Make the service, then answer until a rank is gone or a request fails."""
+        service: LocalService | None = None
+        try:
+            service = make()
+            self._watch(service)
+            self._tell(Reply())
+            self._answer_all(service)
+        except _RankGoneError as error:
+            self._tell(Reply(failure=Failure(message=str(error))))
+        except _REPORTED as error:
+            code = error.exit_code if isinstance(error, AgentRLError) else _USERS
+            self._tell(Reply(failure=Failure(message=str(error), exit_code=code)))
+        finally:
+            if service is not None:
+                service.close()
+
+    def _watch(self, service: LocalService) -> None:
+        with self._lock:
+            self._interrupt = service.interrupt
+            if self._interrupted:
+                service.interrupt()
+
+    def _answer_all(self, service: LocalService) -> None:
+        waiting: dict[int, Request] = {}
+        while True:
+            rank, request = self._requests.get()
+            if request is None:
+                raise _RankGoneError(f"training rank {rank} is gone")
+            if request.name not in ("plan", "meet"):
+                self._one(service, rank, request)
+                continue
+            waiting[rank] = request
+            if len(waiting) < len(self._connections):
+                continue
+            if len(set(waiting.values())) > 1:
+                raise RuntimeError(f"the ranks are not at the same place: {waiting}")
+            waiting.clear()
+            self._all(service, request)
+
+    def _all(self, service: LocalService, request: Request) -> None:
+        """Answer what every rank has asked."""
+        try:
+            values = service.plans(*request.arguments) if request.name == "plan" else [None] * len(self._connections)
+        except InterruptedRunError:
+            self._tell(self._stopped())
+            return
+        for rank, value in enumerate(values):
+            self._send(rank, Reply(value=value))
+
+    def _one(self, service: LocalService, rank: int, request: Request) -> None:
+        try:
+            self._send(rank, Reply(value=_perform(service, request)))
+        except InterruptedRunError:
+            self._send(rank, self._stopped())
+
+    def _stopped(self) -> Reply:
+        if self._gone is not None:
+            raise _RankGoneError(f"training rank {self._gone} is gone")
+        return Reply(failure=Failure(message="interrupted", interrupted=True))
+
+    def _tell(self, reply: Reply) -> None:
+        for rank in self._connections:
+            self._send(rank, reply)
+
+    def _send(self, rank: int, reply: Reply) -> None:
+        with contextlib.suppress(ConnectionError):  # its end is noticed where it is heard
+            self._connections[rank].send(reply)
+
+
+def _accept(listener: Listener, arrived: queue.Queue[tuple[int, Connection]]) -> None:
+    while True:
+        with contextlib.suppress(AuthenticationError, OSError, EOFError):  # a stranger at the door
+            connection = listener.accept()
+            arrived.put((connection.recv(), connection))
+
+
+def _perform(service: LocalService, request: Request) -> Any:
+    """A request of rank 0 alone."""
+    match request.name:
+        case "describe":
+            return service.describe()
+        case "confirm":
+            return service.confirm(*request.arguments)
+        case "update_weights":
+            path, version = request.arguments
+            return service.update_weights(read_weights(Path(path)), version)
+        case "evaluate":
+            step, falsified = request.arguments
+            return service.evaluate(step, falsified=falsified)
+        case "state_dict":
+            return service.state_dict()
+        case "load_state_dict":
+            return service.load_state_dict(*request.arguments)
+    raise RuntimeError(f"no such request: {request.name}")
+
+
+def _make(startup: Startup) -> LocalService:
+    settings = startup.settings
+    model = read_model(startup.policy_path, settings.model)
+    if torch.cuda.is_available():
+        model = model.to("cuda")
+    return LocalService(
+        settings,
+        environment=build_environment(settings),
+        model=model,
+        codec=TextCodec(read_tokenizer(startup.policy_path)),
+        ranks=startup.ranks,
+        shared=False,
+    )
+
+
+def main() -> None:
+    """Serve until a rank is gone."""
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)
+    first, control = (Connection(int(handle)) for handle in sys.argv[1:3])
+    startup: Startup = first.recv()
+    # The ranks rest while this process works, so it may use every core.
+    set_threads(startup.settings, processes=1)
+    server = Server(first, control)
+    try:
+        server.listen(startup)
+    except _RankGoneError as error:
+        print(f"rollout worker: {error}", file=sys.stderr)
+        sys.exit(1)
+    server.serve(lambda: _make(startup))
+
+
+if __name__ == "__main__":
+    main()
