@@ -20,7 +20,6 @@ from agentrl_sandbox.server_process import ServerGone, ServerProcess
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome
 
-_GRACE_SECONDS = 10.0  # beyond a program's deadline; a server that is silent longer is replaced
 _REMEMBERED = 4096  # finished executions kept for their request_id
 _LIBRARIES = ("numpy", "sympy", "mpmath", "scipy", "networkx", "pandas")
 _FIX = (
@@ -132,13 +131,12 @@ class LocalSandbox:
             try:
                 server = await self._living_server()
                 source, text = program.encode("utf-8", "surrogatepass"), stdin.encode("utf-8", "surrogatepass")
-                async with asyncio.timeout(timeout + _GRACE_SECONDS):
-                    return await server.run(next(self._identifiers), source, text, timeout)
+                return await server.run(next(self._identifiers), source, text, timeout)
             except (ServerGone, StartError) as error:
                 return _failure(str(error), started)
             except TimeoutError:
                 await server.close()
-                return _failure(f"the sandbox's server was silent for {_GRACE_SECONDS:g} s past the deadline", started)
+                return _failure("the sandbox's server was silent long past the program's deadline", started)
 
     async def _living_server(self) -> ServerProcess:
         async with self._restarting:

@@ -15,6 +15,7 @@ from agentrl_sandbox.runner.config import RunnerConfig
 from agentrl_sandbox.types import Execution, Outcome
 from agentrl_sandbox.wire import Frame, FrameBuffer, pack
 
+_GRACE_SECONDS = 30.0  # beyond a program's deadline; a server that is silent longer is given up
 _START_SECONDS = 60.0  # importing SymPy from a cold disk
 
 
@@ -83,14 +84,22 @@ class ServerProcess(asyncio.Protocol):
         return f"the sandbox's server did not start: {' '.join([what or 'no answer', *last])}"
 
     async def run(self, identifier: int, program: bytes, stdin: bytes, timeout: float) -> Execution:
-        """Send one program and wait for its end. Raises ServerGone."""
+        """Send one program and wait for its end. Raises ServerGone and TimeoutError.
+
+        The grace is waited for on its own: after a long pause of the event loop, answers that lie in the socket are
+        read before the server counts as silent.
+        """
         if self._transport is None or self.gone:
             raise ServerGone("the sandbox's server is gone")
         future: asyncio.Future[Execution] = asyncio.get_running_loop().create_future()
         self._waiting[identifier] = future
         self._transport.write(pack({"op": "run", "id": identifier, "timeout": timeout}, program, stdin))
         try:
-            return await future
+            for seconds in (timeout, _GRACE_SECONDS):
+                done, _ = await asyncio.wait((future,), timeout=seconds)
+                if done:
+                    return future.result()
+            raise TimeoutError(f"no answer {_GRACE_SECONDS:g} s after the deadline")
         finally:
             if self._waiting.pop(identifier, None) is not None and not self.gone:
                 self._transport.write(pack({"op": "cancel", "id": identifier}))

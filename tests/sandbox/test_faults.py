@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -228,3 +229,10 @@ async def test_without_isolation_but_allowed_the_limits_still_hold(powerless):
 async def test_unknown_urls_are_refused_by_the_settings():
     with pytest.raises(ValueError, match="valid: local://"):
         SandboxSettings(url="locl://")
+
+
+async def test_a_paused_event_loop_loses_no_answer(sandbox):
+    calls = [asyncio.ensure_future(sandbox.execute("print('x' * 60_000)", timeout=0.3)) for _ in range(4)]
+    await asyncio.sleep(0.01)
+    time.sleep(0.6)
+    assert [done.outcome for done in await asyncio.gather(*calls)] == [Outcome.OK] * 4

@@ -23,6 +23,7 @@ STARTED = b"R"
 OUT_OF_MEMORY = b"M"
 _STATUS_DESCRIPTOR = 200
 _OPEN_FILES = 256
+_NICENESS = 5  # so that spinning programs do not keep the server from ending them
 _SPARE_MEMORY = 16 << 20  # bytes lent to report a MemoryError
 
 
@@ -102,6 +103,7 @@ def _take_descriptors(descriptors: list[int]) -> bytes:
 
 
 def _isolate(limits: ChildLimits, slot: int) -> None:
+    os.nice(_NICENESS)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if limits.isolate == "none":
