@@ -20,7 +20,7 @@ class Rounds:
         """Return when every player waits for its next turn."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = future
-        self._open_if_complete()
+        self._look()
         try:
             await future
         finally:
@@ -31,7 +31,11 @@ class Rounds:
     def leave(self) -> None:
         """A player has no further turn to take."""
         self._players -= 1
-        self._open_if_complete()
+        self._look()
+
+    def _look(self) -> None:
+        # Later, so that the last to arrive waits its turn like the others.
+        asyncio.get_running_loop().call_soon(self._open_if_complete)
 
     def _open_if_complete(self) -> None:
         if self._players <= 0 or len(self._waiting) < self._players:

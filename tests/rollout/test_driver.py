@@ -1,0 +1,329 @@
+"""The driver over scripted parts: exact tokens, limits, deadlines, failures, and no task left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from rollout.fakes import (
+    ScriptedEngine,
+    ScriptedEnvironment,
+    ScriptedEpisode,
+    byte_codec,
+    completion,
+    ends,
+    goes_on,
+    problem,
+)
+
+from agentrl.rollout.driver import Driver, Issue
+from agentrl.rollout.engines.base import EngineError
+from agentrl.rollout.settings import RolloutSettings
+from agentrl.trajectory import Group, Trajectory
+from agentrl_envs.types import Ended, ToolCall, Verdict
+
+CODEC = byte_codec()
+TURN = completion(CODEC, "aEND")
+
+
+def make(
+    engine: ScriptedEngine,
+    build: Callable[..., ScriptedEpisode],
+    *,
+    seed: int = 0,
+    deterministic: bool = False,
+    **changes: Any,
+) -> tuple[Driver, ScriptedEnvironment]:
+    environment = ScriptedEnvironment(build)
+    settings = RolloutSettings(**changes)
+    driver = Driver(
+        environment=environment, engine=engine, codec=CODEC, settings=settings, seed=seed, deterministic=deterministic
+    )
+    return driver, environment
+
+
+def issues(count: int) -> list[Issue]:
+    return [Issue(index=10 + number, problem=problem(number)) for number in range(count)]
+
+
+async def play(driver: Driver, *, problems: int = 1, group_size: int = 1, step: int = 0) -> list[Group]:
+    return [group async for group in driver.play(issues(problems), step=step, group_size=group_size)]
+
+
+async def one(script: Sequence[Any], steps: Sequence[Any], **changes: Any) -> tuple[Trajectory, ScriptedEngine]:
+    """One trajectory: the engine's answers and the episode's steps in order."""
+    engine = ScriptedEngine(lambda _, number: script[number])
+    driver, environment = make(engine, lambda *_: ScriptedEpisode(steps), **changes)
+    (group,) = await play(driver)
+    assert [episode.closed for episode in environment.episodes] == [1] * len(environment.episodes)
+    return group.trajectories[0], engine
+
+
+def alone(count: int = 1) -> bool:
+    return len(asyncio.all_tasks()) == count
+
+
+async def test_the_worked_example() -> None:
+    first, second = completion(CODEC, "aEND"), completion(CODEC, "done", "eos")
+    trajectory, engine = await one([first, second], [goes_on("E0"), ends(reward=1.0)])
+    prompt, observation = CODEC.encode("P"), CODEC.encode("E0")
+    assert trajectory.prompt_ids == prompt
+    assert trajectory.response_ids == first.token_ids + observation + second.token_ids
+    assert trajectory.response_mask == (True,) * 4 + (False,) * 2 + (True,) * 5
+    assert trajectory.log_probs == (*first.log_probs, 0.0, 0.0, *second.log_probs)
+    assert trajectory.rewards == (0.0,) * 10 + (1.0,)
+    assert [segment.text for segment in trajectory.segments] == ["aEND", "E0", "done"]
+    # The engine saw exactly the tokens of the trajectory so far, and was told when it was over.
+    assert [request[1] for request in engine.requests] == [prompt, prompt + first.token_ids + observation]
+    assert engine.released == [engine.requests[0][0]]
+
+
+async def test_tokens_past_a_stop_string_stay_as_they_were_sampled() -> None:
+    past = completion(CODEC, "aEND\nxy")
+    trajectory, engine = await one([past, TURN], [goes_on("E"), ends()])
+    assert trajectory.segments[0].token_ids == past.token_ids
+    assert engine.requests[1][1] == CODEC.encode("P") + past.token_ids + CODEC.encode("E")
+
+
+async def test_a_turn_that_is_not_complete_goes_on_from_its_exact_ids() -> None:
+    parts = [completion(CODEC, "aHALT", version=1), completion(CODEC, "bHALT", version=1), TURN]
+    trajectory, engine = await one(parts, [ends(reward=1.0)], max_turn_tokens=50)
+    (segment,) = trajectory.segments
+    assert (segment.text, trajectory.turns) == ("aHALTbHALTaEND", 1)
+    assert segment.token_ids == parts[0].token_ids + parts[1].token_ids + TURN.token_ids
+    assert segment.log_probs == parts[0].log_probs + parts[1].log_probs + TURN.log_probs
+    assert segment.version_spans == ((1, 5), (1, 5), (0, 4))
+    assert [request[2].max_tokens for request in engine.requests] == [50, 45, 40]
+    assert len({request[3] for request in engine.requests}) == 3
+
+
+async def test_a_character_split_between_parts_is_whole_in_the_text() -> None:
+    euro = CODEC.encode("\u20ac")
+    head = completion(CODEC, "x")
+    head = type(head)(token_ids=euro[:2], log_probs=(-0.1,) * 2, finish_reason="stop", version_spans=((0, 2),))
+    tail = completion(CODEC, "xEND")
+    tail = type(tail)(
+        token_ids=euro[2:] + CODEC.encode("END"), log_probs=(-0.1,) * 4, finish_reason="stop", version_spans=((0, 4),)
+    )
+    trajectory, _ = await one([head, tail], [ends()])
+    assert trajectory.segments[0].text == "\u20acEND"
+
+
+async def test_turns_and_trajectories_draw_from_different_keys() -> None:
+    engine = ScriptedEngine(lambda *_: TURN)
+    driver, _ = make(engine, lambda *_: ScriptedEpisode([goes_on(), ends()]))
+    await play(driver, problems=2, group_size=2)
+    await play(driver, step=1)
+    seeds = [request[3] for request in engine.requests]
+    assert len(set(seeds)) == len(seeds) == 10
+    other, _ = make(engine, lambda *_: ScriptedEpisode([goes_on(), ends()]), seed=1)
+    await play(other)
+    assert not set(seeds) & {request[3] for request in engine.requests[10:]}
+
+
+async def test_what_an_episode_says_is_recorded() -> None:
+    call = ToolCall(outcome="ok", seconds=0.5)
+    steps = [
+        goes_on(),
+        ends(reward=1.0, observation="\\boxed{5}", verdict=Verdict.CORRECT, answer="5", tool_calls=(call, call)),
+    ]
+    trajectory, _ = await one([TURN, TURN], steps)
+    assert (trajectory.verdict, trajectory.answer, trajectory.tool_calls) == (Verdict.CORRECT, "5", (call, call))
+    # The last observation is appended, and the reward stands on the last model token before it.
+    assert trajectory.segments[-1].text == "\\boxed{5}"
+    assert trajectory.rewards == (0.0,) * 8 + (1.0,) + (0.0,) * 9
+
+
+@pytest.mark.parametrize(
+    ("step", "ended", "reward"),
+    [
+        (ends(Ended.VOID_TURN), Ended.TOKEN_LIMIT, 0.0),
+        (ends(Ended.STOPPED), Ended.TOKEN_LIMIT, 0.0),
+        (ends(Ended.ANSWERED, reward=1.0), Ended.ANSWERED, 1.0),
+        (goes_on(), Ended.TOKEN_LIMIT, 0.0),
+    ],
+)
+async def test_the_total_limit_in_mid_turn(step: Any, ended: Ended, reward: float) -> None:
+    cut = completion(CODEC, "abcd", "length")
+    trajectory, engine = await one([cut], [step], max_response_tokens=4)
+    assert (trajectory.ended, trajectory.reward, trajectory.response_ids) == (ended, reward, cut.token_ids)
+    assert engine.requests[0][2].max_tokens == 4
+
+
+async def test_a_turn_cut_by_its_own_limit_is_what_the_episode_says() -> None:
+    cut = completion(CODEC, "abcd", "length")
+    trajectory, _ = await one([cut], [ends(Ended.VOID_TURN)], max_turn_tokens=4, max_response_tokens=100)
+    assert trajectory.ended is Ended.VOID_TURN
+
+
+async def test_a_void_turn_that_ends_by_itself_at_the_limit_is_void() -> None:
+    full = completion(CODEC, "abc", "eos")
+    trajectory, _ = await one([full], [ends(Ended.VOID_TURN)], max_response_tokens=4)
+    assert trajectory.ended is Ended.VOID_TURN
+
+
+async def test_later_turns_get_what_is_left() -> None:
+    _, engine = await one([TURN, TURN], [goes_on("EE"), ends()], max_response_tokens=20, max_turn_tokens=16)
+    assert [request[2].max_tokens for request in engine.requests] == [16, 14]
+
+
+async def test_an_observation_that_does_not_fit_is_left_out_and_ends_the_trajectory() -> None:
+    trajectory, _ = await one([TURN], [goes_on("long")], max_response_tokens=7)
+    assert (trajectory.ended, trajectory.response_ids) == (Ended.TOKEN_LIMIT, TURN.token_ids)
+    trajectory, _ = await one([TURN], [goes_on("fit")], max_response_tokens=7)
+    assert (trajectory.ended, trajectory.length) == (Ended.TOKEN_LIMIT, 8)
+    trajectory, _ = await one([TURN], [ends(reward=1.0, observation="long")], max_response_tokens=7)
+    assert (trajectory.ended, trajectory.reward, trajectory.turns) == (Ended.ANSWERED, 1.0, 1)
+
+
+async def test_past_its_deadline_a_trajectory_keeps_its_whole_turns() -> None:
+    script = [TURN, asyncio.sleep(60)]
+    trajectory, engine = await one(script, [goes_on("E")], trajectory_deadline=0.05)
+    assert (trajectory.ended, trajectory.turns, trajectory.segments[-1].text) == (Ended.DEADLINE, 1, "E")
+    assert (engine.running, alone()) == (0, True)
+
+
+async def test_a_deadline_before_the_first_turn_says_nothing_about_the_policy() -> None:
+    trajectory, _ = await one([asyncio.sleep(60)], [], trajectory_deadline=0.02, retries=0)
+    assert (trajectory.ended, trajectory.no_data) == (Ended.INFRASTRUCTURE_FAILURE, True)
+
+
+async def test_a_start_that_hangs_is_no_data() -> None:
+    class Hanging(ScriptedEpisode):
+        async def start(self) -> str:
+            await asyncio.sleep(60)
+            return ""
+
+    driver, environment = make(
+        ScriptedEngine(lambda *_: TURN), lambda *_: Hanging([]), trajectory_deadline=0.02, retries=0
+    )
+    (group,) = await play(driver)
+    assert group.trajectories[0].ended is Ended.INFRASTRUCTURE_FAILURE
+    assert environment.episodes[0].closed == 1
+
+
+async def test_a_timeout_that_is_not_the_deadline_is_a_bug() -> None:
+    with pytest.raises(TimeoutError, match="theirs"):
+        await one([TURN], [TimeoutError("theirs")])
+
+
+async def test_an_engine_that_fails_once_is_asked_again_from_the_start() -> None:
+    trajectory, engine = await one([EngineError("gone"), TURN], [ends(reward=1.0)])
+    assert (trajectory.ended, trajectory.reward) == (Ended.ANSWERED, 1.0)
+    assert [request[1] for request in engine.requests] == [CODEC.encode("P")] * 2
+    # The same draw is made again.
+    assert engine.requests[0][3] == engine.requests[1][3]
+
+
+async def test_an_engine_that_always_fails_is_no_data_after_the_retries() -> None:
+    script = [TURN, EngineError("gone")] * 3
+    engine = ScriptedEngine(lambda _, number: script[number])
+    driver, environment = make(engine, lambda *_: ScriptedEpisode([goes_on()]), retries=2)
+    (group,) = await play(driver)
+    (trajectory,) = group.trajectories
+    assert (trajectory.ended, trajectory.no_data, trajectory.reward) == (Ended.INFRASTRUCTURE_FAILURE, True, 0.0)
+    assert (len(environment.episodes), len(engine.requests)) == (3, 6)
+    assert [episode.closed for episode in environment.episodes] == [1, 1, 1]
+
+
+async def test_a_failing_tool_is_retried_and_never_scored() -> None:
+    broken = ends(Ended.INFRASTRUCTURE_FAILURE, reward=0.7)
+    engine = ScriptedEngine(lambda *_: TURN)
+    driver, _ = make(engine, lambda _, made: ScriptedEpisode([broken if made < 2 else ends(reward=1.0)]), retries=1)
+    (group,) = await play(driver)
+    assert (group.trajectories[0].no_data, group.trajectories[0].reward) == (True, 0.0)
+    (group,) = await play(driver)
+    assert group.trajectories[0].reward == 1.0
+
+
+async def test_a_crash_raises_at_once_and_leaves_no_task() -> None:
+    engine = ScriptedEngine(lambda name, _: TURN if name.endswith("3") else asyncio.sleep(60, TURN))
+    driver, environment = make(engine, lambda *_: ScriptedEpisode([ZeroDivisionError("bug")]))
+    with pytest.raises(ZeroDivisionError, match="bug"):
+        await play(driver, problems=2, group_size=4)
+    assert (engine.running, alone()) == (0, True)
+    assert all(episode.closed for episode in environment.episodes)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_cancelling_leaves_no_task(deterministic: bool) -> None:
+    engine = ScriptedEngine(lambda *_: asyncio.sleep(60))
+    driver, environment = make(engine, lambda *_: ScriptedEpisode([]), deterministic=deterministic)
+    task = asyncio.create_task(play(driver, problems=3, group_size=4))
+    while engine.running < 12:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (engine.running, alone()) == (0, True)
+    assert [episode.closed for episode in environment.episodes] == [1] * 12
+
+
+async def test_leaving_the_groups_early_leaves_no_task() -> None:
+    engine = ScriptedEngine(lambda name, _: TURN if "10-" in name else asyncio.sleep(60))
+    driver, _ = make(engine, lambda *_: ScriptedEpisode([ends()]))
+    groups = driver.play(issues(3), step=0, group_size=2)
+    assert (await anext(groups)).index == 10
+    await groups.aclose()  # type: ignore[attr-defined]
+    assert (engine.running, alone()) == (0, True)
+
+
+async def test_no_more_run_at_once_than_allowed() -> None:
+    engine = ScriptedEngine(lambda *_: asyncio.sleep(0.001, TURN))
+    driver, _ = make(engine, lambda *_: ScriptedEpisode([goes_on(), ends()]), concurrency=5)
+    groups = await play(driver, problems=4, group_size=4)
+    assert (engine.most, len(groups)) == (5, 4)
+
+
+async def test_a_group_comes_as_soon_as_its_last_trajectory_has_ended() -> None:
+    gates = {10: asyncio.Event(), 11: asyncio.Event()}
+
+    async def answer(name: str) -> Any:
+        await gates[int(name.split("-")[1])].wait()
+        return TURN
+
+    engine = ScriptedEngine(lambda name, _: answer(name))
+    driver, _ = make(engine, lambda *_: ScriptedEpisode([ends()]))
+    groups = driver.play(issues(2), step=5, group_size=3)
+    gates[11].set()
+    first = await anext(groups)
+    assert (first.index, first.problem.id) == (11, "toy-1")
+    assert [(item.group, item.sample, item.step) for item in first.trajectories] == [(11, 0, 5), (11, 1, 5), (11, 2, 5)]
+    gates[10].set()
+    assert [group.index async for group in groups] == [10]
+
+
+async def test_no_turn_waits_for_another_trajectory() -> None:
+    engine = ScriptedEngine(lambda name, _: asyncio.sleep(60) if name.endswith("0") else TURN)
+    driver, environment = make(engine, lambda *_: ScriptedEpisode([goes_on(), goes_on(), ends()]))
+    groups = driver.play(issues(1), step=0, group_size=2)
+    waiting = asyncio.ensure_future(anext(groups))
+    while not any(len(episode.actions) == 3 for episode in environment.episodes):
+        await asyncio.sleep(0.001)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert alone()
+
+
+async def test_rounds_send_a_turn_of_all_together_and_sorted() -> None:
+    engine = ScriptedEngine(lambda *_: TURN)
+
+    def build(_: Any, made: int) -> ScriptedEpisode:
+        slow = asyncio.sleep(0.002 * (4 - made), goes_on())
+        return ScriptedEpisode([slow, *[goes_on()] * made, ends()])
+
+    driver, _ = make(engine, build, deterministic=True, concurrency=4)
+    await play(driver, problems=2, group_size=2)
+    rounds = [request_id.rsplit("-", 2)[1] for request_id in engine.request_ids]
+    assert rounds == ["0000"] * 4 + ["0001"] * 4 + ["0002"] * 3 + ["0003"] * 2 + ["0004"]
+    for turn in range(5):
+        sent = [request_id for request_id in engine.request_ids if f"-{turn:04d}-" in request_id]
+        assert sent == sorted(sent)
+
+
+async def test_the_length_of_a_prompt() -> None:
+    driver, environment = make(ScriptedEngine(lambda *_: TURN), lambda *_: ScriptedEpisode([], prompt="\u20acuro"))
+    assert await driver.prompt_tokens(problem()) == 6
+    assert environment.episodes[0].closed == 1

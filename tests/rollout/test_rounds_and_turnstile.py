@@ -1,0 +1,85 @@
+"""The two gates of the driver: one for reproducible batches, one for a responsive event loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from agentrl.rollout.rounds import Rounds
+from agentrl.rollout.turnstile import Turnstile
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_the_gate_opens_when_all_wait_in_the_order_of_their_names() -> None:
+    rounds, passed = Rounds(3), []
+
+    async def player(name: str) -> None:
+        await rounds.wait(name)
+        passed.append(name)
+
+    tasks = [asyncio.create_task(player(name)) for name in ("c", "a")]
+    await settle()
+    assert passed == []
+    await player("b")
+    await asyncio.gather(*tasks)
+    assert passed == ["a", "b", "c"]
+
+
+async def test_who_leaves_is_not_waited_for() -> None:
+    rounds = Rounds(2)
+    task = asyncio.create_task(rounds.wait("a"))
+    await settle()
+    assert not task.done()
+    rounds.leave()
+    await task
+
+
+async def test_who_is_cancelled_at_the_gate_does_not_count_as_waiting() -> None:
+    rounds = Rounds(2)
+    gone = asyncio.create_task(rounds.wait("a"))
+    await settle()
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    stays = asyncio.create_task(rounds.wait("b"))
+    await settle()
+    assert not stays.done()
+    again = asyncio.create_task(rounds.wait("a"))
+    await asyncio.gather(stays, again)
+
+
+async def test_few_pass_in_one_iteration_and_all_in_order() -> None:
+    turnstile, passed, iterations = Turnstile(), [], []
+    iteration = 0
+
+    async def player(number: int) -> None:
+        await turnstile.enter()
+        passed.append(number)
+        iterations.append(iteration)
+
+    tasks = [asyncio.create_task(player(number)) for number in range(100)]
+    while not all(task.done() for task in tasks):
+        iteration += 1
+        await asyncio.sleep(0)
+    assert passed == list(range(100))
+    assert max(iterations.count(number) for number in set(iterations)) == 16
+
+
+async def test_a_free_turnstile_does_not_suspend() -> None:
+    turnstile = Turnstile()
+    with pytest.raises(StopIteration):
+        turnstile.enter().send(None)
+
+
+async def test_who_is_cancelled_at_the_turnstile_holds_nobody_up() -> None:
+    turnstile = Turnstile()
+    tasks = [asyncio.create_task(turnstile.enter()) for _ in range(60)]
+    await asyncio.sleep(0)
+    for task in tasks[16:40]:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert [task.cancelled() for task in tasks] == [False] * 16 + [True] * 24 + [False] * 20

@@ -1,0 +1,89 @@
+"""Sampling by inverting the cumulative distribution, with numbers keyed by request and position."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.rollout.engines.sampling import keyed_uniform, sample_tokens, sampling_key
+
+BELOW_ONE = 1 - 2**-53
+
+
+def uniforms(count: int, key: int = 7) -> torch.Tensor:
+    places = np.arange(count, dtype=np.uint64)
+    return torch.from_numpy(keyed_uniform(np.full(count, key, dtype=np.uint64), places))
+
+
+def test_by_hand() -> None:
+    logits = torch.log(torch.tensor([[0.1, 0.2, 0.7]])).expand(5, 3)
+    points = torch.tensor([0.0, 0.0999, 0.1001, 0.3001, BELOW_ONE], dtype=torch.float64)
+    tokens, log_probs = sample_tokens(logits, torch.ones(5), points)
+    assert tokens.tolist() == [0, 0, 1, 2, 2]
+    torch.testing.assert_close(log_probs.exp(), torch.tensor([0.1, 0.1, 0.2, 0.7, 0.7]))
+
+
+@given(seed=st.integers(0, 2**31), temperature=st.sampled_from([0.3, 0.7, 1.0, 1.5]))
+def test_log_probs_are_those_of_the_tempered_distribution(seed: int, temperature: float) -> None:
+    logits = 5 * torch.randn(16, 50, generator=torch.Generator().manual_seed(seed))
+    tokens, log_probs = sample_tokens(logits, torch.full((16,), temperature), uniforms(16))
+    exact = torch.log_softmax(logits.double() / temperature, dim=-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(log_probs.double(), exact, rtol=1e-6, atol=2e-6)
+
+
+def test_half_precision_logits_are_normalised_in_float32() -> None:
+    logits = torch.randn(8, 300, dtype=torch.bfloat16)
+    tokens, log_probs = sample_tokens(logits, torch.ones(8), uniforms(8))
+    exact = torch.log_softmax(logits.double(), dim=-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(log_probs.double(), exact, rtol=1e-6, atol=2e-6)
+
+
+def test_frequencies_pass_a_chi_square_bound() -> None:
+    probabilities = torch.tensor([0.02, 0.05, 0.08, 0.25, 0.6])
+    count = 20_000
+    tokens, _ = sample_tokens(probabilities.log().expand(count, 5), torch.ones(count), uniforms(count))
+    seen = torch.bincount(tokens, minlength=5).double()
+    expected = count * probabilities.double()
+    # 4 degrees of freedom: above 23.5 with probability 1e-4; the key is fixed, so this cannot flicker.
+    assert float(((seen - expected) ** 2 / expected).sum()) < 23.5
+
+
+@given(point=st.one_of(st.sampled_from([0.0, 0.5, BELOW_ONE]), st.floats(0, BELOW_ONE)), seed=st.integers(0, 999))
+def test_an_impossible_token_is_never_drawn(point: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(1, 40, generator=generator)
+    logits[:, torch.rand(40, generator=generator) < 0.6] = -torch.inf
+    logits[:, 20] = 0.0
+    tokens, log_probs = sample_tokens(logits, torch.ones(1), torch.tensor([point], dtype=torch.float64))
+    assert torch.isfinite(log_probs).all()
+    assert logits[0, tokens[0]] > -torch.inf
+
+
+def test_a_number_depends_on_its_key_and_place_alone() -> None:
+    keys = np.array([3, 2**64 - 1, 3, 0], dtype=np.uint64)
+    places = np.array([0, 5, 1, 0], dtype=np.uint64)
+    together = keyed_uniform(keys, places)
+    alone = [keyed_uniform(keys[i : i + 1], places[i : i + 1])[0] for i in range(4)]
+    assert together.tolist() == alone
+    assert len(set(alone)) == 4
+    assert keyed_uniform(keys[::-1], places[::-1]).tolist() == alone[::-1]
+
+
+def test_numbers_are_uniform_within_and_across_keys() -> None:
+    along = keyed_uniform(np.full(20_000, 11, dtype=np.uint64), np.arange(20_000, dtype=np.uint64))
+    across = keyed_uniform(np.arange(20_000, dtype=np.uint64), np.zeros(20_000, dtype=np.uint64))
+    for numbers in (along, across):
+        # Kolmogorov-Smirnov: 1.95 / sqrt(n) is exceeded with probability 1e-3; the keys are fixed.
+        distance = np.abs(np.sort(numbers) - (np.arange(20_000) + 0.5) / 20_000).max()
+        assert distance < 1.95 / np.sqrt(20_000)
+
+
+def test_keys_differ_where_requests_do() -> None:
+    keys = {sampling_key(0, step, problem, sample, turn) for step in range(3) for problem in range(5)
+            for sample in range(4) for turn in range(3)}  # fmt: skip
+    assert len(keys) == 180
+    assert all(0 <= key < 2**64 for key in keys)
+    assert sampling_key(1, 23) != sampling_key(12, 3)
+    assert sampling_key(0, 1, 2) == sampling_key(0, 1, 2)
