@@ -67,7 +67,7 @@ def _model(path: str, model: Any, title: str | None = None) -> Iterator[str]:
 def _section(title: str, path: str, model: type[BaseModel], names: list[str]) -> str:
     lines = [f"## {title}\n"]
     if path:
-        lines.append(f"{NOTES.get(path, (model.__doc__ or '').strip().splitlines()[0])}\n")
+        lines.append(f"{NOTES.get(path, (model.__doc__ or '').strip().splitlines()[0].replace('``', '`'))}\n")
     lines += ["| key | default | valid | meaning |", "|---|---|---|---|"]
     for name in names:
         key = f"{path}.{name}" if path else name

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from agentrl.errors import SettingsError
 from agentrl.rollout.environment import build_environment
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import usable_cores
@@ -60,9 +61,22 @@ async def _make(settings: Settings, output: Path, report: Callable[[int, float],
 
 
 def coldstart_command(settings: Settings, output: Path) -> None:
-    """``agentrl coldstart``: make a policy from demonstrations and write it to ``output``."""
+    """``agentrl coldstart``: make a policy from demonstrations and write it to ``output``, which must be free.
+
+    Raises SettingsError before any work when something lies there or nothing can be written there.
+    """
+    _claim(output)
     set_threads(settings, processes=1)
     make_policy(settings, output, Console(settings.telemetry))
+
+
+def _claim(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise SettingsError(f"--output {output}: something lies there already; name a new or an empty directory")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"--output {output}: cannot be made: {error.strerror}") from error
 
 
 def set_threads(settings: Settings, *, processes: int) -> None:

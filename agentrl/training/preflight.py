@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 def check_inputs(settings: Settings) -> list[str]:
     """One line for each problem file that was read. Raises SettingsError, ProblemError or EnvironmentLookupError."""
+    resolve_environment(settings.env)  # first: its module may register an estimator or a loss
     estimator_options(settings.algorithm)
     loss_options(settings.algorithm)
-    resolve_environment(settings.env)
     if settings.model.path is None or settings.coldstart.demonstrations is not None:
         read_cold_demonstrations(settings)
     reports = [

@@ -14,7 +14,7 @@ class _Settings(BaseModel):
 
 
 class AlgorithmSettings(_Settings):
-    """Estimator, loss and filters (FORMULAS: sections 4, 5 and 7)."""
+    """Estimator, loss and filters."""
 
     estimator: str = Field(
         "tir_otb", description="rule that gives advantages: tir_otb, otb, grpo, rloo or a registered one"
