@@ -1,0 +1,109 @@
+"""The policy as training sees it, the fused head, and models on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from rollout.fakes import byte_tokenizer, played, tiny_model
+
+from agentrl.models.head import FusedHead
+from agentrl.models.loading import model_fingerprint, read_config, read_model, write_model
+from agentrl.models.policy import PolicyModel, scatter_tokens
+from agentrl.models.settings import ModelSettings, TinyModelSettings
+from agentrl.models.tiny import build_tiny_model, train_tokenizer
+from agentrl.trajectory import Batch, Segment
+
+SETTINGS = ModelSettings(dtype="float32")
+
+
+def batch() -> Batch:
+    def segment(*ids: int) -> Segment:
+        return Segment(
+            origin="model", token_ids=ids, text="", log_probs=(-1.0,) * len(ids), version_spans=((0, len(ids)),)
+        )
+
+    seen = Segment(origin="observation", token_ids=(40, 41), text="")
+    first = played(prompt_ids=(1, 2, 3), segments=(segment(4, 5), seen, segment(6)))
+    second = played(prompt_ids=(7,), segments=(segment(8),))
+    return Batch.from_trajectories([first, second], pad_id=0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_statistics_are_those_of_a_plain_forward_one_position_earlier(temperature: float) -> None:
+    data, model = batch(), tiny_model()
+    # Sequence 1 2 3 4 5 40 41 6: its sampled tokens 4, 5, 6 are predicted at places 2, 3, 6.
+    rows = [([1, 2, 3, 4, 5, 40, 41, 6], [2, 3, 6], [4, 5, 6]), ([7, 8], [0], [8])]
+    expected = []
+    for ids, places, targets in rows:
+        logits = model(input_ids=torch.tensor([ids])).logits[0, places] / temperature
+        expected.append(torch.log_softmax(logits, dim=-1)[range(len(targets)), targets])
+    inputs = (data.input_ids, data.prompt_lengths, data.response_ids, data.response_mask)
+    statistics, hidden = PolicyModel(model)(*inputs, temperature=temperature, keep_hidden=True)
+    torch.testing.assert_close(statistics.log_probs, torch.cat(expected), rtol=0, atol=1e-5)
+    assert hidden.shape == (4, 32)
+    assert not hidden.requires_grad
+    assert statistics.log_probs.requires_grad
+
+
+def test_scattered_tokens_stand_in_row_major_order_and_carry_gradients() -> None:
+    mask = torch.tensor([[True, False, True], [False, True, False]])
+    values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    spread = scatter_tokens(values, mask)
+    assert spread.tolist() == [[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]]
+    (spread * torch.tensor([10.0, 20.0, 30.0])).sum().backward()
+    assert values.grad.tolist() == [10.0, 30.0, 20.0]
+
+
+def test_the_fused_head_shares_the_tied_weight_and_still_gives_logits() -> None:
+    model = tiny_model()
+    ids = torch.tensor([[1, 2, 3]])
+    before = model(input_ids=ids).logits
+    policy = PolicyModel(model)
+    assert policy.head.weight is model.model.embed_tokens.weight
+    assert PolicyModel(model).head is policy.head
+    assert torch.equal(model(input_ids=ids).logits, before)
+    with_bias = torch.nn.Linear(4, 6)
+    states = torch.randn(5, 4)
+    assert torch.equal(FusedHead.from_linear(with_bias)(states), with_bias(states))
+
+
+def test_a_written_model_comes_back_the_same(tmp_path: Path) -> None:
+    model = tiny_model()
+    write_model(tmp_path, model=model, tokenizer=byte_tokenizer(), title="Toy", body="From a test.")
+    again = read_model(tmp_path, SETTINGS)
+    assert model_fingerprint(again.state_dict().items()) == model_fingerprint(model.state_dict().items())
+    assert "# Toy" in (tmp_path / "README.md").read_text()
+
+
+def test_a_fingerprint_sees_values_names_and_shapes() -> None:
+    tensors = {"a": torch.zeros(4), "b": torch.ones(2)}
+    print_of = {
+        "same": model_fingerprint(reversed(tensors.items())),
+        "value": model_fingerprint({**tensors, "a": torch.tensor([0.0, 0, 0, 1e-30])}.items()),
+        "shape": model_fingerprint({**tensors, "a": torch.zeros(2, 2)}.items()),
+        "name": model_fingerprint({"c": tensors["a"], "b": tensors["b"]}.items()),
+        "dtype": model_fingerprint({**tensors, "a": torch.zeros(4, dtype=torch.bfloat16)}.items()),
+    }
+    reference = model_fingerprint(tensors.items())
+    assert {name for name, value in print_of.items() if value == reference} == {"same"}
+
+
+def test_a_configuration_that_is_not_here_is_none(tmp_path: Path) -> None:
+    assert read_config(ModelSettings(path=str(tmp_path / "nowhere"))) is None
+    tiny = read_config(ModelSettings(tiny=TinyModelSettings(hidden_size=48, heads=2)))
+    assert (tiny.hidden_size, tiny.num_attention_heads, tiny.tie_word_embeddings) == (48, 2, True)
+
+
+def test_the_tiny_policy_depends_on_its_seed_and_leaves_the_global_one_alone() -> None:
+    tokenizer = train_tokenizer(["2 + 3 = 5\n"], vocabulary_size=300)
+    shape = TinyModelSettings(vocabulary_size=300, hidden_size=16, layers=1, heads=2, intermediate_size=16)
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    one, same, other = (build_tiny_model(shape, tokenizer, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.rand(1), expected)
+    prints = [model_fingerprint(model.state_dict().items()) for model in (one, same, other)]
+    assert prints[0] == prints[1] != prints[2]
+    assert one.config.eos_token_id == tokenizer.eos_token_id

@@ -1,0 +1,101 @@
+"""What enters a baseline, what enters the loss, and which groups are trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rollout.fakes import played, problem
+
+from agentrl.rollout.filters import Filtered, FilterRules, filter_groups
+from agentrl.trajectory import Group, Trajectory
+from agentrl_envs.types import Ended, Verdict
+
+KEEP_ALL: dict[str, Any] = {"void_turns": "remove", "accuracy_range": None, "drop_zero_variance": False}
+NOTHING = {"no_data": 0, "void": 0, "dropped_empty": 0, "dropped_accuracy": 0, "dropped_zero_variance": 0}
+
+
+def group(*trajectories: Trajectory, index: int = 0) -> Group:
+    return Group(problem=problem(index), index=index, trajectories=trajectories)
+
+
+def rewarded(*rewards: float, index: int = 0) -> Group:
+    return group(*(played(r, group=index, sample=n) for n, r in enumerate(rewards)), index=index)
+
+
+def apply(*groups: Group, **rules: Any) -> Filtered:
+    return filter_groups(groups, FilterRules(**{**KEEP_ALL, **rules}))
+
+
+def samples(filtered: Filtered) -> list[list[int]]:
+    return [[item.sample for item in kept.trajectories] for kept in filtered.groups]
+
+
+def with_void() -> Group:
+    return group(played(1.0), played(sample=1, ended=Ended.VOID_TURN), played(sample=2))
+
+
+def test_nothing_to_filter() -> None:
+    filtered = apply(rewarded(0.0, 1.0), rewarded(1.0, 1.0, index=1))
+    assert (samples(filtered), filtered.no_loss, filtered.counts) == ([[0, 1], [0, 1]], frozenset(), NOTHING)
+
+
+def test_void_turns_are_removed() -> None:
+    filtered = apply(with_void())
+    assert (samples(filtered), filtered.no_loss, filtered.counts["void"]) == ([[0, 2]], frozenset(), 1)
+
+
+def test_void_turns_stay_in_the_baseline_as_published_code_has_it() -> None:
+    filtered = apply(with_void(), void_turns="loss_only")
+    assert (samples(filtered), filtered.no_loss, filtered.counts["void"]) == ([[0, 1, 2]], {(0, 1)}, 1)
+
+
+@pytest.mark.parametrize("void_turns", ["remove", "loss_only"])
+def test_a_group_of_void_turns_alone_is_dropped(void_turns: str) -> None:
+    void = group(*(played(sample=sample, ended=Ended.VOID_TURN) for sample in range(2)))
+    filtered = apply(void, void_turns=void_turns)
+    assert (filtered.groups, filtered.no_loss) == ((), frozenset())
+    assert filtered.counts == {**NOTHING, "void": 2, "dropped_empty": 1}
+
+
+def test_what_is_no_data_is_in_no_baseline() -> None:
+    filtered = apply(
+        group(
+            played(1.0),
+            played(sample=1, ended=Ended.INFRASTRUCTURE_FAILURE),
+            played(sample=2, ended=Ended.CANCELLED),
+            played(sample=3, verdict=Verdict.GRADER_TIMEOUT),
+            played(sample=4, verdict=Verdict.INCORRECT),
+        )
+    )
+    assert (samples(filtered), filtered.counts) == ([[0, 4]], {**NOTHING, "no_data": 3})
+
+
+def test_no_data_does_not_turn_a_right_group_into_one_with_variance() -> None:
+    # Scored as 0 the failure would make this group look informative.
+    failed = group(played(1.0), played(1.0, sample=1), played(sample=2, ended=Ended.INFRASTRUCTURE_FAILURE))
+    assert apply(failed, drop_zero_variance=True).counts["dropped_zero_variance"] == 1
+
+
+@pytest.mark.parametrize(
+    ("rewards", "kept"), [((0, 0, 0, 0), 0), ((1, 0, 0, 0), 1), ((1, 1, 1, 0), 1), ((1, 1, 1, 1), 0)]
+)
+def test_the_accuracy_range_includes_its_ends(rewards: tuple[float, ...], kept: int) -> None:
+    filtered = apply(rewarded(*rewards), accuracy_range=(0.25, 0.75))
+    assert (len(filtered.groups), filtered.counts["dropped_accuracy"]) == (kept, 1 - kept)
+
+
+def test_removed_void_turns_are_not_in_the_accuracy() -> None:
+    # 1 of 2 without the void turn, 1 of 3 with it.
+    assert len(apply(with_void(), accuracy_range=(0.5, 1.0)).groups) == 1
+    assert len(apply(with_void(), accuracy_range=(0.5, 1.0), void_turns="loss_only").groups) == 0
+
+
+def test_groups_without_variance_teach_nothing() -> None:
+    filtered = apply(rewarded(0.5, 0.5), rewarded(0.0, 1.0, index=1), drop_zero_variance=True)
+    assert ([kept.index for kept in filtered.groups], filtered.counts["dropped_zero_variance"]) == ([1], 1)
+
+
+def test_a_singleton_has_no_variance() -> None:
+    assert len(apply(rewarded(1.0)).groups) == 1
+    assert apply(rewarded(1.0), drop_zero_variance=True).counts["dropped_zero_variance"] == 1

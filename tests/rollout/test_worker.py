@@ -1,0 +1,141 @@
+"""The worker's ledger: nothing issued is lost, nothing is trained twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rollout.fakes import ScriptedEngine, ScriptedEnvironment, ScriptedEpisode, byte_codec, completion, ends
+
+from agentrl.errors import SettingsError, WorldError
+from agentrl.problems.arithmetic import ArithmeticSource
+from agentrl.problems.sampler import ProblemSampler
+from agentrl.rollout.driver import Driver
+from agentrl.rollout.filters import FilterRules
+from agentrl.rollout.settings import RolloutSettings
+from agentrl.rollout.worker import Harvest, RolloutWorker
+from agentrl_envs.types import Ended, Problem, Step
+
+CODEC = byte_codec()
+TURN = completion(CODEC, "aEND")
+
+
+def worker(
+    *,
+    step: Callable[[Problem, int], Step] = lambda _, made: ends(reward=float(made % 2)),
+    prompt: Callable[[Problem], str] = lambda _: "P",
+    answer: Callable[[], Any] = lambda: TURN,
+    zero_variance: bool = False,
+    **changes: Any,
+) -> RolloutWorker:
+    settings = RolloutSettings(**{"problems_per_step": 3, "group_size": 2, **changes})
+    environment = ScriptedEnvironment(lambda item, made: ScriptedEpisode([step(item, made)], prompt=prompt(item)))
+    driver = Driver(
+        environment=environment, engine=ScriptedEngine(lambda *_: answer()), codec=CODEC, settings=settings, seed=0
+    )
+    rules = FilterRules(void_turns="remove", accuracy_range=None, drop_zero_variance=zero_variance)
+    return RolloutWorker(
+        driver=driver, sampler=ProblemSampler(ArithmeticSource(seed=1), seed=2), settings=settings, rules=rules
+    )
+
+
+def ids(harvest: Harvest) -> list[tuple[int, str]]:
+    return [(group.index, group.problem.id) for group in harvest.played]
+
+
+async def test_confirmed_problems_leave_and_new_ones_follow() -> None:
+    one = worker()
+    first = await one.harvest(0)
+    one.confirm(first)
+    second = await one.harvest(1)
+    assert [index for index, _ in ids(first) + ids(second)] == [0, 1, 2, 3, 4, 5]
+    assert len({name for _, name in ids(first) + ids(second)}) == 6
+    assert {item.step for group in second.played for item in group.trajectories} == {1}
+
+
+async def test_what_was_not_confirmed_is_played_again() -> None:
+    one = worker()
+    first = await one.harvest(0)
+    assert ids(await one.harvest(0)) == ids(first)
+
+
+async def test_a_resumed_worker_issues_first_what_was_not_trained_then_what_would_have_come() -> None:
+    straight = worker()
+    expected = []
+    for step in range(3):
+        harvest = await straight.harvest(step)
+        straight.confirm(harvest)
+        expected.append(ids(harvest))
+
+    killed = worker()
+    killed.confirm(await killed.harvest(0))
+    await killed.harvest(1)  # issued, and never confirmed
+    state = json.loads(json.dumps(killed.state_dict()))
+    assert [row["index"] for row in state["ledger"]] == [3, 4, 5]
+
+    resumed = worker()
+    resumed.load_state_dict(state)
+    again = await resumed.harvest(1)
+    resumed.confirm(again)
+    assert [ids(again), ids(await resumed.harvest(2))] == expected[1:]
+
+
+async def test_oversampling_plays_more_and_trains_what_is_asked() -> None:
+    one = worker(oversampling=1.5)
+    harvest = await one.harvest(0)
+    assert (len(harvest.played), [group.index for group in harvest.groups]) == (5, [0, 1, 2])
+    assert (harvest.metrics["groups/trained"], harvest.metrics["groups/surplus"]) == (3, 2)
+    one.confirm(harvest)
+    assert one.state_dict()["ledger"] == []
+
+
+async def test_dropped_groups_are_counted_and_leave_the_ledger_too() -> None:
+    one = worker(step=lambda *_: ends(reward=1.0), zero_variance=True)
+    harvest = await one.harvest(0)
+    assert (harvest.groups, harvest.metrics["groups/dropped_zero_variance"]) == ((), 3)
+    assert (harvest.metrics["reward/mean"], harvest.metrics["groups/trained"]) == (1.0, 0)
+    one.confirm(harvest)
+    assert one.state_dict()["ledger"] == []
+
+
+async def test_failures_are_counted_and_not_averaged() -> None:
+    failing = worker(
+        step=lambda _, made: ends(Ended.INFRASTRUCTURE_FAILURE) if made % 2 else ends(reward=1.0), retries=0
+    )
+    metrics = (await failing.harvest(0)).metrics
+    assert metrics["reward/mean"] == 1.0
+    assert metrics["groups/no_data"] == metrics["groups/infrastructure_failures"] == 6 - metrics["reward/count"] > 0
+
+
+async def test_long_prompts_are_skipped_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[str] = []
+
+    def prompt(item: Problem) -> str:
+        if item.id not in seen:
+            seen.append(item.id)
+        return "long prompt" if seen.index(item.id) in (1, 2) else "P"
+
+    one = worker(prompt=prompt, max_prompt_tokens=5)
+    with caplog.at_level(logging.WARNING):
+        harvest = await one.harvest(0)
+    assert [index for index, _ in ids(harvest)] == [0, 1, 2]
+    assert [name for _, name in ids(harvest)] == [seen[0], seen[3], seen[4]]
+    assert harvest.metrics["groups/skipped_long_prompt"] == 2
+    assert f"problem {seen[1]} is skipped: its prompt has 11 tokens, rollout.max_prompt_tokens is 5" in caplog.text
+
+
+async def test_prompts_that_are_all_too_long_mean_a_wrong_limit() -> None:
+    with pytest.raises(SettingsError, match=r"rollout\.max_prompt_tokens=5"):
+        await worker(prompt=lambda _: "long prompt", max_prompt_tokens=5).harvest(0)
+
+
+async def test_past_the_step_deadline_it_says_what_is_missing_and_keeps_the_ledger() -> None:
+    slow = worker(answer=lambda: asyncio.sleep(60), step_deadline=0.05)
+    with pytest.raises(WorldError, match=r"step 4: 0 of 3 groups .* rollout.step_deadline=0.05"):
+        await slow.harvest(4)
+    assert len(slow.state_dict()["ledger"]) == 3
+    assert len(asyncio.all_tasks()) == 1
