@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.config import load_settings
+from agentrl.config.messages import known_keys
+from agentrl.config.overlays import parse_yaml
+from agentrl.problems.demonstrations import read_demonstrations
+from agentrl.problems.settings import ProblemSourceSettings
+from agentrl_envs.types import Ended
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "sandbox" / "README.md"])
+
+
+def blocks(page: str, language: str) -> list[str]:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def test_the_configuration_page_is_what_the_models_say() -> None:
+    done = subprocess.run([sys.executable, ROOT / "docs" / "generate_configuration.py", "--check"])
+    assert done.returncode == 0, "docs/configuration.md is out of date: make docs"
+
+
+def test_every_setting_is_on_the_page_with_a_meaning() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    assert [row[0] for row in rows if not row[-1].removesuffix("|").strip()] == []
+    named = {row[0].strip("| `") for row in rows}
+    sections = set(re.findall(r"^## (\S+)", text, re.MULTILINE))
+    for key in known_keys("simpletir"):
+        last = key.rpartition(".")[2]
+        assert last in named or key in sections, key
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_the_gymnasium_example_runs(tmp_path: Path) -> None:
+    example, _ = blocks("environments.md", "python")
+    done = subprocess.run([sys.executable, "-W", "error", "-c", example], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_own_environment_trains(tmp_path: Path) -> None:
+    _, example = blocks("environments.md", "python")
+    (tmp_path / "mental.py").write_text(example)
+    (command,) = blocks("environments.md", "console")
+    short = (
+        "coldstart.steps=5 coldstart.count=64 training.steps=1 evaluation.problems=2 evaluation.samples=2 "
+        "rollout.problems_per_step=2 rollout.group_size=2 name=own"
+    )
+    agentrl = command.removeprefix("$ ").split()
+    assert agentrl[0] == "agentrl"
+    script = Path(sys.executable).parent / "agentrl"
+    done = subprocess.run([script, *agentrl[1:], *short.split()], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "gymnasium environment MentalArithmetic" in done.stdout + done.stderr
+    assert json.loads((tmp_path / "runs" / "own" / "summary.json").read_text())["steps"] == 1
+
+
+def test_every_ending_is_described() -> None:
+    text = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+    assert [ended for ended in Ended if f"`{ended}`" not in text] == []
+
+
+def test_the_data_examples_are_valid(tmp_path: Path) -> None:
+    (example,) = blocks("data.md", "yaml")
+    data = parse_yaml(example, "data.md")["data"]
+    sources = [ProblemSourceSettings(**source) for source in [*data["train"], *data["eval"]]]
+    assert [source.weight for source in sources] == [3, 1, 1]
+    (demonstration,) = blocks("data.md", "json")
+    file = tmp_path / "demonstrations.jsonl"
+    file.write_text(json.dumps(json.loads(demonstration)) + "\n")
+    (read,) = read_demonstrations(file)
+    assert (read.problem.answer, len(read.turns), read.turns[1].observation) == ("43", 2, "")
+
+
+def test_the_order_of_settings_is_as_described(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("base: tiny\nrollout: {group_size: 3, problems_per_step: 5}\n")
+    settings = load_settings(None, file, ["rollout.group_size=2", "data.train.0.weight=2"])
+    assert (settings.rollout.group_size, settings.rollout.problems_per_step) == (2, 5)
+    assert (settings.data.train[0].path, settings.data.train[0].weight) == ("builtin:arithmetic", 2)

@@ -1,0 +1,137 @@
+"""Every command in README.md is run, shortened by more settings; what cannot be run again here is compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.utils.cpp_extension
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BIN = Path(sys.executable).parent
+
+NEEDS_DATA = ("word_problems", "math_tiny", "simpletir_7b", "AGENTRL_DATA_DIR")
+COLD = "coldstart.steps=20 coldstart.count=256 coldstart.variants=1"
+SHORT = (
+    f"{COLD} training.steps=2 evaluation.problems=4 evaluation.samples=2 rollout.problems_per_step=4 "
+    "rollout.group_size=4 algorithm.drop_zero_variance=false"
+)
+SHORTENED = (  # (what a command looks like, what is added to it); the first that fits counts
+    (r"make train", f"--no-print-directory VENV={sys.prefix} -o {sys.prefix}/.installed ARGS='name=made {SHORT}'"),
+    (r"make test", f"--no-print-directory VENV={sys.prefix} -o {sys.prefix}/.installed -n"),
+    (r"agentrl train .*--dry-run", ""),
+    (r"agentrl train --resume", "training.steps=3"),
+    (r"agentrl train", SHORT),
+    (r"agentrl eval", "--n 2 evaluation.problems=4"),
+    (r"agentrl coldstart", COLD),
+    (r"agentrl doctor", ""),
+)
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[str]:
+    lines = "".join(blocks("console")).replace("\\\n", " ").splitlines()
+    assert all(line.startswith("$ ") for line in lines)
+    return [line.removeprefix("$ ") for line in lines]
+
+
+def shortened(command: str) -> str:
+    fitting = [added for pattern, added in SHORTENED if re.match(pattern, command)]
+    assert fitting, f"no rule says how to shorten {command!r}"
+    return f"{command} {fitting[0]}"
+
+
+class Shell:
+    """Runs commands in one folder with a cache of its own, so that cold starts really run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        cache = folder / "cache"
+        cache.mkdir()
+        compiled = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or torch.utils.cpp_extension.get_default_build_root())
+        compiled.mkdir(parents=True, exist_ok=True)
+        (cache / "torch_extensions").symlink_to(compiled)
+        (folder / "Makefile").symlink_to(ROOT / "Makefile")
+        self.environment = {
+            **os.environ,
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "XDG_CACHE_HOME": str(cache),
+            "MPLCONFIGDIR": os.environ.get("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib")),
+            "HF_HUB_OFFLINE": "1",
+        }
+
+    def run(self, command: str) -> str:
+        """What the command said. It must succeed."""
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, f"$ {command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout + done.stderr
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    return Shell(tmp_path)
+
+
+def test_the_commands_run(shell: Shell) -> None:
+    said = {
+        command: shell.run(shortened(command))
+        for command in commands()
+        if not any(word in command for word in NEEDS_DATA)
+    }
+    assert all(tool in said["make test"] for tool in ("ruff check", "ruff format --check", "mypy", "lint-imports"))
+    assert "pytest" in said["make test"]
+    run = shell.folder / "runs" / "first"
+    assert json.loads((run / "summary.json").read_text())["steps"] == 3  # two steps, and one after --resume
+    table = re.findall(r"^\| `([^`]+)` \|", README.split("## The run directory")[1], re.MULTILINE)
+    assert {"config.yaml", "metrics.jsonl", "summary.json"} < set(table)
+    for name in table:
+        found = run / name.replace("00000012", "00000003")
+        assert found.exists(), f"{name} is in README.md and not in the run directory"
+    assert json.loads((shell.folder / "runs" / "made" / "summary.json").read_text())["steps"] == 2
+    assert (shell.folder / "policies" / "start" / "tokenizer.json").is_file()
+    assert not any("Traceback" in text for text in said.values())
+
+
+def test_the_commands_on_real_problems_run(shell: Shell, data_dir: Path) -> None:
+    shell.environment["AGENTRL_DATA_DIR"] = str(data_dir)
+    said = {
+        command: shell.run(shortened(command)) for command in commands() if any(word in command for word in NEEDS_DATA)
+    }
+    (evaluation,) = (text for command, text in said.items() if command.startswith("agentrl eval"))
+    assert "aime24" in evaluation
+    assert "amc23" in evaluation
+    (published,) = (text for command, text in said.items() if "simpletir_7b" in command)
+    assert "learning_rate: 1.0e-06" in published
+    for name in ("word_problems-1", "math_tiny-1"):
+        assert json.loads((shell.folder / "runs" / name / "summary.json").read_text())["steps"] == 2
+
+
+def test_pip_and_uv_install_what_make_installs() -> None:
+    (installed,) = re.findall(r"pip install (.*)", (ROOT / "Makefile").read_text())
+    packages = shlex.split(installed)[-4:]
+    assert packages == ["-e", "sandbox", "-e", ".[dev]"]
+    pip, uv = blocks("bash")
+    for block in (pip, uv):
+        (line,) = (line for line in block.splitlines() if " install " in line)
+        assert shlex.split(line)[-4:] == packages
+        assert ".venv/bin/agentrl train --env simpletir" in block
+    (train,) = re.findall(r"^train:.*\n\t@(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert train == "$(BIN)/agentrl train --env simpletir $(ARGS)"
+
+
+def test_the_torch_index_is_the_same_everywhere() -> None:
+    index = "https://download.pytorch.org/whl/cpu"
+    assert README.count(index) == 2
+    assert f"TORCH_INDEX={index}" in (ROOT / "Makefile").read_text()
