@@ -80,5 +80,7 @@ def _add_links() -> None:
         if os.path.islink(path):
             os.symlink(os.readlink(path), _BUILD_AT + path)
     for path, target in _LINKS.items():
+        if os.path.isdir(_BUILD_AT + path):
+            continue  # the interpreter lies below it: it stays a read-only folder that shows only that
         os.makedirs(os.path.dirname(_BUILD_AT + path), exist_ok=True)
         os.symlink(target, _BUILD_AT + path)
