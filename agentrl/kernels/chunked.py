@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from agentrl.kernels.products import add_head_weight_gradient, head_input_gradient, head_logits
 from agentrl.kernels.records import TokenStatistics, statistics_dtype
 
 _BLOCK_ELEMENTS = 1 << 23  # logits of one matrix product: 32 MB of float32
-_KEEP_ELEMENTS = 1 << 23  # up to here the logits are kept for backward
 _PIECE_ELEMENTS = 1 << 21  # logits that one elementwise pass touches: 8 MB, within the last-level cache
-
+_KEEP_ELEMENTS = 1 << 23  # a problem of at most this many logits keeps ln p for backward: cheaper than the product
 _IMPOSSIBLE = -1e4  # stands for ln 0 where 0 * ln 0 must be 0; its exponential is 0 in float64 too
 
 
@@ -52,14 +52,19 @@ class _ChunkedStatistics(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.temperature = temperature
         dtype = statistics_dtype(hidden, weight)
-        kept = _kept_logits(hidden, weight, dtype) if any(ctx.needs_input_grad) else None
-        columns = hidden.new_empty((6, hidden.shape[0]), dtype=dtype)
-        for rows, z in _logit_blocks(hidden, weight, bias, temperature, dtype, buffer=kept):
-            for piece, at in _pieces(z, rows):
-                columns[:, at] = _piece_statistics(z[piece], targets[at])
-        log_probs, entropy, sum_pi_squared, energy, log_total, maximum = columns.unbind()
-        log_normalizer = maximum + log_total if kept is None else log_total  # what is kept has its maximum subtracted
-        ctx.save_for_backward(hidden, weight, bias, targets, kept, log_normalizer, log_probs, entropy)
+        columns = hidden.new_empty((4, hidden.shape[0]), dtype=dtype)
+        kept = None
+        if any(ctx.needs_input_grad) and hidden.shape[0] * weight.shape[0] <= _KEEP_ELEMENTS:
+            for rows, z in _logit_blocks(hidden, weight, bias, temperature, dtype, size=hidden.shape[0]):
+                kept = functional.log_softmax(z, dim=-1)
+                columns[:, rows] = _piece_statistics(kept, targets[rows], clamp=bias is not None)
+        else:
+            for rows, z in _logit_blocks(hidden, weight, bias, temperature, dtype):
+                for piece, at in _pieces(z, rows):
+                    log_p = functional.log_softmax(z[piece], dim=-1)
+                    columns[:, at] = _piece_statistics(log_p, targets[at], clamp=bias is not None)
+        log_probs, entropy, sum_pi_squared, energy = columns.unbind()
+        ctx.save_for_backward(hidden, weight, bias, targets, kept, log_probs, entropy)
         ctx.mark_non_differentiable(sum_pi_squared, energy)
         return log_probs.clone(), entropy.clone(), sum_pi_squared, energy
 
@@ -68,46 +73,70 @@ class _ChunkedStatistics(torch.autograd.Function):
     def backward(ctx: Any, log_prob_gradient: Tensor | None, entropy_gradient: Tensor | None, *_: Any) -> Any:
         if log_prob_gradient is None and entropy_gradient is None:
             return None, None, None, None, None
-        hidden, weight, bias, targets, kept, log_normalizer, log_probs, entropy = ctx.saved_tensors
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        hidden, weight, bias, targets, kept, log_probs, entropy = ctx.saved_tensors
         dtype, temperature = log_probs.dtype, ctx.temperature
-        hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
-        weight_gradient = torch.zeros_like(weight, dtype=dtype) if wants_weight else None
-        bias_gradient = torch.zeros_like(bias, dtype=dtype) if wants_bias else None
-        gradients = _RowGradients(log_prob_gradient, entropy_gradient, log_normalizer, log_probs, entropy)
+        rows_of = _RowGradients(log_prob_gradient, entropy_gradient, log_probs, entropy)
+        totals = _Totals(hidden, weight, bias, ctx.needs_input_grad, temperature, dtype)
         with torch.autocast(hidden.device.type, enabled=False):
-            if kept is None:
-                blocks = _logit_blocks(hidden, weight, bias, temperature, dtype)
+            if kept is not None:
+                rows = slice(0, hidden.shape[0])
+                dz = torch.empty_like(kept)
+                rows_of.write(kept, targets, rows, out=dz)
+                totals.add(rows, dz)
             else:
-                blocks = iter([(slice(0, hidden.shape[0]), kept)])
-            for rows, z in blocks:
-                dz = z if kept is None else torch.empty_like(z)
-                for piece, at in _pieces(z, rows):
-                    gradients.write(z[piece], targets[at], at, out=dz[piece])
-                if hidden_gradient is not None:
-                    hidden_gradient[rows] = head_input_gradient(dz, weight).div_(temperature)
-                if weight_gradient is not None:
-                    add_head_weight_gradient(dz, hidden[rows].to(dtype).div(temperature), weight_gradient)
-                if bias_gradient is not None:
-                    bias_gradient += dz.sum(0).div_(temperature)
-        return (
-            hidden_gradient,
-            None if weight_gradient is None else weight_gradient.to(weight.dtype),
-            None if bias_gradient is None else bias_gradient.to(bias.dtype),
-            None,
-            None,
+                for rows, z in _logit_blocks(hidden, weight, bias, temperature, dtype):
+                    for piece, at in _pieces(z, rows):
+                        log_p = functional.log_softmax(z[piece], dim=-1)
+                        rows_of.write(log_p.clamp_(min=_IMPOSSIBLE), targets[at], at, out=z[piece])
+                    totals.add(rows, z)
+        return (*totals.gradients(), None, None)
+
+
+class _Totals:
+    """The gradients of hidden, weight and bias, collected block by block; None where not asked for."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        wanted: tuple[bool, ...],
+        temperature: float,
+        dtype: torch.dtype,
+    ) -> None:
+        self._inputs = (hidden, weight, bias)
+        self._temperature = temperature
+        self._dtype = dtype
+        self._hidden = torch.empty_like(hidden) if wanted[0] else None
+        self._weight = torch.zeros_like(weight, dtype=dtype) if wanted[1] else None
+        self._bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and wanted[2] else None
+
+    def add(self, rows: slice, dz: Tensor) -> None:
+        """Take dz [R, V], the gradient with respect to the tempered logits of these rows."""
+        hidden, weight, _ = self._inputs
+        if self._hidden is not None:
+            self._hidden[rows] = _tempered(head_input_gradient(dz, weight), self._temperature)
+        if self._weight is not None:
+            add_head_weight_gradient(dz, _tempered(hidden[rows].to(self._dtype), self._temperature), self._weight)
+        if self._bias is not None:
+            self._bias += _tempered(dz.sum(0), self._temperature)
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """(hidden, weight, bias), each in the dtype of its input."""
+        totals = (self._hidden, self._weight, self._bias)
+        return tuple(
+            None if total is None or given is None else total.to(given.dtype)
+            for total, given in zip(totals, self._inputs, strict=True)
         )
 
 
 class _RowGradients:
-    """Turns logits into the gradient with respect to them: p (-g - e (ln p + H)) + g onehot, for rows of a block.
+    """The gradient with respect to tempered logits from ln p: p (-g - e (ln p + H)) + g onehot, for rows of a block.
 
     g and e are the gradients of the loss with respect to log_prob and entropy; e is None where entropy is not used.
     """
 
-    def __init__(
-        self, g: Tensor | None, e: Tensor | None, log_normalizer: Tensor, log_probs: Tensor, entropy: Tensor
-    ) -> None:
+    def __init__(self, g: Tensor | None, e: Tensor | None, log_probs: Tensor, entropy: Tensor) -> None:
         scale = torch.zeros_like(log_probs) if g is None else g.to(log_probs.dtype)
         at_target = -torch.expm1(log_probs) * scale  # g (1 - p), without cancellation near p = 1
         offset, slope = -scale, None
@@ -115,28 +144,23 @@ class _RowGradients:
             slope = -e.to(log_probs.dtype)
             offset = offset + slope * entropy
             at_target = at_target + slope * log_probs.exp() * (log_probs.clamp(min=_IMPOSSIBLE) + entropy)
-        self._log_normalizer = log_normalizer.unsqueeze(-1)
+            slope = slope.unsqueeze(-1)
         self._offset = offset.unsqueeze(-1)
-        self._slope = None if slope is None else slope.unsqueeze(-1)
+        self._slope = slope
         self._at_target = at_target.unsqueeze(-1)
 
-    def write(self, z: Tensor, targets: Tensor, at: slice, *, out: Tensor) -> None:
-        """out [R, V] <- the gradient with respect to z [R, V], the tempered logits of the rows `at`; out may be z."""
-        torch.sub(z, self._log_normalizer[at], out=out)  # ln p
+    def write(self, log_p: Tensor, targets: Tensor, at: slice, *, out: Tensor) -> None:
+        """out [R, V] <- the gradient for the rows `at`, whose ln p [R, V] is finite and is left as it is."""
         if self._slope is None:
-            out.exp_().mul_(self._offset[at])
+            torch.exp(log_p, out=out).mul_(self._offset[at])
         else:
-            p = out.exp()
-            out.clamp_(min=_IMPOSSIBLE)
-            torch.addcmul(self._offset[at], out, self._slope[at], out=out)
-            out.mul_(p)
+            torch.addcmul(self._offset[at], log_p, self._slope[at], out=out)
+            out.mul_(log_p.exp())
         out.scatter_(-1, targets.unsqueeze(-1), self._at_target[at])
 
 
-def _kept_logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Room [N, V] for the logits of a problem so small that keeping them for backward is cheaper than a product."""
-    shape = (hidden.shape[0], weight.shape[0])
-    return hidden.new_empty(shape, dtype=dtype) if shape[0] * shape[1] <= _KEEP_ELEMENTS else None
+def _tempered(values: Tensor, temperature: float) -> Tensor:
+    return values if temperature == 1.0 else values / temperature
 
 
 def _logit_blocks(
@@ -145,21 +169,16 @@ def _logit_blocks(
     bias: Tensor | None,
     temperature: float,
     dtype: torch.dtype,
-    buffer: Tensor | None = None,
+    size: int | None = None,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, tempered logits [R, V]) block by block; the next block overwrites the memory of the last.
-
-    With a buffer [N, V] there is one block: the buffer.
-    """
+    """(rows, tempered logits [R, V]) block by block of `size` rows; the next overwrites the memory of the last."""
     total, vocabulary = hidden.shape[0], weight.shape[0]
-    size = max(1, min(total, _BLOCK_ELEMENTS // vocabulary) if buffer is None else total)
-    if buffer is None:
-        buffer = hidden.new_empty((size, vocabulary), dtype=dtype)
+    size = max(1, min(total, _BLOCK_ELEMENTS // vocabulary) if size is None else size)
+    buffer = hidden.new_empty((size, vocabulary), dtype=dtype)
     shift = None if bias is None else bias.to(dtype) / temperature
     for start in range(0, total, size):
         rows = slice(start, min(start + size, total))
-        z = buffer[: rows.stop - start]
-        head_logits(hidden[rows].to(dtype) / temperature, weight, z)
+        z = head_logits(_tempered(hidden[rows].to(dtype), temperature), weight, buffer[: rows.stop - start])
         if shift is not None:
             z += shift
         yield rows, z
@@ -173,29 +192,21 @@ def _pieces(z: Tensor, rows: slice) -> Iterator[tuple[slice, slice]]:
         yield slice(start, stop), slice(rows.start + start, rows.start + stop)
 
 
-def _piece_statistics(z: Tensor, targets: Tensor) -> Tensor:
-    """[6, R]: log_prob, entropy, sum_pi_squared, energy, ln Z1 and M of tempered logits z [R, V]; z becomes z - M.
+def _piece_statistics(log_p: Tensor, targets: Tensor, *, clamp: bool) -> Tensor:
+    """[4, R]: log_prob, entropy, sum_pi_squared, energy from ln p [R, V]; with `clamp` -inf becomes finite there.
 
     The target is kept out of the sums and added last: where it has nearly all the mass, ln p = -log1p(rest / own) and
-    1 - p = rest / (rest + own) keep their relative accuracy.
+    so 1 - p keep their relative accuracy.
     """
     index = targets.unsqueeze(-1)
-    maximum = z.amax(-1, keepdim=True)
-    z.sub_(maximum)
-    own_z = z.gather(-1, index).squeeze(-1)
-    own = own_z.exp()
-    e = z.exp()
-    e.scatter_(-1, index, 0.0)
-    rest = e.sum(-1)
-    squares = torch.linalg.vector_norm(e, dim=-1).square()
-    weighted = e.mul_(z).sum(-1)
-    if not bool(torch.isfinite(weighted).all()):
-        weighted = z.exp().scatter_(-1, index, 0.0).mul_(z.clamp(min=_IMPOSSIBLE)).sum(-1)
-    total = rest + own
-    log_total = torch.where(own_z > -1.0, own_z + torch.log1p(rest / own), total.log())
-    log_probs = own_z - log_total
-    entropy = log_total - (weighted + own * own_z.clamp(min=_IMPOSSIBLE)) / total
-    squares = squares / total.square()
+    rough = log_p.gather(-1, index).squeeze(-1)
+    if clamp:
+        log_p.clamp_(min=_IMPOSSIBLE)
+    p = log_p.exp().scatter_(-1, index, 0.0)
+    own, rest = rough.exp(), p.sum(-1)
+    squares = torch.linalg.vector_norm(p, dim=-1).square()
+    log_probs = torch.where(rough > -1.0, -torch.log1p(rest / own), rough)
+    entropy = -(p.mul_(log_p).sum(-1) + own * rough.clamp(min=_IMPOSSIBLE))
     sum_pi_squared = (2 * log_probs).exp() + squares
     energy = torch.expm1(log_probs).square() + squares
-    return torch.stack([log_probs, entropy, sum_pi_squared, energy, log_total, maximum.squeeze(-1)])
+    return torch.stack([log_probs, entropy, sum_pi_squared, energy])
