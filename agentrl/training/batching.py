@@ -47,23 +47,24 @@ def pack(units: Sequence[Sequence[Trajectory]], budget: int, *, ranks: int) -> l
     Units (a group, or a single trajectory) are sorted by length, so that little is padded; each bin goes to the rank
     with the least work so far. A unit larger than the budget gets a bin of its own.
     """
-    bins: list[list[Trajectory]] = []
-    width = 0
+    bins: list[list[Sequence[Trajectory]]] = []
+    rows_inside = width = 0
     for unit in sorted(units, key=_width, reverse=True):
-        if bins and (len(bins[-1]) + len(unit)) * width <= budget:
-            bins[-1].extend(unit)
+        if bins and (rows_inside + len(unit)) * width <= budget:
+            bins[-1].append(unit)
+            rows_inside += len(unit)
             continue
-        bins.append(list(unit))
-        width = _width(unit)
-    bins = _at_least(bins, ranks, units)
+        bins.append([unit])
+        rows_inside, width = len(unit), _width(unit)
     plans: list[list[MicroBatch]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    for rows in bins:
+    for rows in [[row for unit in one for row in unit] for one in _at_least(bins, ranks)]:
         rank = loads.index(min(loads))
         plans[rank].append(MicroBatch(trajectories=tuple(rows)))
         loads[rank] += len(rows) * _width(rows)
     most = max(len(plan) for plan in plans)
-    filler = MicroBatch(trajectories=(min(bins[0], key=lambda item: item.length),), dummy=True)
+    shortest = min((row for unit in units for row in unit), key=lambda item: item.length)
+    filler = MicroBatch(trajectories=(shortest,), dummy=True)
     return [plan + [filler] * (most - len(plan)) for plan in plans]
 
 
@@ -118,13 +119,11 @@ def _width(unit: Sequence[Trajectory]) -> int:
     return max(item.length for item in unit)
 
 
-def _at_least(
-    bins: list[list[Trajectory]], ranks: int, units: Sequence[Sequence[Trajectory]]
-) -> list[list[Trajectory]]:
-    """With fewer bins than ranks and units enough, one bin a rank."""
-    if len(bins) >= ranks or len(units) < ranks:
-        return bins
-    ordered = sorted(units, key=_width, reverse=True)
-    size = -(-len(ordered) // ranks)
-    parts = [ordered[start : start + size] for start in range(0, len(ordered), size)]
-    return [[item for unit in part for item in unit] for part in parts]
+def _at_least(bins: list[list[Sequence[Trajectory]]], ranks: int) -> list[list[Sequence[Trajectory]]]:
+    """The largest bins cut in two until every rank has one, as far as there are units."""
+    while len(bins) < ranks and any(len(units) > 1 for units in bins):
+        largest = max(bins, key=lambda units: (len(units) > 1, sum(map(len, units)) * max(map(_width, units))))
+        place = bins.index(largest)
+        half = (len(largest) + 1) // 2
+        bins[place : place + 1] = [largest[:half], largest[half:]]
+    return bins

@@ -6,14 +6,16 @@ import logging
 import math
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed
-from torch import Tensor
+from torch import Tensor, nn
 
 from agentrl.errors import SettingsError
+from agentrl.kernels import TokenStatistics
 from agentrl.models.policy import PolicyModel
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 
@@ -123,12 +125,20 @@ class TrainingEngine:
             eps=optimizer.epsilon,
             fused=True,
         )
+        # Without ZeRO and bfloat16 DeepSpeed clips but does not tell the norm: there it is done here.
+        self._clips_here = training.zero_stage == 0 and not bfloat16
+        self._norm = math.nan
+        if self._clips_here:
+            adamw.register_step_pre_hook(self._clip(decayed + others, optimizer.gradient_clip))
         config = deepspeed_config(
             zero_stage=training.zero_stage,
             bfloat16=bfloat16,
-            gradient_clip=optimizer.gradient_clip,
+            gradient_clip=0.0 if self._clips_here else optimizer.gradient_clip,
             world_size=self.world_size,
         )
+        # DeepSpeed's hooks, which gather a sharded weight again for the backward pass, see tensors in tuples and
+        # dictionaries only: between these two hooks of ours the head's output is a dictionary.
+        module.head.register_forward_hook(_statistics_as_dictionary)
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=adamw,
@@ -137,6 +147,7 @@ class TrainingEngine:
             ),
             config=config,
         )
+        module.head.register_forward_hook(_statistics_from_dictionary)
         self.module = module
         self.device = self._engine.device
 
@@ -150,8 +161,15 @@ class TrainingEngine:
     def step(self) -> float:
         """Clip, update, advance the schedule, clear gradients. Returns the gradient norm before clipping."""
         self._engine.step()
-        norm = self._engine.get_global_grad_norm()
-        return float(norm) if norm is not None else float("nan")
+        return self._norm if self._clips_here else float(self._engine.get_global_grad_norm())
+
+    def _clip(self, parameters: list[nn.Parameter], maximum: float) -> Callable[..., None]:
+        """A hook that runs before the optimizer's step, on gradients that are summed over ranks."""
+
+        def clip(*_: object) -> None:
+            self._norm = float(torch.nn.utils.clip_grad_norm_(parameters, maximum))
+
+        return clip
 
     @property
     def learning_rate(self) -> float:
@@ -181,6 +199,14 @@ class TrainingEngine:
         torch.set_rng_state(state["cpu"])
         if "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"])
+
+
+def _statistics_as_dictionary(head: nn.Module, inputs: object, output: Any) -> Any:
+    return dict(vars(output)) if isinstance(output, TokenStatistics) else output
+
+
+def _statistics_from_dictionary(head: nn.Module, inputs: object, output: Any) -> Any:
+    return TokenStatistics(**output) if isinstance(output, dict) else output
 
 
 def _random_state() -> dict[str, Tensor]:

@@ -40,6 +40,7 @@ class StepMeter:
         names = (*_TOKEN_KEYS, *_ROW_KEYS, "tokens", "rows", "policy/loss", *_LOSS_KEYS, "loss_tokens")
         self._index = {name: place for place, name in enumerate(names)}
         self._sums = torch.zeros(len(names), dtype=torch.float64, device=device)
+        self._loss_keys: set[str] = set()  # those that the loss reports
 
     def add_tokens(self, batch: Batch, statistics: dict[str, Tensor], advantages: Tensor) -> None:
         """Account for the first forward over a micro-batch's trajectories."""
@@ -62,6 +63,7 @@ class StepMeter:
         self._add("loss_tokens", tokens)
         for name in _LOSS_KEYS:
             if name in metrics:
+                self._loss_keys.add(name)
                 self._add(name, metrics[name] * tokens)
 
     def fidelity(self, reduce: Reduce) -> float:
@@ -71,11 +73,13 @@ class StepMeter:
         return difference / max(tokens, 1.0)
 
     def reduce(self, reduce: Reduce) -> dict[str, float]:
-        """Averages over tokens, trajectories and the loss's tokens of all ranks."""
+        """Averages over tokens, trajectories and the loss's tokens of all ranks; none of them without a token."""
         sums = dict(zip(self._index, reduce(self._sums.clone()).tolist(), strict=True))
-        metrics = {name: sums[name] / max(sums["tokens"], 1.0) for name in _TOKEN_KEYS}
-        metrics |= {name: sums[name] / max(sums["rows"], 1.0) for name in _ROW_KEYS}
-        metrics |= {f"policy/{name}": sums[name] / max(sums["loss_tokens"], 1.0) for name in _LOSS_KEYS}
+        if not sums["tokens"]:
+            return {"policy/tokens": 0.0}
+        metrics = {name: sums[name] / sums["tokens"] for name in _TOKEN_KEYS}
+        metrics |= {name: sums[name] / sums["rows"] for name in _ROW_KEYS}
+        metrics |= {f"policy/{name}": sums[name] / max(sums["loss_tokens"], 1.0) for name in sorted(self._loss_keys)}
         metrics["policy/loss"] = sums["policy/loss"]
         metrics["policy/tokens"] = sums["tokens"]
         return metrics

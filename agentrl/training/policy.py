@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
 
 
-def starting_policy(settings: Settings, console: Console) -> str:
+def starting_policy(settings: Settings, console: Console, *, say_found: bool = True) -> str:
     """Directory or id of the policy to start from; makes and caches it by a cold start where one is asked for."""
     if settings.coldstart.demonstrations is None and settings.model.path is not None:
         return settings.model.path
     loaded = read_cold_demonstrations(settings)
     path = cached_policy(settings, loaded.demonstrations)
     if path.exists():
-        console.note(f"policy: {path} (cold start of an earlier run)")
+        if say_found:
+            console.note(f"policy: {path} (cold start of an earlier run)")
         return str(path)
     console.note(f"cold start: {settings.coldstart.steps} steps on {loaded.description}")
     make_policy(settings, path, console)
@@ -66,6 +67,7 @@ def coldstart_command(settings: Settings, output: Path) -> None:
     Raises SettingsError before any work when something lies there or nothing can be written there.
     """
     _claim(output)
+    quieten_libraries()
     set_threads(settings, processes=1)
     make_policy(settings, output, Console(settings.telemetry))
 
@@ -77,6 +79,13 @@ def _claim(output: Path) -> None:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingsError(f"--output {output}: cannot be made: {error.strerror}") from error
+
+
+def quieten_libraries() -> None:
+    """No progress bars of `transformers` among our own lines."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def set_threads(settings: Settings, *, processes: int) -> None:

@@ -17,7 +17,7 @@ from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import describe_machine
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.deepspeed_engine import from_rank_zero, start_distributed
-from agentrl.training.policy import set_threads, starting_policy
+from agentrl.training.policy import quieten_libraries, set_threads, starting_policy
 from agentrl.training.preflight import check_inputs
 from agentrl.training.session import INTERRUPTED, Session
 
@@ -40,7 +40,7 @@ def train(settings: Settings, resume: bool) -> int:
             return run_rank(settings, run, resume=resume)
         from agentrl.training.launch import launch
 
-        starting_policy(settings, console)
+        starting_policy(settings, console, say_found=False)  # rank 0 will
     except KeyboardInterrupt:
         console.note("stopped before training began")
         return INTERRUPTED
@@ -74,13 +74,6 @@ def run_rank(settings: Settings, run: RunDirectory | None, *, resume: bool) -> i
                 return session.loop()
             finally:
                 session.close()
-
-
-def quieten_libraries() -> None:
-    """No progress bars of `transformers` among the run's lines."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
 
 
 @contextmanager

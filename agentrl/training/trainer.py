@@ -70,7 +70,9 @@ class Trainer:
         self._engine.module.train()
         meter = StepMeter(self._engine.device)
         monitor = self._monitor(plan)
-        if plan.passes.one_forward:
+        if not plan.updates:
+            norms = []
+        elif plan.passes.one_forward:
             norms = [self._one_forward(plan, update, meter, monitor, before_update) for update in plan.updates]
         else:
             norms = self._two_passes(plan, meter, monitor, before_update)

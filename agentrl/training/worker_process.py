@@ -26,7 +26,7 @@ from agentrl.errors import AgentRLError
 from agentrl.models.loading import read_model
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.environment import build_environment
-from agentrl.training.policy import set_threads
+from agentrl.training.policy import quieten_libraries, set_threads
 from agentrl.training.service import InterruptedRunError, LocalService
 from agentrl.training.wire import Failure, Reply, Request, Startup
 from agentrl.weights.transports import read_weights
@@ -230,6 +230,7 @@ def main() -> None:
         signal.signal(name, signal.SIG_IGN)
     first, control = (Connection(int(handle)) for handle in sys.argv[1:3])
     startup: Startup = first.recv()
+    quieten_libraries()
     # The ranks rest while this process works, so it may use every core.
     set_threads(startup.settings, processes=1)
     server = Server(first, control)

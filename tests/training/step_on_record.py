@@ -1,0 +1,203 @@
+"""One training step on recorded trajectories, for as many ranks as the environment says: ``OUTPUT NAME...``.
+
+Run by test_one_step.py in processes of its own. Every case runs with its own ZeRO stage; rank 0 writes what came out.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from agentrl.models.policy import PolicyModel
+from agentrl.rollout.worker import Harvest
+from agentrl.training.batching import plan_step
+from agentrl.training.deepspeed_engine import TrainingEngine, start_distributed
+from agentrl.training.settings import AlgorithmSettings, OptimizerSettings, TrainingSettings
+from agentrl.training.trainer import Trainer
+from agentrl.trajectory import Group, Segment, Trajectory
+from agentrl.weights.sources import full_parameters
+from agentrl_envs.types import Ended, Problem
+
+GROUPS = 7
+GROUP_SIZE = 4
+VOCABULARY = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What differs between two steps on the same record."""
+
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    zero_stage: int = 0
+    budget: int = 1_000_000
+    tied: bool = True
+    gradient_checkpointing: bool = False
+    void: bool = False
+    dtype: torch.dtype = torch.float32
+    learning_rate: float = 3.0
+
+    def settings(self) -> AlgorithmSettings:
+        return AlgorithmSettings(**{"fidelity_bound": 1e9, **self.algorithm})
+
+
+_TWO_PASSES = {"estimator": "grpo", "normalize": "whiten"}
+_PPO = {"estimator": "grpo", "loss": "ppo", "updates_per_step": 2}
+CASES = {
+    "token_mean": Case(zero_stage=1, algorithm={"head_exact_every": 1}),
+    "token_sum": Case(zero_stage=0, algorithm={"aggregation": "token_sum"}),
+    "seq_mean_token_mean": Case(zero_stage=2, algorithm={"aggregation": "seq_mean_token_mean"}),
+    "seq_mean_token_sum": Case(
+        zero_stage=3, algorithm={"aggregation": "seq_mean_token_sum", "entropy_coefficient": 0.3, "head_exact_every": 1}
+    ),
+    "seq_mean_token_sum_norm": Case(
+        zero_stage=3,
+        tied=False,
+        gradient_checkpointing=True,
+        algorithm={"aggregation": "seq_mean_token_sum_norm", "norm_length": 9},
+    ),
+    "checkpointed_tied": Case(zero_stage=3, gradient_checkpointing=True),
+    "whitened": Case(zero_stage=2, algorithm=_TWO_PASSES),
+    "whitened_zero3": Case(zero_stage=3, algorithm=_TWO_PASSES),
+    "two_updates": Case(zero_stage=1, learning_rate=0.5, algorithm=_PPO),
+    "void_rows": Case(zero_stage=2, void=True, algorithm={"void_turns": "loss_only"}),
+    "void_rows_two_passes": Case(zero_stage=3, void=True, algorithm={"void_turns": "loss_only", **_TWO_PASSES}),
+}
+"""Each is trained whole (one rank, one micro-batch, ZeRO 0) and in parts, and must come out the same."""
+
+FEW_GROUPS = ("token_mean", "token_sum", "seq_mean_token_sum_norm", "whitened_zero3")
+"""Those that are also trained on a single group, and on none."""
+
+WHOLE_GROUPS, SINGLE_ROWS = 160, 40
+"""Token budgets: one group of at most 4 x 40 tokens, one trajectory."""
+
+
+def harvest(*, void: bool = False, groups: int = GROUPS) -> Harvest:
+    """A fixed step's rollouts: up to three turns of random tokens with observations between, rewards 0 and 1."""
+    draw = random.Random(7)
+    made = tuple(
+        Group(
+            problem=_problem(index),
+            index=index,
+            trajectories=tuple(_trajectory(draw, index, sample) for sample in range(GROUP_SIZE)),
+        )
+        for index in range(groups)
+    )
+    no_loss = frozenset((index, index % GROUP_SIZE) for index in range(0, groups, 2)) if void else frozenset()
+    return Harvest(step=1, played=made, groups=made, no_loss=no_loss, metrics={})
+
+
+def _problem(index: int) -> Problem:
+    return Problem(id=f"recorded-{index}", statement="?", answer="1", source="record")
+
+
+def _trajectory(draw: random.Random, group: int, sample: int) -> Trajectory:
+    segments = []
+    turns = draw.randint(1, 3)
+    for turn in range(turns):
+        reward = float(sample % 2) if turn == turns - 1 else 0.0
+        tokens = _tokens(draw, draw.randint(1, 6))
+        segments.append(
+            Segment(
+                origin="model",
+                token_ids=tokens,
+                text="",
+                log_probs=tuple(-draw.random() for _ in tokens),
+                version_spans=((0, len(tokens)),),
+                reward=reward,
+            )
+        )
+        if turn < turns - 1:
+            segments.append(Segment(origin="observation", token_ids=_tokens(draw, draw.randint(1, 4)), text=""))
+    return Trajectory(
+        problem=_problem(group),
+        step=1,
+        group=group,
+        sample=sample,
+        prompt_ids=_tokens(draw, draw.randint(2, 10)),
+        segments=tuple(segments),
+        ended=Ended.ANSWERED,
+    )
+
+
+def _tokens(draw: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(draw.randrange(VOCABULARY) for _ in range(count))
+
+
+def tiny_model(*, tied: bool = True, gradient_checkpointing: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+    """A seeded Qwen2 of 20 thousand parameters."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(3)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            tie_word_embeddings=tied,
+            initializer_range=0.2,
+        )
+    ).to(dtype)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def step(case: Case, *, groups: int = GROUPS) -> dict[str, Any]:
+    """Train one step; the change of every parameter and the step's metrics."""
+    algorithm = case.settings()
+    model = tiny_model(tied=case.tied, gradient_checkpointing=case.gradient_checkpointing, dtype=case.dtype)
+    before = _flat(model)
+    policy = PolicyModel(model)
+    engine = TrainingEngine(
+        policy,
+        # With epsilon 1 a step is nearly proportional to the gradient, so small differences stay small.
+        optimizer=OptimizerSettings(learning_rate=case.learning_rate, epsilon=1.0, weight_decay=0.0, gradient_clip=1e9),
+        training=TrainingSettings(zero_stage=case.zero_stage),
+        bfloat16=case.dtype == torch.bfloat16,
+        updates=10,
+    )
+    plans = plan_step(harvest(void=case.void, groups=groups), algorithm, budget=case.budget, ranks=engine.world_size)
+    trainer = Trainer(engine, algorithm, temperature=0.8, pad_id=0, fidelity_bound=1e9)
+    metrics = trainer.train(plans[engine.rank])
+    return {
+        "delta": _flat(model) - before,
+        "metrics": metrics,
+        "micro_batches": [len(update.micro_batches) for update in plans[0].updates],
+        "one_forward": plans[0].passes.one_forward,
+    }
+
+
+def _flat(model: Any) -> torch.Tensor:
+    return torch.cat([value.double().flatten().clone() for _, value in full_parameters(model)])
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rank, world = start_distributed()
+    results = {}
+    for name, case in CASES.items():
+        if world == 1:
+            results[f"{name}/whole"] = step(replace(case, zero_stage=0))
+        results[f"{name}/groups"] = step(replace(case, budget=WHOLE_GROUPS))
+        if not case.settings().head_exact_every:
+            results[f"{name}/rows"] = step(replace(case, budget=SINGLE_ROWS))
+        if name in FEW_GROUPS:
+            # One group for two ranks: one of them has dummies alone where groups stay whole.
+            results[f"{name}/one_group"] = step(replace(case, budget=WHOLE_GROUPS), groups=1)
+            results[f"{name}/none"] = step(case, groups=0)
+    for stage in (0, 2):
+        results[f"bfloat16/{stage}"] = step(Case(zero_stage=stage, budget=WHOLE_GROUPS, dtype=torch.bfloat16))
+    if rank == 0:
+        torch.save(results, sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""One step on recorded trajectories is the same step, however it is split over micro-batches, ranks and ZeRO stages."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).with_name("step_on_record.py")
+CASES = (
+    "token_mean",
+    "token_sum",
+    "seq_mean_token_mean",
+    "seq_mean_token_sum",
+    "seq_mean_token_sum_norm",
+    "checkpointed_tied",
+    "whitened",
+    "whitened_zero3",
+    "two_updates",
+    "void_rows",
+    "void_rows_two_passes",
+)
+FEW_GROUPS = ("token_mean", "token_sum", "seq_mean_token_sum_norm", "whitened_zero3")
+HEAD_EXACT = ("token_mean", "seq_mean_token_sum")
+Results = dict[str, dict[str, Any]]
+
+
+def start_ranks(ranks: int, output: Path) -> list[subprocess.Popen[str]]:
+    """The script on ``ranks`` ranks; rank 0 writes ``output``."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    network = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(output)],
+            env={**os.environ, **network, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Results]:
+    """What one rank and what two ranks made of the record, run side by side."""
+    folder = tmp_path_factory.mktemp("results")
+    started = {ranks: start_ranks(ranks, folder / f"{ranks}.pt") for ranks in (1, 2)}
+    for processes in started.values():
+        said = [process.communicate(timeout=300)[0] for process in processes]
+        assert {process.returncode for process in processes} == {0}, "\n".join(said)
+    return {ranks: torch.load(folder / f"{ranks}.pt", weights_only=False) for ranks in started}
+
+
+@pytest.fixture(scope="module")
+def alone(results: dict[int, Results]) -> Results:
+    return results[1]
+
+
+@pytest.fixture(scope="module")
+def pair(results: dict[int, Results]) -> Results:
+    return results[2]
+
+
+def assert_same_step(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Parameters' changes and gradient norm to 1e-6 relative; what was measured, summed in float32, to 2e-5.
+
+    A second update starts from parameters that differ in their last digits, which it magnifies.
+    """
+    bound = 1e-6 if one["metrics"]["policy/updates"] == 1 else 1e-5
+    distance = float((one["delta"] - other["delta"]).norm() / one["delta"].norm())
+    assert distance < bound
+    assert float(one["delta"].norm()) > 1e-2
+    for name, value in one["metrics"].items():
+        assert other["metrics"][name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
+    norms = [item["metrics"]["policy/gradient_norm"] for item in (one, other)]
+    assert norms[0] == pytest.approx(norms[1], rel=bound)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_micro_batches_do_not_change_the_step(alone: Results, case: str) -> None:
+    whole, groups = alone[f"{case}/whole"], alone[f"{case}/groups"]
+    assert max(whole["micro_batches"]) == 1
+    assert sum(groups["micro_batches"]) >= 3
+    assert_same_step(whole, groups)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_do_not_change_the_step(alone: Results, pair: Results, case: str) -> None:
+    assert_same_step(alone[f"{case}/whole"], pair[f"{case}/groups"])
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name not in HEAD_EXACT])
+def test_groups_that_do_not_fit_a_micro_batch_are_split_by_rows(alone: Results, pair: Results, case: str) -> None:
+    assert not pair[f"{case}/rows"]["one_forward"]
+    assert_same_step(alone[f"{case}/whole"], alone[f"{case}/rows"])
+    assert_same_step(alone[f"{case}/whole"], pair[f"{case}/rows"])
+
+
+@pytest.mark.parametrize("case", FEW_GROUPS)
+def test_a_rank_without_data_takes_part_and_weighs_nothing(alone: Results, pair: Results, case: str) -> None:
+    assert_same_step(alone[f"{case}/one_group"], pair[f"{case}/one_group"])
+
+
+@pytest.mark.parametrize("case", FEW_GROUPS)
+def test_a_step_without_groups_changes_nothing(alone: Results, pair: Results, case: str) -> None:
+    for results in (alone, pair):
+        empty = results[f"{case}/none"]
+        assert float(empty["delta"].abs().max()) == 0.0
+        assert empty["metrics"]["policy/updates"] == 0
+        assert "policy/loss" not in empty["metrics"]
+        assert "policy/entropy" not in empty["metrics"]
+
+
+def test_one_forward_is_taken_where_it_serves(alone: Results) -> None:
+    assert alone["token_mean/groups"]["one_forward"]
+    assert alone["void_rows/groups"]["one_forward"]
+    assert not alone["whitened/whole"]["one_forward"]
+    assert alone["two_updates/whole"]["metrics"]["policy/updates"] == 2
+
+
+def test_head_exact_variance_is_that_of_all_ranks_groups(alone: Results, pair: Results) -> None:
+    one, two = (results["token_mean/groups"]["metrics"] for results in (alone, pair))
+    assert one["variance/head_exact_P"] > one["variance/head_exact_S"] > 0
+    for name in ("variance/head_exact_P", "variance/head_exact_S", "variance/head_exact_var"):
+        assert two[name] == pytest.approx(one[name], rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bfloat16_trains(results: dict[int, Results], ranks: int, stage: int) -> None:
+    step = results[ranks][f"bfloat16/{stage}"]
+    exact = results[1]["token_mean/whole"]
+    cosine = torch.nn.functional.cosine_similarity(exact["delta"], step["delta"], dim=0)
+    assert float(cosine) > 0.98
+    assert step["metrics"]["policy/gradient_norm"] == pytest.approx(exact["metrics"]["policy/gradient_norm"], rel=0.1)
