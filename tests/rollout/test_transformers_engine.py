@@ -14,6 +14,7 @@ from rollout.fakes import EOS, byte_codec, tiny_model
 
 from agentrl.errors import SettingsError
 from agentrl.rollout.engines.base import Completion, EngineError, Sampling
+from agentrl.rollout.engines.batcher import Batcher, Request
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.settings import RolloutSettings
 
@@ -336,3 +337,30 @@ async def test_deterministic_results_are_bitwise_equal_for_any_order_of_arrival(
     shuffled = list(range(16))
     random.Random(1).shuffle(shuffled)
     assert await _round(list(range(16))) == await _round(shuffled) == await _round(list(range(16))[::-1])
+
+
+def test_cancelled_requests_do_not_hold_up_new_weights() -> None:
+    # The driver cancels and the trainer publishes before the engine's thread has seen the cancellation.
+    batcher = Batcher(
+        tiny_model(), eos_ids=frozenset({EOS}), table=CODEC.table, max_batch_tokens=64, kv_cache_tokens=512
+    )
+    requests = [
+        Request(
+            token_ids=(1, 2),
+            sampling=Sampling(max_tokens=50),
+            trajectory_id=name,
+            request_id=name,
+            seed=0,
+            stop=(),
+        )
+        for name in ("runs", "waits")
+    ]
+    batcher.add(requests[0])
+    batcher.advance()
+    batcher.add(requests[1])
+    with pytest.raises(EngineError, match="weights cannot change"):
+        batcher.clear()
+    for request in requests:
+        request.cancelled = True
+    batcher.clear()
+    assert not batcher.busy
