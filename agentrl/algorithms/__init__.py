@@ -21,14 +21,6 @@ from agentrl.algorithms.estimators import (
     TokenBaselineOptions,
     register_estimator,
 )
-from agentrl.algorithms.filters import (
-    VOID_TURN_MODES,
-    Selection,
-    group_sizes,
-    groups_within,
-    mixed_groups,
-    select_trajectories,
-)
 from agentrl.algorithms.kl import KL_ESTIMATORS, kl_penalty
 from agentrl.algorithms.losses import (
     LOSSES,
@@ -51,7 +43,6 @@ __all__ = [
     "LOSSES",
     "NORMALIZATIONS",
     "TAILS",
-    "VOID_TURN_MODES",
     "AdvantageInputs",
     "Advantages",
     "AlgorithmError",
@@ -68,23 +59,18 @@ __all__ = [
     "PolicyLoss",
     "Rollouts",
     "ScalarOptions",
-    "Selection",
     "TokenBaselineOptions",
     "UnknownNameError",
     "aggregate",
     "compute_advantages",
     "diagonal_proxy",
     "diagonal_proxy_power",
-    "group_sizes",
-    "groups_within",
     "kl_penalty",
     "logit_proxy_energy",
     "loss_normalizer",
     "mismatch_metrics",
-    "mixed_groups",
     "policy_loss",
     "realized_energy",
     "register_estimator",
     "register_loss",
-    "select_trajectories",
 ]

@@ -15,7 +15,11 @@ _LOSS_KEYS = ("clip_low", "clip_high", "dual_clip")
 
 def estimator_options(settings: AlgorithmSettings) -> dict[str, Any]:
     """Options of ``settings.estimator``; a setting that it does not know and that was changed is an error."""
-    return _options(settings, "estimator", settings.estimator, ESTIMATORS, _ESTIMATOR_KEYS)
+    options = _options(settings, "estimator", settings.estimator, ESTIMATORS, _ESTIMATOR_KEYS)
+    if "loss_aggregation" in ESTIMATORS.option_names(settings.estimator):
+        # An optimal baseline weighs tokens as the loss does (FORMULAS: section 4).
+        options["loss_aggregation"] = settings.aggregation
+    return options
 
 
 def loss_options(settings: AlgorithmSettings) -> dict[str, Any]:
