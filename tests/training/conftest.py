@@ -1,0 +1,127 @@
+"""A small policy made by the real cold start, and the command line in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMALL = ["--config", "tiny", "model.tiny.hidden_size=48", "model.tiny.layers=2", "coldstart.count=1024"]
+DEADLINE = 240.0
+
+
+_SHORT = [
+    "rollout.problems_per_step=3",
+    "rollout.group_size=4",
+    "algorithm.drop_zero_variance=false",
+    "algorithm.entropy_coefficient=0.01",
+    "optimizer.warmup_steps=1",
+    "evaluation.samples=2",
+    "evaluation.falsified=false",
+    "telemetry.plots=false",
+    "training.threads=1",
+    "training.steps=4",
+    "checkpoint.every=2",
+]
+
+
+class CommandLine:
+    """``agentrl`` in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tally = folder / "tally"
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """A command in a process group of its own."""
+        quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        environment = os.environ | quiet | {"PYTHONPATH": str(Path(__file__).parent)}
+        return subprocess.Popen(
+            [sys.executable, "-m", "agentrl.cli", *arguments],
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *arguments: str, code: int = 0) -> str:
+        """A command to its end; what it said. Its exit code must be ``code``."""
+        process = self.start(*arguments)
+        said = process.communicate(timeout=DEADLINE)[0]
+        assert process.returncode == code, said
+        return said
+
+    def simpletir(self, policy: Path, *overrides: str) -> list[str]:
+        """The arguments of four steps with the real environment."""
+        own = [f"model.path={policy}", "coldstart.demonstrations=null", "data.eval.0.path=builtin:arithmetic"]
+        return ["train", *SMALL, *own, *_SHORT, "evaluation.problems=3", *overrides]
+
+    def counting(self, policy: Path, *overrides: str) -> list[str]:
+        """The arguments of four steps with an environment that counts its steps and needs no sandbox."""
+        environment = ["--env", "counting_env:CountingEnv", f"environment.kwargs.tally={self.tally}"]
+        data = ["data.train.0.path=builtin:arithmetic", "data.eval.0.path=builtin:arithmetic"]
+        model = [f"model.path={policy}", "model.dtype=float32", "optimizer.learning_rate=1e-3"]
+        lengths = ["rollout.max_prompt_tokens=300", "rollout.max_turn_tokens=12", "rollout.max_response_tokens=64"]
+        return ["train", *environment, *data, *model, *lengths, *_SHORT, "evaluation.problems=1", *overrides]
+
+    def tallied(self) -> int:
+        """Steps of the counting environment so far."""
+        return self.tally.stat().st_size if self.tally.exists() else 0
+
+    def metrics(self, name: str) -> list[dict[str, Any]]:
+        """The rows so far, a torn last line left out."""
+        path = self.folder / "runs" / name / "metrics.jsonl"
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+    def steps(self, name: str) -> list[int]:
+        """The trained steps in the order of their rows."""
+        return [row["step"] for row in self.metrics(name) if "policy/updates" in row]
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Return when ``condition`` holds; the process must not end before."""
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="session")
+def cold_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made by ``agentrl coldstart`` from demonstrations, in a few seconds; right now and then."""
+    folder = tmp_path_factory.mktemp("cold-policy")
+    CommandLine(folder).run("coldstart", "--output", "policy", *SMALL, "coldstart.steps=120", "coldstart.batch_size=24")
+    return folder / "policy"
+
+
+@pytest.fixture(scope="session")
+def random_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained tiny policy with its tokenizer."""
+    from agentrl.models.loading import write_model
+    from agentrl.models.settings import TinyModelSettings
+    from agentrl.models.tiny import build_tiny_model, train_tokenizer
+
+    settings = TinyModelSettings(vocabulary_size=300, hidden_size=32, layers=2, heads=2, intermediate_size=48)
+    tokenizer = train_tokenizer(["1 + 1 = 2\n"], vocabulary_size=settings.vocabulary_size)
+    folder = tmp_path_factory.mktemp("random-policy") / "policy"
+    model = build_tiny_model(settings, tokenizer, seed=5)
+    write_model(folder, model=model, tokenizer=tokenizer, title="random", body="Untrained.")
+    return folder
+
+
+@pytest.fixture
+def command_line(tmp_path: Path) -> CommandLine:
+    """``agentrl`` in an empty folder."""
+    return CommandLine(tmp_path)

@@ -1,0 +1,39 @@
+"""A gymnasium text environment of two turns that any policy plays: it rewards short turns and counts its steps."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+
+from agentrl_envs.spaces import UnicodeText
+
+
+class CountingEnv(gymnasium.Env[str, str]):
+    """Each step appends a byte to ``tally`` and takes ``seconds``."""
+
+    metadata = {"render_modes": [], "stop": ("\n",)}  # noqa: RUF012
+    action_space = UnicodeText(1000)
+    observation_space = UnicodeText(1000)
+
+    def __init__(self, tally: str = "", seconds: float = 0.0) -> None:
+        self._tally = tally
+        self._seconds = seconds
+        self._turn = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        assert options is not None
+        self._turn = 0
+        return options["problem"].statement + "\n", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if self._tally:
+            with Path(self._tally).open("ab") as tally:
+                tally.write(b".")
+        time.sleep(self._seconds)
+        self._turn += 1
+        reward = 1.0 / (1 + len(action))
+        return "go on\n", reward, self._turn == 2, False, {}
