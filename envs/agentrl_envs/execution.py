@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections.abc import Awaitable, Callable
 
 import stamina
 
@@ -29,19 +30,16 @@ async def run_program(sandbox: Sandbox, source: str, settings: SimpleTIRSettings
     All tries of one program carry one request id, so a try that did arrive is not run twice.
     """
     request_id = uuid.uuid4().hex
+
+    async def run() -> Execution:
+        execution = await sandbox.execute(source, timeout=settings.execution_timeout, request_id=request_id)
+        if execution.outcome is Outcome.INFRASTRUCTURE_FAILURE:
+            raise _Infrastructure(execution)
+        return execution
+
     try:
         async with asyncio.timeout(settings.sandbox_deadline):
-            async for attempt in stamina.retry_context(
-                on=(SandboxError, _Infrastructure),
-                attempts=settings.sandbox_attempts,
-                timeout=settings.sandbox_deadline,
-                wait_initial=settings.sandbox_retry_wait,
-                wait_jitter=settings.sandbox_retry_wait,
-            ):
-                with attempt:
-                    execution = await sandbox.execute(source, timeout=settings.execution_timeout, request_id=request_id)
-                    if execution.outcome is Outcome.INFRASTRUCTURE_FAILURE:
-                        raise _Infrastructure(execution)
+            execution = await _retried(run, settings)
     except TimeoutError:
         logger.warning("no result from the sandbox within sandbox_deadline=%g s", settings.sandbox_deadline)
         return None, _failed(settings.sandbox_deadline)
@@ -54,6 +52,27 @@ async def run_program(sandbox: Sandbox, source: str, settings: SimpleTIRSettings
     return execution, ToolCall(
         outcome=execution.outcome.value, seconds=execution.seconds, truncated=execution.truncated
     )
+
+
+async def _retried(run: Callable[[], Awaitable[Execution]], settings: SimpleTIRSettings) -> Execution:
+    """The first result; only what fails pays for the retry's machinery (ten times the cost of the turn's own work)."""
+    first: SandboxError | _Infrastructure | None = None
+    try:
+        return await run()
+    except (SandboxError, _Infrastructure) as error:
+        first = error
+    async for attempt in stamina.retry_context(
+        on=(SandboxError, _Infrastructure),
+        attempts=settings.sandbox_attempts,
+        timeout=settings.sandbox_deadline,
+        wait_initial=settings.sandbox_retry_wait,
+        wait_jitter=settings.sandbox_retry_wait,
+    ):
+        with attempt:
+            if attempt.num == 1:
+                raise first
+            return await run()
+    raise first
 
 
 def _failed(seconds: float) -> ToolCall:
