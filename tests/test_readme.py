@@ -21,13 +21,13 @@ NEEDS_DATA = ("word_problems", "math_tiny", "simpletir_7b", "AGENTRL_DATA_DIR")
 COLD = "coldstart.steps=20 coldstart.count=256 coldstart.variants=1"
 SHORT = (
     f"{COLD} training.steps=2 evaluation.problems=4 evaluation.samples=2 rollout.problems_per_step=4 "
-    "rollout.group_size=4 algorithm.drop_zero_variance=false"
+    "rollout.group_size=4 algorithm.drop_zero_variance=false telemetry.plots=false"
 )
 SHORTENED = (  # (what a command looks like, what is added to it); the first that fits counts
     (r"make train", f"--no-print-directory VENV={sys.prefix} -o {sys.prefix}/.installed ARGS='name=made {SHORT}'"),
     (r"make test", f"--no-print-directory VENV={sys.prefix} -o {sys.prefix}/.installed -n"),
     (r"agentrl train .*--dry-run", ""),
-    (r"agentrl train --resume", "training.steps=3"),
+    (r"agentrl train --resume", "training.steps=3 telemetry.plots=true"),
     (r"agentrl train", SHORT),
     (r"agentrl eval", "--n 2 evaluation.problems=4"),
     (r"agentrl coldstart", COLD),

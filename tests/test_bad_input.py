@@ -1,0 +1,255 @@
+"""What a user can get wrong: one clear message, exit code 2, no traceback, nothing lost.
+
+Through the real command line. In this process where the mistake is found before a policy is made, in a process of its
+own where it is found later.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli import main
+
+Refused = Callable[..., str]
+
+SHORT = [
+    "coldstart.steps=2",
+    "coldstart.count=64",
+    "training.steps=1",
+    "evaluation.problems=2",
+    "evaluation.samples=1",
+    "evaluation.falsified=false",
+    "rollout.problems_per_step=2",
+    "rollout.group_size=2",
+    "telemetry.plots=false",
+]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Runs the command line, which must refuse, and returns the message."""
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["agentrl", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        shown = capsys.readouterr()
+        assert stop.value.code == 2
+        assert shown.out == ""
+        assert shown.err.startswith("error: ")
+        assert shown.err.count("error: ") == 1
+        assert "Traceback" not in shown.err
+        assert not Path("runs").exists() or arguments[0] != "train" or "--resume" in arguments or _untouched()
+        return shown.err.removeprefix("error: ").rstrip("\n")
+
+    return run
+
+
+def _untouched() -> bool:
+    """No run directory but those that a test made itself."""
+    return not any((run / "lock").exists() for run in Path("runs").iterdir())
+
+
+def rows(name: str, *lines: object) -> str:
+    Path(name).write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return name
+
+
+GOOD = {"problem": "What is 1 + 1?", "answer": "2"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["rollout.grup_size=8"], "unknown key rollout.grup_size (value 8) (command line); nearest valid key: rollout"),
+        (["rollout.group_size=many"], 'rollout.group_size="many" (command line): valid is a whole number at least 1'),
+        (["training.steps=-1"], "training.steps=-1 (command line): valid is a whole number at least 1"),
+        (["rollout.max_turn_tokens=999"], "rollout.max_turn_tokens=999 is above rollout.max_response_tokens="),
+        (["algorithm.estimator=tir_obt"], "algorithm.estimator=tir_obt: unknown estimator 'tir_obt'; did you mean"),
+        (["algorithm.loss=pppo"], "algorithm.loss=pppo: unknown loss 'pppo'; did you mean 'ppo'?"),
+        (["--config", "nowhere.yaml"], "no config file 'nowhere.yaml'"),
+        (["--env", "simpletr"], 'env="simpletr": no such environment; nearest: simpletir'),
+        (["--env", "nowhere:Nothing"], "environment 'nowhere:Nothing': there is no module 'nowhere'"),
+        (["--env", "json:Nothing"], "environment 'json:Nothing': module 'json' has no 'Nothing'"),
+        (["--env", "json:JSONDecoder"], "JSONDecoder is neither a gymnasium.Env nor an agentrl Environment"),
+        (["data.train.0.path=builtin:arithmetik"], "builtin:arithmetik: no such built-in problems; valid: builtin:ari"),
+        (["data.train.0.families=[boxes]"], "builtin:arithmetic: unknown family 'boxes'; valid: "),
+        (["data.train.0.split=test"], "builtin:arithmetic: unknown split 'test'; valid: train, heldout"),
+        (["coldstart.demonstrations=gone.jsonl"], "gone.jsonl: no such file"),
+        (["coldstart.demonstrations=null"], "there is no model.path and no coldstart.demonstrations"),
+        (["--resume"], "--resume: there is no run in runs"),
+        (
+            ["model.path=./gone", "data.train=[{path: builtin:arithmetic}]"],
+            "model.path='./gone': there is no such directory",
+        ),
+    ],
+)
+def test_settings(refused: Refused, arguments: list[str], expected: str) -> None:
+    message = refused("train", *arguments)
+    assert expected in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([GOOD, '{"problem": "What'], "p.jsonl:2: not valid JSON"),
+        ([GOOD, [1]], "p.jsonl:2: expected a JSON object, found list"),
+        ([GOOD, {"problem": "What is 2 + 2?", "answer": ""}], "p.jsonl:2: the problem has no answer; skip_unanswered"),
+        ([GOOD, {"problem": "What is 2 + 2?"}], "p.jsonl:2: no field for the answer (looked for answer, "),
+        ([GOOD, {"text": "?", "answer": "4"}], "p.jsonl:2: no field for the problem (looked for problem, question"),
+        ([], "p.jsonl: empty, there is no problem in it"),
+    ],
+)
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_problem_files(refused: Refused, lines: list[object], expected: str, split: str) -> None:
+    rows("p.jsonl", *lines)
+    message = refused("train", f"data.{split}=[{{path: p.jsonl}}]")
+    assert expected in message
+    assert "\n" not in message
+
+
+def test_a_missing_problem_file_is_answered_with_those_in_its_folder(refused: Refused) -> None:
+    rows("problems.jsonl", GOOD)
+    assert "problem.jsonl: no such file; in that folder: problems.jsonl" in refused(
+        "train", "data.train=[{path: problem.jsonl}]"
+    )
+
+
+def test_a_split_that_leaves_nothing(refused: Refused) -> None:
+    rows("p.jsonl", GOOD)
+    message = refused("train", "data.train=[{path: p.jsonl, exclude: [p.jsonl]}]")
+    assert "nothing is left of p: 0 of 1 problems, 1 excluded by their masked statement" in message
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ('{"problem"', "d.jsonl:1: not valid JSON"),
+        (GOOD, "d.jsonl:1: a demonstration needs a list 'turns' that is not empty"),
+        ({**GOOD, "turns": [{"model": ""}]}, "d.jsonl:1: turn 1 needs a text 'model'"),
+    ],
+)
+def test_demonstrations(refused: Refused, row: object, expected: str) -> None:
+    rows("d.jsonl", row)
+    assert expected in refused("coldstart", "--demonstrations", "d.jsonl", "--output", "out")
+    assert expected in refused("train", "coldstart.demonstrations=d.jsonl")
+
+
+def test_a_model_without_a_tokenizer(refused: Refused) -> None:
+    Path("model").mkdir()
+    assert "model.path='model' holds no config.json" in refused("eval", "--model", "model")
+    Path("model/config.json").write_text("{}")
+    for command in (["eval", "--model", "model"], ["train", "model.path=model", "data.train.0.path=p.jsonl"]):
+        assert "model.path='model' holds a model but no tokenizer" in refused(*command)
+
+
+def test_unknown_benchmarks(refused: Refused) -> None:
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    Path("model/tokenizer.json").write_text("{}")
+    assert "unknown benchmark 'aime42'; valid: " in refused("eval", "--model", "model", "--benchmarks", "aime42")
+
+
+def test_a_run_directory_that_is_not_empty(refused: Refused) -> None:
+    thesis = Path("runs/mine/thesis.txt")
+    thesis.parent.mkdir(parents=True)
+    thesis.write_text("precious")
+    message = refused("train", "name=mine")
+    assert "the run directory runs/mine is not empty (it holds thesis.txt): continue that run with --resume" in message
+    assert thesis.read_text() == "precious"
+    assert [path.name for path in thesis.parent.iterdir()] == ["thesis.txt"]
+
+
+def test_a_run_directory_that_cannot_be_written(refused: Refused) -> None:
+    Path("file").write_text("precious")
+    assert "cannot write to the run directory file/mine: Not a directory" in refused(
+        "train", "runs_dir=file", "name=mine"
+    )
+    assert Path("file").read_text() == "precious"
+
+
+def test_a_cold_start_onto_something(refused: Refused) -> None:
+    Path("out").mkdir()
+    Path("out/thesis.txt").write_text("precious")
+    command = ["coldstart", "--demonstrations", "builtin:arithmetic", "--output"]
+    assert "--output out: something lies there already; name a new or an empty directory" in refused(*command, "out")
+    assert "--output out/thesis.txt/x: cannot be made: Not a directory" in refused(*command, "out/thesis.txt/x")
+    assert Path("out/thesis.txt").read_text() == "precious"
+
+
+def agentrl(*arguments: str, code: int = 2, **environment: str) -> str:
+    """What a process of its own says on stderr; no traceback, the exit code as expected."""
+    done = subprocess.run(
+        [sys.executable, "-m", "agentrl.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("error: ") == (code != 0)
+    return done.stderr + done.stdout if code == 0 else done.stderr
+
+
+def test_resume_with_other_settings_says_which_and_loses_nothing() -> None:
+    Path("bin").mkdir()  # no compiler on PATH: none is needed, also not for DeepSpeed's operators
+    agentrl("train", *SHORT, "name=one", code=0, PATH=str(Path("bin").absolute()), CXX="/nowhere/c++")
+    before = {path: path.read_bytes() for path in Path("runs/one").rglob("*") if path.is_file()}
+    said = agentrl("train", "--resume", "name=one", "optimizer.learning_rate=0.5", "training.steps=2")
+    assert "runs/one was started with other settings (saved -> asked for now):" in said
+    assert "optimizer.learning_rate: 0.0" in said
+    assert "-> 0.5" in said
+    assert "training.steps" not in said.split("leave these out")[0]
+    assert {path: path.read_bytes() for path in Path("runs/one").rglob("*") if path.is_file()} == before
+    said = agentrl("train", *SHORT, "name=one")
+    assert "the run directory runs/one is not empty" in said
+
+
+def test_long_prompts_are_skipped_counted_and_said() -> None:
+    long = {"problem": "What is " + " + ".join(["1"] * 400) + "?", "answer": "400"}
+    rows("p.jsonl", GOOD, long, {"problem": "What is 2 + 2?", "answer": "4"})
+    said = agentrl("train", *SHORT, "data.train=[{path: p.jsonl}]", "rollout.problems_per_step=4", "name=one", code=0)
+    assert "is skipped: its prompt has" in said
+    metrics = map(json.loads, Path("runs/one/metrics.jsonl").read_text().splitlines())
+    (step,) = (row for row in metrics if "groups/trained" in row)
+    assert step["groups/skipped_long_prompt"] >= 1
+    rows("q.jsonl", long)
+    said = agentrl("train", *SHORT, "data.train=[{path: q.jsonl}]", "name=two")
+    assert "problems in a row have prompts over rollout.max_prompt_tokens=256: raise it or shorten them" in said
+
+
+def test_a_group_of_one_is_a_warning_that_says_what_happens() -> None:
+    said = agentrl("train", *SHORT, "rollout.group_size=1", "algorithm.drop_zero_variance=false", "name=one", code=0)
+    assert "warning: rollout.group_size=1 with the group estimator algorithm.estimator=tir_otb: every group is" in said
+    assert json.loads(Path("runs/one/summary.json").read_text())["steps"] == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be stripped of its capabilities to see what is refused")
+def test_a_sandbox_that_cannot_isolate_is_refused_and_its_name_can_be_used_again() -> None:
+    stripped = (
+        "import sys\nfrom agentrl_sandbox.runner import kernel\nkernel.drop_capabilities()\n"
+        "from agentrl.cli import main\nsys.argv = ['agentrl', *sys.argv[1:]]\nmain()"
+    )
+    command = [sys.executable, "-c", stripped, "train", *SHORT, "name=one"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "error: the sandbox cannot isolate programs here: missing no_network" in done.stderr
+    assert "allow_unisolated=true" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = subprocess.run([*command, "sandbox.allow_unisolated=true"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
