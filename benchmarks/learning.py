@@ -53,8 +53,8 @@ def run(seed: int, options: argparse.Namespace) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """Markdown: held-out avg@k before and after with 95 % intervals, falsified observations, time."""
     lines = [
-        "| seed | held out before | held out after | falsified observations | training reward, first and last 10 steps |"
-        " steps | training s | whole run s |",
+        "| seed | held out before | held out after | falsified observations | training reward, first and last 10 steps "
+        "| steps | training s | whole run s |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
