@@ -8,7 +8,6 @@ import math
 import os
 import random
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import agentrl
-from agentrl.errors import SettingsError
+from agentrl.errors import SettingsError, WorldError
 from agentrl.models.loading import read_model, write_model
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
@@ -134,8 +133,28 @@ def fine_tune(
 async def cold_start(
     settings: Settings, output: Path, *, environment: Environment, report: Callable[[int, float], None]
 ) -> None:
-    """Make a policy from demonstrations and export it to ``output``; the embedded model if ``model.path`` is none."""
+    """Make a policy from demonstrations and export it to ``output``; the embedded model if ``model.path`` is none.
+
+    ``output`` appears whole or not at all. Raises SettingsError before training if it cannot be written.
+    """
     demonstrations = read_cold_demonstrations(settings).demonstrations
+    partial = _reserve(output)
+    try:
+        await _make_policy(settings, demonstrations, partial, title=output.name, environment=environment, report=report)
+        _publish(partial, output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+async def _make_policy(
+    settings: Settings,
+    demonstrations: Sequence[Demonstration],
+    directory: Path,
+    *,
+    title: str,
+    environment: Environment,
+    report: Callable[[int, float], None],
+) -> None:
     seed = _seed(settings)
     if settings.model.path is None:
         texts = [await _prompt(item, environment) for item in demonstrations]
@@ -153,9 +172,7 @@ async def cold_start(
         f"Cold start by agentrl {agentrl.__version__}: {settings.coldstart.steps} steps of supervised fine-tuning on "
         f"{len(rows)} demonstrations ({settings.coldstart.demonstrations})."
     )
-    _publish(
-        output, lambda partial: write_model(partial, model=model, tokenizer=tokenizer, title=output.name, body=body)
-    )
+    write_model(directory, model=model, tokenizer=tokenizer, title=title, body=body)
 
 
 def read_cold_demonstrations(settings: Settings) -> LoadedDemonstrations:
@@ -204,20 +221,23 @@ def cached_policy(settings: Settings, demonstrations: Sequence[Demonstration]) -
     return root / "agentrl" / "coldstart" / digest
 
 
-def _publish(output: Path, write: Callable[[Path], None]) -> None:
-    """Write a directory under a temporary name beside it, then rename: it is whole or not there."""
+def _reserve(output: Path) -> Path:
+    """A new directory beside ``output``, before anything is computed. Raises SettingsError if it cannot be written."""
+    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+        partial.mkdir(parents=True)
     except OSError as error:
         raise SettingsError(f"cannot write the policy to {output}: {error.strerror}") from error
+    return partial
+
+
+def _publish(partial: Path, output: Path) -> None:
+    """Give a whole directory its name; if another process has just made the same policy, that one stays."""
     try:
-        write(partial)
-        if output.exists():
-            shutil.rmtree(output)
         partial.rename(output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        if not output.is_dir():
+            raise WorldError(f"cannot write the policy to {output}: {error.strerror}") from error
 
 
 async def _prompt(demonstration: Demonstration, environment: Environment) -> str:

@@ -39,23 +39,23 @@ class CommandLine:
         self.folder = folder
         self.tally = folder / "tally"
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """A command in a process group of its own."""
+    def start(self, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        """A command in a process group of its own, with changes to its environment variables."""
         quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-        environment = os.environ | quiet | {"PYTHONPATH": str(Path(__file__).parent)}
+        whole = os.environ | quiet | {"PYTHONPATH": str(Path(__file__).parent)} | (environment or {})
         return subprocess.Popen(
             [sys.executable, "-m", "agentrl.cli", *arguments],
             cwd=self.folder,
-            env=environment,
+            env=whole,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
 
-    def run(self, *arguments: str, code: int = 0) -> str:
+    def run(self, *arguments: str, code: int = 0, environment: dict[str, str] | None = None) -> str:
         """A command to its end; what it said. Its exit code must be ``code``."""
-        process = self.start(*arguments)
+        process = self.start(*arguments, environment=environment)
         said = process.communicate(timeout=DEADLINE)[0]
         assert process.returncode == code, said
         return said

@@ -16,6 +16,7 @@ from agentrl.models.policy import PolicyModel
 from agentrl.rollout.worker import Harvest
 from agentrl.training.batching import plan_step
 from agentrl.training.deepspeed_engine import TrainingEngine, start_distributed
+from agentrl.training.fidelity import BOUNDS, FidelityError
 from agentrl.training.settings import AlgorithmSettings, OptimizerSettings, TrainingSettings
 from agentrl.training.trainer import Trainer
 from agentrl.trajectory import Group, Segment, Trajectory
@@ -179,6 +180,53 @@ def _flat(model: Any) -> torch.Tensor:
     return torch.cat([value.double().flatten().clone() for _, value in full_parameters(model)])
 
 
+def sampled_by(model: Any, *, temperature: float) -> Harvest:
+    """The record with the log-probabilities that ``model`` gives it."""
+
+    def told(item: Trajectory) -> Trajectory:
+        ids = torch.tensor([item.prompt_ids + item.response_ids])
+        with torch.no_grad():
+            table = torch.log_softmax(model(ids).logits[0].double() / temperature, dim=-1)
+        log_probs = table[:-1].gather(1, ids[0, 1:, None])[len(item.prompt_ids) - 1 :, 0].tolist()
+        place = 0
+        segments = []
+        for segment in item.segments:
+            count = len(segment.token_ids)
+            own = tuple(log_probs[place : place + count])
+            segments.append(replace(segment, log_probs=own) if segment.origin == "model" else segment)
+            place += count
+        return replace(item, segments=tuple(segments))
+
+    made = harvest()
+    groups = tuple(replace(one, trajectories=tuple(map(told, one.trajectories))) for one in made.groups)
+    return replace(made, played=groups, groups=groups)
+
+
+def gate(*, temperature: float = 0.8, other_weights: bool = False) -> dict[str, Any]:
+    """Train a step on what the policy sampled, at another temperature or with other weights than the trainer's."""
+    model = tiny_model()
+    record = sampled_by(model, temperature=temperature)
+    if other_weights:
+        with torch.no_grad():
+            model.model.norm.weight.mul_(1.1)
+    before = _flat(model)
+    algorithm = AlgorithmSettings()
+    engine = TrainingEngine(
+        PolicyModel(model),
+        optimizer=OptimizerSettings(learning_rate=1e-3),
+        training=TrainingSettings(zero_stage=2),
+        bfloat16=False,
+        updates=10,
+    )
+    plan = plan_step(record, algorithm, budget=WHOLE_GROUPS, ranks=1)[0]
+    trainer = Trainer(engine, algorithm, temperature=0.8, pad_id=0, fidelity_bound=BOUNDS["float32"])
+    try:
+        metrics = trainer.train(plan)
+    except FidelityError as error:
+        return {"error": str(error), "changed": float((_flat(model) - before).abs().max())}
+    return {"error": None, "difference": metrics["policy/engine_abs_diff"]}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     rank, world = start_distributed()
@@ -195,6 +243,10 @@ def main() -> None:
             results[f"{name}/none"] = step(case, groups=0)
     for stage in (0, 2):
         results[f"bfloat16/{stage}"] = step(Case(zero_stage=stage, budget=WHOLE_GROUPS, dtype=torch.bfloat16))
+    if world == 1:
+        results["gate/same"] = gate()
+        results["gate/temperature"] = gate(temperature=1.0)
+        results["gate/weights"] = gate(other_weights=True)
     if rank == 0:
         torch.save(results, sys.argv[1])
 

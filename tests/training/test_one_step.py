@@ -142,3 +142,16 @@ def test_bfloat16_trains(results: dict[int, Results], ranks: int, stage: int) ->
     cosine = torch.nn.functional.cosine_similarity(exact["delta"], step["delta"], dim=0)
     assert float(cosine) > 0.98
     assert step["metrics"]["policy/gradient_norm"] == pytest.approx(exact["metrics"]["policy/gradient_norm"], rel=0.1)
+
+
+def test_the_fidelity_gate_passes_the_policy_that_sampled(alone: Results) -> None:
+    assert alone["gate/same"]["error"] is None
+    assert alone["gate/same"]["difference"] < 1e-5
+
+
+@pytest.mark.parametrize("wrong", ["temperature", "weights"])
+def test_the_fidelity_gate_stops_before_the_step(alone: Results, wrong: str) -> None:
+    stopped = alone[f"gate/{wrong}"]
+    assert stopped["error"].startswith("the training forward and the engine disagree")
+    assert wrong in stopped["error"]
+    assert stopped["changed"] == 0.0

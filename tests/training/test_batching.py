@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.rollout.worker import Harvest
+from agentrl.training.batching import MicroBatch, pack, plan_step, split_updates
+from agentrl.training.plan import plan_passes
+from agentrl.training.settings import AlgorithmSettings
+from agentrl.trajectory import Group, Segment, Trajectory
+from agentrl_envs.types import Ended, Problem
+
+PROBLEM = Problem(id="p", statement="?", answer="1", source="made")
+
+
+def row(length: int, *, group: int = 0, sample: int = 0) -> Trajectory:
+    """One prompt token and ``length - 1`` sampled ones."""
+    tokens = tuple(range(length - 1))
+    segment = Segment(
+        origin="model", token_ids=tokens, text="", log_probs=(-1.0,) * len(tokens), version_spans=((0, len(tokens)),)
+    )
+    return Trajectory(
+        problem=PROBLEM,
+        step=1,
+        group=group,
+        sample=sample,
+        prompt_ids=(9,),
+        segments=(segment,),
+        ended=Ended.STOPPED,
+    )
+
+
+def group(index: int, *lengths: int) -> Group:
+    rows = tuple(row(length, group=index, sample=sample) for sample, length in enumerate(lengths))
+    return Group(problem=PROBLEM, index=index, trajectories=rows)
+
+
+def harvest(*groups: Group, no_loss: frozenset[tuple[int, int]] = frozenset()) -> Harvest:
+    return Harvest(step=4, played=groups, groups=groups, no_loss=no_loss, metrics={"reward/mean": 0.5})
+
+
+def shape(plan: list[list[MicroBatch]]) -> list[list[tuple[list[int], bool]]]:
+    """Lengths of the rows and whether they are dummies, by rank and micro-batch."""
+    return [[([item.length for item in micro.trajectories], micro.dummy) for micro in rank] for rank in plan]
+
+
+def test_long_rows_come_first_and_fill_the_budget() -> None:
+    units = [[row(length)] for length in (3, 10, 4, 9, 5)]
+    # 10 and 9 padded to 10 are 20 tokens; 5, 4 and 3 padded to 5 are 15.
+    assert shape(pack(units, 20, ranks=1)) == [[([10, 9], False), ([5, 4, 3], False)]]
+
+
+def test_a_unit_larger_than_the_budget_gets_a_micro_batch_of_its_own() -> None:
+    assert shape(pack([[row(6), row(6)], [row(2)]], 8, ranks=1)) == [[([6, 6], False), ([2], False)]]
+
+
+def test_a_bin_goes_to_the_rank_with_least_work_and_dummies_make_the_numbers_equal() -> None:
+    units = [[row(length)] for length in (9, 4, 4)]
+    # 9 tokens to rank 0, 4 to rank 1 and 4 more to it; the shortest row of all is rank 0's dummy.
+    assert shape(pack(units, 7, ranks=2)) == [
+        [([9], False), ([4], True)],
+        [([4], False), ([4], False)],
+    ]
+
+
+def test_a_single_unit_on_two_ranks_leaves_the_other_a_dummy() -> None:
+    assert shape(pack([[row(5), row(3)]], 100, ranks=2)) == [[([5, 3], False)], [([3], True)]]
+
+
+def test_few_bins_are_cut_until_every_rank_has_one() -> None:
+    units = [[row(4)] for _ in range(6)]
+    plan = shape(pack(units, 1000, ranks=3))
+    assert [len(rank) for rank in plan] == [1, 1, 1]
+    assert [length for rank in plan for rows, _ in rank for length in rows] == [4] * 6
+    assert not any(dummy for rank in plan for _, dummy in rank)
+
+
+@given(
+    st.lists(st.lists(st.integers(2, 12), min_size=1, max_size=4), min_size=1, max_size=12),
+    st.integers(4, 80),
+    st.integers(1, 4),
+)
+def test_every_row_is_once_in_the_plan_whole_within_the_budget(
+    lengths: list[list[int]], budget: int, ranks: int
+) -> None:
+    units = [group(index, *one).trajectories for index, one in enumerate(lengths)]
+    plan = pack(units, budget, ranks=ranks)
+    assert len({len(rank) for rank in plan}) == 1
+    real = [micro for rank in plan for micro in rank if not micro.dummy]
+    rows = [item for micro in real for item in micro.trajectories]
+    assert sorted((item.group, item.sample) for item in rows) == sorted(
+        (item.group, item.sample) for unit in units for item in unit
+    )
+    for micro in real:
+        inside = {item.group for item in micro.trajectories}
+        assert len(micro.trajectories) == sum(len(units[index]) for index in inside)
+        size = len(micro.trajectories) * max(item.length for item in micro.trajectories)
+        assert size <= budget or len(inside) == 1
+    if len(units) >= ranks:
+        assert all(any(not micro.dummy for micro in rank) for rank in plan)
+
+
+def test_tokens_and_sequences_are_those_of_all_ranks_and_of_the_loss() -> None:
+    made = harvest(group(0, 5, 4), group(1, 3, 7), no_loss=frozenset({(1, 1)}))
+    plans = plan_step(made, AlgorithmSettings(), budget=100, ranks=2)
+    # Model tokens 4 + 3 + 2; the row of 6 model tokens is out of the loss.
+    assert [(update.tokens, update.sequences) for plan in plans for update in plan.updates] == [(9, 3), (9, 3)]
+    assert [plan.metrics for plan in plans] == [{"reward/mean": 0.5}, {}]
+    assert all(plan.passes.one_forward for plan in plans)
+
+
+def test_a_group_over_the_budget_needs_a_statistics_pass_and_no_head_exact_diagnostic() -> None:
+    settings = AlgorithmSettings(head_exact_every=1)
+    fits, split = (plan_step(harvest(group(0, 5, 5)), settings, budget=size, ranks=1)[0] for size in (10, 9))
+    assert (fits.passes.one_forward, fits.head_exact, len(fits.updates[0].micro_batches)) == (True, True, 1)
+    assert (split.passes.one_forward, split.head_exact, len(split.updates[0].micro_batches)) == (False, False, 2)
+
+
+def test_no_groups_make_no_updates() -> None:
+    plans = plan_step(harvest(), AlgorithmSettings(head_exact_every=1), budget=10, ranks=2)
+    assert [plan.updates for plan in plans] == [(), ()]
+
+
+@pytest.mark.parametrize(
+    ("groups", "updates", "sizes"), [(7, 2, [4, 3]), (2, 4, [1, 1]), (0, 3, []), (6, 3, [2, 2, 2])]
+)
+def test_updates_share_the_groups(groups: int, updates: int, sizes: list[int]) -> None:
+    made = [group(index, 3) for index in range(groups)]
+    parts = split_updates(made, updates)
+    assert [len(part) for part in parts] == sizes
+    assert [item for part in parts for item in part] == made
+
+
+def test_reasons_for_a_statistics_pass() -> None:
+    def reasons(budget: int = 100, **changed: object) -> list[str]:
+        plan = plan_passes(AlgorithmSettings(**changed), group_tokens=50, budget=budget)  # type: ignore[arg-type]
+        return [reason.split()[0] for reason in plan.reasons]
+
+    assert reasons() == []
+    assert reasons(updates_per_step=2) == ["2"]
+    assert reasons(normalize="whiten", budget=49) == ["whitening", "a"]
+    assert plan_passes(AlgorithmSettings(), group_tokens=0, budget=1).describe().startswith("one forward")

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl.config import load_settings
+from agentrl.errors import SettingsError
+from agentrl.models.tiny import train_tokenizer
+from agentrl.models.tokenizer import TextCodec
+from agentrl.problems.demonstrations import Demonstration, Turn, program
+from agentrl.training.coldstart import (
+    EncodedDemonstration,
+    batches,
+    cached_policy,
+    collate,
+    encode_demonstration,
+    read_cold_demonstrations,
+    with_direct_answers,
+)
+from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
+from agentrl_envs.types import Problem, Step
+
+from .conftest import CommandLine
+
+PROBLEM = Problem(id="a", statement="2 + 3?", answer="5", source="made")
+TOKENIZER = train_tokenizer(["2 + 3?\n```py\nfinal_answer(5)\n```"], vocabulary_size=300)
+
+
+class PromptEpisode:
+    """Only starts: an episode as the cold start uses it."""
+
+    protocol = SimpleTIRProtocol(instruction="", observation_limit=512)
+    stop = protocol.stop
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+
+    def turn_complete(self, text: str) -> bool:
+        return self.protocol.turn_complete(text)
+
+    async def start(self) -> str:
+        return self._problem.statement + "\n"
+
+    async def step(self, action: str) -> Step:
+        raise AssertionError("demonstrations are not played")
+
+    async def fork(self) -> PromptEpisode:
+        raise AssertionError("demonstrations are not forked")
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class PromptEnvironment:
+    async def open(self) -> None: ...
+    async def close(self) -> None: ...
+    def describe(self) -> list[str]:
+        return []
+
+    def episode(self, problem: Problem) -> Any:
+        return PromptEpisode(problem)
+
+
+async def test_masks_are_true_on_turns_and_false_on_observations() -> None:
+    codec = TextCodec(TOKENIZER)
+    code, seen, boxed = program("print(5)"), "\nCode execution result: 5\n", "\\boxed{5}"
+    shown = Demonstration(problem=PROBLEM, turns=(Turn(model=code, observation=seen), Turn(model=boxed)))
+    encoded = await encode_demonstration(shown, environment=PromptEnvironment(), codec=codec)
+    first, between, last = (codec.encode(text) for text in (code, seen, boxed))
+    assert encoded.prompt_ids == codec.encode_prompt("2 + 3?\n")
+    # A closed fence ends a turn by itself; what nothing ends gets the end-of-sequence token, which is trained.
+    assert encoded.response_ids == (*first, *between, *last, codec.eos_id)
+    assert encoded.response_mask == (True,) * len(first) + (False,) * len(between) + (True,) * (len(last) + 1)
+
+
+def test_collate_pads_on_the_right() -> None:
+    rows = [
+        EncodedDemonstration(prompt_ids=(1, 2), response_ids=(3, 4, 5), response_mask=(True, False, True)),
+        EncodedDemonstration(prompt_ids=(6,), response_ids=(7,), response_mask=(True,)),
+    ]
+    inputs, lengths, responses, mask = collate(rows, pad_id=0)
+    assert inputs.tolist() == [[1, 2, 3, 4, 5], [6, 7, 0, 0, 0]]
+    assert lengths.tolist() == [2, 1]
+    assert responses.tolist() == [[3, 4, 5], [7, 0, 0]]
+    assert mask.tolist() == [[True, False, True], [True, False, False]]
+    assert mask.dtype == torch.bool
+
+
+def test_every_demonstration_comes_once_an_epoch() -> None:
+    drawn = list(itertools.islice(batches(5, 2, seed=1), 5))
+    flat = [index for batch in drawn for index in batch]
+    assert sorted(flat[:5]) == sorted(flat[5:]) == [0, 1, 2, 3, 4]
+    assert drawn == list(itertools.islice(batches(5, 2, seed=1), 5))
+    assert drawn != list(itertools.islice(batches(5, 2, seed=2), 5))
+
+
+def test_direct_answers_replace_a_share() -> None:
+    shown = [Demonstration(problem=PROBLEM, turns=(Turn(model=program("x")),))] * 400
+    direct = [item for item in with_direct_answers(shown, share=0.25, seed=0) if item.turns[0].model == "\\boxed{5}"]
+    assert 70 < len(direct) < 130
+    assert with_direct_answers(shown, share=0.0, seed=0) == tuple(shown)
+
+
+def test_the_cache_knows_what_makes_another_policy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    def place(*overrides: str) -> Path:
+        settings = load_settings(overrides=["coldstart.count=16", *overrides])
+        return cached_policy(settings, read_cold_demonstrations(settings).demonstrations)
+
+    here = place()
+    assert here.is_relative_to(tmp_path / "agentrl" / "coldstart")
+    assert place("rollout.group_size=4", "training.steps=7") == here
+    others = ("coldstart.steps=3", "seed=9", "model.tiny.layers=2", "environment.instruction=Go", "coldstart.count=17")
+    assert len({here, *map(place, others)}) == 1 + len(others)
+
+
+def test_without_a_model_and_demonstrations_there_is_no_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = load_settings(overrides=["coldstart.demonstrations=null"])
+    with pytest.raises(SettingsError, match=r"there is no model\.path and no coldstart\.demonstrations"):
+        read_cold_demonstrations(settings)
+
+
+def test_the_command_learns_a_file_without_a_compiler(command_line: CommandLine) -> None:
+    rows = [
+        {"problem": f"{n} + 1?", "answer": str(n + 1), "turns": [{"model": f"\\boxed{{{n + 1}}}"}]} for n in range(8)
+    ]
+    (command_line.folder / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = ["coldstart.steps=3", "coldstart.batch_size=4", "model.tiny.layers=1", "--config", "tiny"]
+    command = ["coldstart", "--demonstrations", "shown.jsonl", "--output", "made/policy", *small]
+    bare = {"PATH": "/nowhere", "CXX": "/nowhere/c++", "TORCH_EXTENSIONS_DIR": str(command_line.folder / "none")}
+    said = command_line.run(*command, environment=bare)
+    assert "policy: made/policy, made in" in said
+    assert "Traceback" not in said
+    made = command_line.folder / "made"
+    assert [path.name for path in made.iterdir()] == ["policy"]
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= {
+        path.name for path in (made / "policy").iterdir()
+    }
+    # What is there is not overwritten, and a place that cannot be written is said before the training.
+    assert "something lies there already" in command_line.run(*command, code=2)
+    (command_line.folder / "file").write_text("")
+    command[command.index("made/policy")] = "file/policy"
+    said = command_line.run(*command, code=2)
+    assert "error: cannot write the policy to file/policy: Not a directory" in said
+    assert "cold-start step" not in said
