@@ -167,7 +167,8 @@ def test_simpletir_7b_has_the_published_values() -> None:
     assert (rollout.problems_per_step, rollout.group_size, rollout.oversampling) == (512, 16, 3.0)
     assert (rollout.max_turn_tokens, rollout.max_response_tokens, rollout.temperature) == (8000, 16000, 1.0)
     assert (algorithm.updates_per_step, algorithm.accuracy_range) == (4, (0.1, 0.9))
-    assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.28, 3.0)
+    assert (algorithm.loss, algorithm.dual_clip) == ("dual_clip", 3.0)
+    assert (algorithm.clip_low, algorithm.clip_high) == (0.2, 0.28)
     assert (optimizer.learning_rate, optimizer.betas, optimizer.weight_decay) == (1e-6, (0.9, 0.99), 0.01)
     assert isinstance(settings.environment, SimpleTIRSettings)
     assert settings.environment.max_turns == 5
