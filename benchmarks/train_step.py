@@ -3,9 +3,13 @@
 Same random Qwen2 of 0.8M parameters, tokenizer, problems, reward and loss; 16 prompts x 8 samples x 64 new tokens.
 EOS lies outside the model's vocabulary, so that every completion has its full length on both sides.
 
-    .venv/bin/python benchmarks/train_step.py
+    python benchmarks/train_step.py [--repeats 25] [--micro-batches 1] [--set KEY=VALUE ...]
 
-TRL gets a virtual environment of its own, made on first use.
+agentrl's side is a whole run of ``agentrl train`` (driver, engine, filters, plan, trainer, DeepSpeed, files), TRL's a
+GRPOTrainer without gradient checkpointing and reference model, in a virtual environment made on first use. Both wait
+for this program between steps, so that what else the machine does strikes both alike. CPU time is that of all threads
+of a side: other programs disturb it less than the clock. ``--micro-batches`` holds for both sides.
+The target: at least 1.5 times TRL's tokens per second.
 """
 
 from __future__ import annotations
@@ -91,7 +95,9 @@ class Side:
 def prepare(folder: Path) -> int:
     """Write model, tokenizer and problems into ``folder``; returns the number of parameters."""
     from transformers import Qwen2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     source = ArithmeticSource(split="train", seed=0)
     problems = [source.problem(index) for index in range(2048)]
     corpus = tokenizer_corpus(source.demonstrations(2048))
@@ -174,12 +180,26 @@ def report(task: Task, sides: Sequence[Side]) -> None:
 
 
 def _breakdown(side: Side) -> None:
-    total = side.median("seconds")
-    train = side.part("train")
-    parts = {name: side.part(name) for name in ("generation", "forward", "backward", "optimizer")}
-    parts["train, rest"] = train - parts["forward"] - parts["backward"] - parts["optimizer"]
-    parts["rest"] = total - parts["generation"] - train
-    print("\nagentrl's step: " + ", ".join(f"{name} {s * 1e3:.0f} ms ({s / total:.0%})" for name, s in parts.items()))
+    """Where the time goes: each part's median over the steps, so that the sum may be a little off the step's."""
+    wall = _parts(side, "seconds", "")
+    cpu = _parts(side, "cpu_seconds", ", CPU")
+    print(f"\n{'agentrl, part of a step':36}{'ms':>8}{'CPU ms':>8}")
+    for name, seconds in wall.items():
+        print(f"{name:36}{seconds * 1e3:8.0f}{cpu[name] * 1e3:8.0f}")
+
+
+def _parts(side: Side, total: str, suffix: str) -> dict[str, float]:
+    names = ("rollout", "generation", "training", "forward", "backward", "optimizer")
+    rollout, generation, training, forward, backward, optimizer = (side.part(name + suffix) for name in names)
+    return {
+        "generation: forwards and sampling": generation,
+        "rollout, rest: driver, text, plan": rollout - generation,
+        "forward and token statistics": forward,
+        "backward": backward,
+        "optimizer": optimizer,
+        "training, rest: advantages, loss": training - forward - backward - optimizer,
+        "files and the rest": side.median(total) - rollout - training,
+    }
 
 
 def arguments() -> argparse.Namespace:
@@ -189,6 +209,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--micro-batches", type=int, default=1, help="forward and backward passes of a step, both sides"
+    )
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of agentrl")
     parser.add_argument("--only", choices=("agentrl", "trl"))
     parser.add_argument("--trl-home", type=Path, default=TRL_HOME, help="where TRL's virtual environment is or will be")
     parser.add_argument("--json", type=Path, help="write every step's figures here")
@@ -207,6 +231,8 @@ def main() -> None:
             new_tokens=options.new_tokens,
             threads=options.threads,
             steps=WARM_UP + options.repeats,
+            micro_batches=options.micro_batches,
+            overrides=tuple(options.set),
         )
         print(
             f"{parameters / 1e6:.2f}M parameters, float32, {task.prompts} prompts x {task.samples} samples x "

@@ -14,14 +14,21 @@ from typing import Any
 
 import torch
 import transformers
-from train_step_task import BETAS, CLIP, GRADIENT_CLIP, LEARNING_RATE, ParentLine, Task, reward
+from train_step_task import BETAS, CLIP, GRADIENT_CLIP, LEARNING_RATE, ParentLine, Task, cpu_seconds, reward
 
 from agentrl.config import Settings, dump_yaml, load_settings
+from agentrl.rollout.engines.batcher import Batcher
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.deepspeed_engine import TrainingEngine
-from agentrl.training.run import run_rank
+from agentrl.training.deepspeed_engine import TrainingEngine, start_distributed
+from agentrl.training.policy import set_threads
+from agentrl.training.run import quieten_libraries
+from agentrl.training.service import LocalService
+from agentrl.training.session import Session
+from agentrl.training.trainer import Trainer
 from agentrl_envs.types import Ended, Problem, Step
+
+LONGEST_PROMPT = 40  # tokens
 
 
 class OneTurnEpisode:
@@ -86,12 +93,11 @@ class WaitingConsole(Console):
         """A step is done, its files written: report it and wait."""
         if metrics["rollout/model_tokens"] != self._task.tokens or metrics["policy/tokens"] != self._task.tokens:
             raise SystemExit(f"agentrl sampled {metrics['rollout/model_tokens']:.0f} tokens, not {self._task.tokens}")
-        parts = {"generation": metrics["time/rollout_s"], "train": metrics["time/train_s"], **self._clocks.take()}
-        self._line.step_done(parts, last=step >= self._task.steps)
+        self._line.step_done(self._clocks.take(), last=step >= self._task.steps)
 
 
 class Clocks:
-    """Seconds spent in methods, by a name for each."""
+    """Wall and CPU seconds (of all threads) spent in methods, by a name for each."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
@@ -102,11 +108,12 @@ class Clocks:
 
         @wraps(original)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), cpu_seconds()
             try:
                 return original(*args, **kwargs)
             finally:
                 self._seconds[name] += time.perf_counter() - began
+                self._seconds[f"{name}, CPU"] += cpu_seconds() - cpu
 
         setattr(owner, method, timed)
 
@@ -135,7 +142,7 @@ def settings_of(task: Task, runs: str) -> Settings:
             f"rollout.group_size={task.samples}",
             f"rollout.max_turn_tokens={task.new_tokens}",
             f"rollout.max_response_tokens={task.new_tokens}",
-            "rollout.max_prompt_tokens=256",
+            f"rollout.max_prompt_tokens={LONGEST_PROMPT}",
             "algorithm.estimator=grpo",
             "algorithm.loss=ppo",
             f"algorithm.clip_low={CLIP}",
@@ -149,9 +156,16 @@ def settings_of(task: Task, runs: str) -> Settings:
             f"training.steps={task.steps}",
             f"training.threads={task.threads}",
             f"checkpoint.every={task.steps + 1}",
+            f"training.micro_batch_tokens={_micro_batch_tokens(task)}",
             "telemetry.plots=false",
+            *task.overrides,
         ],
     )
+
+
+def _micro_batch_tokens(task: Task) -> int:
+    """Room for a share of the trajectories with the longest prompts."""
+    return task.prompts * task.samples // task.micro_batches * (LONGEST_PROMPT + task.new_tokens)
 
 
 def main() -> None:
@@ -159,16 +173,24 @@ def main() -> None:
     task = Task.from_json(sys.argv[1])
     line = ParentLine()
     clocks = Clocks()
+    clocks.watch(LocalService, "plan", "rollout")
+    clocks.watch(Batcher, "advance", "generation")
+    clocks.watch(Trainer, "train", "training")
     clocks.watch(TrainingEngine, "__call__", "forward")
     clocks.watch(TrainingEngine, "backward", "backward")
     clocks.watch(TrainingEngine, "step", "optimizer")
     with tempfile.TemporaryDirectory(dir=task.folder) as runs:
         settings = settings_of(task, runs)
         run = RunDirectory.create(Path(runs) / "step", dump_yaml(settings))
+        quieten_libraries()
+        rank, world = start_distributed()
+        set_threads(settings, processes=world)
+        session = Session(settings, run, WaitingConsole(settings, line, task, clocks), rank=rank, world=world)
         try:
-            run_rank(settings, run, WaitingConsole(settings, line, task, clocks), resume=False)
+            session.start(resume=False)
+            session.loop()
         finally:
-            run.close()
+            session.close()
 
 
 if __name__ == "__main__":

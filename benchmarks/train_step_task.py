@@ -22,7 +22,8 @@ GRADIENT_CLIP = 1.0
 class Task:
     """One step is ``prompts * samples`` trajectories of exactly ``new_tokens`` sampled tokens.
 
-    ``folder`` holds ``model/`` (Qwen2 and its tokenizer), ``problems.jsonl`` and each side's scratch files.
+    ``folder`` holds ``model/`` (Qwen2 and its tokenizer), ``problems.jsonl`` and each side's scratch files. Either side
+    trains in about so many ``micro_batches``; ``overrides`` are settings of agentrl.
     """
 
     folder: str
@@ -31,6 +32,8 @@ class Task:
     new_tokens: int
     threads: int
     steps: int
+    micro_batches: int
+    overrides: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -50,7 +53,8 @@ class Task:
 
     @classmethod
     def from_json(cls, text: str) -> Task:
-        return cls(**json.loads(text))
+        values = json.loads(text)
+        return cls(**{**values, "overrides": tuple(values["overrides"])})
 
 
 def reward(text: str) -> float:

@@ -46,14 +46,14 @@ class Waiting(TrainerCallback):
 
 def config(task: Task) -> GRPOConfig:
     """GRPO without a reference model, one update a step, no gradient checkpointing, nothing saved."""
-    rows = task.prompts * task.samples
+    rows = task.prompts * task.samples // task.micro_batches
     return GRPOConfig(
         output_dir=str(Path(task.folder) / "trl"),
         use_cpu=True,
         bf16=False,
         fp16=False,
         per_device_train_batch_size=rows,
-        gradient_accumulation_steps=1,
+        gradient_accumulation_steps=task.micro_batches,
         num_generations=task.samples,
         num_iterations=1,
         max_completion_length=task.new_tokens,
