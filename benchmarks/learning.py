@@ -2,16 +2,19 @@
 
     python benchmarks/learning.py --seeds 0 1 2
 
-Each seed is a whole run of its own: cold start (not cached: another seed is another policy), evaluation, training,
-evaluation, and the evaluation with falsified observations on the families that reveal a value by execution only.
+Each seed is a whole run of its own: cold start (in a cache of its own, so never that of an earlier run), evaluation,
+training, evaluation, and the evaluation with falsified observations on the families that reveal a value by execution
+only.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -35,7 +38,8 @@ def run(seed: int, options: argparse.Namespace) -> dict[str, Any]:
     command += ["--config", options.config] if options.config else []
     command += [f"seed={seed}", f"name={name}", f"runs_dir={options.runs_dir}", *options.overrides]
     began = time.monotonic()
-    subprocess.run(command, check=True)
+    with tempfile.TemporaryDirectory() as cache:
+        subprocess.run(command, check=True, env={**os.environ, "XDG_CACHE_HOME": cache})
     metrics = [json.loads(line) for line in (options.runs_dir / name / "metrics.jsonl").open()]
     summary = json.loads((options.runs_dir / name / "summary.json").read_text())
     rewards = [row["reward/mean"] for row in metrics if "reward/mean" in row]
