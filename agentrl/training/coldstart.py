@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
 
 
+# Batches in a window that is sorted by length.
+_WINDOW = 16
+
+
 @dataclass(frozen=True, kw_only=True)
 class EncodedDemonstration:
     """A demonstration in tokens: prompt, response and which response tokens are the model's."""
@@ -77,15 +81,20 @@ def collate(rows: Sequence[EncodedDemonstration], *, pad_id: int) -> tuple[Tenso
     )
 
 
-def batches(count: int, size: int, *, seed: int) -> Iterator[list[int]]:
-    """Index batches without end: a new permutation each epoch, batches across its end."""
+def batches(lengths: Sequence[int], size: int, *, seed: int) -> Iterator[list[int]]:
+    """Index batches without end: a new permutation each epoch, batches across its end.
+
+    Batches are cut from windows of 16 batches sorted by length, so that little is padded, and come in random order.
+    """
     generator = torch.Generator().manual_seed(seed)
     queue: list[int] = []
     while True:
-        while len(queue) < size:
-            queue += torch.randperm(count, generator=generator).tolist()
-        yield queue[:size]
-        queue = queue[size:]
+        while len(queue) < _WINDOW * size:
+            queue += torch.randperm(len(lengths), generator=generator).tolist()
+        window = sorted(queue[: _WINDOW * size], key=lengths.__getitem__)
+        queue = queue[_WINDOW * size :]
+        for place in torch.randperm(_WINDOW, generator=generator).tolist():
+            yield window[place * size : (place + 1) * size]
 
 
 def fine_tune(
@@ -119,7 +128,8 @@ def fine_tune(
         updates=cold.steps,
     )
     model.train()
-    stream = batches(len(rows), cold.batch_size, seed=_seed(settings))
+    lengths = [len(row.prompt_ids) + len(row.response_ids) for row in rows]
+    stream = batches(lengths, cold.batch_size, seed=_seed(settings))
     for step in range(1, cold.steps + 1):
         tensors = collate([rows[index] for index in next(stream)], pad_id=pad_id)
         statistics, _ = engine(*(tensor.to(engine.device) for tensor in tensors))

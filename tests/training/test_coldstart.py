@@ -25,7 +25,7 @@ from agentrl.training.coldstart import (
 from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
 from agentrl_envs.types import Problem, Step
 
-from .conftest import CommandLine
+from .conftest import SMALL, CommandLine
 
 PROBLEM = Problem(id="a", statement="2 + 3?", answer="5", source="made")
 TOKENIZER = train_tokenizer(["2 + 3?\n```py\nfinal_answer(5)\n```"], vocabulary_size=300)
@@ -92,11 +92,13 @@ def test_collate_pads_on_the_right() -> None:
 
 
 def test_every_demonstration_comes_once_an_epoch() -> None:
-    drawn = list(itertools.islice(batches(5, 2, seed=1), 5))
+    lengths = list(range(32))
+    drawn = list(itertools.islice(batches(lengths, 2, seed=1), 32))
     flat = [index for batch in drawn for index in batch]
-    assert sorted(flat[:5]) == sorted(flat[5:]) == [0, 1, 2, 3, 4]
-    assert drawn == list(itertools.islice(batches(5, 2, seed=1), 5))
-    assert drawn != list(itertools.islice(batches(5, 2, seed=2), 5))
+    assert sorted(flat[:32]) == sorted(flat[32:]) == lengths
+    assert all(first + 1 == second for first, second in drawn)  # sorted by length within a window
+    assert drawn == list(itertools.islice(batches(lengths, 2, seed=1), 32))
+    assert drawn != list(itertools.islice(batches(lengths, 2, seed=2), 32))
 
 
 def test_direct_answers_replace_a_share() -> None:
@@ -149,5 +151,12 @@ def test_the_command_learns_a_file_without_a_compiler(command_line: CommandLine)
     (command_line.folder / "file").write_text("")
     command[command.index("made/policy")] = "file/policy"
     said = command_line.run(*command, code=2)
-    assert "error: cannot write the policy to file/policy: Not a directory" in said
+    assert "error: --output file/policy: cannot be made: Not a directory" in said
     assert "cold-start step" not in said
+
+
+def test_a_cache_that_cannot_be_written_is_said_before_the_cold_start(command_line: CommandLine) -> None:
+    said = command_line.run("train", *SMALL, "name=x", code=2, environment={"XDG_CACHE_HOME": "/dev/null/cache"})
+    assert "error: cannot write the policy to /dev/null/cache/agentrl/coldstart/" in said
+    assert "cold-start step" not in said
+    assert "Traceback" not in said

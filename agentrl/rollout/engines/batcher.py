@@ -100,9 +100,8 @@ class Batcher:
         self._drop_cancelled()
         if any(row.request is not None for row in self._rows):
             raise EngineError("the weights cannot change while a request runs")
-        self._rows = []
+        self._rows = []  # the cache keeps its memory: what is stored there is hidden until it is overwritten
         self._owner = {}
-        self._cache = SlotCache(self._model.config.num_hidden_layers)
 
     def abandon(self) -> None:
         """Forget every request and every prefix, after a failure."""
@@ -110,6 +109,7 @@ class Batcher:
         for row in self._rows:
             row.request = None
         self.clear()
+        self._cache = SlotCache(self._model.config.num_hidden_layers)  # what a failed forward stored may be NaN
 
     @property
     def busy(self) -> bool:
