@@ -39,8 +39,8 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     for package, name, function in (
         ("agentrl.training", "run", "train"),
-        ("agentrl.training", "run", "dry_run"),
-        ("agentrl.training", "coldstart", "coldstart_command"),
+        ("agentrl.training", "dry_run", "dry_run"),
+        ("agentrl.training", "policy", "coldstart_command"),
         ("agentrl.evaluation", "run", "evaluate_command"),
     ):
         full = f"{package}.{name}"

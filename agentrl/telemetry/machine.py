@@ -1,4 +1,4 @@
-"""What this machine offers: cores, memory, GPUs, libraries and the compiler that DeepSpeed's operator needs."""
+"""What this machine offers: cores, memory, GPUs, libraries and the compiler."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Machine:
         memory = "unknown" if self.memory_bytes is None else f"{self.memory_bytes / _GIB:.1f} GiB"
         gpus = ", ".join(f"{gpu.name} ({gpu.memory_bytes / _GIB:.0f} GiB)" for gpu in self.gpus) or "none"
         libraries = ", ".join(f"{name} {found}" for name, found in self.libraries.items())
-        compiler = self.compiler or "none found: DeepSpeed's CPU optimizer cannot be built (install g++ or set CXX)"
+        compiler = self.compiler or "none found (training on a CPU needs none)"
         return [
             f"machine: {self.cores} cores, {memory} memory, GPU: {gpus}",
             f"system: {self.system}, Python {self.python}",

@@ -6,12 +6,16 @@ import asyncio
 import os
 import secrets
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from agentrl_sandbox.client import Outcome
+
+_BELOW_TMP = any(path.startswith("/tmp/") for path in (sys.prefix, sys.base_prefix, __file__))
+TMP = "/scratch" if _BELOW_TMP else "/tmp"  # an interpreter below /tmp is shown there, and /tmp is read-only
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -272,13 +276,15 @@ async def test_files_of_the_host_are_not_in_view(run, tmp_path):
     program = (
         "import os\n"
         f"print(os.path.exists({str(tmp_path / 'gold')!r}), os.path.exists('/etc/shadow'), "
-        f"os.path.exists({os.path.abspath(__file__)!r}), os.listdir('/tmp'))"
+        f"os.path.exists({os.path.abspath(__file__)!r}), os.listdir({TMP!r}))"
     )
     assert (await run(program)).stdout == "False False False []\n"
 
 
 async def test_scratch_is_fresh_and_private(run):
-    write = "import os\nopen('/scratch/secret', 'w').write('s'); open('/tmp/t', 'w').close(); open('/dev/shm/u', 'w')\n"
+    write = (
+        f"import os\nopen('/scratch/secret', 'w').write('s'); open('{TMP}/t', 'w').close(); open('/dev/shm/u', 'w')\n"
+    )
     waiting = asyncio.ensure_future(run(write + "import time; time.sleep(0.5); print(sorted(os.listdir()))"))
     await asyncio.sleep(0.2)
     look = "import os, glob\nprint(os.listdir('/scratch'), glob.glob('/proc/[0-9]*/root/scratch/*'))"
