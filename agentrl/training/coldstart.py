@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
 
 
-# Batches in a window that is sorted by length.
-_WINDOW = 16
-
-
 @dataclass(frozen=True, kw_only=True)
 class EncodedDemonstration:
     """A demonstration in tokens: prompt, response and which response tokens are the model's."""
@@ -81,20 +77,22 @@ def collate(rows: Sequence[EncodedDemonstration], *, pad_id: int) -> tuple[Tenso
     )
 
 
-def batches(lengths: Sequence[int], size: int, *, seed: int) -> Iterator[list[int]]:
-    """Index batches without end: a new permutation each epoch, batches across its end.
-
-    Batches are cut from windows of 16 batches sorted by length, so that little is padded, and come in random order.
-    """
+def batches(count: int, size: int, *, seed: int) -> Iterator[list[int]]:
+    """Index batches without end: a new permutation each epoch, batches across its end."""
     generator = torch.Generator().manual_seed(seed)
     queue: list[int] = []
     while True:
-        while len(queue) < _WINDOW * size:
-            queue += torch.randperm(len(lengths), generator=generator).tolist()
-        window = sorted(queue[: _WINDOW * size], key=lengths.__getitem__)
-        queue = queue[_WINDOW * size :]
-        for place in torch.randperm(_WINDOW, generator=generator).tolist():
-            yield window[place * size : (place + 1) * size]
+        while len(queue) < size:
+            queue += torch.randperm(count, generator=generator).tolist()
+        yield queue[:size]
+        queue = queue[size:]
+
+
+def halves(rows: Sequence[EncodedDemonstration]) -> list[Sequence[EncodedDemonstration]]:
+    """The shorter and the longer half of a batch: padded apart, they take fewer positions."""
+    ordered = sorted(rows, key=lambda row: len(row.prompt_ids) + len(row.response_ids))
+    middle = len(ordered) // 2
+    return [part for part in (ordered[:middle], ordered[middle:]) if part]
 
 
 def fine_tune(
@@ -128,15 +126,18 @@ def fine_tune(
         updates=cold.steps,
     )
     model.train()
-    lengths = [len(row.prompt_ids) + len(row.response_ids) for row in rows]
-    stream = batches(lengths, cold.batch_size, seed=_seed(settings))
+    stream = batches(len(rows), cold.batch_size, seed=_seed(settings))
     for step in range(1, cold.steps + 1):
-        tensors = collate([rows[index] for index in next(stream)], pad_id=pad_id)
-        statistics, _ = engine(*(tensor.to(engine.device) for tensor in tensors))
-        loss = -statistics.log_probs.mean()
-        engine.backward(loss)
+        chosen = [rows[index] for index in next(stream)]
+        tokens = sum(sum(row.response_mask) for row in chosen)
+        total = 0.0
+        for half in halves(chosen):
+            statistics, _ = engine(*(tensor.to(engine.device) for tensor in collate(half, pad_id=pad_id)))
+            loss = -statistics.log_probs.sum() / tokens
+            engine.backward(loss)
+            total += float(loss.detach())
         engine.step()
-        report(step, float(loss.detach()))
+        report(step, total)
     model.eval()
 
 

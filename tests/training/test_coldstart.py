@@ -19,6 +19,7 @@ from agentrl.training.coldstart import (
     cached_policy,
     collate,
     encode_demonstration,
+    halves,
     read_cold_demonstrations,
     with_direct_answers,
 )
@@ -92,13 +93,19 @@ def test_collate_pads_on_the_right() -> None:
 
 
 def test_every_demonstration_comes_once_an_epoch() -> None:
-    lengths = list(range(32))
-    drawn = list(itertools.islice(batches(lengths, 2, seed=1), 32))
+    drawn = list(itertools.islice(batches(5, 2, seed=1), 5))
     flat = [index for batch in drawn for index in batch]
-    assert sorted(flat[:32]) == sorted(flat[32:]) == lengths
-    assert all(first + 1 == second for first, second in drawn)  # sorted by length within a window
-    assert drawn == list(itertools.islice(batches(lengths, 2, seed=1), 32))
-    assert drawn != list(itertools.islice(batches(lengths, 2, seed=2), 32))
+    assert sorted(flat[:5]) == sorted(flat[5:]) == [0, 1, 2, 3, 4]
+    assert drawn == list(itertools.islice(batches(5, 2, seed=1), 5))
+    assert drawn != list(itertools.islice(batches(5, 2, seed=2), 5))
+
+
+def test_halves_hold_the_shorter_and_the_longer_rows() -> None:
+    rows = [
+        EncodedDemonstration(prompt_ids=(1,) * length, response_ids=(2,), response_mask=(True,)) for length in (5, 1, 3)
+    ]
+    assert [[len(row.prompt_ids) for row in half] for half in halves(rows)] == [[1], [3, 5]]
+    assert [len(half) for half in halves(rows[:1])] == [1]
 
 
 def test_direct_answers_replace_a_share() -> None:
