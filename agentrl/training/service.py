@@ -78,6 +78,7 @@ class LocalService:
         self._loop = asyncio.new_event_loop()
         self._running: asyncio.Task[Any] | None = None
         self._interrupted = False
+        self._closing = False
         self._harvest: Harvest | None = None
         self._run(environment.open())
         self._engine = TransformersEngine(model, codec, settings.rollout, deterministic=settings.training.deterministic)
@@ -160,7 +161,12 @@ class LocalService:
         self._worker.load_state_dict(state)
 
     def interrupt(self) -> None:
-        """Cancel the rollouts under way; safe to call from a signal handler or another thread."""
+        """Cancel the rollouts under way; safe to call from a signal handler or another thread.
+
+        Closing is not interrupted.
+        """
+        if self._closing:
+            return
         self._interrupted = True
         running = self._running
         if running is not None:
@@ -168,7 +174,7 @@ class LocalService:
 
     def close(self) -> None:
         """Release engine, environment and event loop."""
-        self._interrupted = False
+        self._closing = True
         self._run(self._engine.close())
         self._run(self._environment.close())
         self._run(self._loop.shutdown_asyncgens())
@@ -185,11 +191,11 @@ class LocalService:
         )
 
     def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        if self._interrupted:
+        if self._interrupted and not self._closing:
             work.close()
             raise InterruptedRunError
         self._running = self._loop.create_task(work)
-        if self._interrupted:  # between the first look and the assignment
+        if self._interrupted and not self._closing:  # between the first look and the assignment
             self._running.cancel()
         try:
             return self._loop.run_until_complete(self._running)

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,20 @@ class CommandLine:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tally = folder / "tally"
+        self._started: list[subprocess.Popen[str]] = []
+
+    def close(self) -> None:
+        """Kill what a failed test has left running."""
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
 
     def start(self, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
         """A command in a process group of its own, with changes to its environment variables."""
         quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         whole = os.environ | quiet | {"PYTHONPATH": str(Path(__file__).parent)} | (environment or {})
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "agentrl.cli", *arguments],
             cwd=self.folder,
             env=whole,
@@ -52,6 +60,8 @@ class CommandLine:
             text=True,
             start_new_session=True,
         )
+        self._started.append(process)
+        return process
 
     def run(self, *arguments: str, code: int = 0, environment: dict[str, str] | None = None) -> str:
         """A command to its end; what it said. Its exit code must be ``code``."""
@@ -122,6 +132,8 @@ def random_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def command_line(tmp_path: Path) -> CommandLine:
+def command_line(tmp_path: Path) -> Iterator[CommandLine]:
     """``agentrl`` in an empty folder."""
-    return CommandLine(tmp_path)
+    made = CommandLine(tmp_path)
+    yield made
+    made.close()

@@ -16,7 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from agentrl.errors import SettingsError, WorldError
 from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.training.checkpoint import latest_checkpoint, read_state, settle
 
 from .conftest import CommandLine, wait_until
 
@@ -72,26 +74,26 @@ def test_a_deterministic_run_killed_again_and_again_ends_like_one_never_killed(
     assert [score["step"] for score in scores[0]] == [0, 4]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_run_goes_on_with_the_problems_it_had_issued(
-    command_line: CommandLine, random_policy: Path, number: signal.Signals
-) -> None:
-    slow = ["environment.kwargs.seconds=0.05", "rollout.concurrency=2", "rollout.problems_per_step=6"]
-    process = command_line.start(*command_line.counting(random_policy, "name=stopped", *slow, "training.steps=3"))
-    # Two steps of the environment a trajectory: 2 trajectories of the evaluation, 24 of step 1, some of step 2.
-    wait_until(lambda: command_line.tallied() >= 2 * (2 + 24) + 3, process)
-    # As a terminal does: to every process of the group.
-    os.killpg(process.pid, number)
-    said = process.communicate(timeout=240)[0]
-    assert process.returncode == 130, said
-    assert "stopped after step 1; checkpoint saved" in said
-    assert "agentrl train --resume name=stopped runs_dir=runs" in said
-    assert "Traceback" not in said
-
+def test_a_stopped_run_goes_on_with_the_problems_it_had_issued(command_line: CommandLine, random_policy: Path) -> None:
     run = command_line.folder / "runs" / "stopped"
-    state = json.loads((run / "checkpoints" / "step-000001" / "state.json").read_text())
-    issued = [row["problem"]["id"] for row in state["worker"]["ledger"]]
-    assert len(issued) == 6
+    slow = ["environment.kwargs.seconds=0.05", "rollout.concurrency=2", "rollout.problems_per_step=6"]
+    start = command_line.counting(random_policy, "name=stopped", *slow, "training.steps=3", "evaluation.samples=1")
+    # Two steps of the environment a trajectory: one of the evaluation, 24 of step 1, some of step 2 are over.
+    stops = [(signal.SIGTERM, start, 2 * (1 + 24) + 3), (signal.SIGINT, ["train", "--resume", "name=stopped"], 3)]
+    for number, arguments, steps in stops:
+        wanted = command_line.tallied() + steps
+        process = command_line.start(*arguments)
+        wait_until(lambda wanted=wanted: command_line.tallied() >= wanted, process)  # type: ignore[misc]
+        # As a terminal does: to every process of the group.
+        os.killpg(process.pid, number)
+        said = process.communicate(timeout=240)[0]
+        assert process.returncode == 130, said
+        assert "stopped after step 1; checkpoint saved" in said
+        assert "agentrl train --resume name=stopped runs_dir=runs" in said
+        assert "Traceback" not in said
+        state = json.loads((run / "checkpoints" / "step-000001" / "state.json").read_text())
+        issued = [row["problem"]["id"] for row in state["worker"]["ledger"]]
+        assert len(issued) == 6
 
     assert "resumed after step 1" in command_line.run("train", "--resume", "name=stopped")
     assert command_line.steps("stopped") == [1, 2, 3]
@@ -132,6 +134,28 @@ def test_checkpoints_are_pruned_and_the_export_is_plain_transformers(
     assert command_line.steps("plain") == [1, 2, 3, 4, 5]
     assert [row["step"] for row in command_line.metrics("plain") if "eval/avg_at_k" in row] == [0, 4, 5]
 
-    (run / "checkpoints" / "step-000005" / "state.json").write_text("{")
-    said = command_line.run("train", "--resume", "name=plain", code=1)
-    assert "error: the checkpoint runs/plain/checkpoints/step-000005 cannot be read" in said
+
+def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text("{")
+    with pytest.raises(WorldError, match=f"the checkpoint {tmp_path} cannot be read"):
+        read_state(tmp_path, ranks=1)
+    state = {"step": 3, "updates": 3, "ranks": 2, "worker": {}, "evaluations": []}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    assert read_state(tmp_path, ranks=2).step == 3
+    with pytest.raises(SettingsError, match=r"written by 2 training ranks .* resume with training\.num_processes=2"):
+        read_state(tmp_path, ranks=1)
+
+
+def test_the_newest_complete_checkpoint_is_found_whatever_a_kill_left(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path / "none") is None
+    for name, complete in (("step-000009", True), (".step-000010.partial", False), ("step-1000000", True)):
+        (tmp_path / name).mkdir()
+        if complete:
+            (tmp_path / name / "state.json").write_text("old")
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-1000000"
+    # Complete, but killed before the rename, with one of the same step from before.
+    (tmp_path / ".step-1000000.partial").mkdir()
+    (tmp_path / ".step-1000000.partial" / "state.json").write_text("new")
+    settle(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000009", "step-1000000"]
+    assert (tmp_path / "step-1000000" / "state.json").read_text() == "new"
