@@ -98,12 +98,16 @@ def halves(rows: Sequence[EncodedDemonstration]) -> list[Sequence[EncodedDemonst
 def fine_tune(
     model: Any,
     rows: Sequence[EncodedDemonstration],
+    late_rows: Sequence[EncodedDemonstration],
     settings: Settings,
     *,
     pad_id: int,
     report: Callable[[int, float], None],
 ) -> None:
-    """Minimise the mean negative log-probability of the model's tokens, in place. ``report`` gets step and loss."""
+    """Minimise the mean negative log-probability of the model's tokens, in place. ``report`` gets step and loss.
+
+    The last ``coldstart.direct_steps`` steps take ``late_rows``, as many as ``rows``, in their place.
+    """
     from agentrl.training.deepspeed_engine import TrainingEngine, start_distributed
 
     cold = settings.coldstart
@@ -127,8 +131,10 @@ def fine_tune(
     )
     model.train()
     stream = batches(len(rows), cold.batch_size, seed=_seed(settings))
+    early = 0 if cold.direct_steps is None else cold.steps - cold.direct_steps
     for step in range(1, cold.steps + 1):
-        chosen = [rows[index] for index in next(stream)]
+        shown = rows if step <= early else late_rows
+        chosen = [shown[index] for index in next(stream)]
         tokens = sum(sum(row.response_mask) for row in chosen)
         total = 0.0
         for half in halves(chosen):
@@ -178,7 +184,12 @@ async def _make_policy(
         model = read_model(settings.model.path, settings.model)
     codec = TextCodec(tokenizer)
     rows = [await encode_demonstration(item, environment=environment, codec=codec) for item in demonstrations]
-    fine_tune(model, rows, settings, pad_id=codec.pad_id, report=report)
+    mixed = with_direct_answers(demonstrations, share=settings.coldstart.direct_share, seed=seed)
+    late_rows = [
+        row if late is item else await encode_demonstration(late, environment=environment, codec=codec)
+        for row, item, late in zip(rows, demonstrations, mixed, strict=True)
+    ]
+    fine_tune(model, rows, late_rows, settings, pad_id=codec.pad_id, report=report)
     body = (
         f"Cold start by agentrl {agentrl.__version__}: {settings.coldstart.steps} steps of supervised fine-tuning on "
         f"{len(rows)} demonstrations ({settings.coldstart.demonstrations})."
@@ -187,21 +198,14 @@ async def _make_policy(
 
 
 def read_cold_demonstrations(settings: Settings) -> LoadedDemonstrations:
-    """The demonstrations that ``coldstart.demonstrations`` names, a share of them turned into direct answers."""
+    """The demonstrations that ``coldstart.demonstrations`` names."""
     cold = settings.coldstart
     if cold.demonstrations is None:
         raise SettingsError(
             "there is no model.path and no coldstart.demonstrations: name a model, or demonstrations to start one from "
             "(a JSONL file, builtin:arithmetic or formula:FILE)"
         )
-    seed = _seed(settings)
-    loaded = load_demonstrations(cold.demonstrations, count=cold.count, variants=cold.variants, seed=seed)
-    if not cold.direct_share:
-        return loaded
-    return LoadedDemonstrations(
-        demonstrations=with_direct_answers(loaded.demonstrations, share=cold.direct_share, seed=seed),
-        description=f"{loaded.description}; {cold.direct_share:.0%} of them state the answer without a program",
-    )
+    return load_demonstrations(cold.demonstrations, count=cold.count, variants=cold.variants, seed=_seed(settings))
 
 
 def with_direct_answers(

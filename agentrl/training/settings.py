@@ -113,6 +113,9 @@ class ColdstartSettings(_Settings):
         description="share of the demonstrations that state the answer without a program: a policy that imitates "
         "them guesses, and reinforcement learning finds that the tool pays",
     )
+    direct_steps: int | None = Field(
+        None, ge=1, description="steps at the end that show direct answers; none: all steps do"
+    )
     steps: int = Field(200, ge=1, description="supervised updates")
     batch_size: int = Field(48, ge=1, description="demonstrations of one update")
     learning_rate: float = Field(2e-3, gt=0, description="peak; a cosine follows the warm-up")
