@@ -55,7 +55,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Results]:
     folder = tmp_path_factory.mktemp("results")
     started = {ranks: start_ranks(ranks, folder / f"{ranks}.pt") for ranks in (1, 2)}
     for processes in started.values():
-        said = [process.communicate(timeout=300)[0] for process in processes]
+        said = [process.communicate(timeout=900)[0] for process in processes]
         assert {process.returncode for process in processes} == {0}, "\n".join(said)
     return {ranks: torch.load(folder / f"{ranks}.pt", weights_only=False) for ranks in started}
 

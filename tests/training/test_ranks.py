@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from .conftest import CommandLine, wait_until
+from .conftest import DEADLINE, CommandLine, wait_until
 
 TWO = ["--num-processes", "2", "training.zero_stage=3", "rollout.problems_per_step=4"]
 SLOW = ["environment.kwargs.seconds=0.05", "rollout.concurrency=2", "training.steps=3"]
@@ -45,7 +45,7 @@ def test_two_ranks_go_on_after_every_end(command_line: CommandLine, random_polic
     processes = family(process.pid)
     assert [len(processes["rank"]), len(processes["worker_process"])] == [2, 1]
     processes["worker_process"][0].kill()
-    said = process.communicate(timeout=240)[0]
+    said = process.communicate(timeout=DEADLINE)[0]
     assert process.returncode == 1
     assert "error: rollout worker: the connection ended while waiting for the plan of step 2" in said
     assert_all_end(processes)
@@ -55,7 +55,7 @@ def test_two_ranks_go_on_after_every_end(command_line: CommandLine, random_polic
     wait_for_rollouts(command_line, process, 3)
     processes = family(process.pid)
     next(one for one in processes["rank"] if one.environ()["RANK"] == "1").kill()
-    said = process.communicate(timeout=240)[0]
+    said = process.communicate(timeout=DEADLINE)[0]
     assert process.returncode == 1
     assert "error: a training rank or its launcher was ended by SIGKILL" in said
     assert_all_end(processes)
@@ -65,7 +65,7 @@ def test_two_ranks_go_on_after_every_end(command_line: CommandLine, random_polic
     wait_for_rollouts(command_line, process, 3)
     processes = family(process.pid)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=240)[0]
+    said = process.communicate(timeout=DEADLINE)[0]
     assert process.returncode == 130, said
     assert said.count("stopped after step 1; checkpoint saved") == 1
     assert "Traceback" not in said, said
@@ -90,5 +90,5 @@ def test_a_killed_command_leaves_no_process(command_line: CommandLine, random_po
     wait_for_rollouts(command_line, process, 2 * (2 + 16) + 3)
     processes = family(process.pid)
     process.kill()
-    process.communicate(timeout=120)
+    process.communicate(timeout=DEADLINE)
     assert_all_end(processes)
