@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from agentrl.errors import WorldError
 from agentrl.evaluation.scores import Score, avg_at_k
 from agentrl.rollout.driver import Driver, Issue
 from agentrl.trajectory import Group
@@ -87,7 +88,12 @@ async def evaluate_policy(
 
 
 def score_groups(groups: Sequence[Group], *, step: int, samples: int, falsified: bool = False) -> EvaluationReport:
-    """Scores of played groups; what is no data is left out and counted."""
+    """Scores of played groups; what is no data is left out and counted. WorldError where nothing else is left."""
+    if not _has_data(groups):
+        raise WorldError(
+            f"evaluation at step {step}: every trajectory of {len(groups)} problems failed for reasons outside the "
+            "policy"
+        )
     families: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         families[group.problem.family or group.problem.source].append(group)
