@@ -23,6 +23,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+SHORT_SPINNING = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
+"""How OpenMP threads wait at a barrier; see :func:`shorten_spinning`."""
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="settings, for example rollout.group_size=8", show_default=False),
@@ -111,7 +114,7 @@ def doctor() -> None:
 
 def main() -> None:
     """Run a command; what the user or the world did wrong becomes one message and an exit code, never a traceback."""
-    let_waiting_threads_sleep()
+    shorten_spinning()
     sys.path.append("")  # --env module:Class may lie in the working directory, as under python -m
     try:
         app()
@@ -123,14 +126,18 @@ def main() -> None:
         _fail(error, 2)
 
 
-def let_waiting_threads_sleep() -> None:
-    """Let OpenMP threads sleep at barriers instead of spinning, unless the user has set OMP_WAIT_POLICY.
+def shorten_spinning() -> None:
+    """Let OpenMP threads sleep after a few microseconds at a barrier, unless the user has set OMP_WAIT_POLICY.
 
-    Must come before torch is imported: OpenMP reads the variable once. Two threads that spin on a machine of two cores
-    starve each other as soon as a sandboxed program wants a core: 128 sequences of 64 tokens took 35 s to sample with
-    spinning threads and 0.75 s with sleeping ones.
+    Must come before torch is imported: OpenMP reads its variables once. By default libgomp's threads spin for about a
+    millisecond; two of them on a machine of two cores starve each other as soon as a sandboxed program wants a core
+    (128 sequences of 64 tokens took 35 s to sample, and 0.75 s with sleeping ones). Threads that sleep at once make a
+    small matrix product on an idle machine two to five times as slow. ``active`` because libgomp otherwise shortens
+    the count by itself once two threads compute with threads of their own; the others' runtimes read KMP_BLOCKTIME.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        for name, value in SHORT_SPINNING.items():
+            os.environ.setdefault(name, value)
 
 
 def _load(

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from train_step_task import Task
 
+from agentrl.cli import SHORT_SPINNING
 from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tiny import EOS, tiny_config, train_tokenizer
 from agentrl.problems.arithmetic import ArithmeticSource
@@ -126,8 +127,8 @@ def trl_python(home: Path) -> Path:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Equal for both sides: waiting threads sleep, nothing is looked up on a network."""
-    own = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+    """Equal for both sides: threads wait as `agentrl train` lets them, nothing is looked up on a network."""
+    own = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", **SHORT_SPINNING}
     return {**os.environ, **own, "PYTHONPATH": str(HERE)}
 
 
@@ -236,7 +237,7 @@ def main() -> None:
         )
         print(
             f"{parameters / 1e6:.2f}M parameters, float32, {task.prompts} prompts x {task.samples} samples x "
-            f"{task.new_tokens} tokens, OMP_WAIT_POLICY=passive, load {os.getloadavg()[0]:.1f} at the start"
+            f"{task.new_tokens} tokens, load {os.getloadavg()[0]:.1f} at the start"
         )
         sides = measure(task, options.trl_home, options.only)
         print(f"load {os.getloadavg()[0]:.1f} at the end, {options.repeats} steps each after {WARM_UP} to warm up")

@@ -8,8 +8,10 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# Threads that spin at barriers starve the other process of a two-core machine; must be set before torch loads.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+from agentrl.cli import shorten_spinning
+
+# Must come before torch is loaded.
+shorten_spinning()
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 # How long an example takes depends on who else uses the machine.

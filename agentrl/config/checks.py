@@ -84,6 +84,12 @@ def _lacking(settings: Settings, command: Command) -> Iterator[str]:
 
 
 def _model_problems(settings: Settings) -> Iterator[str]:
+    model = settings.model
+    if settings.training.share_prompts and (model.gradient_checkpointing or model.attention != "sdpa"):
+        yield (
+            "training.share_prompts=true needs model.attention=sdpa and model.gradient_checkpointing=false (they are "
+            f"{model.attention} and {str(model.gradient_checkpointing).lower()}): it reads prompts from a cache"
+        )
     path = settings.model.path
     if path is None:
         return

@@ -48,6 +48,13 @@ def read_config(settings: ModelSettings) -> Any | None:
         return None
 
 
+def attends_to_everything(config: Any) -> bool:
+    """Whether every layer attends to the whole context: no sliding window, no linear attention."""
+    # Not every architecture's configuration has these two.
+    kinds = getattr(config, "layer_types", None)
+    return all(kind == "full_attention" for kind in kinds) if kinds else not getattr(config, "sliding_window", None)
+
+
 def write_model(
     directory: Path, *, model: Any, tokenizer: Any, title: str, body: str, state: dict[str, Any] | None = None
 ) -> None:

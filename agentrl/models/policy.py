@@ -7,18 +7,37 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from agentrl.errors import SettingsError
 from agentrl.kernels import TokenStatistics
 from agentrl.models.head import FusedHead
+from agentrl.models.loading import attends_to_everything
+from agentrl.models.shared_prompts import response_hidden
 
 
 class PolicyModel(nn.Module):
     """A causal language model of `transformers` whose head is a :class:`FusedHead`."""
 
-    def __init__(self, causal_lm: Any, *, backend: Literal["auto", "reference", "chunked"] = "auto") -> None:
+    def __init__(
+        self,
+        causal_lm: Any,
+        *,
+        backend: Literal["auto", "reference", "chunked"] = "auto",
+        share_prompts: bool = False,
+    ) -> None:
+        """``share_prompts`` computes equal prompts of a batch once; see :func:`.shared_prompts.response_hidden`.
+
+        Raises SettingsError if the model's attention cannot.
+        """
         super().__init__()
+        if share_prompts and not attends_to_everything(causal_lm.config):
+            raise SettingsError(
+                "training.share_prompts needs a model whose layers all attend to the whole context; "
+                "set training.share_prompts=false"
+            )
         if not isinstance(causal_lm.lm_head, FusedHead):
             causal_lm.lm_head = FusedHead.from_linear(causal_lm.lm_head, backend=backend)
         self.causal_lm = causal_lm
+        self._share_prompts = share_prompts
 
     @property
     def head(self) -> FusedHead:
@@ -38,10 +57,13 @@ class PolicyModel(nn.Module):
         ``input_ids`` [B, S] left aligned, ``prompt_lengths`` [B], ``response_ids`` and ``response_mask`` [B, T].
         The second value is the hidden states [N, D] of those tokens, detached, if ``keep_hidden``.
         """
-        hidden = self.causal_lm.model(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, S, D]
         rows, columns = response_mask.nonzero(as_tuple=True)
-        # The statistics of the token at position t come from the hidden state at t - 1: the shift is made here alone.
-        selected = hidden[rows, prompt_lengths[rows] + columns - 1]  # [N, D]
+        # The statistics of the token at position t come from the hidden state at t - 1.
+        if self._share_prompts:
+            selected = response_hidden(self.causal_lm.model, input_ids, prompt_lengths, response_ids)[rows, columns]
+        else:
+            hidden = self.causal_lm.model(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, S, D]
+            selected = hidden[rows, prompt_lengths[rows] + columns - 1]  # [N, D]
         statistics = self.head(selected, response_ids[rows, columns], temperature)
         return statistics, selected.detach() if keep_hidden else None
 

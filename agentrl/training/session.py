@@ -63,7 +63,11 @@ class Session:
         path = starting_policy(settings, console)
         self._tokenizer = read_tokenizer(path)
         codec = TextCodec(self._tokenizer)
-        self._policy = PolicyModel(read_model(path, settings.model), backend=settings.training.head_backend)
+        self._policy = PolicyModel(
+            read_model(path, settings.model),
+            backend=settings.training.head_backend,
+            share_prompts=settings.training.share_prompts,
+        )
         self._engine = TrainingEngine(
             self._policy,
             optimizer=settings.optimizer,

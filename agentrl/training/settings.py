@@ -83,6 +83,11 @@ class TrainingSettings(_Settings):
     head_backend: Literal["auto", "reference", "chunked"] = Field(
         "auto", description="how token statistics are computed; chunked never holds all logits"
     )
+    share_prompts: bool = Field(
+        False,
+        description="compute equal prompts of a micro-batch once; pays where groups stay whole and prompts are long "
+        "for their responses; needs model.attention=sdpa without gradient checkpointing",
+    )
     num_processes: int = Field(1, ge=1, description="training ranks on this machine")
     threads: int = Field(0, ge=0, description="CPU threads of each process; 0: the cores over the processes")
     deterministic: bool = Field(

@@ -49,7 +49,7 @@ class CommandLine:
 
     def start(self, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
         """A command in a process group of its own, with changes to its environment variables."""
-        quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        quiet = {"OMP_NUM_THREADS": "1"}
         whole = os.environ | quiet | {"PYTHONPATH": str(Path(__file__).parent)} | (environment or {})
         process = subprocess.Popen(
             [sys.executable, "-m", "agentrl.cli", *arguments],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from agentrl.rollout.engines.base import Completion, EngineError, Sampling
+from agentrl.rollout.engines.decode_attention import decoding
 from agentrl.rollout.engines.kv_slots import SlotCache
 from agentrl.rollout.engines.sampling import keyed_uniform, sample_tokens
 
@@ -77,11 +79,15 @@ class Batcher:
         self._keep_prefixes = keep_prefixes
         self._device = next(model.parameters()).device
         self._additive_mask = model.config._attn_implementation == "eager"
+        self._decoding = (
+            decoding if self._device.type == "cpu" and model.config._attn_implementation == "sdpa" else nullcontext
+        )
         self._cache = SlotCache(model.config.num_hidden_layers)
         self._rows: list[_Row] = []
         self._owner: dict[str, int] = {}  # trajectory -> row
         self._waiting: deque[Request] = deque()
         self._waited = 0
+        self._reach = 0  # the longest that any row may become; the cache itself is as long as the rows are
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -100,8 +106,10 @@ class Batcher:
         self._drop_cancelled()
         if any(row.request is not None for row in self._rows):
             raise EngineError("the weights cannot change while a request runs")
-        self._rows = []  # the cache keeps its memory: what is stored there is hidden until it is overwritten
+        self._rows = []
         self._owner = {}
+        self._reach = 0
+        self._cache.forget()
 
     def abandon(self) -> None:
         """Forget every request and every prefix, after a failure."""
@@ -186,7 +194,7 @@ class Batcher:
             return None  # the trajectory's other request goes first
         if index is None:
             index = next((i for i, row in enumerate(self._rows) if row.trajectory_id is None), None)
-        length = max(length, self._cache.length)
+        length = max(length, self._reach)
         if index is None and (len(self._rows) + 1) * length <= self._kv_cache_tokens:
             index = len(self._rows)
             self._rows.append(_Row())
@@ -201,9 +209,10 @@ class Batcher:
             row.trajectory_id, row.cached = request.trajectory_id, []
             self._owner[request.trajectory_id] = index
         row.cached = row.cached[: _common_prefix(row.cached, request.token_ids[:-1])]
+        self._reach = length
         # Room for those who wait as well: growing copies what is stored.
         room = min(len(self._rows) + len(self._waiting) - 1, self._kv_cache_tokens // length)
-        self._cache.reserve(max(len(self._rows), room), length)
+        self._cache.reserve(max(len(self._rows), room))
         return index
 
     def _compact(self, running: list[int]) -> list[int]:
@@ -279,12 +288,13 @@ class Batcher:
             ids[index], positions[index] = token, len(row.cached)
             row.cached.append(token)
         width = max(positions) + 1
-        hidden = self._forward(
-            torch.tensor(ids, device=self._device)[:, None],
-            torch.tensor(positions, device=self._device)[:, None],
-            count,
-            width,
-        )[:, 0]
+        with self._decoding(self._model.config):
+            hidden = self._forward(
+                torch.tensor(ids, device=self._device)[:, None],
+                torch.tensor(positions, device=self._device)[:, None],
+                count,
+                width,
+            )[:, 0]
         if len(running) < count:
             hidden = hidden[torch.tensor(running, device=self._device)]
         return self._sample(running, self._model.lm_head(hidden))
@@ -326,15 +336,18 @@ class Batcher:
         if token in self._eos_ids:
             request.finish_reason = "eos"
             return True
-        piece = self._table[token] if token < len(self._table) else b""
-        longest = max(map(len, request.stop), default=0)
-        text = request.tail + piece
-        request.tail = text[-longest + 1 :] if longest > 1 else b""
-        if any(stop in text for stop in request.stop):
+        if request.stop and self._stopped(request, token):
             request.finish_reason = "stop"
         elif len(request.sampled) >= request.sampling.max_tokens:
             request.finish_reason = "length"
         return request.finish_reason is not None
+
+    def _stopped(self, request: Request, token: int) -> bool:
+        """Whether a stop string ends in the token's bytes; keeps as much text as a stop string may still need."""
+        longest = max(map(len, request.stop))
+        text = request.tail + (self._table[token] if token < len(self._table) else b"")
+        request.tail = text[-longest + 1 :] if longest > 1 else b""
+        return any(stop in text for stop in request.stop)
 
 
 def _running(row: _Row) -> Request:

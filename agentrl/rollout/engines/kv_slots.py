@@ -2,85 +2,125 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
-_ROUND = 64
+_ROUND = 16
 
 
 class SlotCache(Cache):
-    """Keys and values ``[rows, heads, length, head_dim]`` a layer; grows on demand.
+    """Keys and values ``[rows, heads, length + 1, head_dim]`` a layer, contiguous and no longer than needed.
 
     Before a forward the caller says which rows take part and at which positions their tokens stand
     (:meth:`select`); each layer's ``update`` writes there and returns what the rows may attend to. The last column is
-    a bin for padding and is never read. Stale entries behind a row's length need no clearing: the mask hides them
+    a bin for padding; no mask shows it. Stale entries behind a row's length need no clearing: the mask hides them
     until they are overwritten.
+
+    A decoding step reads every column of every layer, so columns that nobody needs yet cost time. The length
+    therefore follows the longest row, an eighth at a time, and memory is handed round: a layer that grows moves into
+    what the layer before it left.
     """
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers=[])
-        self._keys: list[Tensor | None] = [None] * layers
-        self._values: list[Tensor | None] = [None] * layers
+        # Keys of all layers, then values of all layers.
+        self._stores: list[Tensor | None] = [None] * (2 * layers)
+        self._memory: list[Tensor | None] = [None] * (2 * layers)  # flat; a store is the beginning of its memory
+        self._spare: Tensor | None = None
+        self._layers = layers
+        self._wanted_rows = 0
+        self._live = False
         self.rows = 0
         self.length = 0
 
-    def reserve(self, rows: int, length: int) -> None:
-        """Room for ``rows`` rows of ``length`` tokens; what is stored stays."""
-        if rows <= self.rows and length <= self.length:
-            return
-        self.rows = max(rows, self.rows)
-        self.length = max(-(-length // _ROUND) * _ROUND, self.length)
-        self._keys = [self._grown(item) for item in self._keys]
-        self._values = [self._grown(item) for item in self._values]
+    def reserve(self, rows: int) -> None:
+        """There will be ``rows`` rows: growing makes room for all of them at once."""
+        self._wanted_rows = max(rows, self._wanted_rows)
+
+    def forget(self) -> None:
+        """Forget all rows; their memory stays for the next ones."""
+        self.rows = self.length = self._wanted_rows = 0
+        self._live = False
 
     def select(self, rows: Tensor | int, positions: Tensor, width: int) -> Tensor:
         """Choose rows (an index tensor [m], or the first ``rows``) and token positions [m, q]; -1 is padding.
 
-        Returns the attention mask [m, 1, q, width], True where a query may look.
+        ``width`` is the largest position plus one. Returns the attention mask [m, 1, q, columns], True where a query
+        may look; ``columns`` are those that :meth:`update` returns.
         """
         count = rows if isinstance(rows, int) else len(rows)
+        self._grow(count if isinstance(rows, int) else int(rows.max()) + 1, width)
         self._selected = rows
-        self._width = width
+        # Whole rows are returned as they lie; a choice of rows is copied, and then only as far as it reaches.
+        self._width = self.length + 1 if isinstance(rows, int) else width
         self._index = torch.arange(count, device=positions.device) if isinstance(rows, int) else rows
         self._positions = torch.where(positions < 0, self.length, positions)
-        columns = torch.arange(width, device=positions.device)
+        self._places: dict[int, Tensor] = {}
+        columns = torch.arange(self._width, device=positions.device)
         return (columns <= positions.clamp(min=0)[..., None])[:, None]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store this forward's keys and values [m, heads, q, head_dim]; return all that the rows hold."""
-        return self._write(self._keys, layer_idx, key_states), self._write(self._values, layer_idx, value_states)
+        return self._write(layer_idx, key_states), self._write(self._layers + layer_idx, value_states)
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copy the first ``length`` entries of rows ``source`` onto rows ``target``."""
-        for store in (*self._keys, *self._values):
+        """Copy the first ``length`` entries of rows ``source`` onto rows ``target``, making room for them."""
+        self._grow(int(target.max()) + 1, length)
+        for store in self._stores:
             if store is not None:
                 store[target, :, :length] = store[source, :, :length]
 
     def swap(self, first: Tensor, second: Tensor, length: int) -> None:
         """Exchange the first ``length`` entries of rows pairwise."""
         both, other = torch.cat([first, second]), torch.cat([second, first])
-        for store in (*self._keys, *self._values):
+        for store in self._stores:
             if store is not None:
                 store[both, :, :length] = store[other, :, :length]
 
-    def _write(self, stores: list[Tensor | None], layer: int, new: Tensor) -> Tensor:
-        store = stores[layer]
+    def _write(self, index: int, new: Tensor) -> Tensor:
+        _, heads, _, dim = new.shape
+        store = self._stores[index]
         if store is None:
-            store = new.new_zeros(self.rows, new.shape[1], self.length + 1, new.shape[3])
-            stores[layer] = store
-        store[self._index[:, None], :, self._positions] = new.transpose(1, 2)
+            self._stores[index] = store = self._placed(index, heads, dim, new)
+        self._live = True
+        if heads not in self._places:
+            head = torch.arange(heads, device=new.device)[None, :, None]
+            rows = self._index[:, None, None] * heads + head  # [m, heads, 1]
+            self._places[heads] = (rows * (self.length + 1) + self._positions[:, None]).flatten()
+        store.view(-1, dim).index_copy_(0, self._places[heads], new.reshape(-1, dim))
         if isinstance(self._selected, int):
-            return store[: self._selected, :, : self._width]
+            return store[: self._selected]
         return store[self._selected, :, : self._width]
 
-    def _grown(self, store: Tensor | None) -> Tensor | None:
-        if store is None:
-            return None
-        grown = store.new_zeros(self.rows, store.shape[1], self.length + 1, store.shape[3])
-        grown[: store.shape[0], :, : store.shape[2] - 1] = store[:, :, :-1]
-        return grown
+    def _grow(self, rows: int, length: int) -> None:
+        if rows <= self.rows and length <= self.length:
+            return
+        if length > self.length:
+            length = -(-max(length, self.length * 9 // 8) // _ROUND) * _ROUND
+        self.rows, self.length = max(rows, self.rows, self._wanted_rows), max(length, self.length)
+        for index, old in enumerate(self._stores):
+            if old is None:
+                continue
+            memory = self._memory[index]
+            new = self._placed(index, old.shape[1], old.shape[3], old)
+            if self._live:
+                new[: old.shape[0], :, : old.shape[2] - 1] = old[:, :, :-1]
+                self._spare = memory
+            self._stores[index] = new
+
+    def _placed(self, index: int, heads: int, dim: int, like: Tensor) -> Tensor:
+        """A store of the present size: in its own memory if nothing there has to survive, else in the spare one."""
+        shape = (self.rows, heads, self.length + 1, dim)
+        size = math.prod(shape)
+        memory = self._spare if self._live and self._memory[index] is not None else self._memory[index]
+        if memory is None or memory.numel() < size:
+            # Zeros, since a masked entry still multiplies: it must be finite.
+            memory = like.new_zeros(size * 5 // 4)
+        self._memory[index] = memory
+        return memory[:size].view(shape)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import SettingsError
-from agentrl.models.loading import model_fingerprint
+from agentrl.models.loading import attends_to_everything, model_fingerprint
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import Completion, EngineError, Sampling
 from agentrl.rollout.engines.batcher import Batcher, Request
@@ -223,7 +223,5 @@ def _check_attention(config: Any) -> None:
             f"model.attention={config._attn_implementation} does not work with rollout.engine=transformers: "
             "choose sdpa or eager"
         )
-    # Not every architecture's configuration has these two.
-    kinds = getattr(config, "layer_types", None)
-    if any(kind != "full_attention" for kind in kinds or ()) or (not kinds and getattr(config, "sliding_window", None)):
+    if not attends_to_everything(config):
         raise SettingsError("rollout.engine=transformers serves models whose layers all attend to the whole context")
