@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+_URL = re.compile(r"local://|docker://[^\s/]\S*|https?://[^\s/?#@]+/?")
 
 
 class SandboxSettings(BaseModel):
@@ -12,7 +16,11 @@ class SandboxSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    url: str = Field("local://", description="where programs run; local:// starts a fork server on this machine")
+    url: str = Field(
+        "local://",
+        description="where programs run: local:// starts a fork server on this machine, docker://IMAGE a container, "
+        "http://HOST:PORT uses a service, whose own limits hold",
+    )
     timeout: float = Field(10.0, gt=0, le=3600, description="seconds of wall clock for a program")
     memory_mb: int = Field(512, ge=16, description="megabytes a program may use beyond the bare interpreter")
     max_processes: int = Field(32, ge=1, le=4096, description="processes and threads of a program, itself included")
@@ -20,16 +28,27 @@ class SandboxSettings(BaseModel):
     output_limit: int = Field(65_536, ge=256, description="bytes kept of each output stream, half head, half tail")
     flood_limit: int = Field(16_777_216, ge=4096, description="bytes of output after which a program is killed")
     workers: int | None = Field(
-        None, ge=1, le=1024, description="programs that run at once; none: 2 a core, at least 4"
+        None, ge=1, le=1024, description="programs that run at once; none: 2 a core, at least 4; of a service: 256"
+    )
+    token: str | None = Field(
+        None, repr=False, exclude=True, description="a service's token, never written out; none: that of SANDBOX_TOKEN"
+    )
+    patience: float = Field(
+        300.0, gt=0, description="seconds that a call waits for a busy or absent service before it counts as failed"
     )
     allow_unisolated: bool = Field(False, description="run programs even where isolation is missing a property")
 
     @field_validator("url")
     @classmethod
     def _known_url(cls, url: str) -> str:
-        if url != "local://":
-            raise ValueError(f"unknown sandbox {url!r}; valid: local://")
+        if not _URL.fullmatch(url):
+            raise ValueError(f"unknown sandbox {url!r}; valid: local://, docker://IMAGE, http://HOST:PORT")
         return url
+
+    @property
+    def scheme(self) -> str:
+        """``local``, ``docker``, ``http`` or ``https``."""
+        return self.url.partition("://")[0]
 
     @property
     def concurrency(self) -> int:
