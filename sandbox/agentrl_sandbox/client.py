@@ -7,7 +7,15 @@ await sandbox.close()
 
 from __future__ import annotations
 
-from agentrl_sandbox.errors import ClosedError, SandboxError, StartError, UnisolatedError
+from agentrl_sandbox.errors import (
+    ClosedError,
+    SandboxError,
+    SessionForkError,
+    SessionLimitError,
+    StartError,
+    UnisolatedError,
+    UnknownSessionError,
+)
 from agentrl_sandbox.local import open_local
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome, Sandbox
@@ -21,8 +29,11 @@ __all__ = [
     "Sandbox",
     "SandboxError",
     "SandboxSettings",
+    "SessionForkError",
+    "SessionLimitError",
     "StartError",
     "UnisolatedError",
+    "UnknownSessionError",
     "open_sandbox",
 ]
 

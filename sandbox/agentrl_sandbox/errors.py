@@ -3,7 +3,10 @@
 SandboxError
 ├── UnisolatedError     a property that programs must not be without does not hold here
 ├── StartError          the server did not start
-└── ClosedError         the sandbox was closed
+├── ClosedError         the sandbox was closed
+├── SessionLimitError   max_sessions sessions are open
+├── SessionForkError    a live session could not be forked; it goes on
+└── UnknownSessionError the session never existed, or has ended
 """
 
 from __future__ import annotations
@@ -27,3 +30,20 @@ class StartError(SandboxError):
 
 class ClosedError(SandboxError):
     """The sandbox was closed."""
+
+
+class SessionLimitError(SandboxError):
+    """As many sessions are open as ``max_sessions`` allows."""
+
+
+class SessionForkError(SandboxError):
+    """A session could not be forked. It goes on."""
+
+
+class UnknownSessionError(SandboxError):
+    """There is no such session, or it has ended; ``why`` says how."""
+
+    def __init__(self, session: str, why: str) -> None:
+        super().__init__(f"no session {session!r}: {why}")
+        self.session = session
+        self.why = why
