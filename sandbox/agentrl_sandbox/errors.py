@@ -41,9 +41,4 @@ class SessionForkError(SandboxError):
 
 
 class UnknownSessionError(SandboxError):
-    """There is no such session, or it has ended; ``why`` says how."""
-
-    def __init__(self, session: str, why: str) -> None:
-        super().__init__(f"no session {session!r}: {why}")
-        self.session = session
-        self.why = why
+    """No such session: it was never opened, was closed, or ended with its interpreter; the message says how."""

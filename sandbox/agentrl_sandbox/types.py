@@ -100,8 +100,8 @@ class Sandbox(Protocol):
     ) -> Execution:
         """Run a program. ``timeout`` in seconds (None: the setting's). One ``request_id`` never runs twice.
 
-        ``files`` are written into the scratch directory before, ``fetch_files`` read from it afterwards. ``echo`` prints
-        the value of a last expression. In a ``session`` variables and files of earlier programs are there.
+        ``files`` are written into the scratch directory before, ``fetch_files`` read from it afterwards. ``echo``
+        prints the value of a last expression. In a ``session`` variables and files of earlier programs are there.
         Raises ValueError for a bad argument and UnknownSessionError.
         """
         ...

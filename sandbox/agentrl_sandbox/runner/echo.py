@@ -6,8 +6,8 @@ A semicolon after it says not to show it.
 """
 
 from __future__ import annotations
-
 import __future__
+
 import ast
 import functools
 import io

@@ -30,8 +30,8 @@ from typing import Any
 from agentrl_sandbox.runner import kernel, rootfs
 from agentrl_sandbox.runner.capture import Capture
 from agentrl_sandbox.runner.config import FIRST_USER, RunnerConfig
-from agentrl_sandbox.runner.memory import resident_bytes
 from agentrl_sandbox.runner.launch import launch
+from agentrl_sandbox.runner.memory import resident_bytes
 from agentrl_sandbox.runner.order import Order
 from agentrl_sandbox.runner.program import Ending, Program, done_frame, judge
 from agentrl_sandbox.runner.routing import needs_science

@@ -58,7 +58,7 @@ class Sessions:
         self._host = host
         self._sessions: dict[int, Session] = {}
         self._families: dict[int, Family] = {}
-        self._slots = list(range(config.workers, config.workers + config.max_sessions))
+        self._slots = list(range(config.workers, config.workers + 2 * config.max_sessions))  # some are still ending
         self._identifiers = itertools.count(-1, -1)
 
     # What the client asks for.
@@ -194,7 +194,7 @@ class Sessions:
             return
         origin.fork = None
         code = fork.origin_error or fork.error
-        if code or fork.child.identifier not in self._sessions:
+        if code or fork.child.why or fork.child.identifier not in self._sessions:
             self._drop(fork.child, origin)
             why = os.strerror(code) if code in errno.errorcode else "it ended at once"
             origin.answer = {"op": "refused", "id": fork.request, "kind": "fork", "why": why}, []
@@ -237,6 +237,8 @@ class Sessions:
 
     def _on_born(self, session: Session, pid: int, error: int) -> None:
         session.pid = pid
+        if session.why and pid:  # closed before it was there
+            self.kill(session.identifier)
         if session.request:
             self._host.reply({"op": "opened", "id": session.request})
             session.request = 0
@@ -280,8 +282,10 @@ class Sessions:
     # Ends.
 
     def kill(self, number: int) -> None:
-        """Kill the interpreter in which a program runs; its exit tells the rest."""
+        """Kill an interpreter; its exit tells the rest."""
         session = self._sessions[number]
+        if session.pid == 0:
+            return  # it is killed when it is there
         session.state, session.due = State.ENDING, time.monotonic() + _END_SECONDS
         session.family.tell("kill", number)
 
@@ -304,7 +308,9 @@ class Sessions:
             if session.program is not None:
                 reason = session.program.reason
                 outcome = reason if reason is not None else Outcome.INFRASTRUCTURE_FAILURE
-                ending = Ending(outcome=outcome, exit_code=None if reason is None else -9, why=why if not reason else "")
+                ending = Ending(
+                    outcome=outcome, exit_code=None if reason is None else -9, why=why if not reason else ""
+                )
                 session.answer = self._host.report(session.program, ending)
             self._gone(session, session.why or why)
         if self._families.pop(family.identifier, None) is not None:
@@ -324,8 +330,6 @@ class Sessions:
         session.program = None
         self._host.reply({"op": "ended", "session": session.identifier, "why": why})
         self._answer(session)
-        for request in session.closers:
-            self._host.reply({"op": "closed", "id": request})
         self._leave(session)
 
     def _answer(self, session: Session) -> None:
@@ -344,6 +348,8 @@ class Sessions:
             del session.family.sessions[session.identifier]
             self._host.ignore(session.control.fileno())
             session.control.close()
+            for request in session.closers:
+                self._host.reply({"op": "closed", "id": request})
 
     # Limits.
 
@@ -376,3 +382,10 @@ class Sessions:
                 assert session.program is not None
                 if known.get(session.identifier, 0) + stray > self._config.memory_mb << 20:
                     self._host.kill(session.program, Outcome.MEMORY_LIMIT)
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    """Our end, which never waits, and theirs."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    return ours, theirs

@@ -152,7 +152,9 @@ class Zygote:
 
     def _receive(self) -> bool:
         descriptors = array.array("i")
-        data, ancillary, _, _ = self._server.recvmsg(_MAX_MESSAGE, socket.CMSG_SPACE(4 * _MOST_DESCRIPTORS), socket.MSG_CMSG_CLOEXEC)
+        data, ancillary, _, _ = self._server.recvmsg(
+            _MAX_MESSAGE, socket.CMSG_SPACE(4 * _MOST_DESCRIPTORS), socket.MSG_CMSG_CLOEXEC
+        )
         if not data:
             return False
         for _, _, payload in ancillary:
