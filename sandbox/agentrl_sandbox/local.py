@@ -118,7 +118,7 @@ class LocalSandbox:
             server = await self._living_server()
             number = next(self._identifiers)
             await self._ask_for_session(server, number, {"op": "open", "session": number})
-        except (ServerGone, TimeoutError) as error:
+        except (Refused, ServerGone, TimeoutError) as error:
             raise SandboxError(f"no session could be opened: {error}") from error
         return self._sessions.add(number, server)
 
@@ -133,7 +133,10 @@ class LocalSandbox:
                 header = {"op": "fork", "session": origin.number, "fork": number}
                 await self._ask_for_session(origin.server, number, header)
             except Refused as refused:
-                raise SessionForkError(f"session {session!r} could not be forked: {refused.why}") from refused
+                if refused.kind == "fork":
+                    raise SessionForkError(f"session {session!r} could not be forked: {refused.why}") from refused
+                self._sessions.end(session, refused.why)
+                raise unknown(session, refused.why) from refused
             except (ServerGone, TimeoutError) as error:
                 raise SandboxError(f"session {session!r} could not be forked: {error}") from error
             return self._sessions.add(number, origin.server)
@@ -149,6 +152,8 @@ class LocalSandbox:
             await live.server.ask({"op": "close", "id": next(self._identifiers), "session": live.number})
         except ServerGone:
             return  # and the session with it
+        except TimeoutError as error:
+            raise SandboxError(f"session {session!r} does not end: {error}") from error
 
     async def close(self) -> None:
         """Kill what runs and end the server."""

@@ -129,10 +129,16 @@ class Keeper:
         return True
 
     def _rest(self, session: int, pid: int) -> None:
-        os.kill(pid, signal.SIGSTOP)
         self._running.discard(session)
+        self._stop_resting()
         self._kill_leftovers()
         self._send({"op": "rested", "id": session})
+
+    def _stop_resting(self) -> None:
+        """All of them: a running member may have woken another, and so may the end of a stopped process group."""
+        for session, pid in self._pids.items():
+            if session not in self._running:
+                _signal(pid, signal.SIGSTOP)
 
     # Forks.
 
@@ -177,6 +183,7 @@ class Keeper:
             except ChildProcessError:
                 return
             if pid == 0:
+                self._stop_resting()
                 return
             for session in [session for session, member in self._pids.items() if member == pid]:
                 del self._pids[session]

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import secrets
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -306,11 +307,10 @@ class Sessions:
     def _end_family(self, family: Family, why: str) -> None:
         for session in list(family.sessions.values()):
             if session.program is not None:
-                reason = session.program.reason
-                outcome = reason if reason is not None else Outcome.INFRASTRUCTURE_FAILURE
-                ending = Ending(
-                    outcome=outcome, exit_code=None if reason is None else -9, why=why if not reason else ""
-                )
+                if session.program.reason is None:
+                    ending = Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why)
+                else:
+                    ending = Ending(outcome=session.program.reason, exit_code=-signal.SIGKILL)
                 session.answer = self._host.report(session.program, ending)
             self._gone(session, session.why or why)
         if self._families.pop(family.identifier, None) is not None:
