@@ -106,9 +106,8 @@ async def test_a_directory_that_is_a_link_is_not_followed(run):
 
 async def test_what_comes_back_is_bounded():
     sandbox = await open_sandbox(SandboxSettings(fetch_limit=1000, workers=4))
-    program = (
-        "for name, size in (('a', 600), ('b', 600), ('c', 400), ('d', 1)):\n    open(name, 'w').write(name * size)"
-    )
+    sizes = {"a": 600, "b": 600, "huge": 1 << 20, "c": 400, "d": 1}
+    program = f"for name, size in {sizes}.items():\n    open(name, 'w').write(name[0] * size)"
     done = await sandbox.execute(program, fetch_files=list(sizes))
     assert dict(done.files) == {"a": b"a" * 600, "c": b"c" * 400}
     await sandbox.close()

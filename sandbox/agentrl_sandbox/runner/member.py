@@ -98,8 +98,7 @@ class Member:
         resource.setrlimit(resource.RLIMIT_AS, self._address_space)
         if fetched:
             self._fetch(task, fetched[0])
-        for number in range(3):
-            os.dup2(self._null, number)
+        self._take_streams_away()
         return exit_code
 
     def _run_task(self, task: Task) -> int:
@@ -122,6 +121,13 @@ class Member:
 
     def _on_out_of_memory(self) -> None:
         self._out_of_memory = True
+
+    def _take_streams_away(self) -> None:
+        for number in range(3):
+            os.dup2(self._null, number)
+        for stream in self._streams:
+            if not stream.closed:
+                stream.flush()  # what could not be written is not to stand in the next program's output
 
     def _restore_streams(self) -> None:
         """Every program has its own; what an earlier one closed or put in their place is undone."""

@@ -258,8 +258,6 @@ class Sessions:
         if program is not None:
             self._host.drain(program)
             session.answer = self._host.report(program, judge_exit(program, exit_code, out_of_memory=False))
-            if program.reason is not None and not session.why:
-                session.why = f"a program in it was ended: {program.reason.value}"
         self._gone(session, session.why or f"its interpreter ended with {how}")
 
     def on_zygote(self, message: dict[str, Any]) -> None:
@@ -285,6 +283,8 @@ class Sessions:
     def kill(self, number: int) -> None:
         """Kill an interpreter; its exit tells the rest."""
         session = self._sessions[number]
+        if session.program is not None and session.program.reason is not None and not session.why:
+            session.why = f"its program was killed: {session.program.reason.value}"
         if session.pid == 0:
             return  # it is killed when it is there
         session.state, session.due = State.ENDING, time.monotonic() + _END_SECONDS
