@@ -20,6 +20,7 @@ import docker
 from docker.errors import DockerException, ImageNotFound, NotFound
 
 from agentrl_sandbox.errors import BusyError, StartError, UnisolatedError
+from agentrl_sandbox.service.messages import LIMITS
 from agentrl_sandbox.service.pool import RunnerPool, failure
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import PROPERTIES, Execution, Isolation
@@ -30,7 +31,6 @@ _LINGER_SECONDS = 30  # a container whose trainer was killed ends by itself, and
 _QUEUE_LIMIT = 1_000_000  # this process's own calls wait here; they are not refused
 _MEGABYTE = 1 << 20
 _SPARE_MB = 1024  # for the interpreters themselves
-_OF_RUNNERS = ("timeout", "memory_mb", "max_processes", "scratch_mb", "output_limit", "flood_limit")
 
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID")
 """What a runner needs to give each slot its own user, and to clean up after it; as in compose.yaml."""
@@ -137,7 +137,7 @@ class DockerSandbox:
 
     def _run_container(self) -> None:
         settings = self._settings
-        environment = {f"SANDBOX_{name.upper()}": str(getattr(settings, name)) for name in _OF_RUNNERS}
+        environment = {f"SANDBOX_{name.upper()}": str(getattr(settings, name)) for name in LIMITS}
         environment["SANDBOX_WORKERS"] = str(settings.concurrency)
         environment["SANDBOX_ALLOW_UNISOLATED"] = str(settings.allow_unisolated)
         memory = (settings.memory_mb + settings.scratch_mb) * settings.concurrency + _SPARE_MB

@@ -4,9 +4,11 @@ SandboxError
 ├── UnisolatedError     a property that programs must not be without does not hold here
 ├── StartError          the server did not start
 ├── ClosedError         the sandbox was closed
-├── UnknownSessionError no such session: never opened, closed, or ended with its interpreter
-├── BusyError           no room now; the same call may succeed later
-│   └── QueueFullError  more calls wait already than the queue holds
+├── SessionLimitError   max_sessions sessions are open
+├── SessionForkError    a live session could not be forked; it goes on
+├── UnknownSessionError the session never existed, or has ended
+├── BusyError           a service has no room now; the same call may succeed later
+│   └── QueueFullError  more calls wait already than its queue holds
 └── RefusedError        a service refused a call for a reason that trying again does not change
 """
 
@@ -33,8 +35,16 @@ class ClosedError(SandboxError):
     """The sandbox was closed."""
 
 
+class SessionLimitError(SandboxError):
+    """As many sessions are open as ``max_sessions`` allows."""
+
+
+class SessionForkError(SandboxError):
+    """A session could not be forked. It goes on."""
+
+
 class UnknownSessionError(SandboxError):
-    """No such session: it was never opened, was closed, or ended with its interpreter."""
+    """No such session: it was never opened, was closed, or ended with its interpreter; the message says how."""
 
 
 class BusyError(SandboxError):

@@ -19,6 +19,9 @@ from agentrl_sandbox.errors import (
     BusyError,
     ClosedError,
     RefusedError,
+    SandboxError,
+    SessionForkError,
+    SessionLimitError,
     StartError,
     UnisolatedError,
     UnknownSessionError,
@@ -32,7 +35,13 @@ _CONNECT_SECONDS = 10.0
 _SILENCE_SECONDS = 600.0  # beyond a program's time: what the service may keep a call in its queue
 _IDLE_SECONDS = 30.0  # after which an unused connection is closed; the service keeps it longer
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
-_LIMITS = ("memory_mb", "max_processes", "scratch_mb", "output_limit", "flood_limit")
+_LIMITS = (
+    *("memory_mb", "max_processes", "scratch_mb", "output_limit", "flood_limit"),
+    *("fetch_limit", "max_sessions", "session_idle_timeout"),
+)
+_ERRORS: dict[str, type[SandboxError]] = {
+    error.__name__: error for error in (UnknownSessionError, SessionLimitError, SessionForkError)
+}
 
 
 class HttpSandbox:
@@ -177,14 +186,16 @@ class HttpSandbox:
 
     def _raise(self, response: httpx.Response) -> None:
         try:
-            why = f"{self._settings.url} answered {response.status_code}: {response.json()['detail']}"
-        except (ValueError, KeyError, TypeError):
-            why = f"{self._settings.url} answered {response.status_code}"
+            problem = response.json()
+            why = f"{self._settings.url} answered {response.status_code}: {problem['detail']}"
+            kind = _ERRORS.get(problem.get("error"))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            why, kind = f"{self._settings.url} answered {response.status_code}", None
+        if kind is not None:
+            raise kind(why)
         if response.status_code in (429, 502, 503, 504):
             after = response.headers.get("Retry-After", "")
             raise BusyError(why, retry_after=int(after) if after.isdigit() else 1)
-        if response.status_code == 404 and "/sessions/" in response.request.url.path:
-            raise UnknownSessionError(why)
         if response.status_code == 422:
             raise ValueError(why)
         if response.status_code == 401:

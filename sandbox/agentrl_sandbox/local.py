@@ -10,13 +10,24 @@ import os
 import sys
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agentrl_sandbox.errors import ClosedError, StartError, UnisolatedError
+from agentrl_sandbox.errors import (
+    ClosedError,
+    SandboxError,
+    SessionForkError,
+    SessionLimitError,
+    StartError,
+    UnisolatedError,
+)
+from agentrl_sandbox.file_names import check_files, check_names
 from agentrl_sandbox.probes import probe
 from agentrl_sandbox.runner.config import RunnerConfig
-from agentrl_sandbox.server_process import ServerGone, ServerProcess
+from agentrl_sandbox.runner.order import Order
+from agentrl_sandbox.server_process import Refused, ServerGone, ServerProcess
+from agentrl_sandbox.session_book import SessionBook, unknown
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome
 
@@ -52,7 +63,9 @@ class LocalSandbox:
         self._running: dict[str, _SharedRun] = {}
         self._tasks: set[asyncio.Task[Execution]] = set()
         self._finished: OrderedDict[str, Execution] = OrderedDict()
+        self._sessions = SessionBook()
         self._closed = False
+        self._follow(server)
 
     @property
     def isolation(self) -> Isolation:
@@ -60,25 +73,87 @@ class LocalSandbox:
         return self._isolation
 
     async def execute(
-        self, program: str, *, timeout: float | None = None, stdin: str = "", request_id: str | None = None
+        self,
+        program: str,
+        *,
+        timeout: float | None = None,
+        stdin: str = "",
+        session: str | None = None,
+        request_id: str | None = None,
+        files: Mapping[str, bytes] | None = None,
+        fetch_files: Sequence[str] = (),
+        echo: bool = False,
     ) -> Execution:
-        """Run a program and give its end; see ``Sandbox.execute``. Cancelling kills it.
+        """Run a program and give its end; see ``Sandbox.execute``. Cancelling kills it, and the session it runs in.
 
-        Raises ClosedError, ValueError for an impossible timeout, and RuntimeError in another event loop.
+        Raises ClosedError, UnknownSessionError, ValueError for an impossible timeout or file name, and RuntimeError in
+        another event loop.
         """
-        if self._closed:
-            raise ClosedError("the sandbox was closed")
-        if asyncio.get_running_loop() is not self._loop:
-            raise RuntimeError("a sandbox belongs to the event loop it was opened in; open another in this one")
+        self._check_open()
         seconds = self._settings.timeout if timeout is None else timeout
         if not 0 < seconds <= 3600:
             raise ValueError(f"timeout must be above 0 and at most 3600 seconds, not {seconds}")
+        check_files(files or {}, self._settings.scratch_mb << 20)
+        check_names(fetch_files)
+        order = Order(
+            identifier=next(self._identifiers),
+            timeout=seconds,
+            source=program.encode("utf-8", "surrogatepass"),
+            stdin=stdin.encode("utf-8", "surrogatepass"),
+            echo=echo,
+            files=tuple((files or {}).items()),
+            fetch=tuple(dict.fromkeys(fetch_files)),
+        )
         if request_id is None:
-            return await self._run(program, seconds, stdin)
+            return await self._run(order, session)
         if request_id in self._finished:
             self._finished.move_to_end(request_id)
             return self._finished[request_id]
-        return await self._run_once(request_id, program, seconds, stdin)
+        return await self._run_once(request_id, order, session)
+
+    async def open_session(self) -> str:
+        """Start an interpreter that keeps its state; see ``Sandbox.open_session``."""
+        self._check_open()
+        try:
+            server = await self._living_server()
+            number = next(self._identifiers)
+            await self._ask_for_session(server, number, {"op": "open", "session": number})
+        except (Refused, ServerGone, TimeoutError) as error:
+            raise SandboxError(f"no session could be opened: {error}") from error
+        return self._sessions.add(number, server)
+
+    async def fork_session(self, session: str) -> str:
+        """Branch a session; see ``Sandbox.fork_session``. Waits for what runs in it."""
+        self._check_open()
+        origin = self._sessions.find(session)
+        async with origin.turn:
+            self._sessions.find(session)  # it may have ended meanwhile
+            number = next(self._identifiers)
+            try:
+                header = {"op": "fork", "session": origin.number, "fork": number}
+                await self._ask_for_session(origin.server, number, header)
+            except Refused as refused:
+                if refused.kind == "fork":
+                    raise SessionForkError(f"session {session!r} could not be forked: {refused.why}") from refused
+                self._sessions.end(session, refused.why)
+                raise unknown(session, refused.why) from refused
+            except (ServerGone, TimeoutError) as error:
+                raise SandboxError(f"session {session!r} could not be forked: {error}") from error
+            return self._sessions.add(number, origin.server)
+
+    async def close_session(self, session: str) -> None:
+        """End a session and what runs in it; see ``Sandbox.close_session``."""
+        self._check_open()
+        if self._sessions.has_ended(session):
+            return
+        live = self._sessions.find(session)
+        self._sessions.end(session, "it was closed")
+        try:
+            await live.server.ask({"op": "close", "id": next(self._identifiers), "session": live.number})
+        except ServerGone:
+            return  # and the session with it
+        except TimeoutError as error:
+            raise SandboxError(f"session {session!r} does not end: {error}") from error
 
     async def close(self) -> None:
         """Kill what runs and end the server."""
@@ -96,10 +171,16 @@ class LocalSandbox:
         if self._isolation.missing and not self._settings.allow_unisolated:
             raise unisolated(self._isolation.missing, why="a probe program got through")
 
-    async def _run_once(self, request_id: str, program: str, timeout: float, stdin: str) -> Execution:
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the sandbox was closed")
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError("a sandbox belongs to the event loop it was opened in; open another in this one")
+
+    async def _run_once(self, request_id: str, order: Order, session: str | None) -> Execution:
         shared = self._running.get(request_id)
         if shared is None:
-            task = self._loop.create_task(self._run(program, timeout, stdin))
+            task = self._loop.create_task(self._run(order, session))
             shared = self._running[request_id] = _SharedRun(task=task)
             self._tasks.add(task)
             task.add_done_callback(functools.partial(self._remember, request_id))
@@ -125,18 +206,48 @@ class LocalSandbox:
         if len(self._finished) > _REMEMBERED:
             self._finished.popitem(last=False)
 
-    async def _run(self, program: str, timeout: float, stdin: str) -> Execution:
-        async with self._room:
-            started = time.monotonic()
-            try:
-                server = await self._living_server()
-                source, text = program.encode("utf-8", "surrogatepass"), stdin.encode("utf-8", "surrogatepass")
-                return await server.run(next(self._identifiers), source, text, timeout)
-            except (ServerGone, StartError) as error:
-                return _failure(str(error), started)
-            except TimeoutError:
-                await server.close()
-                return _failure("the sandbox's server was silent long past the program's deadline", started)
+    async def _run(self, order: Order, session: str | None) -> Execution:
+        if session is None:
+            async with self._room:
+                return await self._run_on(None, order)
+        live = self._sessions.find(session)
+        async with live.turn:
+            self._sessions.find(session)  # it may have ended meanwhile
+            async with self._room:
+                try:
+                    return await self._run_on(live.server, replace(order, session=live.number))
+                except Refused as refused:
+                    self._sessions.end(session, refused.why)
+                    raise unknown(session, refused.why) from refused
+
+    async def _run_on(self, server: ServerProcess | None, order: Order) -> Execution:
+        """Run on the session's server, or on any."""
+        started = time.monotonic()
+        try:
+            server = server or await self._living_server()
+            return await server.run(order)
+        except (ServerGone, StartError) as error:
+            return _failure(str(error), started)
+        except TimeoutError:
+            assert server is not None
+            await server.close()
+            return _failure("the sandbox's server was silent long past the program's deadline", started)
+
+    async def _ask_for_session(self, server: ServerProcess, number: int, header: dict[str, object]) -> None:
+        try:
+            await server.ask({**header, "id": next(self._identifiers)})
+        except Refused as refused:
+            if refused.kind == "limit":
+                raise SessionLimitError(f"no further session: {refused.why}") from refused
+            raise
+        except asyncio.CancelledError:
+            server.close_session(number)
+            raise
+
+    def _follow(self, server: ServerProcess) -> None:
+        """Hear of sessions that end."""
+        server.on_session_ended = functools.partial(self._sessions.end_number, server)
+        server.on_gone = functools.partial(self._sessions.end_all, server, "the sandbox's server ended")
 
     async def _living_server(self) -> ServerProcess:
         async with self._restarting:
@@ -145,6 +256,7 @@ class LocalSandbox:
             if self._server.gone:
                 await self._server.close()
                 self._server = await ServerProcess.start(self._config)
+                self._follow(self._server)
                 await self._server.warm()
             return self._server
 
@@ -204,6 +316,9 @@ def runner_config(settings: SandboxSettings, mode: str) -> RunnerConfig:
         scratch_mb=settings.scratch_mb,
         output_limit=settings.output_limit,
         flood_limit=settings.flood_limit,
+        fetch_limit=settings.fetch_limit,
+        max_sessions=settings.max_sessions,
+        session_idle_timeout=settings.session_idle_timeout,
         workers=settings.concurrency,
         library_paths=tuple(dict.fromkeys(libraries)),
         package_path=str(package.parent),

@@ -27,6 +27,9 @@ class SandboxSettings(BaseModel):
     scratch_mb: int = Field(64, ge=1, description="megabytes of a program's scratch directory")
     output_limit: int = Field(65_536, ge=256, description="bytes kept of each output stream, half head, half tail")
     flood_limit: int = Field(16_777_216, ge=4096, description="bytes of output after which a program is killed")
+    fetch_limit: int = Field(16_777_216, ge=0, le=1 << 29, description="bytes of all files fetched after one program")
+    max_sessions: int = Field(64, ge=0, le=1024, description="sessions open at once, forks included")
+    session_idle_timeout: float = Field(600.0, gt=0, description="seconds without a program after which a session ends")
     workers: int | None = Field(
         None, ge=1, le=1024, description="programs that run at once; none: 2 a core, at least 4; of a service: 256"
     )

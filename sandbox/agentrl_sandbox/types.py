@@ -31,7 +31,7 @@ class Execution:
 
     ``exit_code`` is the exit status, minus the signal's number when a signal ended the program, and None for
     infrastructure failures. ``seconds`` is wall time. ``truncated`` says that a stream was longer than
-    ``output_limit`` and only its head and tail were kept. ``files`` are those of the asked-for files that were found.
+    ``output_limit`` and only its head and tail were kept. ``files`` are those of ``fetch_files`` that were there.
     """
 
     outcome: Outcome
@@ -100,22 +100,22 @@ class Sandbox(Protocol):
     ) -> Execution:
         """Run a program. ``timeout`` in seconds (None: the setting's). One ``request_id`` never runs twice.
 
-        In a ``session`` it sees what earlier programs left. ``files`` are put into its scratch directory before,
-        ``fetch_files`` are read from there after. ``echo`` prints a last expression, as a notebook does. Raises
-        UnknownSessionError.
+        ``files`` are written into the scratch directory before, ``fetch_files`` read from it afterwards. ``echo``
+        prints the value of a last expression. In a ``session`` variables and files of earlier programs are there.
+        Raises ValueError for a bad argument and UnknownSessionError.
         """
         ...
 
     async def open_session(self) -> str:
-        """Start an interpreter that keeps its state from program to program; the session's name."""
+        """Start an interpreter that keeps its state between programs. Raises SessionLimitError."""
         ...
 
     async def fork_session(self, session: str) -> str:
-        """Copy a session's live interpreter; the copy's name. Raises UnknownSessionError."""
+        """Branch a session. Raises UnknownSessionError, SessionLimitError and SessionForkError."""
         ...
 
     async def close_session(self, session: str) -> None:
-        """End a session. Raises UnknownSessionError."""
+        """End a session and what runs in it; nothing happens if it has ended. Raises UnknownSessionError."""
         ...
 
     async def close(self) -> None:

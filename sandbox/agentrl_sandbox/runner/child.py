@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import gc
-import linecache
 import os
 import resource
 import signal
 import sys
-import traceback
 from dataclasses import dataclass
-from types import ModuleType, TracebackType
 from typing import NoReturn
 
-from agentrl_sandbox.runner import kernel
+from agentrl_sandbox.runner import interpreter, kernel
 from agentrl_sandbox.runner.config import FIRST_USER, RunnerConfig
+from agentrl_sandbox.runner.fetched import Fetched
+from agentrl_sandbox.runner.files import fetch_files, write_files
+from agentrl_sandbox.runner.order import Task, read_task
 from agentrl_sandbox.runner.rootfs import SCRATCH, become_namespace_root
 
 FILE_NAME = "<program>"
 STARTED = b"R"
 OUT_OF_MEMORY = b"M"
 _STATUS_DESCRIPTOR = 200
+_FETCHED_DESCRIPTOR = 201
 _OPEN_FILES = 256
 _NICENESS = 5  # so that spinning programs do not keep the server from ending them
 _SPARE_MEMORY = 16 << 20  # bytes lent to report a MemoryError
@@ -71,38 +72,40 @@ def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: lis
     """Isolate this process, run the program, exit. Never returns, whatever the program does."""
     exit_code, leave = 70, os._exit  # the program may replace os._exit
     try:
-        source = _take_descriptors(descriptors)
-        _isolate(limits, slot)
+        task = _take_descriptors(descriptors)
+        isolate(limits, slot)
+        scratch, pid = os.getcwd(), os.getpid()
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
         resource.setrlimit(resource.RLIMIT_NPROC, (limits.max_processes, limits.max_processes))
+        write_files(scratch, 0, task.files)
         os.write(_STATUS_DESCRIPTOR, STARTED)
-        exit_code = _run(source)
+        exit_code = _run(task)
+        if task.fetch and os.getpid() == pid:  # not a child of the program that got here too
+            _fetch(scratch, task)
     except OSError as error:
         os.write(_STATUS_DESCRIPTOR, str(error).encode())
     finally:
         leave(exit_code)
 
 
-def _take_descriptors(descriptors: list[int]) -> bytes:
-    """Put standard streams and the status pipe in place, close the rest, read the program.
-
-    The memory file holds the program's length (8 bytes), the program, and what it reads from stdin.
-    """
-    program, stdout, stderr, status = descriptors
+def _take_descriptors(descriptors: list[int]) -> Task:
+    """Put standard streams, the status pipe and the file to fetch into in place, close the rest, read the task."""
+    program, stdout, stderr, status, *fetched = descriptors
     os.dup2(program, 0)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     os.dup2(status, _STATUS_DESCRIPTOR, inheritable=False)
+    last = _STATUS_DESCRIPTOR
+    if fetched:
+        os.dup2(fetched[0], _FETCHED_DESCRIPTOR, inheritable=False)
+        last = _FETCHED_DESCRIPTOR
     os.closerange(3, _STATUS_DESCRIPTOR)
-    os.closerange(_STATUS_DESCRIPTOR + 1, 65_536)
-    length = int.from_bytes(os.read(0, 8), "big")
-    source = b""
-    while len(source) < length:
-        source += os.read(0, length - len(source))
-    return source
+    os.closerange(last + 1, 65_536)
+    return read_task(0)
 
 
-def _isolate(limits: ChildLimits, slot: int) -> None:
+def isolate(limits: ChildLimits, slot: int) -> None:
+    """Lock this process in; afterwards it is the slot's user, in its scratch directory."""
     os.nice(_NICENESS)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -131,69 +134,21 @@ def _isolate(limits: ChildLimits, slot: int) -> None:
     kernel.die_with_parent(signal.SIGKILL)
 
 
-def _run(source: bytes) -> int:
+def _run(task: Task) -> int:
     """Run the program as ``__main__`` and give its exit status, as the interpreter would."""
-    if b"random" in source:
-        _reseed()
+    if b"random" in task.source:
+        interpreter.reseed()
     sys.path.insert(0, "")
     gc.enable()
-    try:
-        exit_code = _execute(source)
-    except SystemExit as leaving:
-        exit_code = _exit_status(leaving.code)
-    except BaseException as error:  # noqa: BLE001 - a program may raise anything, and that is its outcome
-        exit_code = 1
-        _report(error)
-    return _finish(exit_code)
+    program = interpreter.Program(source=task.source, name=FILE_NAME, echo=task.echo)
+    exit_code = interpreter.run(program, interpreter.make_main(), _mark_out_of_memory)
+    return interpreter.finish(exit_code, _mark_out_of_memory)
 
 
-def _reseed() -> None:
-    """Otherwise every program would draw what the zygote would have drawn."""
-    sys.modules["random"].seed()
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
-
-
-def _execute(source: bytes) -> int:
-    text = source.decode("utf-8", "surrogatepass")
-    linecache.cache[FILE_NAME] = (len(text), None, text.splitlines(keepends=True), FILE_NAME)
-    main = ModuleType("__main__")
-    main.__dict__.update(__builtins__=sys.modules["builtins"], __file__=FILE_NAME)
-    sys.modules["__main__"] = main
-    code = compile(text, FILE_NAME, "exec", dont_inherit=True)
-    exec(code, main.__dict__)
-    return 0
-
-
-def _exit_status(code: object) -> int:
-    if code is None:
-        return 0
-    if isinstance(code, int):
-        return code & 0xFF
-    print(code, file=sys.stderr)
-    return 1
-
-
-def _report(error: BaseException) -> None:
-    """Write the traceback as Python does, beginning at the program's first frame."""
-    if isinstance(error, MemoryError):
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
-        _mark_out_of_memory()
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next
-    if sys.excepthook is not sys.__excepthook__:
-        sys.excepthook(type(error), error, frames)
-        return
-    _print_traceback(error, frames)
-
-
-def _print_traceback(error: BaseException, frames: TracebackType | None) -> None:
-    try:
-        traceback.print_exception(type(error), error, frames)
-    except (MemoryError, RecursionError):
-        os.write(2, f"{type(error).__name__}\n".encode())
+def _fetch(scratch: str, task: Task) -> None:
+    """What the program did to this interpreter may make this fail; how the program ended stays as it is."""
+    with contextlib.suppress(BaseException):
+        fetch_files(scratch, task.fetch, Fetched(_FETCHED_DESCRIPTOR, task.fetch))
 
 
 def _mark_out_of_memory() -> None:
@@ -201,19 +156,3 @@ def _mark_out_of_memory() -> None:
         os.write(_STATUS_DESCRIPTOR, OUT_OF_MEMORY)
     except OSError:
         return  # the program closed the descriptor: it is then an ordinary error
-
-
-def _finish(exit_code: int) -> int:
-    """What the interpreter does at its end: threads joined, atexit run, streams flushed."""
-    threading = sys.modules.get("threading")
-    try:
-        if threading is not None:
-            threading._shutdown()
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None and not stream.closed:
-                stream.flush()
-    except BaseException as error:  # noqa: BLE001 - these run the program's code too
-        _report(error)
-        return exit_code or 120
-    return exit_code

@@ -16,6 +16,9 @@ class RunnerConfig:
     scratch_mb: int
     output_limit: int
     flood_limit: int
+    fetch_limit: int
+    max_sessions: int
+    session_idle_timeout: float
     workers: int
     library_paths: tuple[str, ...]  # directories on the programs' sys.path, beyond the standard library
     package_path: str  # the directory that holds this package

@@ -29,6 +29,7 @@ MOUNT_ATTR_NODEV = 4
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_CAPBSET_DROP = 24
+_PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 _AT_FDCWD = -100
 _AT_RECURSIVE = 0x8000
@@ -125,6 +126,16 @@ def die_with_parent(signal_number: int) -> None:
 def set_dumpable() -> None:
     """Give this process's /proc entries back to its user after a change of user."""
     _prctl(_PR_SET_DUMPABLE, 1)
+
+
+def forbid_tracing() -> None:
+    """Close this process's memory and /proc entries to other processes of its user."""
+    _prctl(_PR_SET_DUMPABLE, 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parents end."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def no_new_privileges() -> None:

@@ -4,6 +4,8 @@ It never sees a program: the text comes to the child in a memory file. The paren
 SEQPACKET socket, one JSON object a message:
 
     server -> zygote   {"op": "spawn", "id", "slot", "cpu"} with descriptors [program file, stdout, stderr, status]
+                       and [file to fetch into] where files are asked for
+                       {"op": "keep", "id", "slot", "session"} with descriptors [keeper's socket, session's socket]
                        {"op": "kill", "id"} · {"op": "where", "id"}
     zygote -> server   {"op": "ready"} · {"op": "failed", "id", "why"} · {"op": "located", "id", "pid"}
                        {"op": "exit", "id", "status", "cpu"}
@@ -27,9 +29,11 @@ from typing import Any
 from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.runner.child import ChildLimits, limit_children, run_child
 from agentrl_sandbox.runner.config import RunnerConfig
+from agentrl_sandbox.runner.keeper import run_keeper
 from agentrl_sandbox.runner.routing import BARE_MODULES
 
 _MAX_MESSAGE = 65_536
+_MOST_DESCRIPTORS = 5
 
 
 def main() -> None:
@@ -148,13 +152,15 @@ class Zygote:
 
     def _receive(self) -> bool:
         descriptors = array.array("i")
-        data, ancillary, _, _ = self._server.recvmsg(_MAX_MESSAGE, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC)
+        data, ancillary, _, _ = self._server.recvmsg(
+            _MAX_MESSAGE, socket.CMSG_SPACE(4 * _MOST_DESCRIPTORS), socket.MSG_CMSG_CLOEXEC
+        )
         if not data:
             return False
         for _, _, payload in ancillary:
             descriptors.frombytes(payload)
         message = json.loads(data)
-        if message["op"] == "spawn":
+        if message["op"] in ("spawn", "keep"):
             self._spawn(message, list(descriptors))
         elif message["id"] in self._pids:
             pid = self._pids[message["id"]]
@@ -174,6 +180,8 @@ class Zygote:
             self._send({"op": "failed", "id": identifier, "why": str(error)})
             return
         else:
+            if pid == 0 and message["op"] == "keep":
+                run_keeper(self._limits, message["slot"], message["session"], descriptors)
             if pid == 0:
                 run_child(self._limits, message["slot"], message["cpu"], descriptors)
             self._ids[pid] = identifier

@@ -12,7 +12,14 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from agentrl_sandbox.errors import BusyError, ClosedError, QueueFullError, UnknownSessionError
+from agentrl_sandbox.errors import (
+    BusyError,
+    ClosedError,
+    QueueFullError,
+    SessionForkError,
+    SessionLimitError,
+    UnknownSessionError,
+)
 from agentrl_sandbox.service import fusion
 from agentrl_sandbox.service.bodies import (
     BatchAnswer,
@@ -34,6 +41,7 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
     for status, meaning in {
         401: "no token, or a wrong one",
         404: "no such session",
+        409: "as many sessions are open as may be, or a session cannot be forked",
         415: "not JSON",
         422: "impossible arguments",
         429: "the queue is full: try again after the seconds in Retry-After",
@@ -106,30 +114,28 @@ def build_app(front: Front) -> FastAPI:
     return app
 
 
+_STATUS: dict[type[Exception], HTTPStatus] = {
+    QueueFullError: HTTPStatus.TOO_MANY_REQUESTS,
+    SessionLimitError: HTTPStatus.CONFLICT,
+    SessionForkError: HTTPStatus.CONFLICT,
+    UnknownSessionError: HTTPStatus.NOT_FOUND,
+    BusyError: HTTPStatus.SERVICE_UNAVAILABLE,
+    ClosedError: HTTPStatus.SERVICE_UNAVAILABLE,
+    ImpossibleCallError: HTTPStatus.UNPROCESSABLE_ENTITY,
+}
+
+
 def _add_errors(app: FastAPI, front: Front) -> None:
-    def refuse(status: int, error: Exception, retry_after: int | None = None) -> Response:
+    async def refuse(request: Request, error: Exception) -> Response:
+        status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
         front.metrics.refused(status)
-        headers = None if retry_after is None else {"Retry-After": str(retry_after)}
-        return JSONResponse({"detail": str(error)}, status, headers)
+        after = error.retry_after if isinstance(error, BusyError) else 2
+        again = status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+        body = {"detail": str(error), "error": type(error).__name__}
+        return JSONResponse(body, status, {"Retry-After": str(after)} if again else None)
 
-    @app.exception_handler(BusyError)
-    async def busy(request: Request, error: BusyError) -> Response:
-        full = isinstance(error, QueueFullError)
-        return refuse(
-            HTTPStatus.TOO_MANY_REQUESTS if full else HTTPStatus.SERVICE_UNAVAILABLE, error, error.retry_after
-        )
-
-    @app.exception_handler(ClosedError)
-    async def closed(request: Request, error: ClosedError) -> Response:
-        return refuse(HTTPStatus.SERVICE_UNAVAILABLE, error, 2)
-
-    @app.exception_handler(UnknownSessionError)
-    async def unknown(request: Request, error: UnknownSessionError) -> Response:
-        return refuse(HTTPStatus.NOT_FOUND, error)
-
-    @app.exception_handler(ImpossibleCallError)
-    async def impossible(request: Request, error: ImpossibleCallError) -> Response:
-        return refuse(HTTPStatus.UNPROCESSABLE_ENTITY, error)
+    for kind in _STATUS:
+        app.add_exception_handler(kind, refuse)
 
 
 def _add_state(app: FastAPI, front: Front) -> None:

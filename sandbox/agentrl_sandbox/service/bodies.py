@@ -110,6 +110,7 @@ class Problem(BaseModel):
     """Why a request was not carried out."""
 
     detail: Any
+    error: str | None = Field(None, description="what kind of problem, by the name of the client's error")
 
 
 def execution_json(execution: Execution) -> dict[str, Any]:

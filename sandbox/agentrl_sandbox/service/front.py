@@ -67,13 +67,7 @@ async def serve_front(
 ) -> None:
     """Serve until SIGTERM or SIGINT. ``on_listening`` is told the port. Raises StartError where it cannot listen."""
     token = settings.token or kept_token(settings.token_file)
-    pool = RunnerPool(
-        sockets,
-        queue_limit=settings.queue_limit,
-        queue_seconds=settings.queue_seconds,
-        session_limit=settings.session_limit,
-        session_seconds=settings.session_seconds,
-    )
+    pool = RunnerPool(sockets, queue_limit=settings.queue_limit, queue_seconds=settings.queue_seconds)
     front = Front(pool, batch_limit=settings.batch_limit)
     app = Guard(
         build_app(front),

@@ -23,7 +23,10 @@ from agentrl_sandbox.wire import Frame, FrameError
 MAX_FRAME = 64 << 20
 """Bytes of a frame in either direction."""
 
-LIMITS = ("timeout", "memory_mb", "max_processes", "scratch_mb", "output_limit", "flood_limit")
+LIMITS = (
+    *("timeout", "memory_mb", "max_processes", "scratch_mb", "output_limit", "flood_limit"),
+    *("fetch_limit", "max_sessions", "session_idle_timeout"),
+)
 """The settings of a runner that its users should know."""
 
 _Identifier = Annotated[int, Field(ge=1)]
@@ -77,11 +80,11 @@ class SessionAnswer(_Message):
 
 
 class Refused(_Message):
-    """Why a request was not carried out: no such session, impossible arguments, cancelled, or the runner failed."""
+    """Why a request was not carried out."""
 
     op: Literal["refused"]
     id: _Identifier
-    kind: Literal["unknown_session", "bad_call", "cancelled", "failed"]
+    kind: Literal["unknown_session", "session_limit", "session_fork", "bad_call", "cancelled", "failed"]
     why: _Why
 
 

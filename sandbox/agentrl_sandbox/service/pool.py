@@ -22,8 +22,7 @@ from agentrl_sandbox.wire import FrameError
 class RunnerPool:
     """Sends each program to the runner with the fewest in flight; a session stays with its runner.
 
-    ``queue_limit`` calls may wait, each for ``queue_seconds`` at most; of sessions there are ``session_limit`` at
-    most, and one unused for ``session_seconds`` ends.
+    ``queue_limit`` calls may wait, each for ``queue_seconds`` at most.
     """
 
     def __init__(
@@ -32,19 +31,16 @@ class RunnerPool:
         *,
         queue_limit: int,
         queue_seconds: float,
-        session_limit: int = 1024,
-        session_seconds: float = 1800.0,
     ) -> None:
         self.roster = Roster(directory, self._on_change)
         self.queue = Queue(self.roster.links.values, limit=queue_limit, seconds=queue_seconds)
-        self.sessions = Sessions(self.queue, limit=session_limit, seconds=session_seconds)
+        self.sessions = Sessions(self.roster.links.values)
         self._once = Once()
         self._closed = False
 
     def open(self) -> None:
         """Begin to look for runners."""
         self.roster.open()
-        self.sessions.open()
 
     async def close(self) -> None:
         """Leave every runner: what was asked for there dies."""
@@ -125,8 +121,8 @@ class RunnerPool:
             try:
                 return await _run_at(link, replace(call, session=found.name))
             except (NotSent, UnknownSessionError) as error:
-                self.sessions.forget(session)
-                raise UnknownSessionError(f"session {session!r} has ended: {error}") from error
+                self.sessions.forget(session, str(error))
+                raise UnknownSessionError(f"no session {session!r}: {error}") from error
 
     def _on_change(self, link: RunnerLink) -> None:
         if link.gone:

@@ -18,7 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl_sandbox.errors import SandboxError, StartError, UnknownSessionError
+from agentrl_sandbox.errors import (
+    SandboxError,
+    SessionForkError,
+    SessionLimitError,
+    StartError,
+    UnknownSessionError,
+)
 from agentrl_sandbox.local import open_local
 from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.service import messages
@@ -222,12 +228,8 @@ class FrontConnection(asyncio.Protocol):
             answer, out = await self._carry_out(identifier, header, blobs)
         except asyncio.CancelledError:
             answer, out = _refused(identifier, "cancelled", "cancelled"), []
-        except UnknownSessionError as error:
-            answer, out = _refused(identifier, "unknown_session", str(error)), []
-        except ValueError as error:
-            answer, out = _refused(identifier, "bad_call", str(error)), []
-        except SandboxError as error:
-            answer, out = _refused(identifier, "failed", str(error)), []
+        except (SandboxError, ValueError) as error:
+            answer, out = _refused(identifier, _kind(error), str(error)), []
         if sum(map(len, out)) > messages.MAX_FRAME // 2:
             answer, out = _refused(identifier, "failed", "the output and files are too large to be sent"), []
         self.send(answer, *out)
@@ -253,6 +255,15 @@ class FrontConnection(asyncio.Protocol):
     async def _end(self, session: str) -> None:
         with contextlib.suppress(SandboxError):  # it ended by itself, or the sandbox did
             await self._service.sandbox.close_session(session)
+
+
+def _kind(error: Exception) -> str:
+    kinds = {
+        UnknownSessionError: "unknown_session",
+        SessionLimitError: "session_limit",
+        SessionForkError: "session_fork",
+    }
+    return kinds.get(type(error), "bad_call" if isinstance(error, ValueError) else "failed")
 
 
 def _refused(identifier: int, kind: str, why: str) -> dict[str, Any]:

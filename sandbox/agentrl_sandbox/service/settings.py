@@ -35,8 +35,6 @@ class ServiceSettings(BaseModel):
     queue_limit: int = Field(4096, ge=0, description="calls that may wait for a runner; beyond it they get 429")
     queue_seconds: float = Field(300.0, gt=0, description="seconds that a call may wait for a runner")
     batch_limit: int = Field(1024, ge=1, description="programs in one batch")
-    session_limit: int = Field(256, ge=0, description="sessions open at once")
-    session_seconds: float = Field(1800.0, gt=0, description="seconds after which an unused session ends")
     drain_seconds: float = Field(60.0, ge=0, description="seconds that SIGTERM waits for what runs")
 
     @property
