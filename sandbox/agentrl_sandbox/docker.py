@@ -162,7 +162,8 @@ class DockerSandbox:
                 labels={"agentrl-sandbox": "docker"},
             )
         except ImageNotFound as error:
-            raise StartError(f"no image {self._image!r} here; build it: docker build -t {self._image} sandbox") from error
+            why = f"no image {self._image!r} here; build it: docker build -t {self._image} sandbox"
+            raise StartError(why) from error
         except DockerException as error:
             raise StartError(f"the Docker engine did not start {self._image!r}: {error}") from error
 

@@ -8,6 +8,7 @@ import binascii
 import json
 import os
 import random
+import ssl
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -52,12 +53,12 @@ class HttpSandbox:
         self._settings = settings
         self._isolation = Isolation(layers={}, mode="unknown")
         token = settings.token or os.environ.get("SANDBOX_TOKEN")
-        self._client = httpx.AsyncClient(
-            base_url=settings.url,
-            headers={} if token in (None, "none") else {"Authorization": f"Bearer {token}"},
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_SECONDS),
-            trust_env=False,  # a proxy of this process is not meant for its sandbox
-        )
+        self._headers = {"Content-Type": "application/json"}
+        if token not in (None, "none"):
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._tls = ssl.create_default_context()
+        self._idle: list[httpx.AsyncClient] = []
+        self._busy: set[httpx.AsyncClient] = set()
         self._room = asyncio.Semaphore(settings.workers or _IN_FLIGHT)
         self._closed = False
 
@@ -142,7 +143,8 @@ class HttpSandbox:
     async def close(self) -> None:
         """Drop the connections: what runs dies."""
         self._closed = True
-        await self._client.aclose()
+        for client in (*self._idle, *self._busy):
+            await client.aclose()
 
     async def _call(self, method: str, path: str, body: Any, seconds: float) -> Any:
         """Send a request until it is answered, under a deadline that starts when it is first sent.
@@ -162,7 +164,8 @@ class HttpSandbox:
                     busy = error
             rest = max(pause, busy.retry_after) * random.uniform(0.5, 1.5)
             if time.monotonic() + rest > deadline:
-                raise BusyError(f"{self._settings.url} had no answer in {self._settings.patience:g} s: {busy}") from busy
+                why = f"{self._settings.url} had no answer in {self._settings.patience:g} s: {busy}"
+                raise BusyError(why) from busy
             await asyncio.sleep(rest)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -170,21 +173,35 @@ class HttpSandbox:
         """One request. Raises BusyError where trying again may help."""
         if self._closed:
             raise ClosedError("the sandbox was closed")
+        client = self._idle.pop() if self._idle else self._one_connection()
+        self._busy.add(client)
         try:
-            response = await self._client.request(
+            response = await client.request(
                 method,
                 path,
                 content=b"" if body is None else json.dumps(body).encode("ascii"),
-                headers={"Content-Type": "application/json"},
                 timeout=httpx.Timeout(_CONNECT_SECONDS, read=seconds + _SILENCE_SECONDS, write=_SILENCE_SECONDS),
             )
         except httpx.TransportError as error:
             raise BusyError(f"{type(error).__name__}: {error}", retry_after=0) from error
-        if response.is_success:
-            return response.json() if response.content else None
-        self._raise(response)
+        finally:
+            self._busy.discard(client)
+            self._idle.append(client)
+        if not response.is_success:
+            raise self._error(response)
+        return response.json() if response.content else None
 
-    def _raise(self, response: httpx.Response) -> None:
+    def _one_connection(self) -> httpx.AsyncClient:
+        """A client for one request at a time: a pool of many connections looks at each of them for every request."""
+        return httpx.AsyncClient(
+            base_url=self._settings.url,
+            headers=self._headers,
+            limits=httpx.Limits(max_connections=1, keepalive_expiry=_IDLE_SECONDS),
+            verify=self._tls,
+            trust_env=False,  # a proxy of this process is not meant for its sandbox
+        )
+
+    def _error(self, response: httpx.Response) -> Exception:
         try:
             problem = response.json()
             why = f"{self._settings.url} answered {response.status_code}: {problem['detail']}"
@@ -192,29 +209,29 @@ class HttpSandbox:
         except (ValueError, KeyError, TypeError, AttributeError):
             why, kind = f"{self._settings.url} answered {response.status_code}", None
         if kind is not None:
-            raise kind(why)
+            return kind(why)
         if response.status_code in (429, 502, 503, 504):
             after = response.headers.get("Retry-After", "")
-            raise BusyError(why, retry_after=int(after) if after.isdigit() else 1)
+            return BusyError(why, retry_after=int(after) if after.isdigit() else 1)
         if response.status_code == 422:
-            raise ValueError(why)
+            return ValueError(why)
         if response.status_code == 401:
             why += "; set the setting token, or the variable SANDBOX_TOKEN"
-        raise RefusedError(why)
+        return RefusedError(why)
 
     async def _ready(self) -> dict[str, Any]:
         deadline = time.monotonic() + min(_START_SECONDS, self._settings.patience)
         while True:
             try:
-                response = await self._client.get("/ready", timeout=_CONNECT_SECONDS)
-                if response.is_success:
-                    state = response.json()
-                    if isinstance(state, dict) and isinstance(state.get("isolation"), dict):
-                        return state
-                    raise StartError(f"{self._settings.url} is no service of agentrl-sandbox")
-                why = f"it answered {response.status_code}: {response.text[:200]}"
-            except (httpx.TransportError, json.JSONDecodeError) as error:
-                why = f"{type(error).__name__}: {error}"
+                state = await self._send("GET", "/ready", None, 0.0)
+            except BusyError as error:
+                why = str(error)
+            except json.JSONDecodeError as error:
+                raise StartError(f"{self._settings.url} is no service of agentrl-sandbox: {error}") from error
+            else:
+                if isinstance(state, dict) and isinstance(state.get("isolation"), dict):
+                    return state
+                raise StartError(f"{self._settings.url} is no service of agentrl-sandbox")
             if time.monotonic() > deadline:
                 raise StartError(f"no sandbox is ready at {self._settings.url}: {why}")
             await asyncio.sleep(random.uniform(0.1, 0.5))

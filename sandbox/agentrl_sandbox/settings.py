@@ -7,7 +7,6 @@ import re
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-
 _URL = re.compile(r"local://|docker://[^\s/]\S*|https?://[^\s/?#@]+/?")
 
 

@@ -11,8 +11,9 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from agentrl_sandbox.errors import SandboxError
+from agentrl_sandbox.errors import SandboxError, StartError
 from agentrl_sandbox.service.settings import NO_TOKEN, ServiceSettings, read_settings
 from agentrl_sandbox.settings import SandboxSettings
 
@@ -36,15 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="agentrl-sandbox", description="Runs Python programs, isolated, over HTTP.")
     commands = parser.add_subparsers(dest="command", required=True)
-    runners = f"of runners: {', '.join(name for name in SandboxSettings.model_fields if name not in _OF_CLIENTS)}"
-    serve = commands.add_parser("serve", help="answer HTTP requests", epilog=f"Settings {runners}; of the front: "
-                                f"{', '.join(ServiceSettings.model_fields)}. Also as variables SANDBOX_NAME.")  # fmt: skip
+    of_runners = ", ".join(name for name in SandboxSettings.model_fields if name not in _OF_CLIENTS)
+    of_front = ", ".join(ServiceSettings.model_fields)
+    epilog = f"Settings of runners: {of_runners}; of the front: {of_front}. Also as variables SANDBOX_NAME."
+    serve = commands.add_parser("serve", help="answer HTTP requests", epilog=epilog)
     serve.add_argument("--host", help="address to bind to; 127.0.0.1 unless given")
     serve.add_argument("--port", help="port; 8080 unless given, 0: any free one")
     serve.add_argument("--no-token", action="store_true", help="let everyone in who reaches the port")
     serve.add_argument("--sockets", type=Path, help="directory of the runners' sockets; none: start runners here")
     serve.add_argument("--runners", type=int, default=1, help="how many runners to start here")
-    runner = commands.add_parser("runner", help="run programs for a front", epilog=f"Settings {runners}.")
+    runner = commands.add_parser("runner", help="run programs for a front", epilog=f"Settings: {of_runners}.")
     runner.add_argument("--sockets", type=Path, required=True, help="directory to listen in")
     runner.add_argument("--name", default=socket.gethostname(), help="name of the socket; the host's unless given")
     runner.add_argument("--linger", type=float, help="seconds without a front after which to end")
@@ -76,7 +78,9 @@ def _serve(options: argparse.Namespace) -> int:
     if options.sockets is not None and of_runners:
         raise SandboxError(f"{of_runners[0]!r} belongs to runners, which are not started here with --sockets")
     settings = read_settings(ServiceSettings, os.environ, of_front)
-    return asyncio.run(_serve_front(settings, options.sockets, options.runners, of_runners))
+    import uvloop
+
+    return uvloop.run(_serve_front(settings, options.sockets, options.runners, of_runners))
 
 
 async def _serve_front(settings: ServiceSettings, sockets: Path | None, runners: int, arguments: Sequence[str]) -> int:
@@ -95,6 +99,15 @@ async def _serve_front(settings: ServiceSettings, sockets: Path | None, runners:
         if keeping.done():
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
-            keeping.result()
+            _raise_start_error(keeping)
         serving.result()
     return 0
+
+
+def _raise_start_error(keeping: asyncio.Task[None]) -> NoReturn:
+    """The runners' keeper ends by itself only when one of them could not start."""
+    try:
+        keeping.result()
+    except* StartError as errors:
+        found = errors
+    raise StartError(str(found.exceptions[0]))

@@ -71,7 +71,10 @@ class RunnerLink(asyncio.Protocol):
         return not self.gone and not self.leaving and self.in_flight + count <= self.hello.result().workers
 
     async def request(self, header: dict[str, Any], blobs: list[bytes], *, timeout: float) -> Answer:
-        """Send a request and give its answer. Cancelling it cancels it there. Raises NotSent, RunnerGone and FrameError."""
+        """Send a request and give its answer. Cancelling it cancels it there.
+
+        Raises NotSent, RunnerGone and FrameError.
+        """
         if self.gone or self._transport is None:
             raise NotSent(self.why_gone)
         identifier = next(self._identifiers)

@@ -1,6 +1,6 @@
 """What a runner tells the front. The front believes none of it before it has been read by these models.
 
-    front -> runner    {"op": "execute", "id", "timeout", "session", "files", "fetch_files", "echo"} program stdin contents...
+    front -> runner    {"op": "execute", "id", ...} program stdin contents...
                        {"op": "open_session", "id"} · {"op": "fork_session" | "close_session", "id", "session"}
                        {"op": "cancel", "id"}
     runner -> front    {"op": "hello", ...Hello}, once, first · {"op": "leaving"}: send nothing more

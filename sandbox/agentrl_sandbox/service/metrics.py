@@ -18,7 +18,10 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._outcomes = Counter(
-            "agentrl_sandbox_executions", "answered calls by how their programs ended", ["outcome"], registry=self._registry
+            "agentrl_sandbox_executions",
+            "answered calls by how their programs ended",
+            ["outcome"],
+            registry=self._registry,
         )
         for outcome in Outcome:
             self._outcomes.labels(outcome.value)

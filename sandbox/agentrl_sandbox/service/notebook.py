@@ -76,7 +76,10 @@ def stop_cell(number: int, frame: object) -> None:
 
 def describe(error: BaseException) -> dict[str, Any]:
     """As a kernel reports an error."""
-    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals is globals():
+        frames = frames.tb_next
+    lines = traceback.format_exception(type(error), error, frames)
     return {"ename": type(error).__name__, "evalue": str(error), "traceback": [line.rstrip("\n") for line in lines]}
 
 

@@ -19,7 +19,7 @@ _MOST_RUNNERS = 1024
 
 
 class Roster:
-    """Keeps a link to every runner in a directory; ``on_change`` is called with a link that may have room or is gone."""
+    """Keeps a link to every runner in a directory; ``on_change`` hears of one that may have room or is gone."""
 
     def __init__(self, directory: Path, on_change: Callable[[RunnerLink], None]) -> None:
         self._directory = directory

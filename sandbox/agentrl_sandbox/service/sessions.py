@@ -1,4 +1,4 @@
-"""Sessions of a pool: which runner each lives at, and whose turn it is. Their number and age are the runners' to limit."""
+"""Sessions of a pool: which runner each lives at, and whose turn it is. Runners limit their number and age."""
 
 from __future__ import annotations
 

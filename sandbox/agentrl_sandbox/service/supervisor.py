@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 import tempfile
@@ -29,7 +28,7 @@ def runner_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 @asynccontextmanager
 async def local_runners(count: int, arguments: Sequence[str]) -> AsyncIterator[tuple[Path, asyncio.Task[None]]]:
-    """Keep so many runners alive; gives their socket directory and a task that ends with StartError if one cannot start."""
+    """Keep so many runners alive; their socket directory, and a task that ends with StartError if one cannot start."""
     with tempfile.TemporaryDirectory(prefix="agentrl-sandbox-") as directory:
         commands = [
             [
@@ -38,17 +37,18 @@ async def local_runners(count: int, arguments: Sequence[str]) -> AsyncIterator[t
             ]
             for number in range(count)
         ]
-        keeping = asyncio.ensure_future(_gather([_keep(command) for command in commands]))
+        keeping = asyncio.ensure_future(_keep_all(commands))
         try:
             yield Path(directory), keeping
         finally:
             keeping.cancel()
-            with contextlib.suppress(asyncio.CancelledError, StartError):
-                await keeping
+            await asyncio.gather(keeping, return_exceptions=True)
 
 
-async def _gather(keepers: Sequence[object]) -> None:
-    await asyncio.gather(*keepers)  # type: ignore[call-overload]
+async def _keep_all(commands: Sequence[Sequence[str]]) -> None:
+    async with asyncio.TaskGroup() as group:
+        for command in commands:
+            group.create_task(_keep(command))
 
 
 async def _keep(command: Sequence[str]) -> None:
