@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import json
 import os
 import random
 import ssl
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import httpx
 
@@ -30,6 +29,7 @@ from agentrl_sandbox.errors import (
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome
 
+_T = TypeVar("_T")
 _IN_FLIGHT = 256  # requests at once, unless the settings say otherwise; more calls wait here
 _START_SECONDS = 60.0
 _CONNECT_SECONDS = 10.0
@@ -117,7 +117,7 @@ class HttpSandbox:
         path = "/v1/execute" if session is None else f"/v1/sessions/{session}/execute"
         started = time.monotonic()
         try:
-            return _execution(await self._call("POST", path, body, seconds))
+            return await self._call("POST", path, body, seconds, _execution)
         except BusyError as error:
             return Execution(
                 outcome=Outcome.INFRASTRUCTURE_FAILURE,
@@ -130,15 +130,15 @@ class HttpSandbox:
 
     async def open_session(self) -> str:
         """See ``Sandbox``. Raises BusyError when the service had no room for too long."""
-        return str((await self._call("POST", "/v1/sessions", {}, 0.0))["session"])
+        return await self._call("POST", "/v1/sessions", {}, 0.0, _session)
 
     async def fork_session(self, session: str) -> str:
         """See ``Sandbox``. Raises BusyError when the service had no room for too long."""
-        return str((await self._call("POST", f"/v1/sessions/{session}/fork", {}, 0.0))["session"])
+        return await self._call("POST", f"/v1/sessions/{session}/fork", {}, 0.0, _session)
 
     async def close_session(self, session: str) -> None:
         """See ``Sandbox``. Raises BusyError when the service was absent for too long."""
-        await self._call("DELETE", f"/v1/sessions/{session}", None, 0.0)
+        await self._call("DELETE", f"/v1/sessions/{session}", None, 0.0, lambda answer: None)
 
     async def close(self) -> None:
         """Drop the connections: what runs dies."""
@@ -146,8 +146,8 @@ class HttpSandbox:
         for client in (*self._idle, *self._busy):
             await client.aclose()
 
-    async def _call(self, method: str, path: str, body: Any, seconds: float) -> Any:
-        """Send a request until it is answered, under a deadline that starts when it is first sent.
+    async def _call(self, method: str, path: str, body: Any, seconds: float, read: Callable[[Any], _T]) -> _T:
+        """Send a request until it has an answer that can be read, under a deadline from when it is first sent.
 
         Raises BusyError after the deadline.
         """
@@ -159,7 +159,7 @@ class HttpSandbox:
             async with self._room:
                 deadline = deadline or time.monotonic() + seconds + self._settings.patience
                 try:
-                    return await self._send(method, path, body, seconds)
+                    return read(await self._send(method, path, body, seconds))
                 except BusyError as error:
                     busy = error
             rest = max(pause, busy.retry_after) * random.uniform(0.5, 1.5)
@@ -189,7 +189,10 @@ class HttpSandbox:
             self._idle.append(client)
         if not response.is_success:
             raise self._error(response)
-        return response.json() if response.content else None
+        try:
+            return response.json() if response.content else None
+        except json.JSONDecodeError as error:
+            raise BusyError(f"{self._settings.url} gave an answer that is no JSON: {error}") from error
 
     def _one_connection(self) -> httpx.AsyncClient:
         """A client for one request at a time: a pool of many connections looks at each of them for every request."""
@@ -210,7 +213,7 @@ class HttpSandbox:
             why, kind = f"{self._settings.url} answered {response.status_code}", None
         if kind is not None:
             return kind(why)
-        if response.status_code in (429, 502, 503, 504):
+        if response.status_code == 429 or response.status_code >= 500:
             after = response.headers.get("Retry-After", "")
             return BusyError(why, retry_after=int(after) if after.isdigit() else 1)
         if response.status_code == 422:
@@ -226,8 +229,6 @@ class HttpSandbox:
                 state = await self._send("GET", "/ready", None, 0.0)
             except BusyError as error:
                 why = str(error)
-            except json.JSONDecodeError as error:
-                raise StartError(f"{self._settings.url} is no service of agentrl-sandbox: {error}") from error
             else:
                 if isinstance(state, dict) and isinstance(state.get("isolation"), dict):
                     return state
@@ -265,6 +266,14 @@ def _isolation(state: Mapping[str, Any]) -> Isolation:
     )
 
 
+def _session(answer: Mapping[str, Any]) -> str:
+    """Raises BusyError on an answer that cannot be read."""
+    try:
+        return str(answer["session"])
+    except (KeyError, TypeError) as error:
+        raise BusyError(f"the service gave an answer that cannot be read: {error}") from error
+
+
 def _execution(answer: Mapping[str, Any]) -> Execution:
     """Raises BusyError on an answer that cannot be read, as after a broken connection."""
     try:
@@ -277,5 +286,5 @@ def _execution(answer: Mapping[str, Any]) -> Execution:
             truncated=answer["truncated"],
             files={name: base64.b64decode(content) for name, content in answer["files"].items()},
         )
-    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BusyError(f"the service gave an answer that cannot be read: {error}") from error

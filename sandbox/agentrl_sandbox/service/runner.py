@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from agentrl_sandbox.errors import (
     SandboxError,
@@ -93,11 +93,12 @@ def listening(directory: Path, name: str) -> Iterator[socket.socket]:
             os.rename(early, path)
     except OSError as error:
         raise StartError(f"cannot listen at {path}: {error}") from error
-    try:
-        yield listener
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
+    with listener:
+        try:
+            yield listener
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 @contextmanager
@@ -169,8 +170,7 @@ class FrontConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Say hello."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         self._service.fronts.add(self)
         self._service.changed.set()
         self.send(self._service.hello)
