@@ -142,10 +142,9 @@ class DockerSandbox:
         environment["SANDBOX_ALLOW_UNISOLATED"] = str(settings.allow_unisolated)
         memory = (settings.memory_mb + settings.scratch_mb) * settings.concurrency + _SPARE_MB
         try:
-            self._container = self._client.containers.run(
+            self._container = self._client.containers.create(
                 self._image,
                 ["runner", "--sockets", _SOCKETS, "--linger", str(_LINGER_SECONDS)],
-                detach=True,
                 auto_remove=True,
                 init=True,
                 network_mode="none",
@@ -161,6 +160,7 @@ class DockerSandbox:
                 volumes={str(self._sockets): {"bind": _SOCKETS, "mode": "rw"}},
                 labels={"agentrl-sandbox": "docker"},
             )
+            self._container.start()
         except ImageNotFound as error:
             why = f"no image {self._image!r} here; build it: docker build -t {self._image} sandbox"
             raise StartError(why) from error
