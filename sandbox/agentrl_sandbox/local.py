@@ -27,7 +27,7 @@ from agentrl_sandbox.probes import probe
 from agentrl_sandbox.runner.config import RunnerConfig
 from agentrl_sandbox.runner.order import Order
 from agentrl_sandbox.server_process import Refused, ServerGone, ServerProcess
-from agentrl_sandbox.session_book import SessionBook, unknown
+from agentrl_sandbox.session_book import SessionBook
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome
 
@@ -135,8 +135,7 @@ class LocalSandbox:
             except Refused as refused:
                 if refused.kind == "fork":
                     raise SessionForkError(f"session {session!r} could not be forked: {refused.why}") from refused
-                self._sessions.end(session, refused.why)
-                raise unknown(session, refused.why) from refused
+                raise self._sessions.gone(session, refused.why) from refused
             except (ServerGone, TimeoutError) as error:
                 raise SandboxError(f"session {session!r} could not be forked: {error}") from error
             return self._sessions.add(number, origin.server)
@@ -217,8 +216,7 @@ class LocalSandbox:
                 try:
                     return await self._run_on(live.server, replace(order, session=live.number))
                 except Refused as refused:
-                    self._sessions.end(session, refused.why)
-                    raise unknown(session, refused.why) from refused
+                    raise self._sessions.gone(session, refused.why) from refused
 
     async def _run_on(self, server: ServerProcess | None, order: Order) -> Execution:
         """Run on the session's server, or on any."""

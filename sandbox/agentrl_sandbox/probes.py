@@ -129,7 +129,11 @@ async def _network(execute: Execute) -> bool:
         ran = await execute(_NETWORK.format(port=port), timeout=_PATIENCE_SECONDS)
         tcp.setblocking(False)
         udp.setblocking(False)
-        return ran.outcome is Outcome.OK and not _arrived(tcp.accept) and not _arrived(lambda: udp.recv(16))
+        return (
+            ran.outcome is Outcome.OK
+            and not _arrived(lambda: tcp.accept()[0].close())
+            and not _arrived(lambda: udp.recv(16))
+        )
 
 
 def _arrived(receive: Callable[[], object]) -> bool:

@@ -21,6 +21,7 @@ import select
 import signal
 import socket
 import struct
+import time
 from typing import Any, NoReturn
 
 from agentrl_sandbox.runner import kernel
@@ -207,6 +208,10 @@ class Keeper:
             stopped |= found
         for pid in stopped:
             _signal(pid, signal.SIGKILL)
+        for _ in range(_ROUNDS if stopped else 0):  # they take a moment to end
+            if not self._leftovers():
+                break
+            time.sleep(0.002)
 
     def _leftovers(self) -> set[int]:
         members = {pid: session for session, pid in self._pids.items()}
