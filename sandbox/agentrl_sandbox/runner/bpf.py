@@ -46,7 +46,9 @@ def unless_one_of(argument: int, values: tuple[int, ...], otherwise: Code) -> Co
     return [_load(argument), *_jump_over_if_equal(values, allow()), *otherwise]
 
 
-def only_if_one_of(argument: int, values: tuple[int, ...], then: Code, otherwise: Code, mask: int = 0xFFFF_FFFF) -> Code:
+def only_if_one_of(
+    argument: int, values: tuple[int, ...], then: Code, otherwise: Code, mask: int = 0xFFFF_FFFF
+) -> Code:
     """Go on with ``then`` where the lower half of an argument, under a mask, is one of ``values``."""
     masked = [] if mask == 0xFFFF_FFFF else [(_AND, 0, 0, mask)]
     return [_load(argument), *masked, *_jump_over_if_equal(values, otherwise), *then]

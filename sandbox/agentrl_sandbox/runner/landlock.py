@@ -19,14 +19,13 @@ _QUIET = 1  # refusals do not fill the host's audit log (ABI 7)
 
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _REMOVE_DIR, REMOVE_FILE, _MAKE_DIR, MAKE_FILE = 1 << 4, 1 << 5, 1 << 7, 1 << 8
-_MAKE_SOCKET, _MAKE_PIPE, _MAKE_LINK = 1 << 9, 1 << 10, 1 << 12
+_MAKE_PIPE, _MAKE_LINK = 1 << 10, 1 << 12
 _REFER, TRUNCATE, _IOCTL_DEVICE = 1 << 13, 1 << 14, 1 << 15
 
 READ = EXECUTE | READ_FILE | READ_DIR
 LOOK = READ_FILE | READ_DIR
-SCRATCH = (
-    LOOK | WRITE_FILE | _REMOVE_DIR | REMOVE_FILE | _MAKE_DIR | MAKE_FILE | _MAKE_SOCKET | _MAKE_PIPE | _MAKE_LINK
-) | (_REFER | TRUNCATE)
+_EDIT = WRITE_FILE | TRUNCATE | _REMOVE_DIR | REMOVE_FILE | _MAKE_DIR | MAKE_FILE | _MAKE_PIPE | _MAKE_LINK | _REFER
+SCRATCH = LOOK | _EDIT
 DEVICE = READ_FILE | WRITE_FILE | TRUNCATE
 OWN_SHARED_MEMORY = READ_FILE | WRITE_FILE | TRUNCATE | MAKE_FILE | REMOVE_FILE
 _FOR_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | _IOCTL_DEVICE  # the rights a rule on a file may give
@@ -41,7 +40,6 @@ class _RulesetAttributes(ctypes.Structure):
 
 
 class _PathBeneath(ctypes.Structure):
-    _pack_ = 1
     _fields_ = [("rights", ctypes.c_uint64), ("parent", ctypes.c_int32)]
 
 
@@ -55,9 +53,7 @@ class Rules:
 
     def __init__(self, version: int, rights: Iterable[tuple[str, int]]) -> None:
         self._files = sum(bits for since, bits in _FILES_BY_ABI.items() if since <= version)
-        self._attributes = _RulesetAttributes(
-            self._files, _TCP if version >= 4 else 0, _SCOPES if version >= 6 else 0
-        )
+        self._attributes = _RulesetAttributes(self._files, _TCP if version >= 4 else 0, _SCOPES if version >= 6 else 0)
         self._size = ctypes.sizeof(_RulesetAttributes) if version >= 6 else 16 if version >= 4 else 8
         self._flags = _QUIET if version >= 7 else 0
         self._rules = [self._rule(path, bits) for path, bits in rights if os.path.exists(path)]

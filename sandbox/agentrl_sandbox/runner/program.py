@@ -25,7 +25,6 @@ class Program:
     stderr: Capture
     status: Capture
     pid: int = 0
-    scratch: str = ""  # a directory to remove afterwards, where there are no mount namespaces
     reason: Outcome | None = None  # why the server killed it
     why: str = ""  # of an infrastructure failure
 

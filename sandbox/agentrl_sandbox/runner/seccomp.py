@@ -17,30 +17,15 @@ from agentrl_sandbox.runner.syscalls import LAST_KNOWN, MACHINES, number
 
 DENIED: dict[str, Sequence[str]] = {
     "sockets": ("socket", "connect", "bind", "listen", "accept", "accept4"),
-    "tracing": (
-        "ptrace process_vm_readv process_vm_writev kcmp pidfd_getfd process_madvise process_mrelease "
-        "migrate_pages move_pages perf_event_open"
-    ).split(),
-    "mounts": (
-        "mount umount2 move_mount open_tree fsopen fsconfig fsmount fspick mount_setattr pivot_root chroot "
-        "statmount listmount"
-    ).split(),
+    "tracing": ["ptrace", "process_vm_readv", "process_vm_writev", "kcmp", "pidfd_getfd", "process_madvise", "process_mrelease", "migrate_pages", "move_pages", "perf_event_open"],
+    "mounts": ["mount", "umount2", "move_mount", "open_tree", "fsopen", "fsconfig", "fsmount", "fspick", "mount_setattr", "pivot_root", "chroot", "statmount", "listmount"],
     "namespaces": ("unshare", "setns", "sethostname", "setdomainname"),
     "keyrings": ("keyctl", "add_key", "request_key"),
-    "kernel": (
-        "bpf userfaultfd kexec_load kexec_file_load create_module init_module finit_module delete_module reboot "
-        "swapon swapoff syslog acct quotactl quotactl_fd iopl ioperm vhangup modify_ldt lookup_dcookie nfsservctl "
-        "uselib ustat sysfs _sysctl vmsplice"
-    ).split(),
+    "kernel": ["bpf", "userfaultfd", "kexec_load", "kexec_file_load", "create_module", "init_module", "finit_module", "delete_module", "reboot", "swapon", "swapoff", "syslog", "acct", "quotactl", "quotactl_fd", "iopl", "ioperm", "vhangup", "modify_ldt", "lookup_dcookie", "nfsservctl", "uselib", "ustat", "sysfs", "_sysctl", "vmsplice"],
     "clocks": ("settimeofday", "clock_settime", "adjtimex", "clock_adjtime"),
     "handles": ("name_to_handle_at", "open_by_handle_at"),
-    "ipc": (
-        "shmget shmat shmctl shmdt semget semop semtimedop semctl msgget msgsnd msgrcv msgctl "
-        "mq_open mq_unlink mq_timedsend mq_timedreceive mq_notify mq_getsetattr"
-    ).split(),
-    "users": (
-        "setuid setgid setreuid setregid setresuid setresgid setgroups setfsuid setfsgid capset"
-    ).split(),
+    "ipc": ["shmget", "shmat", "shmctl", "shmdt", "semget", "semop", "semtimedop", "semctl", "msgget", "msgsnd", "msgrcv", "msgctl", "mq_open", "mq_unlink", "mq_timedsend", "mq_timedreceive", "mq_notify", "mq_getsetattr"],
+    "users": ["setuid", "setgid", "setreuid", "setregid", "setresuid", "setresgid", "setgroups", "setfsuid", "setfsgid", "capset"],
     "watching": ("inotify_init", "inotify_init1", "inotify_add_watch", "fanotify_init", "fanotify_mark"),
     "unwatched memory": ("memfd_create", "memfd_secret"),
     "attributes": ("setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr"),
@@ -50,9 +35,7 @@ DENIED: dict[str, Sequence[str]] = {
 MISSING = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register")
 """Refused with ENOSYS: libraries then use what came before them."""
 
-FOREIGN_FILES = (
-    "chmod fchmod fchmodat fchmodat2 chown lchown fchown fchownat utime utimes futimesat utimensat"
-).split()
+FOREIGN_FILES = ["chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchown", "fchownat", "utime", "utimes", "futimesat", "utimensat"]
 """Refused where programs share the server's user: changes of files that Landlock does not stop."""
 
 _ARCHITECTURES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}

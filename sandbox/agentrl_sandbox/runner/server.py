@@ -3,7 +3,7 @@
 It holds the programs' texts and outputs, and never forks: children come from zygotes, which hold neither.
 
     client -> server   {"op": "run", "id", "timeout"} program stdin · {"op": "cancel", "id"}
-    server -> client   {"op": "hello", "mode", "why"} · {"op": "ready"}
+    server -> client   {"op": "hello", "why", "layers"} · {"op": "ready"}
                        {"op": "done", "id", "outcome", "exit_code", "seconds", "truncated", "why"} stdout stderr
 """
 
@@ -12,19 +12,18 @@ from __future__ import annotations
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections import deque
 from typing import Any
 
-from agentrl_sandbox.runner import kernel, rootfs
+from agentrl_sandbox.runner import kernel, remains, rootfs, undertaker
 from agentrl_sandbox.runner.capture import Capture
-from agentrl_sandbox.runner.config import FIRST_USER, RunnerConfig
-from agentrl_sandbox.runner.memory import resident_bytes
+from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
+from agentrl_sandbox.runner.lockdown import has_own_users, layers
+from agentrl_sandbox.runner.memory import usage
 from agentrl_sandbox.runner.program import Ending, Program, judge
 from agentrl_sandbox.runner.routing import needs_science
 from agentrl_sandbox.runner.zygote_handle import ZygoteHandle
@@ -44,14 +43,16 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     why = ""
     try:
-        if config.isolate != "none":
+        if config.isolate == "none":
+            undertaker.fork_server(config, int(sys.argv[2]))
+        else:
             if config.isolate == "user":
                 _become_first_process(config, int(sys.argv[2]))
             rootfs.enter(config.readable)
     except OSError as error:
         why = str(error) or type(error).__name__
     client = socket.socket(fileno=int(sys.argv[2]))
-    client.sendall(pack({"op": "hello", "why": why}))
+    client.sendall(pack({"op": "hello", "why": why, "layers": layers(config)}))
     if why:
         return
     server = Server(config, client)
@@ -94,16 +95,14 @@ class Server:
         self._programs: dict[int, Program] = {}
         self._captures: dict[int, tuple[Program, Capture]] = {}
         self._slots = list(range(config.workers))
+        self._unclean: dict[int, str] = {}  # slot -> the zygote that has it cleaned
         self._queues: dict[str, deque[tuple[dict[str, Any], list[bytes]]]] = {kind: deque() for kind in _KINDS}
         self._zygotes: dict[str, ZygoteHandle] = {}
         self._by_descriptor: dict[int, ZygoteHandle] = {}
         self._next_tick = time.monotonic() + _TICK
         self._parent_is_visible = os.getppid() == config.client_pid
-        self._scratch = ""
-        if config.isolate == "none":
-            self._scratch = tempfile.mkdtemp(prefix="agentrl-sandbox-")
-            os.chmod(self._scratch, 0o755)
-            os.environ["AGENTRL_SCRATCH"] = self._scratch
+        self._bare = config.isolate == "none"
+        self._count_tasks = not has_own_users(config)
         for kind in _KINDS:
             self._start_zygote(kind)
 
@@ -126,8 +125,8 @@ class Server:
         """Kill everything."""
         for zygote in self._zygotes.values():
             zygote.close()
-        if self._scratch:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+        if self._bare:
+            undertaker.bury(self._config, os.environ[SCRATCH_VARIABLE])
 
     # The client.
 
@@ -206,8 +205,6 @@ class Server:
         for capture in captures[:2]:
             self._captures[capture.descriptor] = (program, capture)
             self._epoll.register(capture.descriptor, select.EPOLLIN)
-        if self._scratch:
-            self._make_scratch(program)
         descriptors = [file, *(write for _, write in pipes)]
         try:
             self._zygotes[kind].spawn(identifier, program.slot, program.cpu_limit, descriptors)
@@ -217,21 +214,16 @@ class Server:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _make_scratch(self, program: Program) -> None:
-        program.scratch = f"{self._scratch}/{program.slot}"
-        os.mkdir(program.scratch, 0o700)
-        if kernel.may_change_user():
-            os.chown(program.scratch, FIRST_USER + program.slot, FIRST_USER + program.slot)
-
-    def _finish(self, program: Program, ending: Ending) -> None:
+    def _finish(self, program: Program, ending: Ending, *, clean: bool = True) -> None:
         for capture in program.captures:
             if self._captures.pop(capture.descriptor, None) is not None and capture.open:
                 self._epoll.unregister(capture.descriptor)
             capture.close()
         del self._programs[program.identifier]
-        self._slots.append(program.slot)
-        if program.scratch:
-            shutil.rmtree(program.scratch, ignore_errors=True)
+        if clean:
+            self._slots.append(program.slot)
+        else:
+            self._unclean[program.slot] = program.zygote
         header = {
             "op": "done",
             "id": program.identifier,
@@ -270,6 +262,13 @@ class Server:
         elif message["op"] == "ready":
             zygote.set_ready()
             self._reply({"op": "ready", "kind": zygote.kind})
+            for slot, kind in self._unclean.items():
+                if kind == zygote.kind:
+                    zygote.clean(slot)
+            self._start_queued()
+        elif message["op"] == "clean":
+            del self._unclean[message["slot"]]
+            self._slots.append(message["slot"])
             self._start_queued()
         elif message["id"] in self._programs:
             self._on_report(self._programs[message["id"]], message)
@@ -278,6 +277,7 @@ class Server:
         if message["op"] == "located":
             program.pid = message["pid"]
             return
+        clean = message.get("clean", True)
         if message["op"] == "failed":
             ending = Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=message["why"])
         else:
@@ -286,7 +286,7 @@ class Server:
                     self._epoll.unregister(capture.descriptor)
             program.status.drain(_BURST)
             ending = judge(program, message["status"], message["cpu"])
-        self._finish(program, ending)
+        self._finish(program, ending, clean=clean)
 
     def _replace(self, zygote: ZygoteHandle) -> None:
         """A zygote died: its programs died with it. Raises RuntimeError when it never came up."""
@@ -296,9 +296,13 @@ class Server:
         why = f"the {zygote.kind} interpreter ended with status {status}"
         if not zygote.ready:
             raise RuntimeError(f"{why} before it was ready")
+        if self._bare:
+            remains.kill_strays([other.pid for other in self._zygotes.values() if other is not zygote])
         self._start_zygote(zygote.kind)
         for program in [program for program in self._programs.values() if program.zygote == zygote.kind]:
-            self._finish(program, Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why))
+            self._finish(
+                program, Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why), clean=not self._bare
+            )
 
     # Limits.
 
@@ -319,11 +323,13 @@ class Server:
         self._next_tick = now + _TICK
         for program in self._programs.values():
             if program.pid:
-                self._watch_memory(program)
+                self._watch_usage(program)
             elif now - program.started > _TICK:
                 self._zygotes[program.zygote].locate(program.identifier)
 
-    def _watch_memory(self, program: Program) -> None:
-        beyond = self._zygotes[program.zygote].resident
-        if resident_bytes(program.pid, beyond) > self._config.memory_mb << 20:
+    def _watch_usage(self, program: Program) -> None:
+        used = usage(program.pid, self._zygotes[program.zygote].resident)
+        if used.resident > self._config.memory_mb << 20:
             self._kill(program, Outcome.MEMORY_LIMIT)
+        elif self._count_tasks and used.tasks > self._config.max_processes:
+            self._kill(program, Outcome.KILLED)
