@@ -61,7 +61,7 @@ def only_if_null(argument: int, otherwise: Code) -> Code:
 
 
 def decide(architecture: int, actions: Mapping[int, Code], highest: int, beyond: Code) -> bytes:
-    """The whole filter: another architecture kills; an unlisted number is allowed, one above ``highest`` is ``beyond``."""
+    """The whole filter. Another architecture kills; an unlisted call passes; one above ``highest`` is ``beyond``."""
     numbered = [actions.get(number, allow()) for number in range(highest + 1)] + [beyond]
     starts: list[tuple[int, Code]] = []
     for code, run in groupby(enumerate(numbered), key=lambda entry: entry[1]):

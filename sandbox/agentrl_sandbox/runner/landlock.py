@@ -1,4 +1,4 @@
-"""What a process may touch, by Landlock: files to read, files to write, no TCP port, no foreign process or abstract socket.
+"""What a process may touch, by Landlock: files to read and to write; no TCP port, foreign process or abstract socket.
 
 Paths are opened once, in the zygote; a child only writes the rules down and closes the door behind itself. Every right
 that the kernel's Landlock knows is refused unless a rule gives it; older kernels know fewer (``abi``).
@@ -59,10 +59,10 @@ class Rules:
         self._rules = [self._rule(path, bits) for path, bits in rights if os.path.exists(path)]
 
     def enforce(self, own: Iterable[tuple[str, int]]) -> None:
-        """On this process and all it makes, for good, with rules of its own besides. Raises OSError."""
+        """On this process and all it makes, for good, with rules of its own for directories. Raises OSError."""
         arguments = ctypes.byref(self._attributes), ctypes.c_size_t(self._size), ctypes.c_uint(0)
         ruleset = kernel.checked_call("landlock_create_ruleset", _CREATE, *arguments)
-        mine = [self._rule(path, bits) for path, bits in own]
+        mine = [_PathBeneath(bits & self._files, os.open(path, os.O_PATH)) for path, bits in own]
         for rule in (*self._rules, *mine):
             where = ctypes.c_int(ruleset), ctypes.c_int(_PATH_BENEATH), ctypes.byref(rule), ctypes.c_uint(0)
             kernel.checked_call("landlock_add_rule", _ADD_RULE, *where)

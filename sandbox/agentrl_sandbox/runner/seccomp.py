@@ -9,34 +9,53 @@ from __future__ import annotations
 import ctypes
 import errno
 import platform
-from collections.abc import Sequence
 
 from agentrl_sandbox.runner import bpf
 from agentrl_sandbox.runner.bpf import Code
 from agentrl_sandbox.runner.syscalls import LAST_KNOWN, MACHINES, number
 
-DENIED: dict[str, Sequence[str]] = {
-    "sockets": ("socket", "connect", "bind", "listen", "accept", "accept4"),
-    "tracing": ["ptrace", "process_vm_readv", "process_vm_writev", "kcmp", "pidfd_getfd", "process_madvise", "process_mrelease", "migrate_pages", "move_pages", "perf_event_open"],
-    "mounts": ["mount", "umount2", "move_mount", "open_tree", "fsopen", "fsconfig", "fsmount", "fspick", "mount_setattr", "pivot_root", "chroot", "statmount", "listmount"],
-    "namespaces": ("unshare", "setns", "sethostname", "setdomainname"),
-    "keyrings": ("keyctl", "add_key", "request_key"),
-    "kernel": ["bpf", "userfaultfd", "kexec_load", "kexec_file_load", "create_module", "init_module", "finit_module", "delete_module", "reboot", "swapon", "swapoff", "syslog", "acct", "quotactl", "quotactl_fd", "iopl", "ioperm", "vhangup", "modify_ldt", "lookup_dcookie", "nfsservctl", "uselib", "ustat", "sysfs", "_sysctl", "vmsplice"],
-    "clocks": ("settimeofday", "clock_settime", "adjtimex", "clock_adjtime"),
-    "handles": ("name_to_handle_at", "open_by_handle_at"),
-    "ipc": ["shmget", "shmat", "shmctl", "shmdt", "semget", "semop", "semtimedop", "semctl", "msgget", "msgsnd", "msgrcv", "msgctl", "mq_open", "mq_unlink", "mq_timedsend", "mq_timedreceive", "mq_notify", "mq_getsetattr"],
-    "users": ["setuid", "setgid", "setreuid", "setregid", "setresuid", "setresgid", "setgroups", "setfsuid", "setfsgid", "capset"],
-    "watching": ("inotify_init", "inotify_init1", "inotify_add_watch", "fanotify_init", "fanotify_mark"),
-    "unwatched memory": ("memfd_create", "memfd_secret"),
-    "attributes": ("setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr"),
-}
-"""Refused with EPERM in every mode."""
+_TEXT = """
+sockets: socket connect bind listen accept accept4
+tracing: ptrace process_vm_readv process_vm_writev kcmp pidfd_getfd process_madvise process_mrelease
+tracing: migrate_pages move_pages perf_event_open
+mounts: mount umount2 move_mount open_tree fsopen fsconfig fsmount fspick mount_setattr pivot_root chroot
+mounts: statmount listmount
+namespaces: unshare setns sethostname setdomainname
+keyrings: keyctl add_key request_key
+kernel: bpf userfaultfd kexec_load kexec_file_load create_module init_module finit_module delete_module reboot
+kernel: swapon swapoff syslog acct quotactl quotactl_fd iopl ioperm vhangup modify_ldt lookup_dcookie nfsservctl
+kernel: uselib ustat sysfs _sysctl vmsplice
+clocks: settimeofday clock_settime adjtimex clock_adjtime
+handles: name_to_handle_at open_by_handle_at
+ipc: shmget shmat shmctl shmdt semget semop semtimedop semctl msgget msgsnd msgrcv msgctl
+ipc: mq_open mq_unlink mq_timedsend mq_timedreceive mq_notify mq_getsetattr
+users: setuid setgid setreuid setregid setresuid setresgid setgroups setfsuid setfsgid capset
+watching: inotify_init inotify_init1 inotify_add_watch fanotify_init fanotify_mark
+unwatched memory: memfd_create memfd_secret
+attributes: setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
+"""
+_TEXT_WITHOUT_OWN_USER = """
+rights: chmod fchmod fchmodat fchmodat2 chown lchown fchown fchownat
+times: utime utimes futimesat utimensat
+"""
+
+
+def _groups(text: str) -> dict[str, tuple[str, ...]]:
+    groups: dict[str, tuple[str, ...]] = {}
+    for line in text.strip().splitlines():
+        group, names = line.split(":")
+        groups[group] = (*groups.get(group, ()), *names.split())
+    return groups
+
+
+DENIED = _groups(_TEXT)
+"""Refused with EPERM in every mode, by what they are for."""
 
 MISSING = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register")
 """Refused with ENOSYS: libraries then use what came before them."""
 
-FOREIGN_FILES = ["chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchown", "fchownat", "utime", "utimes", "futimesat", "utimensat"]
-"""Refused where programs share the server's user: changes of files that Landlock does not stop."""
+DENIED_WITHOUT_OWN_USER = _groups(_TEXT_WITHOUT_OWN_USER)
+"""Refused as well where programs share the server's user: changes of files that Landlock does not stop."""
 
 _ARCHITECTURES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
 _NEW_NAMESPACES = 0x7E02_0000  # every CLONE_NEW* that clone(2) knows
@@ -90,9 +109,8 @@ def available() -> bool:
 
 def build(machine: str, *, own_user: bool) -> bytes:
     """The filter's instructions for a machine."""
-    refused = [name for group in DENIED.values() for name in group]
-    if not own_user:
-        refused += FOREIGN_FILES
+    groups = DENIED if own_user else DENIED | DENIED_WITHOUT_OWN_USER
+    refused = [name for group in groups.values() for name in group]
     by_name: dict[str, Code] = {
         **dict.fromkeys(refused, bpf.fail(errno.EPERM)),
         **dict.fromkeys(MISSING, bpf.fail(errno.ENOSYS)),

@@ -1,4 +1,4 @@
-"""Numbers of the system calls that the filter speaks of, on x86-64 and on 64-bit ARM; None where there is no such call."""
+"""Numbers of the system calls that the filter speaks of, on x86-64 and 64-bit ARM; None where there is no such call."""
 
 from __future__ import annotations
 

@@ -50,19 +50,21 @@ def bury(config: RunnerConfig, scratch: str) -> None:
 
 
 def _check_reach(config: RunnerConfig) -> None:
-    """A namespace would show the interpreter wherever it lies; without one, its directories must let others in."""
-
-    def look() -> None:
-        for path in config.readable:
-            os.listdir(path)
-
-    try:
-        remains.run_helper(config.first_user, look)
-    except OSError as error:
+    """Namespaces show the interpreter wherever it lies; without them its directories must let others in."""
+    closed = [path for path in dict.fromkeys(config.readable) if not _can_list(config.first_user, path)]
+    if closed:
         raise PermissionError(
-            f"programs run as users of their own, who cannot enter all of {', '.join(config.readable)}: "
-            "let others enter these directories and those above them (chmod o+rx), or install Python elsewhere"
-        ) from error
+            f"programs run as users of their own, who cannot enter {', '.join(closed)}: let others enter these "
+            "directories and those above them (chmod o+rx), or install Python elsewhere"
+        )
+
+
+def _can_list(user: int, path: str) -> bool:
+    try:
+        remains.run_helper(user, lambda: os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY)))
+    except OSError:
+        return False
+    return True
 
 
 def _make_scratch(config: RunnerConfig) -> str:
