@@ -56,7 +56,7 @@ def running(mark: str) -> list[str]:
 async def test_a_fork_bomb_is_bounded(run, settings):
     program = (
         "import os, time\nmade = 0\ntry:\n    while True:\n        if os.fork() == 0:\n            time.sleep(60)\n"
-        "        made += 1\nexcept OSError:\n    print(made)"
+        "        made += 1\nexcept OSError:\n    time.sleep(1)\n    print(made)"
     )
     done = await run(program)
     if done.outcome is not Outcome.KILLED:  # by the watch, where the kernel counts more than this program
@@ -73,7 +73,7 @@ async def test_a_thread_bomb_is_bounded(run, settings):
     program = (
         "import threading, time, os\nmade = 0\ntry:\n    while True:\n"
         "        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n        made += 1\n"
-        "except RuntimeError:\n    print(made)"
+        "except RuntimeError:\n    time.sleep(1)\n    print(made)"
     )
     done = await run(program)
     if done.outcome is not Outcome.KILLED:
