@@ -25,6 +25,14 @@ class SandboxSettings(BaseModel):
     workers: int | None = Field(
         None, ge=1, le=1024, description="programs that run at once; none: 2 a core, at least 4"
     )
+    standby: bool = Field(False, description="keep a second server warm, to take over at once when the first one dies")
+    first_user: int | None = Field(
+        None,
+        ge=1,
+        le=4_000_000_000,
+        description="started by root: number of the first of `workers` users (with standby: twice as many) that "
+        "programs run as; none: drawn at random far above the users of a system",
+    )
     allow_unisolated: bool = Field(False, description="run programs even where isolation is missing a property")
 
     @field_validator("url")
@@ -33,6 +41,11 @@ class SandboxSettings(BaseModel):
         if url != "local://":
             raise ValueError(f"unknown sandbox {url!r}; valid: local://")
         return url
+
+    @property
+    def slots(self) -> int:
+        """How many users programs have: one for each worker and for each session."""
+        return self.concurrency + self.max_sessions
 
     @property
     def concurrency(self) -> int:

@@ -16,12 +16,14 @@ import secrets
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from agentrl_sandbox.runner.config import RunnerConfig
 from agentrl_sandbox.runner.launch import launch
 from agentrl_sandbox.runner.member import DONE
+from agentrl_sandbox.runner.memory import Usage
 from agentrl_sandbox.runner.order import Order
 from agentrl_sandbox.runner.program import Ending, Program, judge_exit
 from agentrl_sandbox.runner.session import Family, Fork, Frame, Session, State
@@ -37,6 +39,8 @@ _MAX_MESSAGE = 4096
 class Host(Protocol):
     """What sessions need of the server."""
 
+    bare: bool
+
     def listen(self, descriptor: int, handler: Callable[[], None]) -> None: ...
     def ignore(self, descriptor: int) -> None: ...
     def reply(self, header: dict[str, Any], *blobs: bytes) -> None: ...
@@ -45,8 +49,7 @@ class Host(Protocol):
     def report(self, program: Program, ending: Ending) -> Frame: ...
     def kill(self, program: Program, reason: Outcome) -> None: ...
     def zygote(self, kind: str) -> ZygoteHandle: ...
-    def make_scratch(self, slot: int) -> None: ...
-    def remove_scratch(self, slot: int) -> None: ...
+    def release(self, slot: int, kind: str, *, clean: bool) -> None: ...
 
 
 class Sessions:
@@ -59,7 +62,8 @@ class Sessions:
         self._host = host
         self._sessions: dict[int, Session] = {}
         self._families: dict[int, Family] = {}
-        self._slots = list(range(config.workers, config.workers + 2 * config.max_sessions))  # some are still ending
+        self._slots = list(range(config.workers, config.slots))
+        self._waiting: deque[tuple[int, int]] = deque()  # requests for a session, each with its number
         self._identifiers = itertools.count(-1, -1)
 
     # What the client asks for.
@@ -90,6 +94,9 @@ class Sessions:
     def _open(self, request: int, number: int) -> None:
         if self._is_full(request):
             return
+        if not self._slots:  # some are still being cleaned
+            self._waiting.append((request, number))
+            return
         ours, theirs = _pair()
         keeper, keepers = _pair()
         family = Family(identifier=next(self._identifiers), slot=self._slots.pop(), keeper=keeper)
@@ -98,13 +105,12 @@ class Sessions:
         self._families[family.identifier] = family
         self._enter(session)
         self._host.listen(keeper.fileno(), lambda: self._on_keeper(family))
-        self._host.make_scratch(family.slot)
         zygote = self._host.zygote(self.kind)
         with theirs, keepers:
             try:
                 zygote.keep(family.identifier, family.slot, number, [keepers.fileno(), theirs.fileno()])
             except OSError as error:
-                self._end_family(family, str(error))
+                self._end_family(family, str(error), clean=True)
                 return
         zygote.locate(family.identifier)
 
@@ -128,15 +134,17 @@ class Sessions:
     def _close(self, request: int, number: int) -> None:
         session = self._sessions.get(number)
         if session is None:
+            self._waiting = deque(waiting for waiting in self._waiting if waiting[1] != number)
             self._host.reply({"op": "closed", "id": request})
             return
         session.closers.append(request)
         self._end(session, "it was closed")
 
     def _is_full(self, request: int) -> bool:
-        full = len(self._sessions) >= self._config.max_sessions or not self._slots
+        count = len(self._sessions) + len(self._waiting)
+        full = count >= self._config.max_sessions
         if full:
-            why = f"{len(self._sessions)} sessions are open, max_sessions={self._config.max_sessions}"
+            why = f"{count} sessions are open, max_sessions={self._config.max_sessions}"
             self._host.reply({"op": "refused", "id": request, "kind": "limit", "why": why})
         return full
 
@@ -148,6 +156,12 @@ class Sessions:
             self._host.reply({"op": "refused", "id": request, "kind": "unknown", "why": why})
             return None
         return session
+
+    def give_back(self, slot: int) -> None:
+        """A slot is free again."""
+        self._slots.append(slot)
+        if self._waiting:
+            self._open(*self._waiting.popleft())
 
     # What members say.
 
@@ -225,7 +239,8 @@ class Sessions:
             return
         message = json.loads(data)
         if message["op"] == "failed":
-            self._end_family(family, message["why"])
+            for session in list(family.sessions.values()):
+                self._gone(session, message["why"])
         elif message["id"] in family.sessions:
             session = family.sessions[message["id"]]
             if message["op"] == "born":
@@ -270,7 +285,7 @@ class Sessions:
         else:
             while family.identifier in self._families and self._has_news(family):
                 self._on_keeper(family)
-            self._end_family(family, message.get("why", "its keeper ended"))
+            self._end_family(family, message.get("why", "its keeper ended"), clean=message.get("clean", True))
 
     def _has_news(self, family: Family) -> bool:
         try:
@@ -293,7 +308,7 @@ class Sessions:
     def end_all(self, why: str) -> None:
         """Every session has ended with the interpreter it was forked from."""
         for family in list(self._families.values()):
-            self._end_family(family, why)
+            self._end_family(family, why, clean=not self._host.bare)
 
     def _end(self, session: Session, why: str) -> None:
         if session.why:
@@ -304,7 +319,7 @@ class Sessions:
         else:
             self.kill(session.identifier)
 
-    def _end_family(self, family: Family, why: str) -> None:
+    def _end_family(self, family: Family, why: str, *, clean: bool) -> None:
         for session in list(family.sessions.values()):
             if session.program is not None:
                 if session.program.reason is None:
@@ -316,8 +331,7 @@ class Sessions:
         if self._families.pop(family.identifier, None) is not None:
             self._host.ignore(family.keeper.fileno())
             family.keeper.close()
-            self._host.remove_scratch(family.slot)
-            self._slots.append(family.slot)
+            self._host.release(family.slot, self.kind, clean=clean)
 
     def _gone(self, session: Session, why: str) -> None:
         """The process has ended: tell everyone who waits, and forget it."""
@@ -370,18 +384,21 @@ class Sessions:
             else:  # the keeper does not answer
                 self._host.zygote(self.kind).kill(session.family.identifier)
 
-    def watch_memory(self) -> None:
+    def watch_usage(self, *, count_tasks: bool) -> None:
         """Kill programs whose session, with what its family left unattended, uses too much."""
         beyond = self._host.zygote(self.kind).resident
         for family in self._families.values():
             running = [session for session in family.sessions.values() if session.program is not None]
             if not running or not family.pid:
                 continue
-            known, stray = family.resident(beyond)
+            known, stray = family.usage(beyond)
             for session in running:
+                used = known.get(session.identifier, Usage())
                 assert session.program is not None
-                if known.get(session.identifier, 0) + stray > self._config.memory_mb << 20:
+                if used.resident + stray.resident > self._config.memory_mb << 20:
                     self._host.kill(session.program, Outcome.MEMORY_LIMIT)
+                elif count_tasks and used.tasks + stray.tasks > self._config.max_processes:
+                    self._host.kill(session.program, Outcome.KILLED)
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:
