@@ -18,7 +18,15 @@ import pytest
 import pytest_asyncio
 
 import agentrl_sandbox
-from agentrl_sandbox.client import Execution, Isolation, Outcome, Sandbox, SandboxSettings, open_sandbox
+from agentrl_sandbox.client import (
+    Execution,
+    Isolation,
+    Outcome,
+    Sandbox,
+    SandboxSettings,
+    UnisolatedError,
+    open_sandbox,
+)
 
 Run = Callable[..., Awaitable[Execution]]
 WORLDS = ("namespaces", "container", "unprivileged")
@@ -53,7 +61,11 @@ class World:
         first = await process.stdout.readline()
         if not first:
             raise RuntimeError(f"the world {name} did not open: status {await process.wait()}")
-        return cls(process, Isolation(**json.loads(first)))
+        fields = json.loads(first)
+        if "refused" in fields:
+            await process.wait()
+            raise UnisolatedError(fields["refused"], missing=tuple(fields["missing"]))
+        return cls(process, Isolation(**fields))
 
     async def execute(self, program: str, **options: object) -> Execution:
         assert self.process.stdin is not None
@@ -77,7 +89,7 @@ class World:
 
 
 async def open_world(name: str, settings: SandboxSettings) -> Sandbox | World:
-    """A sandbox in one of WORLDS."""
+    """A sandbox in one of WORLDS, or another that ``world.py`` makes."""
     if name == "namespaces":
         return await open_sandbox(settings)
     if os.geteuid() != 0:
@@ -102,6 +114,12 @@ async def everywhere(request: pytest.FixtureRequest, settings: SandboxSettings) 
     opened = await open_world(request.param, settings)
     yield opened
     await opened.close()
+
+
+@pytest.fixture
+def world() -> Callable[[str, SandboxSettings], Awaitable[Sandbox | World]]:
+    """Opens sandboxes in other worlds."""
+    return open_world
 
 
 @pytest.fixture(scope="module")

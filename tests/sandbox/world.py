@@ -2,6 +2,9 @@
 
     world.py container SETTINGS NEEDED      root with the four capabilities that a runner's container leaves it
     world.py unprivileged SETTINGS NEEDED   a user like any other
+    world.py powerless SETTINGS NEEDED      root without a single capability
+
+With ``-old`` behind its name a world has a kernel without Landlock.
 
 NEEDED are directories to show to everyone: an interpreter below a directory that only root may enter is not reached
 by others.
@@ -12,13 +15,15 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import dataclasses
+import errno
 import json
 import os
 import sys
 
-from agentrl_sandbox.client import SandboxSettings
+from agentrl_sandbox.client import SandboxSettings, UnisolatedError
 from agentrl_sandbox.local import LocalSandbox, open_local
-from agentrl_sandbox.runner import kernel
+from agentrl_sandbox.runner import bpf, kernel
+from agentrl_sandbox.runner.seccomp import Filter
 
 USER = 54_321
 KEPT = (0, 5, 6, 7)  # CAP_CHOWN, CAP_KILL, CAP_SETGID, CAP_SETUID
@@ -64,15 +69,29 @@ def keep_only(capabilities: tuple[int, ...]) -> None:
 
 def enter(world: str, needed: list[str]) -> None:
     reach(needed)
-    if world == "container":
-        keep_only(KEPT)
-    else:
+    place, _, old = world.partition("-")
+    if place == "unprivileged":
         kernel.become(USER)
         kernel.set_dumpable()
+    else:
+        keep_only(KEPT if place == "container" else ())
+    if old:
+        hide_landlock()
+
+
+def hide_landlock() -> None:
+    """Its first call is unknown from here on, as on a kernel that was built without it."""
+    architecture = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[os.uname().machine]
+    kernel.no_new_privileges()
+    Filter(bpf.decide(architecture, {444: bpf.fail(errno.ENOSYS)}, 444, bpf.allow())).install()
 
 
 async def serve(settings: SandboxSettings) -> None:
-    sandbox = await open_local(settings, modes=())
+    try:
+        sandbox = await open_local(settings, modes=())
+    except UnisolatedError as error:
+        print(json.dumps({"refused": str(error), "missing": error.missing}), flush=True)
+        return
     print(json.dumps({"layers": dict(sandbox.isolation.layers), "mode": sandbox.isolation.mode}), flush=True)
     reader = asyncio.StreamReader(limit=1 << 26)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

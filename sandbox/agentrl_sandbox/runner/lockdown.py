@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 from agentrl_sandbox.runner import kernel, landlock, rootfs, seccomp
 from agentrl_sandbox.runner.config import RunnerConfig
 
@@ -18,13 +20,15 @@ _SHARED_MEMORY = "/dev/shm"
 
 
 class Lockdown:
-    """Prepared once in the zygote; ``close`` locks a child in. ``layers`` names what this kernel and user allow."""
+    """Prepared once in the zygote; ``close`` locks a child in."""
 
     def __init__(self, config: RunnerConfig) -> None:
         namespaces = config.isolate != "none"
         own_user = has_own_users(config)
         version = landlock.abi()
-        self._filter = seccomp.Filter(own_user=own_user or namespaces) if seccomp.available() else None
+        self._filter: seccomp.Filter | None = None
+        if seccomp.available():
+            self._filter = seccomp.Filter(seccomp.build(platform.machine(), own_user=own_user or namespaces))
         self._processes = "/proc" if namespaces else "/proc/self"
         self._rules: landlock.Rules | None = None
         if version:

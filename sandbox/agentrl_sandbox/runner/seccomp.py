@@ -80,10 +80,9 @@ class _Program(ctypes.Structure):
 
 
 class Filter:
-    """A filter ready to install. ``own_user`` says that no one else's process or file belongs to the program's user."""
+    """A filter ready to install, from its instructions."""
 
-    def __init__(self, *, own_user: bool) -> None:
-        code = build(platform.machine(), own_user=own_user)
+    def __init__(self, code: bytes) -> None:
         self._program = _Program(len(code) // 8, code)
         self._arguments = (
             ctypes.c_long(_SYS_SECCOMP[platform.machine()]),
@@ -108,7 +107,10 @@ def available() -> bool:
 
 
 def build(machine: str, *, own_user: bool) -> bytes:
-    """The filter's instructions for a machine."""
+    """The instructions that refuse what is listed here.
+
+    ``own_user`` says that no one else's process or file belongs to the program's user.
+    """
     groups = DENIED if own_user else DENIED | DENIED_WITHOUT_OWN_USER
     refused = [name for group in groups.values() for name in group]
     by_name: dict[str, Code] = {
