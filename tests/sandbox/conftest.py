@@ -13,11 +13,13 @@ import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
 import agentrl_sandbox
+from agentrl_sandbox import errors
 from agentrl_sandbox.client import (
     Execution,
     Isolation,
@@ -39,7 +41,7 @@ class World:
         self.process = process
         self.isolation = isolation
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Execution]] = {}
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
@@ -67,12 +69,21 @@ class World:
             raise UnisolatedError(fields["refused"], missing=tuple(fields["missing"]))
         return cls(process, Isolation(**fields))
 
-    async def execute(self, program: str, **options: object) -> Execution:
-        assert self.process.stdin is not None
-        number = next(self._numbers)
-        future = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self.process.stdin.write(json.dumps({"number": number, "program": program, **options}).encode() + b"\n")
-        return await future
+    async def execute(self, program: str, **options: Any) -> Execution:
+        if "files" in options:
+            options["files"] = {name: content.decode("latin-1") for name, content in options["files"].items()}
+        told = await self._call("execute", program=program, **options)
+        files = {name: text.encode("latin-1") for name, text in told["files"].items()}
+        return Execution(**{**told, "outcome": Outcome(told["outcome"]), "files": files})
+
+    async def open_session(self) -> str:
+        return await self._call("open_session")
+
+    async def fork_session(self, session: str) -> str:
+        return await self._call("fork_session", session=session)
+
+    async def close_session(self, session: str) -> None:
+        await self._call("close_session", session=session)
 
     async def close(self) -> None:
         assert self.process.stdin is not None
@@ -80,12 +91,22 @@ class World:
         assert await self.process.wait() == 0
         await self._reading
 
+    async def _call(self, call: str, **options: Any) -> Any:
+        assert self.process.stdin is not None
+        number = next(self._numbers)
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self.process.stdin.write(json.dumps({"number": number, "call": call, **options}).encode() + b"\n")
+        return await future
+
     async def _read(self) -> None:
         assert self.process.stdout is not None
         while line := await self.process.stdout.readline():
-            fields = json.loads(line)
-            number = fields.pop("number")
-            self._waiting.pop(number).set_result(Execution(**{**fields, "outcome": Outcome(fields["outcome"])}))
+            told = json.loads(line)
+            future = self._waiting.pop(told["number"])
+            if "error" in told:
+                future.set_exception(getattr(errors, told["error"])(told["message"]))
+            else:
+                future.set_result(told["result"])
 
 
 async def open_world(name: str, settings: SandboxSettings) -> Sandbox | World:

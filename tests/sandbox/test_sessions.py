@@ -21,7 +21,6 @@ from agentrl_sandbox.client import (
     UnknownSessionError,
     open_sandbox,
 )
-from agentrl_sandbox.local import open_local
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -360,27 +359,6 @@ async def test_a_killed_interpreter_ends_its_sessions():
     await sandbox.close()
 
 
-async def test_sessions_work_without_namespaces():
-    sandbox = await open_local(SandboxSettings(**SMALL, allow_unisolated=True), modes=())
-    assert sandbox.isolation.mode == "none"
-    session = await sandbox.open_session()
-    await sandbox.execute("import os\nx = 1; open('f', 'w').write('origin')", session=session, files={"g": b"g"})
-    fork = await sandbox.fork_session(session)
-    await sandbox.execute("x = 2; open('f', 'w').write('fork')", session=fork)
-    look = "print(x, open('f').read(), sorted(os.listdir()))"
-    assert (await sandbox.execute(look, session=session)).stdout == "1 origin ['f', 'g']\n"
-    assert (await sandbox.execute(look, session=fork)).stdout == "2 fork ['f', 'g']\n"
-    daemon = (
-        "if os.fork() == 0:\n    os.setsid()\n    if os.fork():\n        os._exit(0)\n    import time; time.sleep(600)"
-    )
-    assert (await sandbox.execute(daemon + "\nos.wait()", session=fork)).outcome is Outcome.OK
-    assert await until(lambda: len(processes_below(server_of(sandbox))) == 5)  # see above: the daemon is gone
-    await sandbox.close_session(session)
-    assert (await sandbox.execute("while True: pass", session=fork, timeout=0.5)).outcome is Outcome.TIMEOUT
-    await ended(sandbox, fork)
-    await sandbox.close()
-
-
 # Forks
 
 
@@ -558,7 +536,8 @@ async def test_descriptors_sent_to_the_server_are_not_taken(sandbox):
 
 async def test_the_keeper_cannot_be_killed_stopped_or_read(sandbox, session):
     program = (
-        "import os, signal\nfor number in (9, 19, 15, 11):\n    os.kill(1, number)\n"
+        "import os, signal\nfor number in (9, 19, 15, 11):\n    try:\n        os.kill(1, number)\n"
+        "    except PermissionError:\n        pass\n"
         "for path in ('mem', 'environ', 'maps', 'fd'):\n    try:\n        path = '/proc/1/' + path\n"
         "        os.listdir(path) if path.endswith('fd') else open(path).read(1)\n        print('read', path)\n"
         "    except OSError:\n        print('refused')\n"

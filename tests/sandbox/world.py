@@ -20,7 +20,7 @@ import json
 import os
 import sys
 
-from agentrl_sandbox.client import SandboxSettings, UnisolatedError
+from agentrl_sandbox.client import Execution, SandboxError, SandboxSettings, UnisolatedError
 from agentrl_sandbox.local import LocalSandbox, open_local
 from agentrl_sandbox.runner import bpf, kernel
 from agentrl_sandbox.runner.seccomp import Filter
@@ -105,9 +105,19 @@ async def serve(settings: SandboxSettings) -> None:
 
 
 async def answer(sandbox: LocalSandbox, request: dict[str, object]) -> None:
-    number = request.pop("number")
-    done = await sandbox.execute(**request)  # type: ignore[arg-type]
-    print(json.dumps({"number": number, **dataclasses.asdict(done)}), flush=True)
+    """Call the method that ``call`` names; bytes travel as Latin-1 text."""
+    number, call = request.pop("number"), request.pop("call")
+    if "files" in request:
+        request["files"] = {name: text.encode("latin-1") for name, text in request["files"].items()}  # type: ignore
+    try:
+        result = await getattr(sandbox, str(call))(**request)
+    except SandboxError as error:
+        print(json.dumps({"number": number, "error": type(error).__name__, "message": str(error)}), flush=True)
+        return
+    if isinstance(result, Execution):
+        files = {name: content.decode("latin-1") for name, content in result.files.items()}
+        result = {**dataclasses.asdict(result), "files": files}
+    print(json.dumps({"number": number, "result": result}), flush=True)
 
 
 if __name__ == "__main__":

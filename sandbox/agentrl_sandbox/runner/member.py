@@ -37,7 +37,10 @@ _MOST_DESCRIPTORS = 4
 
 
 def serve_session(control: int, scratch: str, first: str, lockdown: Lockdown) -> NoReturn:
-    """Lock this process in, and become a session's interpreter, in the new directory ``first`` beneath ``scratch``. Never returns."""
+    """Lock this process in and become a session's interpreter, in the directory ``first`` made beneath ``scratch``.
+
+    Never returns.
+    """
     leave = os._exit  # programs may replace os._exit
     try:
         os.mkdir(f"{scratch}/{first}", 0o700)
