@@ -34,6 +34,7 @@ from agentrl_sandbox.runner.memory import usage
 from agentrl_sandbox.runner.order import Order
 from agentrl_sandbox.runner.program import Ending, Program, done_frame, judge
 from agentrl_sandbox.runner.routing import needs_science
+from agentrl_sandbox.runner.session_table import KIND
 from agentrl_sandbox.runner.sessions import Sessions
 from agentrl_sandbox.runner.zygote_handle import ZygoteHandle
 from agentrl_sandbox.types import Outcome
@@ -340,7 +341,7 @@ class Server:
         if self.bare:
             remains.kill_strays([other.pid for other in self._zygotes.values() if other is not zygote])
         self._start_zygote(zygote.kind)
-        if zygote.kind == self._sessions.kind:
+        if zygote.kind == KIND:
             self._sessions.end_all(why)
         for program in [program for program in self._programs.values() if program.zygote == zygote.kind]:
             self._finish(
