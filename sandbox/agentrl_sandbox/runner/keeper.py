@@ -34,7 +34,8 @@ _OWN_SOCKET = 200
 _MEMBER_SOCKET = 201
 _MAX_MESSAGE = 4096
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
-_ROUNDS = 64
+_PATIENCE_SECONDS = 4.0  # for what was killed to end
+_PAUSE_SECONDS = 0.001
 
 
 def run_keeper(limits: ChildLimits, slot: int, session: int, descriptors: list[int]) -> NoReturn:
@@ -187,25 +188,23 @@ class Keeper:
                 self._send({"op": "exit", "id": session, "status": status})
 
     def _kill_leftovers(self) -> None:
-        """Kill what no running member answers for: descendants of members at rest, and orphans.
+        """Kill what no running member answers for: descendants of members at rest, and orphans. Raises TimeoutError.
 
         All are stopped before any is killed: stopped ones hold their places below RLIMIT_NPROC, so that what
         multiplies comes to an end.
         """
+        deadline = time.monotonic() + _PATIENCE_SECONDS
         stopped: set[int] = set()
-        for _ in range(_ROUNDS):
-            found = self._leftovers() - stopped
-            if not found:
-                break
-            for pid in found:
+        while found := self._leftovers():
+            for pid in found - stopped:
                 _signal(pid, signal.SIGSTOP)
+            if found <= stopped:
+                for pid in found:
+                    _signal(pid, signal.SIGKILL)
+                time.sleep(_PAUSE_SECONDS)  # they take a moment to end
             stopped |= found
-        for pid in stopped:
-            _signal(pid, signal.SIGKILL)
-        for _ in range(_ROUNDS if stopped else 0):  # they take a moment to end
-            if not self._leftovers():
-                break
-            time.sleep(0.002)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{len(found)} processes of a program did not end in {_PATIENCE_SECONDS:g} s")
 
     def _leftovers(self) -> set[int]:
         members = {pid: session for session, pid in self._pids.items()}

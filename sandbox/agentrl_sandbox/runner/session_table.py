@@ -72,6 +72,14 @@ class SessionTable:
 
     def end_family(self, family: Family, why: str, *, clean: bool) -> None:
         """A keeper has ended, and with it its members."""
+        self.end_members(family, why)
+        if self.families.pop(family.identifier, None) is not None:
+            self._host.ignore(family.keeper.fileno())
+            family.keeper.close()
+            self._host.release(family.slot, KIND, clean=clean)
+
+    def end_members(self, family: Family, why: str) -> None:
+        """A keeper ends, and says why."""
         for session in list(family.sessions.values()):
             if session.program is not None:
                 if session.program.reason is None:
@@ -80,10 +88,6 @@ class SessionTable:
                     ending = Ending(outcome=session.program.reason, exit_code=-signal.SIGKILL)
                 session.answer = self._host.report(session.program, ending)
             self.gone(session, session.why or why)
-        if self.families.pop(family.identifier, None) is not None:
-            self._host.ignore(family.keeper.fileno())
-            family.keeper.close()
-            self._host.release(family.slot, KIND, clean=clean)
 
     def gone(self, session: Session, why: str) -> None:
         """The process has ended: tell everyone who waits, and forget it."""

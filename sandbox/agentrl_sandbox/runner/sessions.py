@@ -210,8 +210,7 @@ class Sessions:
             return
         message = json.loads(data)
         if message["op"] == "failed":
-            for session in list(family.sessions.values()):
-                self._table.gone(session, message["why"])
+            self._table.end_members(family, message["why"])
         elif message["id"] in family.sessions:
             session = family.sessions[message["id"]]
             if message["op"] == "born":
