@@ -590,3 +590,16 @@ async def test_many_sessions_leave_nothing_behind(sandbox):
     for _ in range(6):
         await asyncio.gather(*(use() for _ in range(5)))
     assert await until(lambda: counts() == before), (counts(), before)
+
+
+async def test_a_killed_keeper_is_a_failure_of_the_sandbox(sandbox):
+    session = await sandbox.open_session()
+    fork = await sandbox.fork_session(session)
+    call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(60)", session=session))
+    await asyncio.sleep(0.3)
+    (keeper,) = (pid for pid in processes_below(server_of(sandbox)) if pid_inside(pid) == 1)
+    os.kill(keeper, signal.SIGKILL)
+    assert (await call).outcome is Outcome.INFRASTRUCTURE_FAILURE
+    for name in (session, fork):
+        assert "keeper ended" in await ended(sandbox, name)
+    assert (await sandbox.execute("print(1)")).outcome is Outcome.OK
