@@ -119,9 +119,9 @@ except (OSError, ValueError, StopIteration):
 
 SIGNALS = """
 import os, signal
-for pid in ({pid}, -1):
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except OSError:
-        pass
+try:
+    os.kill({pid}, signal.SIGKILL)
+except OSError:
+    os._exit(0)
+os._exit(3)
 """

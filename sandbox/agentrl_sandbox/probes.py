@@ -130,11 +130,15 @@ async def _writes(execute: Execute) -> bool:
         directories = [open_to_all, os.getcwd(), str(Path.home()), tempfile.gettempdir(), "/var/tmp", sys.prefix, "/"]
         program = programs.WRITES.format(directories=directories, name=name, untouched=str(untouched))
         ran = await execute(program, timeout=_PATIENCE_SECONDS)
-        changed = untouched.read_text() != "untouched" or untouched.stat().st_mode & 0o777 != 0o666
+        changed = not _is_untouched(untouched)
         leaked = [path for path in (Path(directory) / name for directory in directories) if path.exists()]
         for path in leaked:
             path.unlink(missing_ok=True)
     return ran.outcome is Outcome.OK and not leaked and not changed
+
+
+def _is_untouched(file: Path) -> bool:
+    return file.exists() and file.stat().st_mode & 0o777 == 0o666 and file.read_text() == "untouched"
 
 
 async def _reads(execute: Execute, victim: _Victim) -> bool:
@@ -175,4 +179,4 @@ async def _tracing(execute: Execute, victim: _Victim) -> bool:
 async def _signals(execute: Execute, victim: _Victim) -> bool:
     """A process of this user must survive."""
     ran = await execute(programs.SIGNALS.format(pid=victim.process.pid), timeout=_PATIENCE_SECONDS)
-    return ran.outcome in (Outcome.OK, Outcome.KILLED) and victim.process.poll() is None
+    return ran.outcome is Outcome.OK and victim.process.poll() is None

@@ -222,7 +222,7 @@ STANDARD = {
     ),
     "memory maps": ("import mmap\nm = mmap.mmap(-1, 1 << 20)\nm[:3] = b'abc'\nprint(m[:3])", "b'abc'"),
     "own limits": (
-        "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (1, 1))\nprint(resource.getrlimit(resource.RLIMIT_CPU))",
+        "import resource as r\nr.setrlimit(r.RLIMIT_CPU, (1, 1))\nprint(r.getrlimit(r.RLIMIT_CPU))",
         "(1, 1)",
     ),
     "time zones": ("import time\ntime.tzset()\nprint(len(time.tzname))", "2"),

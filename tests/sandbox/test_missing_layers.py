@@ -11,7 +11,7 @@ from agentrl_sandbox.client import Outcome, SandboxSettings, UnisolatedError
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a world without namespaces")
 MISSING = {
-    "container-old": {"no_foreign_reads"},
+    "container-old": {"scratch_only_writes", "no_foreign_reads"},
     "unprivileged-old": {"scratch_only_writes", "no_foreign_reads", "no_foreign_signals", "no_tracing"},
     "powerless-old": {"scratch_only_writes", "no_foreign_reads", "no_foreign_signals", "no_tracing"},
 }

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import signal
-import stat
 import time
 from collections.abc import Callable, Collection
 
@@ -17,6 +15,7 @@ from agentrl_sandbox.runner.memory import children
 SHARED_MEMORY = "/dev/shm"
 _PATIENCE_SECONDS = 10.0  # for processes to end that were sent SIGKILL
 _PAUSE_SECONDS = 0.001
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def kill_strays(keep: Collection[int], user: int | None = None) -> None:
@@ -93,46 +92,42 @@ def bury(scratch: str, users: Callable[[int], int | None]) -> None:
 def empty(directory: str) -> None:
     """Remove everything in a directory, however deep, and whatever rights the owner took from itself.
 
-    Deep trees are flattened, so neither paths nor open files nor the stack grow with the depth.
+    It walks down and up one step at a time, so neither paths nor open files nor the stack grow with the depth.
     """
-    top = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    numbers = itertools.count()
-    try:
-        while names := os.listdir(top):
-            for name in names:
-                _remove(top, name, numbers)
-    finally:
-        os.close(top)
+    here = os.open(directory, _DIRECTORY)
+    way: list[str] = []  # the names from the directory to here
+    waiting = [_unlink_files(here)]  # for each directory on the way the directories in it that are still there
+    while way or waiting[-1]:
+        if waiting[-1]:
+            name = waiting[-1].pop()
+            os.chmod(name, 0o700, dir_fd=here)
+            here = _go(here, name)
+            way.append(name)
+            waiting.append(_unlink_files(here))
+        else:
+            here = _go(here, "..")
+            waiting.pop()
+            os.rmdir(way.pop(), dir_fd=here)
+    os.close(here)
 
 
-def _remove(top: int, name: str, numbers: itertools.count[int]) -> None:
-    """Remove an entry of the directory ``top``; move what lies two levels below it up, to be removed later."""
-    if not stat.S_ISDIR(os.lstat(name, dir_fd=top).st_mode):
-        os.unlink(name, dir_fd=top)
-        return
-    os.chmod(name, 0o700, dir_fd=top)
-    inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
-    try:
-        for below in os.listdir(inner):
-            if stat.S_ISDIR(os.lstat(below, dir_fd=inner).st_mode):
-                os.chmod(below, 0o700, dir_fd=inner)
-                os.rename(below, _unused(top, numbers), src_dir_fd=inner, dst_dir_fd=top)
+def _go(here: int, name: str) -> int:
+    """Open a directory next to this one, and close this one."""
+    there = os.open(name, _DIRECTORY, dir_fd=here)
+    os.close(here)
+    return there
+
+
+def _unlink_files(directory: int) -> list[str]:
+    """Remove all but directories; the names of these."""
+    directories: list[str] = []
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                directories.append(entry.name)
             else:
-                os.unlink(below, dir_fd=inner)
-    finally:
-        os.close(inner)
-    os.rmdir(name, dir_fd=top)
-
-
-def _unused(top: int, numbers: itertools.count[int]) -> str:
-    """A name that the directory does not have yet."""
-    for number in numbers:
-        name = f"moved-{number}"
-        try:
-            os.lstat(name, dir_fd=top)
-        except FileNotFoundError:
-            return name
-    raise AssertionError("there is always another number")
+                os.unlink(entry.name, dir_fd=directory)
+    return directories
 
 
 def _shared_memory_of(user: int) -> list[str]:
