@@ -26,6 +26,7 @@ def response_hidden(backbone: Any, input_ids: Tensor, prompt_lengths: Tensor, re
     distinct, owner = prompts.unique(dim=0, return_inverse=True)  # [G, P], [B]
     cache = DynamicCache()
     states = backbone(input_ids=distinct.clamp(min=0), past_key_values=cache, use_cache=True).last_hidden_state
+    layer: Any
     for layer in cache.layers:
         layer.keys, layer.values = layer.keys[owner], layer.values[owner]
     before = states[owner, prompt_lengths - 1]  # [B, D], predicts the first response token

@@ -14,6 +14,7 @@ from agentrl.errors import AgentRLError
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.launch import WATCHED
 from agentrl.training.run import run_rank
+from agentrl_envs.registry import resolve_environment
 
 
 def main() -> int:
@@ -23,6 +24,7 @@ def main() -> int:
     rank = os.environ["RANK"]
     try:
         settings = load_settings(overrides=[f"name='{path.name}'", f"runs_dir={_quoted(path.parent)}"], resume=True)
+        resolve_environment(settings.env)  # its module may register an estimator or a loss
         run = RunDirectory.resume(path) if rank == "0" else None
         return run_rank(settings, run, resume="--resume" in sys.argv[2:])
     except AgentRLError as error:

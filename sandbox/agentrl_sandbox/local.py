@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib.util
 import itertools
@@ -26,8 +27,9 @@ from agentrl_sandbox.file_names import check_files, check_names
 from agentrl_sandbox.probes import probe
 from agentrl_sandbox.runner.config import RunnerConfig
 from agentrl_sandbox.runner.order import Order
+from agentrl_sandbox.runner.users import free_users
 from agentrl_sandbox.server_process import Refused, ServerGone, ServerProcess
-from agentrl_sandbox.session_book import SessionBook, unknown
+from agentrl_sandbox.session_book import SessionBook
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome
 
@@ -35,8 +37,8 @@ _REMEMBERED = 4096  # finished executions kept for their request_id
 _LIBRARIES = ("numpy", "sympy", "mpmath", "scipy", "networkx", "pandas")
 _FIX = (
     "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, and where AppArmor "
-    "restricts them kernel.apparmor_restrict_unprivileged_userns=0), or set allow_unisolated=true to run the programs "
-    "without it"
+    "restricts them kernel.apparmor_restrict_unprivileged_userns=0), or use a kernel with seccomp and Landlock (Linux "
+    "6.12 or newer has all of it), or set allow_unisolated=true to run the programs without it"
 )
 
 
@@ -56,6 +58,9 @@ class LocalSandbox:
         self._settings = settings
         self._config = config
         self._server = server
+        self._standby: asyncio.Task[ServerProcess] | None = None
+        self._starts = 1
+        self._burials: set[asyncio.Task[None]] = set()
         self._isolation = Isolation(layers={}, mode=config.isolate)
         self._identifiers = itertools.count(1)
         self._room = asyncio.Semaphore(settings.concurrency)
@@ -135,8 +140,7 @@ class LocalSandbox:
             except Refused as refused:
                 if refused.kind == "fork":
                     raise SessionForkError(f"session {session!r} could not be forked: {refused.why}") from refused
-                self._sessions.end(session, refused.why)
-                raise unknown(session, refused.why) from refused
+                raise self._sessions.gone(session, refused.why) from refused
             except (ServerGone, TimeoutError) as error:
                 raise SandboxError(f"session {session!r} could not be forked: {error}") from error
             return self._sessions.add(number, origin.server)
@@ -162,14 +166,20 @@ class LocalSandbox:
         self._closed = True
         async with self._restarting:
             await self._server.close()
+            await self._close_standby()
+            await asyncio.gather(*self._burials)
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def check(self) -> None:
-        """Probe every property. Raises UnisolatedError for one that is missing, unless the settings allow it."""
-        self._isolation = await probe(self, mode=self._config.isolate, settings=self._settings)
+    async def check(self, reasons: Sequence[str] = ()) -> None:
+        """Probe every property. Raises UnisolatedError for one that is missing, unless the settings allow it.
+
+        ``reasons`` say why stronger ways of isolation could not be had.
+        """
+        mode, layers = self._config.isolate, self._server.layers
+        self._isolation = await probe(self, mode=mode, layers=layers, settings=self._settings)
         if self._isolation.missing and not self._settings.allow_unisolated:
-            raise unisolated(self._isolation.missing, why="a probe program got through")
+            raise unisolated(self._isolation.missing, why="; ".join(("a probe program got through", *reasons)))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -217,8 +227,7 @@ class LocalSandbox:
                 try:
                     return await self._run_on(live.server, replace(order, session=live.number))
                 except Refused as refused:
-                    self._sessions.end(session, refused.why)
-                    raise unknown(session, refused.why) from refused
+                    raise self._sessions.gone(session, refused.why) from refused
 
     async def _run_on(self, server: ServerProcess | None, order: Order) -> Execution:
         """Run on the session's server, or on any."""
@@ -254,11 +263,57 @@ class LocalSandbox:
             if self._closed:
                 raise ServerGone("the sandbox was closed")
             if self._server.gone:
-                await self._server.close()
-                self._server = await ServerProcess.start(self._config)
-                self._follow(self._server)
-                await self._server.warm()
+                await self._succeed(self._server)
             return self._server
+
+    async def _succeed(self, dead: ServerProcess) -> None:
+        """Have the standby take over from a dead server, or start another. Raises StartError."""
+        burial = self._loop.create_task(dead.close())
+        self._burials.add(burial)
+        burial.add_done_callback(self._burials.discard)
+        standby, self._standby = self._standby, None
+        server: ServerProcess | None = None
+        if standby is not None:
+            with contextlib.suppress(StartError):
+                server = await standby
+        if server is not None and server.gone:
+            await server.close()
+            server = None
+        self._server = server or await self._start_server(burial)
+        self._follow(self._server)
+        self.keep_standby(burial)
+
+    def keep_standby(self, burial: asyncio.Task[None] | None = None) -> None:
+        """Start a second server in the background, where the settings ask for one."""
+        if self._settings.standby:
+            self._standby = self._loop.create_task(self._start_server(burial))
+
+    async def _start_server(self, burial: asyncio.Task[None] | None) -> ServerProcess:
+        """A warm server. Servers that live side by side never have programs run as the same users. Raises StartError.
+
+        It starts when ``burial``, the end of the server before, is over: that one's users may become its own.
+        """
+        if burial is not None:
+            await asyncio.shield(burial)
+        turn, self._starts = self._starts, self._starts + 1
+        server = await ServerProcess.start(replace(self._config, first_user=_first_user(self._settings, turn)))
+        try:
+            await server.warm()
+        except asyncio.CancelledError:
+            await server.close()
+            raise
+        return server
+
+    async def _close_standby(self) -> None:
+        standby, self._standby = self._standby, None
+        if standby is None:
+            return
+        standby.cancel()
+        try:
+            server = await standby
+        except (asyncio.CancelledError, StartError):
+            return
+        await server.close()
 
 
 async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None = None) -> LocalSandbox:
@@ -271,9 +326,6 @@ async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None
         modes = ("root", "user") if os.geteuid() == 0 else ("user",)
     reasons: list[str] = []
     for mode in (*modes, "none"):
-        if mode == "none" and not settings.allow_unisolated:
-            missing = ("no_network", "scratch_only_writes", "no_foreign_signals")
-            raise unisolated(missing, why="; ".join(reasons))
         config = runner_config(settings, mode)
         try:
             server = await ServerProcess.start(config)
@@ -285,10 +337,11 @@ async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None
         break
     sandbox = LocalSandbox(settings, config, server)
     try:
-        await asyncio.gather(server.warm(), sandbox.check())
+        await asyncio.gather(server.warm(), sandbox.check(reasons))
     except BaseException:
         await sandbox.close()
         raise
+    sandbox.keep_standby()
     return sandbox
 
 
@@ -324,7 +377,15 @@ def runner_config(settings: SandboxSettings, mode: str) -> RunnerConfig:
         package_path=str(package.parent),
         readable=(*dict.fromkeys(libraries), *prefixes, str(package)),
         client_pid=os.getpid(),
+        first_user=_first_user(settings, 0),
     )
+
+
+def _first_user(settings: SandboxSettings, turn: int) -> int:
+    """Of the ``turn``-th server: the setting's users, by turns its first and second half; or users drawn at random."""
+    if settings.first_user is None:
+        return free_users()
+    return settings.first_user + (settings.slots if settings.standby and turn % 2 else 0)
 
 
 def _failure(why: str, started: float) -> Execution:

@@ -20,6 +20,7 @@ from agentrl_sandbox.wire import Frame, FrameBuffer, pack
 _GRACE_SECONDS = 30.0  # beyond a program's deadline; a server that is silent longer is given up
 _SESSION_SECONDS = 60.0  # for opening, forking and closing sessions, for which the server has deadlines of its own
 _START_SECONDS = 60.0  # importing SymPy from a cold disk
+_END_SECONDS = 15.0  # for a server that is asked to end; without namespaces it then removes what programs left
 
 
 class ServerGone(ConnectionError):
@@ -41,6 +42,7 @@ class ServerProcess(asyncio.Protocol):
     def __init__(self, process: subprocess.Popen[bytes], messages: IO[bytes]) -> None:
         loop = asyncio.get_running_loop()
         self.gone = False
+        self.layers: dict[str, int] = {}  # see ``lockdown.layers``
         self.hello: asyncio.Future[str] = loop.create_future()
         self.ready: asyncio.Future[None] = loop.create_future()
         self.on_session_ended: Callable[[int, str], None] = lambda session, why: None
@@ -78,6 +80,9 @@ class ServerProcess(asyncio.Protocol):
             why = await asyncio.wait_for(asyncio.shield(server.hello), _START_SECONDS)
         except (ServerGone, TimeoutError) as error:
             raise StartError(await server.fail(str(error))) from error
+        except asyncio.CancelledError:
+            await server.close()
+            raise
         if why:
             await server.close()
             raise StartError(why)
@@ -142,9 +147,17 @@ class ServerProcess(asyncio.Protocol):
             self._transport.abort()
         await self._closed
         if self._process.poll() is None:
-            self._process.kill()  # its interpreters and their programs die with it
-            await asyncio.to_thread(self._process.wait)
+            await asyncio.to_thread(self._end)
         self._messages.close()
+
+    def _end(self) -> None:
+        """Its interpreters and their programs die with it."""
+        self._process.terminate()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     # asyncio.Protocol
 
@@ -174,6 +187,7 @@ class ServerProcess(asyncio.Protocol):
     def _on_frame(self, frame: Frame) -> None:
         header, _ = frame
         if header["op"] == "hello":
+            self.layers = header["layers"]
             self.hello.set_result(header["why"])
         elif header["op"] == "ready":
             self._to_warm.discard(header["kind"])

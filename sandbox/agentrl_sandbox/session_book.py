@@ -40,7 +40,7 @@ class SessionBook:
         """The live session of that name. Raises UnknownSessionError."""
         session = self._live.get(name)
         if session is None:
-            raise unknown(name, self._ended.get(name, "it was never opened"))
+            raise _unknown(name, self._ended.get(name, "it was never opened"))
         return session
 
     def has_ended(self, name: str) -> bool:
@@ -55,6 +55,11 @@ class SessionBook:
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
 
+    def gone(self, name: str, why: str) -> UnknownSessionError:
+        """The error for a session that the server no longer has; of several reasons the first counts."""
+        self.end(name, why)
+        return _unknown(name, self._ended.get(name, why))
+
     def end_number(self, server: ServerProcess, number: int, why: str) -> None:
         """The server says that a session has ended."""
         for session in list(self._live.values()):
@@ -68,6 +73,6 @@ class SessionBook:
                 self.end(session.name, why)
 
 
-def unknown(name: str, why: str) -> UnknownSessionError:
+def _unknown(name: str, why: str) -> UnknownSessionError:
     """The error that says how a session ended."""
     return UnknownSessionError(f"no session {name!r}: {why}")

@@ -38,6 +38,14 @@ class SandboxSettings(BaseModel):
     patience: float = Field(
         300.0, gt=0, description="seconds that a call waits for a busy or absent service before it counts as failed"
     )
+    standby: bool = Field(False, description="keep a second server warm, to take over at once when the first one dies")
+    first_user: int | None = Field(
+        None,
+        ge=1,
+        le=4_000_000_000,
+        description="started by root: number of the first of `workers` users (with standby: twice as many) that "
+        "programs run as; none: drawn at random far above the users of a system",
+    )
     allow_unisolated: bool = Field(False, description="run programs even where isolation is missing a property")
 
     @field_validator("url")
@@ -51,6 +59,11 @@ class SandboxSettings(BaseModel):
     def scheme(self) -> str:
         """``local``, ``docker``, ``http`` or ``https``."""
         return self.url.partition("://")[0]
+
+    @property
+    def slots(self) -> int:
+        """How many users programs have: one for each worker and for each session."""
+        return self.concurrency + self.max_sessions
 
     @property
     def concurrency(self) -> int:

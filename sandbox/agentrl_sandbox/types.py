@@ -46,11 +46,13 @@ class Execution:
 PROPERTIES: Mapping[str, str] = {
     "no_network": "a program reaches no network",
     "scratch_only_writes": "a program writes nowhere but in its scratch directory",
+    "no_foreign_reads": "a program reads nothing but the interpreter, the system's libraries and its scratch directory",
     "bounded_memory": "a program's memory is bounded",
     "bounded_processes": "a program's number of processes is bounded",
     "bounded_time": "a program's time is bounded",
     "bounded_output": "a program's output is bounded",
     "no_foreign_signals": "a program cannot signal processes that are not its own",
+    "no_tracing": "a program cannot trace processes that are not its own, nor read their memory",
 }
 """The properties probed when a sandbox opens, with what each means."""
 

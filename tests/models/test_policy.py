@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 import torch
 from rollout.fakes import byte_tokenizer, played, tiny_model
 
+from agentrl.errors import SettingsError
 from agentrl.models.head import FusedHead
 from agentrl.models.loading import model_fingerprint, read_config, read_model, write_model
 from agentrl.models.policy import PolicyModel, scatter_tokens
@@ -45,6 +47,60 @@ def test_statistics_are_those_of_a_plain_forward_one_position_earlier(temperatur
     assert hidden.shape == (4, 32)
     assert not hidden.requires_grad
     assert statistics.log_probs.requires_grad
+
+
+def conversations(draw: random.Random, rows: int) -> Batch:
+    """Rows of a few prompts in any order, with one to twelve response tokens."""
+    prompts = [tuple(draw.randrange(1, 250) for _ in range(draw.randint(1, 9))) for _ in range(3)]
+
+    def response() -> Segment:
+        ids = tuple(draw.randrange(250) for _ in range(draw.randint(1, 12)))
+        return Segment(
+            origin="model", token_ids=ids, text="", log_probs=(-1.0,) * len(ids), version_spans=((0, len(ids)),)
+        )
+
+    return Batch.from_trajectories(
+        [played(prompt_ids=draw.choice(prompts), segments=(response(),)) for _ in range(rows)], pad_id=0
+    )
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("seed", range(6))
+def test_shared_prompts_give_the_same_statistics_and_gradients(kind: str, seed: int) -> None:
+    draw = random.Random(seed)
+    data = conversations(draw, draw.randint(1, 12))
+    inputs = (data.input_ids, data.prompt_lengths, data.response_ids, data.response_mask)
+    results = []
+    for share in (False, True):
+        policy = PolicyModel(tiny_model(kind=kind).double(), share_prompts=share)
+        statistics, hidden = policy(*inputs, temperature=0.7, keep_hidden=True)
+        weights = torch.arange(len(statistics.log_probs)) % 5 - 2.0
+        (statistics.log_probs * weights + 0.1 * statistics.entropy).sum().backward()
+        gradients = {name: value.grad for name, value in policy.named_parameters()}
+        results.append({"log_probs": statistics.log_probs, "hidden": hidden, **gradients})
+    plain, shared = results
+    # Statistics are computed in float32 whatever the model's dtype.
+    torch.testing.assert_close(shared, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_shared_prompts_go_through_the_model_once() -> None:
+    data = conversations(random.Random(2), 9)
+    policy = PolicyModel(tiny_model(), share_prompts=True)
+    shapes = []
+    policy.causal_lm.model.embed_tokens.register_forward_hook(
+        lambda module, inputs, output: shapes.append(output.shape)
+    )
+    policy(data.input_ids, data.prompt_lengths, data.response_ids, data.response_mask)
+    distinct = {tuple(row[:length]) for row, length in zip(data.input_ids.tolist(), data.prompt_lengths, strict=True)}
+    assert [shape[0] for shape in shapes] == [len(distinct), 9]
+    assert len(distinct) <= 3
+
+
+def test_prompts_are_not_shared_where_attention_has_a_window() -> None:
+    model = tiny_model()
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    with pytest.raises(SettingsError, match="share_prompts=false"):
+        PolicyModel(model, share_prompts=True)
 
 
 def test_scattered_tokens_stand_in_row_major_order_and_carry_gradients() -> None:

@@ -37,6 +37,7 @@ class Case:
     budget: int = 1_000_000
     tied: bool = True
     gradient_checkpointing: bool = False
+    share_prompts: bool = False
     void: bool = False
     dtype: torch.dtype = torch.float32
     learning_rate: float = 3.0
@@ -61,6 +62,8 @@ CASES = {
         algorithm={"aggregation": "seq_mean_token_sum_norm", "norm_length": 9},
     ),
     "checkpointed_tied": Case(zero_stage=3, gradient_checkpointing=True),
+    "shared_prompts": Case(zero_stage=3, share_prompts=True),
+    "shared_prompts_two_passes": Case(zero_stage=2, share_prompts=True, algorithm=_TWO_PASSES),
     "whitened": Case(zero_stage=2, algorithm=_TWO_PASSES),
     "whitened_zero3": Case(zero_stage=3, algorithm=_TWO_PASSES),
     "two_updates": Case(zero_stage=1, learning_rate=0.5, algorithm=_PPO),
@@ -69,7 +72,7 @@ CASES = {
 }
 """Each is trained whole (one rank, one micro-batch, ZeRO 0) and in parts, and must come out the same."""
 
-FEW_GROUPS = ("token_mean", "token_sum", "seq_mean_token_sum_norm", "whitened_zero3")
+FEW_GROUPS = ("token_mean", "token_sum", "shared_prompts", "seq_mean_token_sum_norm", "whitened_zero3")
 """Those that are also trained on a single group, and on none."""
 
 WHOLE_GROUPS, SINGLE_ROWS = 160, 40
@@ -79,13 +82,14 @@ WHOLE_GROUPS, SINGLE_ROWS = 160, 40
 def harvest(*, void: bool = False, groups: int = GROUPS) -> Harvest:
     """A fixed step's rollouts: up to three turns of random tokens with observations between, rewards 0 and 1."""
     draw = random.Random(7)
+    prompts = [_tokens(draw, draw.randint(2, 10)) for _ in range(groups)]
     made = tuple(
         Group(
             problem=_problem(index),
             index=index,
-            trajectories=tuple(_trajectory(draw, index, sample) for sample in range(GROUP_SIZE)),
+            trajectories=tuple(_trajectory(draw, index, sample, prompt) for sample in range(GROUP_SIZE)),
         )
-        for index in range(groups)
+        for index, prompt in enumerate(prompts)
     )
     no_loss = frozenset((index, index % GROUP_SIZE) for index in range(0, groups, 2)) if void else frozenset()
     return Harvest(step=1, played=made, groups=made, no_loss=no_loss, metrics={})
@@ -95,7 +99,7 @@ def _problem(index: int) -> Problem:
     return Problem(id=f"recorded-{index}", statement="?", answer="1", source="record")
 
 
-def _trajectory(draw: random.Random, group: int, sample: int) -> Trajectory:
+def _trajectory(draw: random.Random, group: int, sample: int, prompt: tuple[int, ...]) -> Trajectory:
     segments = []
     turns = draw.randint(1, 3)
     for turn in range(turns):
@@ -118,7 +122,7 @@ def _trajectory(draw: random.Random, group: int, sample: int) -> Trajectory:
         step=1,
         group=group,
         sample=sample,
-        prompt_ids=_tokens(draw, draw.randint(2, 10)),
+        prompt_ids=prompt,
         segments=tuple(segments),
         ended=Ended.ANSWERED,
     )
@@ -156,7 +160,7 @@ def step(case: Case, *, groups: int = GROUPS) -> dict[str, Any]:
     algorithm = case.settings()
     model = tiny_model(tied=case.tied, gradient_checkpointing=case.gradient_checkpointing, dtype=case.dtype)
     before = _flat(model)
-    policy = PolicyModel(model)
+    policy = PolicyModel(model, share_prompts=case.share_prompts)
     engine = TrainingEngine(
         policy,
         # With epsilon 1 a step is nearly proportional to the gradient, so small differences stay small.

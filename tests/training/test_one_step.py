@@ -20,13 +20,15 @@ CASES = (
     "seq_mean_token_sum",
     "seq_mean_token_sum_norm",
     "checkpointed_tied",
+    "shared_prompts",
+    "shared_prompts_two_passes",
     "whitened",
     "whitened_zero3",
     "two_updates",
     "void_rows",
     "void_rows_two_passes",
 )
-FEW_GROUPS = ("token_mean", "token_sum", "seq_mean_token_sum_norm", "whitened_zero3")
+FEW_GROUPS = ("token_mean", "token_sum", "shared_prompts", "seq_mean_token_sum_norm", "whitened_zero3")
 HEAD_EXACT = ("token_mean", "seq_mean_token_sum")
 Results = dict[str, dict[str, Any]]
 

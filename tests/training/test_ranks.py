@@ -11,7 +11,8 @@ import psutil
 
 from .conftest import DEADLINE, CommandLine, wait_until
 
-TWO = ["--num-processes", "2", "training.zero_stage=3", "rollout.problems_per_step=4"]
+# The estimator is one that the environment's module registers.
+TWO = ["--num-processes", "2", "training.zero_stage=3", "rollout.problems_per_step=4", "algorithm.estimator=doubled"]
 SLOW = ["environment.kwargs.seconds=0.05", "rollout.concurrency=2", "training.steps=3"]
 
 

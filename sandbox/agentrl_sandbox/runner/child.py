@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from agentrl_sandbox.runner import interpreter, kernel
-from agentrl_sandbox.runner.config import FIRST_USER, RunnerConfig
+from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
 from agentrl_sandbox.runner.fetched import Fetched
 from agentrl_sandbox.runner.files import fetch_files, write_files
+from agentrl_sandbox.runner.lockdown import Lockdown, has_own_users
+from agentrl_sandbox.runner.memory import tasks_of_user
 from agentrl_sandbox.runner.order import Task, read_task
 from agentrl_sandbox.runner.rootfs import SCRATCH, become_namespace_root
 
@@ -26,6 +28,7 @@ _FETCHED_DESCRIPTOR = 201
 _OPEN_FILES = 256
 _NICENESS = 5  # so that spinning programs do not keep the server from ending them
 _SPARE_MEMORY = 16 << 20  # bytes lent to report a MemoryError
+_OTHER_TASKS = 256  # that the server's user may add after the start, where programs share it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +36,8 @@ class ChildLimits:
     """What is the same for every child of a zygote."""
 
     isolate: str
-    change_user: bool
+    first_user: int | None  # slot i has user first_user + i; None: programs keep the server's user
+    lockdown: Lockdown
     address_space: int  # bytes
     max_processes: int
     scratch: str  # mount options
@@ -45,14 +49,22 @@ class ChildLimits:
         with open("/proc/self/statm", encoding="ascii") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
         size = config.scratch_mb << 20
+        processes = config.max_processes
+        if config.isolate == "none" and not has_own_users(config):  # the kernel counts all that this user has
+            processes = tasks_of_user(os.geteuid()) + config.max_processes * config.slots + _OTHER_TASKS
         return cls(
             isolate=config.isolate,
-            change_user=config.isolate != "user" and kernel.may_change_user(),
+            first_user=config.first_user if has_own_users(config) else None,
+            lockdown=Lockdown(config),
             address_space=mapped + (config.memory_mb << 20),
-            max_processes=config.max_processes,
+            max_processes=processes,
             scratch=f"size={size},nr_inodes=16384,mode=700",
             scratch_bytes=size,
         )
+
+    def user(self, slot: int) -> int | None:
+        """The user of a slot's programs, where slots have users of their own."""
+        return None if self.first_user is None else self.first_user + slot
 
 
 def limit_children(limits: ChildLimits) -> None:
@@ -73,10 +85,11 @@ def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: lis
     exit_code, leave = 70, os._exit  # the program may replace os._exit
     try:
         task = _take_descriptors(descriptors)
-        isolate(limits, slot)
-        scratch, pid = os.getcwd(), os.getpid()
+        scratch, pid = isolate(limits, slot), os.getpid()
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
         resource.setrlimit(resource.RLIMIT_NPROC, (limits.max_processes, limits.max_processes))
+        limits.lockdown.close(scratch)
+        close_descriptors_but(_STATUS_DESCRIPTOR, *([_FETCHED_DESCRIPTOR] if task.fetch else []))
         write_files(scratch, 0, task.files)
         os.write(_STATUS_DESCRIPTOR, STARTED)
         exit_code = _run(task)
@@ -89,34 +102,42 @@ def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: lis
 
 
 def _take_descriptors(descriptors: list[int]) -> Task:
-    """Put standard streams, the status pipe and the file to fetch into in place, close the rest, read the task."""
+    """Put standard streams, the status pipe and the file to fetch into in place, read the task."""
     program, stdout, stderr, status, *fetched = descriptors
     os.dup2(program, 0)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     os.dup2(status, _STATUS_DESCRIPTOR, inheritable=False)
-    last = _STATUS_DESCRIPTOR
     if fetched:
         os.dup2(fetched[0], _FETCHED_DESCRIPTOR, inheritable=False)
-        last = _FETCHED_DESCRIPTOR
-    os.closerange(3, _STATUS_DESCRIPTOR)
-    os.closerange(last + 1, 65_536)
     return read_task(0)
 
 
-def isolate(limits: ChildLimits, slot: int) -> None:
-    """Lock this process in; afterwards it is the slot's user, in its scratch directory."""
+def close_descriptors_but(*kept: int) -> None:
+    """Close all but the standard streams and ``kept``, which are ascending."""
+    first = 3
+    for descriptor in kept:
+        os.closerange(first, descriptor)
+        first = descriptor + 1
+    os.closerange(first, 65_536)
+
+
+def isolate(limits: ChildLimits, slot: int) -> str:
+    """Leave the zygote's namespaces and user; the scratch directory, where the process then is."""
     os.nice(_NICENESS)
+    kernel.offer_to_oom_killer()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    user = limits.user(slot)
     if limits.isolate == "none":
         os.setsid()
-        directory = f"{os.environ.pop('AGENTRL_SCRATCH')}/{slot}"
+        kernel.adopt_orphans()
+        directory = f"{os.environ.pop(SCRATCH_VARIABLE)}/{slot}"
         os.environ["HOME"] = os.environ["TMPDIR"] = directory
     else:
         kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC)
         directory = SCRATCH
-        owner = f",uid={FIRST_USER + slot},gid={FIRST_USER + slot}" if limits.isolate == "root" else ""
+        owner = "" if user is None else f",uid={user},gid={user}"
         flags = kernel.MS_NOSUID | kernel.MS_NODEV
         kernel.mount("scratch", SCRATCH, "tmpfs", flags, limits.scratch + owner)
         kernel.mount("proc", "/proc", "proc", flags | kernel.MS_NOEXEC)
@@ -124,14 +145,12 @@ def isolate(limits: ChildLimits, slot: int) -> None:
         os.chdir(directory)
         become_namespace_root()
         kernel.drop_capabilities()
-    elif limits.change_user:
-        user = FIRST_USER + slot
-        os.setgroups([])
-        os.setresgid(user, user, user)
-        os.setresuid(user, user, user)
+    elif user is not None:
+        kernel.become(user)
     os.chdir(directory)
     kernel.set_dumpable()
     kernel.die_with_parent(signal.SIGKILL)
+    return directory
 
 
 def _run(task: Task) -> int:

@@ -21,18 +21,21 @@ import select
 import signal
 import socket
 import struct
+import time
 from typing import Any, NoReturn
 
 from agentrl_sandbox.runner import kernel
-from agentrl_sandbox.runner.child import ChildLimits, isolate
+from agentrl_sandbox.runner.child import ChildLimits, close_descriptors_but, isolate
 from agentrl_sandbox.runner.leftovers import parents_below, processes_below
+from agentrl_sandbox.runner.lockdown import Lockdown
 from agentrl_sandbox.runner.member import serve_session
 
 _OWN_SOCKET = 200
 _MEMBER_SOCKET = 201
 _MAX_MESSAGE = 4096
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
-_ROUNDS = 64
+_PATIENCE_SECONDS = 4.0  # for what was killed to end
+_PAUSE_SECONDS = 0.001
 
 
 def run_keeper(limits: ChildLimits, slot: int, session: int, descriptors: list[int]) -> NoReturn:
@@ -40,13 +43,11 @@ def run_keeper(limits: ChildLimits, slot: int, session: int, descriptors: list[i
     try:
         server = _take_descriptors(descriptors)
         try:
-            isolate(limits, slot)
-            scratch = os.getcwd()
+            scratch = isolate(limits, slot)
             # one for the keeper
             resource.setrlimit(resource.RLIMIT_NPROC, (limits.max_processes + 1, limits.max_processes + 1))
             kernel.forbid_tracing()
-            kernel.adopt_orphans()
-            Keeper(server, scratch).serve(session)
+            Keeper(server, scratch, limits.lockdown).serve(session)
         except OSError as error:
             server.send(json.dumps({"op": "failed", "why": str(error)}).encode())
     finally:
@@ -60,17 +61,16 @@ def _take_descriptors(descriptors: list[int]) -> socket.socket:
     null = os.open("/dev/null", os.O_RDWR)
     for number in range(3):
         os.dup2(null, number)
-    os.closerange(3, _OWN_SOCKET)
-    os.closerange(_MEMBER_SOCKET + 1, 65_536)
     return socket.socket(fileno=_OWN_SOCKET)
 
 
 class Keeper:
     """Knows its members by the numbers that the server gives them."""
 
-    def __init__(self, server: socket.socket, scratch: str) -> None:
+    def __init__(self, server: socket.socket, scratch: str, lockdown: Lockdown) -> None:
         self._server = server
         self._scratch = scratch
+        self._lockdown = lockdown
         self._pids: dict[int, int] = {}  # session -> process
         self._running: set[int] = set()  # sessions
         self._expected: dict[int, tuple[int, socket.socket]] = {}  # descriptor -> session, birth socket
@@ -99,12 +99,8 @@ class Keeper:
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for descriptor in (self._wake_read, self._wake_write):
-                os.close(descriptor)
-            self._server.close()
-            kernel.die_with_parent(signal.SIGKILL)
-            serve_session(_MEMBER_SOCKET, self._scratch, str(session))
-        os.close(_MEMBER_SOCKET)
+            serve_session(_MEMBER_SOCKET, self._scratch, str(session), self._lockdown)
+        close_descriptors_but(*sorted((self._wake_read, self._wake_write, _OWN_SOCKET)))
         self._add(session, pid)
 
     def _receive(self) -> bool:
@@ -192,21 +188,23 @@ class Keeper:
                 self._send({"op": "exit", "id": session, "status": status})
 
     def _kill_leftovers(self) -> None:
-        """Kill what no running member answers for: descendants of members at rest, and orphans.
+        """Kill what no running member answers for: descendants of members at rest, and orphans. Raises TimeoutError.
 
         All are stopped before any is killed: stopped ones hold their places below RLIMIT_NPROC, so that what
         multiplies comes to an end.
         """
+        deadline = time.monotonic() + _PATIENCE_SECONDS
         stopped: set[int] = set()
-        for _ in range(_ROUNDS):
-            found = self._leftovers() - stopped
-            if not found:
-                break
-            for pid in found:
+        while found := self._leftovers():
+            for pid in found - stopped:
                 _signal(pid, signal.SIGSTOP)
+            if found <= stopped:
+                for pid in found:
+                    _signal(pid, signal.SIGKILL)
+                time.sleep(_PAUSE_SECONDS)  # they take a moment to end
             stopped |= found
-        for pid in stopped:
-            _signal(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{len(found)} processes of a program did not end in {_PATIENCE_SECONDS:g} s")
 
     def _leftovers(self) -> set[int]:
         members = {pid: session for session, pid in self._pids.items()}

@@ -24,8 +24,10 @@ import warnings
 from typing import Any, NoReturn
 
 from agentrl_sandbox.runner import interpreter, kernel
+from agentrl_sandbox.runner.child import close_descriptors_but
 from agentrl_sandbox.runner.fetched import Fetched
 from agentrl_sandbox.runner.files import fetch_files, write_files
+from agentrl_sandbox.runner.lockdown import Lockdown
 from agentrl_sandbox.runner.order import Task, read_task
 from agentrl_sandbox.runner.scratch_copy import copy_scratch
 
@@ -34,12 +36,18 @@ _MAX_MESSAGE = 4096
 _MOST_DESCRIPTORS = 4
 
 
-def serve_session(control: int, scratch: str, first: str) -> NoReturn:
-    """Become a session's interpreter, in the new directory ``first`` beneath ``scratch``. Never returns."""
+def serve_session(control: int, scratch: str, first: str, lockdown: Lockdown) -> NoReturn:
+    """Lock this process in and become a session's interpreter, in the directory ``first`` made beneath ``scratch``.
+
+    Never returns.
+    """
     leave = os._exit  # programs may replace os._exit
     try:
         os.mkdir(f"{scratch}/{first}", 0o700)
         kernel.set_dumpable()
+        kernel.die_with_parent(signal.SIGKILL)
+        lockdown.close(scratch)
+        close_descriptors_but(control)
         Member(control, scratch, first).serve()
     finally:
         leave(70)
@@ -159,7 +167,6 @@ class Member:
 
     def _be_born(self, directory: str, control: int, birth: int) -> None:
         """Become a session of its own: other socket, other directory. The kernel tells the keeper who this is."""
-        kernel.die_with_parent(signal.SIGKILL)
         self._control.close()
         self._control = socket.socket(fileno=control)
         inside = os.path.relpath(os.getcwd(), self._scratch)

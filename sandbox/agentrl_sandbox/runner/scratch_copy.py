@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 
@@ -26,5 +27,11 @@ def _copy_directory(source: str, target: str) -> None:
                 _copy_directory(entry.path, copy)
             elif entry.is_file(follow_symlinks=False):
                 shutil.copyfile(entry.path, copy, follow_symlinks=False)
-                shutil.copystat(entry.path, copy, follow_symlinks=False)
-    shutil.copystat(source, target)
+                _copy_status(entry.path, copy)
+    _copy_status(source, target)
+
+
+def _copy_status(source: str, target: str) -> None:
+    """Rights and times, where programs may change them."""
+    with contextlib.suppress(PermissionError):
+        shutil.copystat(source, target, follow_symlinks=False)

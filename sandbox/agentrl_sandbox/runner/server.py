@@ -5,7 +5,7 @@ It holds the programs' texts and outputs, and never forks: children come from zy
     client -> server   {"op": "run", "id", "timeout", "session", "echo", "files", "fetch"} program stdin file...
                        {"op": "cancel", "id"} · {"op": "open", "id", "session"}
                        {"op": "fork", "id", "session", "fork"} · {"op": "close", "id", "session"}
-    server -> client   {"op": "hello", "mode", "why"} · {"op": "ready"}
+    server -> client   {"op": "hello", "why", "layers"} · {"op": "ready"}
                        {"op": "done", "id", "outcome", "exit_code", "seconds", "truncated", "why", "files"}
                        stdout stderr file...
                        {"op": "opened", "id"} · {"op": "closed", "id"} · {"op": "refused", "id", "kind", "why"}
@@ -17,24 +17,24 @@ from __future__ import annotations
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from agentrl_sandbox.runner import kernel, rootfs
+from agentrl_sandbox.runner import kernel, remains, rootfs, undertaker
 from agentrl_sandbox.runner.capture import Capture
-from agentrl_sandbox.runner.config import FIRST_USER, RunnerConfig
+from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
 from agentrl_sandbox.runner.launch import launch
-from agentrl_sandbox.runner.memory import resident_bytes
+from agentrl_sandbox.runner.lockdown import has_own_users, layers
+from agentrl_sandbox.runner.memory import usage
 from agentrl_sandbox.runner.order import Order
 from agentrl_sandbox.runner.program import Ending, Program, done_frame, judge
 from agentrl_sandbox.runner.routing import needs_science
+from agentrl_sandbox.runner.session_table import KIND
 from agentrl_sandbox.runner.sessions import Sessions
 from agentrl_sandbox.runner.zygote_handle import ZygoteHandle
 from agentrl_sandbox.types import Outcome
@@ -53,14 +53,16 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     why = ""
     try:
-        if config.isolate != "none":
+        if config.isolate == "none":
+            undertaker.fork_server(config, int(sys.argv[2]))
+        else:
             if config.isolate == "user":
                 _become_first_process(config, int(sys.argv[2]))
             rootfs.enter(config.readable)
     except OSError as error:
         why = str(error) or type(error).__name__
     client = socket.socket(fileno=int(sys.argv[2]))
-    client.sendall(pack({"op": "hello", "why": why}))
+    client.sendall(pack({"op": "hello", "why": why, "layers": layers(config)}))
     if why:
         return
     server = Server(config, client)
@@ -103,6 +105,7 @@ class Server:
         self._programs: dict[int, Program] = {}
         self._captures: dict[int, tuple[Program, Capture]] = {}
         self._slots = list(range(config.workers))
+        self._unclean: dict[int, str] = {}  # slot -> the zygote that has it cleaned
         self._queues: dict[str, deque[Order]] = {kind: deque() for kind in _KINDS}
         self._zygotes: dict[str, ZygoteHandle] = {}
         self._by_descriptor: dict[int, ZygoteHandle] = {}
@@ -110,11 +113,8 @@ class Server:
         self._sessions = Sessions(config, self)
         self._next_tick = time.monotonic() + _TICK
         self._parent_is_visible = os.getppid() == config.client_pid
-        self._scratch = ""
-        if config.isolate == "none":
-            self._scratch = tempfile.mkdtemp(prefix="agentrl-sandbox-")
-            os.chmod(self._scratch, 0o755)
-            os.environ["AGENTRL_SCRATCH"] = self._scratch
+        self.bare = config.isolate == "none"
+        self._count_tasks = not has_own_users(config)
         for kind in _KINDS:
             self._start_zygote(kind)
 
@@ -139,8 +139,8 @@ class Server:
         """Kill everything."""
         for zygote in self._zygotes.values():
             zygote.close()
-        if self._scratch:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+        if self.bare:
+            undertaker.bury(self._config, os.environ[SCRATCH_VARIABLE])
 
     # The client.
 
@@ -206,7 +206,6 @@ class Server:
     def _start(self, order: Order, kind: str) -> None:
         program, descriptors = launch(order, self._config, kind, self._slots.pop())
         self.add(program)
-        self.make_scratch(program.slot)
         try:
             self._zygotes[kind].spawn(order.identifier, program.slot, program.cpu_limit, descriptors)
         except OSError as error:
@@ -238,10 +237,9 @@ class Server:
         program.close()
         return frame
 
-    def _finish(self, program: Program, ending: Ending) -> None:
+    def _finish(self, program: Program, ending: Ending, *, clean: bool = True) -> None:
         header, blobs = self.report(program, ending)
-        self._slots.append(program.slot)
-        self.remove_scratch(program.slot)
+        self.release(program.slot, program.zygote, clean=clean)
         self.reply(header, *blobs)
         self._start_queued()
 
@@ -277,18 +275,18 @@ class Server:
         """The interpreter of that kind."""
         return self._zygotes[kind]
 
-    def make_scratch(self, slot: int) -> None:
-        """A scratch directory for a slot, where there are no mount namespaces."""
-        if self._scratch:
-            path = f"{self._scratch}/{slot}"
-            os.mkdir(path, 0o700)
-            if kernel.may_change_user():
-                os.chown(path, FIRST_USER + slot, FIRST_USER + slot)
+    def release(self, slot: int, kind: str, *, clean: bool) -> None:
+        """Nothing runs in a slot any more. One that is not clean comes back when that zygote has cleaned it."""
+        if clean:
+            self._give_back(slot)
+        else:
+            self._unclean[slot] = kind
 
-    def remove_scratch(self, slot: int) -> None:
-        """Remove it again."""
-        if self._scratch:
-            shutil.rmtree(f"{self._scratch}/{slot}", ignore_errors=True)
+    def _give_back(self, slot: int) -> None:
+        if slot < self._config.workers:
+            self._slots.append(slot)
+        else:
+            self._sessions.give_back(slot)
 
     # Zygotes.
 
@@ -305,6 +303,13 @@ class Server:
         elif message["op"] == "ready":
             zygote.set_ready()
             self.reply({"op": "ready", "kind": zygote.kind})
+            for slot, kind in self._unclean.items():
+                if kind == zygote.kind:
+                    zygote.clean(slot)
+            self._start_queued()
+        elif message["op"] == "clean":
+            del self._unclean[message["slot"]]
+            self._give_back(message["slot"])
             self._start_queued()
         elif message["id"] < 0:
             self._sessions.on_zygote(message)
@@ -315,6 +320,7 @@ class Server:
         if message["op"] == "located":
             program.pid = message["pid"]
             return
+        clean = message.get("clean", True)
         if message["op"] == "failed":
             ending = Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=message["why"])
         else:
@@ -322,7 +328,7 @@ class Server:
             assert program.status is not None
             program.status.drain(_BURST)
             ending = judge(program, message["status"], message["cpu"])
-        self._finish(program, ending)
+        self._finish(program, ending, clean=clean)
 
     def _replace(self, zygote: ZygoteHandle) -> None:
         """A zygote died: its programs died with it. Raises RuntimeError when it never came up."""
@@ -332,11 +338,15 @@ class Server:
         why = f"the {zygote.kind} interpreter ended with status {status}"
         if not zygote.ready:
             raise RuntimeError(f"{why} before it was ready")
+        if self.bare:
+            remains.kill_strays([other.pid for other in self._zygotes.values() if other is not zygote])
         self._start_zygote(zygote.kind)
-        if zygote.kind == self._sessions.kind:
+        if zygote.kind == KIND:
             self._sessions.end_all(why)
         for program in [program for program in self._programs.values() if program.zygote == zygote.kind]:
-            self._finish(program, Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why))
+            self._finish(
+                program, Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why), clean=not self.bare
+            )
 
     # Limits.
 
@@ -357,16 +367,18 @@ class Server:
         if not self._programs or now < self._next_tick:
             return
         self._next_tick = now + _TICK
-        self._sessions.watch_memory()
+        self._sessions.watch_usage(count_tasks=self._count_tasks)
         for program in self._programs.values():
             if program.session is not None:
                 continue
             if program.pid:
-                self._watch_memory(program)
+                self._watch_usage(program)
             elif now - program.started > _TICK:
                 self._zygotes[program.zygote].locate(program.identifier)
 
-    def _watch_memory(self, program: Program) -> None:
-        beyond = self._zygotes[program.zygote].resident
-        if resident_bytes(program.pid, beyond) > self._config.memory_mb << 20:
+    def _watch_usage(self, program: Program) -> None:
+        used = usage(program.pid, self._zygotes[program.zygote].resident)
+        if used.resident > self._config.memory_mb << 20:
             self.kill(program, Outcome.MEMORY_LIMIT)
+        elif self._count_tasks and used.tasks > self._config.max_processes:
+            self.kill(program, Outcome.KILLED)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from agentrl_sandbox.runner.memory import resident_bytes
+from agentrl_sandbox.runner.memory import Usage, children, usage
 from agentrl_sandbox.runner.program import Program
 
 Frame = tuple[dict[str, Any], list[bytes]]
@@ -43,18 +43,19 @@ class Family:
         except OSError:
             return
 
-    def resident(self, beyond: int) -> tuple[dict[int, int], int]:
-        """Resident bytes by session, and of processes that no session answers for."""
+    def usage(self, beyond: int) -> tuple[dict[int, Usage], Usage]:
+        """What each session uses, and what processes use that no session answers for."""
         by_pid = {session.pid: session.identifier for session in self.sessions.values()}
-        known: dict[int, int] = {}
-        stray = 0
-        for pid in _children(self.pid):
-            size = resident_bytes(pid, beyond)
+        known: dict[int, Usage] = {}
+        stray = Usage()
+        for pid in children(self.pid):
+            used = usage(pid, beyond)
             session = by_pid.get(_inner_pid(pid))
             if session is None:
-                stray += size
+                stray.resident += used.resident
+                stray.tasks += used.tasks
             else:
-                known[session] = size
+                known[session] = used
         return known, stray
 
 
@@ -90,14 +91,6 @@ class Session:
     answer: Frame | None = None  # goes to the client once the session is at rest
     why: str = ""  # it ends
     closers: list[int] = field(default_factory=list)  # requests to close it
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
-            return [int(child) for child in file.read().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
 
 
 def _inner_pid(pid: int) -> int:

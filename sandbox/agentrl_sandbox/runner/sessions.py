@@ -13,53 +13,35 @@ import json
 import math
 import os
 import secrets
-import signal
 import socket
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections import deque
+from typing import Any
 
 from agentrl_sandbox.runner.config import RunnerConfig
 from agentrl_sandbox.runner.launch import launch
 from agentrl_sandbox.runner.member import DONE
+from agentrl_sandbox.runner.memory import Usage
 from agentrl_sandbox.runner.order import Order
-from agentrl_sandbox.runner.program import Ending, Program, judge_exit
-from agentrl_sandbox.runner.session import Family, Fork, Frame, Session, State
-from agentrl_sandbox.runner.zygote_handle import ZygoteHandle
+from agentrl_sandbox.runner.program import judge_exit
+from agentrl_sandbox.runner.session import Family, Fork, Session, State
+from agentrl_sandbox.runner.session_table import END_SECONDS, KIND, Host, SessionTable
 from agentrl_sandbox.types import Outcome
 
 _OPEN_SECONDS = 60.0
 _FORK_SECONDS = 30.0
-_END_SECONDS = 5.0  # for the keeper to stop or kill a member; then the keeper is killed
 _MAX_MESSAGE = 4096
-
-
-class Host(Protocol):
-    """What sessions need of the server."""
-
-    def listen(self, descriptor: int, handler: Callable[[], None]) -> None: ...
-    def ignore(self, descriptor: int) -> None: ...
-    def reply(self, header: dict[str, Any], *blobs: bytes) -> None: ...
-    def add(self, program: Program) -> None: ...
-    def drain(self, program: Program) -> None: ...
-    def report(self, program: Program, ending: Ending) -> Frame: ...
-    def kill(self, program: Program, reason: Outcome) -> None: ...
-    def zygote(self, kind: str) -> ZygoteHandle: ...
-    def make_scratch(self, slot: int) -> None: ...
-    def remove_scratch(self, slot: int) -> None: ...
 
 
 class Sessions:
     """All sessions of a server, by the client's numbers."""
 
-    kind = "science"  # what programs will import is not known when a session opens
-
     def __init__(self, config: RunnerConfig, host: Host) -> None:
         self._config = config
         self._host = host
-        self._sessions: dict[int, Session] = {}
-        self._families: dict[int, Family] = {}
-        self._slots = list(range(config.workers, config.workers + 2 * config.max_sessions))  # some are still ending
+        self._table = SessionTable(host)
+        self._slots = list(range(config.workers, config.slots))
+        self._waiting: deque[tuple[int, int]] = deque()  # requests for a session, each with its number
         self._identifiers = itertools.count(-1, -1)
 
     # What the client asks for.
@@ -79,7 +61,7 @@ class Sessions:
         session = self._idle(order.identifier, order.session)
         if session is None:
             return
-        program, descriptors = launch(order, self._config, self.kind, session.family.slot)
+        program, descriptors = launch(order, self._config, KIND, session.family.slot)
         self._host.add(program)
         session.program = program
         session.state, session.due = State.RUNNING, math.inf
@@ -90,21 +72,23 @@ class Sessions:
     def _open(self, request: int, number: int) -> None:
         if self._is_full(request):
             return
+        if not self._slots:  # some are still being cleaned
+            self._waiting.append((request, number))
+            return
         ours, theirs = _pair()
         keeper, keepers = _pair()
         family = Family(identifier=next(self._identifiers), slot=self._slots.pop(), keeper=keeper)
         session = Session(identifier=number, family=family, control=ours, request=request)
         session.due = time.monotonic() + _OPEN_SECONDS
-        self._families[family.identifier] = family
-        self._enter(session)
+        self._table.families[family.identifier] = family
+        self._table.enter(session, self._on_member)
         self._host.listen(keeper.fileno(), lambda: self._on_keeper(family))
-        self._host.make_scratch(family.slot)
-        zygote = self._host.zygote(self.kind)
+        zygote = self._host.zygote(KIND)
         with theirs, keepers:
             try:
                 zygote.keep(family.identifier, family.slot, number, [keepers.fileno(), theirs.fileno()])
             except OSError as error:
-                self._end_family(family, str(error))
+                self._table.end_family(family, str(error), clean=True)
                 return
         zygote.locate(family.identifier)
 
@@ -117,7 +101,7 @@ class Sessions:
         ours, theirs = _pair()
         birth, births = _pair()
         child = Session(identifier=fork, family=origin.family, control=ours)
-        self._enter(child)
+        self._table.enter(child, self._on_member)
         origin.fork = Fork(request=request, child=child)
         origin.state, origin.due = State.FORKING, time.monotonic() + _FORK_SECONDS
         with theirs, birth, births:
@@ -126,28 +110,36 @@ class Sessions:
             self._tell(origin, {"op": "fork", "directory": str(fork)}, [theirs.fileno(), births.fileno()])
 
     def _close(self, request: int, number: int) -> None:
-        session = self._sessions.get(number)
+        session = self._table.sessions.get(number)
         if session is None:
+            self._waiting = deque(waiting for waiting in self._waiting if waiting[1] != number)
             self._host.reply({"op": "closed", "id": request})
             return
         session.closers.append(request)
-        self._end(session, "it was closed")
+        self._table.end(session, "it was closed")
 
     def _is_full(self, request: int) -> bool:
-        full = len(self._sessions) >= self._config.max_sessions or not self._slots
+        count = len(self._table.sessions) + len(self._waiting)
+        full = count >= self._config.max_sessions
         if full:
-            why = f"{len(self._sessions)} sessions are open, max_sessions={self._config.max_sessions}"
+            why = f"{count} sessions are open, max_sessions={self._config.max_sessions}"
             self._host.reply({"op": "refused", "id": request, "kind": "limit", "why": why})
         return full
 
     def _idle(self, request: int, number: int) -> Session | None:
         """A session that can be asked for something, or None after a refusal."""
-        session = self._sessions.get(number)
+        session = self._table.sessions.get(number)
         if session is None or session.state is not State.IDLE:
             why = "it has ended" if session is None else session.why or f"it is {session.state.value}"
             self._host.reply({"op": "refused", "id": request, "kind": "unknown", "why": why})
             return None
         return session
+
+    def give_back(self, slot: int) -> None:
+        """A slot is free again."""
+        self._slots.append(slot)
+        if self._waiting:
+            self._open(*self._waiting.popleft())
 
     # What members say.
 
@@ -158,7 +150,7 @@ class Sessions:
         try:
             socket.send_fds(session.control, [text], descriptors)
         except OSError:
-            self._end(session, "its interpreter does not listen")
+            self._table.end(session, "its interpreter does not listen")
             return
         session.family.tell("wake", session.identifier)
 
@@ -175,7 +167,7 @@ class Sessions:
         serial, exit_code, out_of_memory, error = DONE.unpack(data) if len(data) == DONE.size else (None, 0, False, 0)
         if serial != session.serial or session.state not in (State.RUNNING, State.FORKING):
             self._host.ignore(session.control.fileno())
-            self._end(session, "its interpreter sent what it was not asked for")
+            self._table.end(session, "its interpreter sent what it was not asked for")
         elif session.fork is not None:
             session.fork.origin_error = error
             self._conclude_fork(session, session.fork)
@@ -187,7 +179,7 @@ class Sessions:
             self._rest(session)
 
     def _rest(self, session: Session) -> None:
-        session.state, session.due = State.RESTING, time.monotonic() + _END_SECONDS
+        session.state, session.due = State.RESTING, time.monotonic() + END_SECONDS
         session.family.tell("rest", session.identifier)
 
     def _conclude_fork(self, origin: Session, fork: Fork) -> None:
@@ -195,21 +187,14 @@ class Sessions:
             return
         origin.fork = None
         code = fork.origin_error or fork.error
-        if code or fork.child.why or fork.child.identifier not in self._sessions:
-            self._drop(fork.child, origin)
+        if code or fork.child.why or fork.child.identifier not in self._table.sessions:
+            self._table.drop(fork.child, origin)
             why = os.strerror(code) if code in errno.errorcode else "it ended at once"
             origin.answer = {"op": "refused", "id": fork.request, "kind": "fork", "why": why}, []
         else:
             fork.child.state, fork.child.due = State.IDLE, time.monotonic() + self._config.session_idle_timeout
             origin.answer = {"op": "opened", "id": fork.request}, []
         self._rest(origin)
-
-    def _drop(self, child: Session, origin: Session) -> None:
-        """Forget a fork that did not come to be."""
-        origin.family.tell("forget", child.identifier)
-        if child.pid:
-            origin.family.tell("kill", child.identifier)
-        self._leave(child)
 
     # What keepers and zygotes say.
 
@@ -225,13 +210,13 @@ class Sessions:
             return
         message = json.loads(data)
         if message["op"] == "failed":
-            self._end_family(family, message["why"])
+            self._table.end_members(family, message["why"])
         elif message["id"] in family.sessions:
             session = family.sessions[message["id"]]
             if message["op"] == "born":
                 self._on_born(session, message["pid"], message["error"])
             elif message["op"] == "rested" and session.state is State.RESTING:
-                self._answer(session)
+                self._table.answer(session)
                 session.state, session.due = State.IDLE, time.monotonic() + self._config.session_idle_timeout
             elif message["op"] == "exit":
                 self._on_exit(session, os.waitstatus_to_exitcode(message["status"]))
@@ -258,19 +243,19 @@ class Sessions:
         if program is not None:
             self._host.drain(program)
             session.answer = self._host.report(program, judge_exit(program, exit_code, out_of_memory=False))
-        self._gone(session, session.why or f"its interpreter ended with {how}")
+        self._table.gone(session, session.why or f"its interpreter ended with {how}")
 
     def on_zygote(self, message: dict[str, Any]) -> None:
         """A report about a keeper."""
-        family = self._families.get(message["id"])
+        family = self._table.families.get(message["id"])
         if family is None:
             return
         if message["op"] == "located":
             family.pid = message["pid"]
         else:
-            while family.identifier in self._families and self._has_news(family):
+            while family.identifier in self._table.families and self._has_news(family):
                 self._on_keeper(family)
-            self._end_family(family, message.get("why", "its keeper ended"))
+            self._table.end_family(family, message.get("why", "its keeper ended"), clean=message.get("clean", True))
 
     def _has_news(self, family: Family) -> bool:
         try:
@@ -278,110 +263,49 @@ class Sessions:
         except OSError:
             return False
 
-    # Ends.
+    # Ends and limits.
 
     def kill(self, number: int) -> None:
-        """Kill an interpreter; its exit tells the rest."""
-        session = self._sessions[number]
-        if session.program is not None and session.program.reason is not None and not session.why:
-            session.why = f"its program was killed: {session.program.reason.value}"
-        if session.pid == 0:
-            return  # it is killed when it is there
-        session.state, session.due = State.ENDING, time.monotonic() + _END_SECONDS
-        session.family.tell("kill", number)
+        """Kill an interpreter in which a program runs."""
+        self._table.kill(number)
 
     def end_all(self, why: str) -> None:
         """Every session has ended with the interpreter it was forked from."""
-        for family in list(self._families.values()):
-            self._end_family(family, why)
-
-    def _end(self, session: Session, why: str) -> None:
-        if session.why:
-            return
-        session.why = why
-        if session.program is not None:
-            self._host.kill(session.program, Outcome.KILLED)
-        else:
-            self.kill(session.identifier)
-
-    def _end_family(self, family: Family, why: str) -> None:
-        for session in list(family.sessions.values()):
-            if session.program is not None:
-                if session.program.reason is None:
-                    ending = Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why)
-                else:
-                    ending = Ending(outcome=session.program.reason, exit_code=-signal.SIGKILL)
-                session.answer = self._host.report(session.program, ending)
-            self._gone(session, session.why or why)
-        if self._families.pop(family.identifier, None) is not None:
-            self._host.ignore(family.keeper.fileno())
-            family.keeper.close()
-            self._host.remove_scratch(family.slot)
-            self._slots.append(family.slot)
-
-    def _gone(self, session: Session, why: str) -> None:
-        """The process has ended: tell everyone who waits, and forget it."""
-        if session.fork is not None:
-            fork, session.fork = session.fork, None
-            self._drop(fork.child, session)
-            self._host.reply({"op": "refused", "id": fork.request, "kind": "unknown", "why": why})
-        if session.request:
-            self._host.reply({"op": "refused", "id": session.request, "kind": "start", "why": why})
-        session.program = None
-        self._host.reply({"op": "ended", "session": session.identifier, "why": why})
-        self._answer(session)
-        self._leave(session)
-
-    def _answer(self, session: Session) -> None:
-        if session.answer is not None:
-            header, blobs = session.answer
-            session.answer = None
-            self._host.reply(header, *blobs)
-
-    def _enter(self, session: Session) -> None:
-        self._sessions[session.identifier] = session
-        session.family.sessions[session.identifier] = session
-        self._host.listen(session.control.fileno(), lambda: self._on_member(session))
-
-    def _leave(self, session: Session) -> None:
-        if self._sessions.pop(session.identifier, None) is not None:
-            del session.family.sessions[session.identifier]
-            self._host.ignore(session.control.fileno())
-            session.control.close()
-            for request in session.closers:
-                self._host.reply({"op": "closed", "id": request})
-
-    # Limits.
+        for family in list(self._table.families.values()):
+            self._table.end_family(family, why, clean=not self._host.bare)
 
     def due(self) -> float:
         """When the next session's time is up."""
-        return min((session.due for session in self._sessions.values()), default=math.inf)
+        return min((session.due for session in self._table.sessions.values()), default=math.inf)
 
     def watch(self, now: float) -> None:
         """End what has been in its state too long."""
-        for session in list(self._sessions.values()):
+        for session in list(self._table.sessions.values()):
             if now < session.due:
                 continue
-            session.due = now + _END_SECONDS
+            session.due = now + END_SECONDS
             if session.state is State.IDLE:
-                self._end(session, f"it was idle for {self._config.session_idle_timeout:g} s")
+                self._table.end(session, f"it was idle for {self._config.session_idle_timeout:g} s")
             elif session.state is State.FORKING:
-                self._end(session, "it did not fork in time")
+                self._table.end(session, "it did not fork in time")
             else:  # the keeper does not answer
-                self._host.zygote(self.kind).kill(session.family.identifier)
+                self._host.zygote(KIND).kill(session.family.identifier)
 
-    def watch_memory(self) -> None:
+    def watch_usage(self, *, count_tasks: bool) -> None:
         """Kill programs whose session, with what its family left unattended, uses too much."""
-        beyond = self._host.zygote(self.kind).resident
-        for family in self._families.values():
+        beyond = self._host.zygote(KIND).resident
+        for family in self._table.families.values():
             running = [session for session in family.sessions.values() if session.program is not None]
             if not running or not family.pid:
                 continue
-            known, stray = family.resident(beyond)
+            known, stray = family.usage(beyond)
             for session in running:
+                used = known.get(session.identifier, Usage())
                 assert session.program is not None
-                if known.get(session.identifier, 0) + stray > self._config.memory_mb << 20:
+                if used.resident + stray.resident > self._config.memory_mb << 20:
                     self._host.kill(session.program, Outcome.MEMORY_LIMIT)
+                elif count_tasks and used.tasks + stray.tasks > self._config.max_processes:
+                    self._host.kill(session.program, Outcome.KILLED)
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:

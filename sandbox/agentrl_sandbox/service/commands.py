@@ -61,7 +61,8 @@ def _runner(options: argparse.Namespace) -> int:
 
     if not _NAME.fullmatch(options.name):
         raise SandboxError(f"{options.name!r} cannot name a socket; use letters, digits, dots and dashes")
-    settings = read_settings(SandboxSettings, os.environ, options.settings, without=_OF_CLIENTS)
+    environment = {"SANDBOX_STANDBY": "true", **os.environ}  # a service does not pause when a fork server dies
+    settings = read_settings(SandboxSettings, environment, options.settings, without=_OF_CLIENTS)
     where = RunnerOptions(sockets=options.sockets, name=options.name, linger=options.linger, parent=options.parent)
     asyncio.run(serve_runner(settings, where))
     return 0
