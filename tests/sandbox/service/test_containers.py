@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import socket
 import subprocess
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -23,8 +24,6 @@ import agentrl_sandbox
 from agentrl_sandbox.client import Outcome, Sandbox, SandboxSettings, StartError, open_sandbox
 
 COMPOSE_FILE = Path(agentrl_sandbox.__file__).parents[1] / "compose.yaml"
-PORT = "18473"
-ALLOW_UNISOLATED = os.environ.get("AGENTRL_SANDBOX_TEST_UNISOLATED") == "true"
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -59,15 +58,21 @@ class Compose:
     """One project of the compose file."""
 
     def __init__(self, image: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
         self.project = f"agentrl-test-{uuid.uuid4().hex[:8]}"
         self._environment = {
             **os.environ,
             "SANDBOX_IMAGE": image,
-            "SANDBOX_PORT": PORT,
+            "SANDBOX_PORT": str(self.port),
             "SANDBOX_TOKEN": "tok",
             "SANDBOX_WORKERS": "2",
-            "SANDBOX_ALLOW_UNISOLATED": str(ALLOW_UNISOLATED),
         }
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     def run(self, *arguments: str) -> str:
         command = ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
@@ -91,16 +96,11 @@ def compose(image: str) -> Iterator[Compose]:
         project.run("down", "-v", "-t", "5")
 
 
-def over_http(**fields: object) -> SandboxSettings:
-    given = {"url": f"http://127.0.0.1:{PORT}", "token": "tok", "allow_unisolated": ALLOW_UNISOLATED}
-    return SandboxSettings(**{**given, **fields})
-
-
-async def until_runners(count: int) -> None:
+async def until_runners(compose: Compose, count: int) -> None:
     async with httpx.AsyncClient() as client, asyncio.timeout(120):
         while True:
             try:
-                if (await client.get(f"http://127.0.0.1:{PORT}/ready")).json()["runners"] == count:
+                if (await client.get(f"{compose.url}/ready")).json()["runners"] == count:
                     return
             except httpx.TransportError:
                 pass
@@ -109,8 +109,9 @@ async def until_runners(count: int) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def service(compose: Compose) -> AsyncIterator[Sandbox]:
-    await until_runners(2)
-    sandbox = await open_sandbox(over_http())
+    await until_runners(compose, 2)
+    sandbox = await open_sandbox(SandboxSettings(url=compose.url, token="tok"))
+    assert sandbox.isolation.missing == ()
     yield sandbox
     await sandbox.close()
 
@@ -192,7 +193,7 @@ async def test_docker_url_starts_a_container_and_removes_it(image, engine):
         return {one.id for one in engine.containers.list(all=True, filters={"label": "agentrl-sandbox=docker"})}
 
     before = ours()
-    settings = SandboxSettings(url=f"docker://{image}", workers=2, memory_mb=256, allow_unisolated=ALLOW_UNISOLATED)
+    settings = SandboxSettings(url=f"docker://{image}", workers=2, memory_mb=256)
     sandbox = await open_sandbox(settings)
     (container,) = ours() - before
     try:
