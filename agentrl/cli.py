@@ -112,6 +112,18 @@ def doctor() -> None:
         typer.echo(line)
 
 
+sandbox = typer.Typer(help="The service that runs programs.", no_args_is_help=True)
+app.add_typer(sandbox, name="sandbox")
+
+
+@sandbox.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def serve(context: typer.Context) -> None:
+    """Serve the sandbox over HTTP: --port N and more, as `agentrl-sandbox serve --help` says."""
+    from agentrl_sandbox.service.commands import main as command
+
+    raise typer.Exit(command(["serve", *context.args]))
+
+
 def main() -> None:
     """Run a command; what the user or the world did wrong becomes one message and an exit code, never a traceback."""
     shorten_spinning()

@@ -7,29 +7,54 @@ await sandbox.close()
 
 from __future__ import annotations
 
-from agentrl_sandbox.errors import ClosedError, SandboxError, StartError, UnisolatedError
+from agentrl_sandbox.errors import (
+    BusyError,
+    ClosedError,
+    QueueFullError,
+    RefusedError,
+    SandboxError,
+    SessionForkError,
+    SessionLimitError,
+    StartError,
+    UnisolatedError,
+    UnknownSessionError,
+)
 from agentrl_sandbox.local import open_local
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome, Sandbox
 
 __all__ = [
     "PROPERTIES",
+    "BusyError",
     "ClosedError",
     "Execution",
     "Isolation",
     "Outcome",
+    "QueueFullError",
+    "RefusedError",
     "Sandbox",
     "SandboxError",
     "SandboxSettings",
+    "SessionForkError",
+    "SessionLimitError",
     "StartError",
     "UnisolatedError",
+    "UnknownSessionError",
     "open_sandbox",
 ]
 
 
 async def open_sandbox(settings: SandboxSettings) -> Sandbox:
-    """Open the sandbox that ``settings.url`` names and probe its isolation.
+    """Open the sandbox that ``settings.url`` names and see to its isolation.
 
     Raises UnisolatedError where a property is missing (unless ``allow_unisolated``), StartError where it cannot start.
     """
+    if settings.scheme == "docker":
+        from agentrl_sandbox.docker import open_docker
+
+        return await open_docker(settings)
+    if settings.scheme in ("http", "https"):
+        from agentrl_sandbox.http import open_http
+
+        return await open_http(settings)
     return await open_local(settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib.util
 import itertools
@@ -10,13 +11,25 @@ import os
 import sys
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agentrl_sandbox.errors import ClosedError, StartError, UnisolatedError
+from agentrl_sandbox.errors import (
+    ClosedError,
+    SandboxError,
+    SessionForkError,
+    SessionLimitError,
+    StartError,
+    UnisolatedError,
+)
+from agentrl_sandbox.file_names import check_files, check_names
 from agentrl_sandbox.probes import probe
 from agentrl_sandbox.runner.config import RunnerConfig
-from agentrl_sandbox.server_process import ServerGone, ServerProcess
+from agentrl_sandbox.runner.order import Order
+from agentrl_sandbox.runner.users import free_users
+from agentrl_sandbox.server_process import Refused, ServerGone, ServerProcess
+from agentrl_sandbox.session_book import SessionBook
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome
 
@@ -24,8 +37,8 @@ _REMEMBERED = 4096  # finished executions kept for their request_id
 _LIBRARIES = ("numpy", "sympy", "mpmath", "scipy", "networkx", "pandas")
 _FIX = (
     "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, and where AppArmor "
-    "restricts them kernel.apparmor_restrict_unprivileged_userns=0), or set allow_unisolated=true to run the programs "
-    "without it"
+    "restricts them kernel.apparmor_restrict_unprivileged_userns=0), or use a kernel with seccomp and Landlock (Linux "
+    "6.12 or newer has all of it), or set allow_unisolated=true to run the programs without it"
 )
 
 
@@ -45,6 +58,9 @@ class LocalSandbox:
         self._settings = settings
         self._config = config
         self._server = server
+        self._standby: asyncio.Task[ServerProcess] | None = None
+        self._starts = 1
+        self._burials: set[asyncio.Task[None]] = set()
         self._isolation = Isolation(layers={}, mode=config.isolate)
         self._identifiers = itertools.count(1)
         self._room = asyncio.Semaphore(settings.concurrency)
@@ -52,7 +68,9 @@ class LocalSandbox:
         self._running: dict[str, _SharedRun] = {}
         self._tasks: set[asyncio.Task[Execution]] = set()
         self._finished: OrderedDict[str, Execution] = OrderedDict()
+        self._sessions = SessionBook()
         self._closed = False
+        self._follow(server)
 
     @property
     def isolation(self) -> Isolation:
@@ -60,25 +78,86 @@ class LocalSandbox:
         return self._isolation
 
     async def execute(
-        self, program: str, *, timeout: float | None = None, stdin: str = "", request_id: str | None = None
+        self,
+        program: str,
+        *,
+        timeout: float | None = None,
+        stdin: str = "",
+        session: str | None = None,
+        request_id: str | None = None,
+        files: Mapping[str, bytes] | None = None,
+        fetch_files: Sequence[str] = (),
+        echo: bool = False,
     ) -> Execution:
-        """Run a program and give its end; see ``Sandbox.execute``. Cancelling kills it.
+        """Run a program and give its end; see ``Sandbox.execute``. Cancelling kills it, and the session it runs in.
 
-        Raises ClosedError, ValueError for an impossible timeout, and RuntimeError in another event loop.
+        Raises ClosedError, UnknownSessionError, ValueError for an impossible timeout or file name, and RuntimeError in
+        another event loop.
         """
-        if self._closed:
-            raise ClosedError("the sandbox was closed")
-        if asyncio.get_running_loop() is not self._loop:
-            raise RuntimeError("a sandbox belongs to the event loop it was opened in; open another in this one")
+        self._check_open()
         seconds = self._settings.timeout if timeout is None else timeout
         if not 0 < seconds <= 3600:
             raise ValueError(f"timeout must be above 0 and at most 3600 seconds, not {seconds}")
+        check_files(files or {}, self._settings.scratch_mb << 20)
+        check_names(fetch_files)
+        order = Order(
+            identifier=next(self._identifiers),
+            timeout=seconds,
+            source=program.encode("utf-8", "surrogatepass"),
+            stdin=stdin.encode("utf-8", "surrogatepass"),
+            echo=echo,
+            files=tuple((files or {}).items()),
+            fetch=tuple(dict.fromkeys(fetch_files)),
+        )
         if request_id is None:
-            return await self._run(program, seconds, stdin)
+            return await self._run(order, session)
         if request_id in self._finished:
             self._finished.move_to_end(request_id)
             return self._finished[request_id]
-        return await self._run_once(request_id, program, seconds, stdin)
+        return await self._run_once(request_id, order, session)
+
+    async def open_session(self) -> str:
+        """Start an interpreter that keeps its state; see ``Sandbox.open_session``."""
+        self._check_open()
+        try:
+            server = await self._living_server()
+            number = next(self._identifiers)
+            await self._ask_for_session(server, number, {"op": "open", "session": number})
+        except (Refused, ServerGone, TimeoutError) as error:
+            raise SandboxError(f"no session could be opened: {error}") from error
+        return self._sessions.add(number, server)
+
+    async def fork_session(self, session: str) -> str:
+        """Branch a session; see ``Sandbox.fork_session``. Waits for what runs in it."""
+        self._check_open()
+        origin = self._sessions.find(session)
+        async with origin.turn:
+            self._sessions.find(session)  # it may have ended meanwhile
+            number = next(self._identifiers)
+            try:
+                header = {"op": "fork", "session": origin.number, "fork": number}
+                await self._ask_for_session(origin.server, number, header)
+            except Refused as refused:
+                if refused.kind == "fork":
+                    raise SessionForkError(f"session {session!r} could not be forked: {refused.why}") from refused
+                raise self._sessions.gone(session, refused.why) from refused
+            except (ServerGone, TimeoutError) as error:
+                raise SandboxError(f"session {session!r} could not be forked: {error}") from error
+            return self._sessions.add(number, origin.server)
+
+    async def close_session(self, session: str) -> None:
+        """End a session and what runs in it; see ``Sandbox.close_session``."""
+        self._check_open()
+        if self._sessions.has_ended(session):
+            return
+        live = self._sessions.find(session)
+        self._sessions.end(session, "it was closed")
+        try:
+            await live.server.ask({"op": "close", "id": next(self._identifiers), "session": live.number})
+        except ServerGone:
+            return  # and the session with it
+        except TimeoutError as error:
+            raise SandboxError(f"session {session!r} does not end: {error}") from error
 
     async def close(self) -> None:
         """Kill what runs and end the server."""
@@ -87,19 +166,31 @@ class LocalSandbox:
         self._closed = True
         async with self._restarting:
             await self._server.close()
+            await self._close_standby()
+            await asyncio.gather(*self._burials)
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def check(self) -> None:
-        """Probe every property. Raises UnisolatedError for one that is missing, unless the settings allow it."""
-        self._isolation = await probe(self, mode=self._config.isolate, settings=self._settings)
-        if self._isolation.missing and not self._settings.allow_unisolated:
-            raise unisolated(self._isolation.missing, why="a probe program got through")
+    async def check(self, reasons: Sequence[str] = ()) -> None:
+        """Probe every property. Raises UnisolatedError for one that is missing, unless the settings allow it.
 
-    async def _run_once(self, request_id: str, program: str, timeout: float, stdin: str) -> Execution:
+        ``reasons`` say why stronger ways of isolation could not be had.
+        """
+        mode, layers = self._config.isolate, self._server.layers
+        self._isolation = await probe(self, mode=mode, layers=layers, settings=self._settings)
+        if self._isolation.missing and not self._settings.allow_unisolated:
+            raise unisolated(self._isolation.missing, why="; ".join(("a probe program got through", *reasons)))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the sandbox was closed")
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError("a sandbox belongs to the event loop it was opened in; open another in this one")
+
+    async def _run_once(self, request_id: str, order: Order, session: str | None) -> Execution:
         shared = self._running.get(request_id)
         if shared is None:
-            task = self._loop.create_task(self._run(program, timeout, stdin))
+            task = self._loop.create_task(self._run(order, session))
             shared = self._running[request_id] = _SharedRun(task=task)
             self._tasks.add(task)
             task.add_done_callback(functools.partial(self._remember, request_id))
@@ -125,28 +216,104 @@ class LocalSandbox:
         if len(self._finished) > _REMEMBERED:
             self._finished.popitem(last=False)
 
-    async def _run(self, program: str, timeout: float, stdin: str) -> Execution:
-        async with self._room:
-            started = time.monotonic()
-            try:
-                server = await self._living_server()
-                source, text = program.encode("utf-8", "surrogatepass"), stdin.encode("utf-8", "surrogatepass")
-                return await server.run(next(self._identifiers), source, text, timeout)
-            except (ServerGone, StartError) as error:
-                return _failure(str(error), started)
-            except TimeoutError:
-                await server.close()
-                return _failure("the sandbox's server was silent long past the program's deadline", started)
+    async def _run(self, order: Order, session: str | None) -> Execution:
+        if session is None:
+            async with self._room:
+                return await self._run_on(None, order)
+        live = self._sessions.find(session)
+        async with live.turn:
+            self._sessions.find(session)  # it may have ended meanwhile
+            async with self._room:
+                try:
+                    return await self._run_on(live.server, replace(order, session=live.number))
+                except Refused as refused:
+                    raise self._sessions.gone(session, refused.why) from refused
+
+    async def _run_on(self, server: ServerProcess | None, order: Order) -> Execution:
+        """Run on the session's server, or on any."""
+        started = time.monotonic()
+        try:
+            server = server or await self._living_server()
+            return await server.run(order)
+        except (ServerGone, StartError) as error:
+            return _failure(str(error), started)
+        except TimeoutError:
+            assert server is not None
+            await server.close()
+            return _failure("the sandbox's server was silent long past the program's deadline", started)
+
+    async def _ask_for_session(self, server: ServerProcess, number: int, header: dict[str, object]) -> None:
+        try:
+            await server.ask({**header, "id": next(self._identifiers)})
+        except Refused as refused:
+            if refused.kind == "limit":
+                raise SessionLimitError(f"no further session: {refused.why}") from refused
+            raise
+        except asyncio.CancelledError:
+            server.close_session(number)
+            raise
+
+    def _follow(self, server: ServerProcess) -> None:
+        """Hear of sessions that end."""
+        server.on_session_ended = functools.partial(self._sessions.end_number, server)
+        server.on_gone = functools.partial(self._sessions.end_all, server, "the sandbox's server ended")
 
     async def _living_server(self) -> ServerProcess:
         async with self._restarting:
             if self._closed:
                 raise ServerGone("the sandbox was closed")
             if self._server.gone:
-                await self._server.close()
-                self._server = await ServerProcess.start(self._config)
-                await self._server.warm()
+                await self._succeed(self._server)
             return self._server
+
+    async def _succeed(self, dead: ServerProcess) -> None:
+        """Have the standby take over from a dead server, or start another. Raises StartError."""
+        burial = self._loop.create_task(dead.close())
+        self._burials.add(burial)
+        burial.add_done_callback(self._burials.discard)
+        standby, self._standby = self._standby, None
+        server: ServerProcess | None = None
+        if standby is not None:
+            with contextlib.suppress(StartError):
+                server = await standby
+        if server is not None and server.gone:
+            await server.close()
+            server = None
+        self._server = server or await self._start_server(burial)
+        self._follow(self._server)
+        self.keep_standby(burial)
+
+    def keep_standby(self, burial: asyncio.Task[None] | None = None) -> None:
+        """Start a second server in the background, where the settings ask for one."""
+        if self._settings.standby:
+            self._standby = self._loop.create_task(self._start_server(burial))
+
+    async def _start_server(self, burial: asyncio.Task[None] | None) -> ServerProcess:
+        """A warm server. Servers that live side by side never have programs run as the same users. Raises StartError.
+
+        It starts when ``burial``, the end of the server before, is over: that one's users may become its own.
+        """
+        if burial is not None:
+            await asyncio.shield(burial)
+        turn, self._starts = self._starts, self._starts + 1
+        server = await ServerProcess.start(replace(self._config, first_user=_first_user(self._settings, turn)))
+        try:
+            await server.warm()
+        except asyncio.CancelledError:
+            await server.close()
+            raise
+        return server
+
+    async def _close_standby(self) -> None:
+        standby, self._standby = self._standby, None
+        if standby is None:
+            return
+        standby.cancel()
+        try:
+            server = await standby
+        except (asyncio.CancelledError, StartError):
+            return
+        await server.close()
 
 
 async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None = None) -> LocalSandbox:
@@ -159,9 +326,6 @@ async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None
         modes = ("root", "user") if os.geteuid() == 0 else ("user",)
     reasons: list[str] = []
     for mode in (*modes, "none"):
-        if mode == "none" and not settings.allow_unisolated:
-            missing = ("no_network", "scratch_only_writes", "no_foreign_signals")
-            raise unisolated(missing, why="; ".join(reasons))
         config = runner_config(settings, mode)
         try:
             server = await ServerProcess.start(config)
@@ -173,10 +337,11 @@ async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None
         break
     sandbox = LocalSandbox(settings, config, server)
     try:
-        await asyncio.gather(server.warm(), sandbox.check())
+        await asyncio.gather(server.warm(), sandbox.check(reasons))
     except BaseException:
         await sandbox.close()
         raise
+    sandbox.keep_standby()
     return sandbox
 
 
@@ -204,12 +369,23 @@ def runner_config(settings: SandboxSettings, mode: str) -> RunnerConfig:
         scratch_mb=settings.scratch_mb,
         output_limit=settings.output_limit,
         flood_limit=settings.flood_limit,
+        fetch_limit=settings.fetch_limit,
+        max_sessions=settings.max_sessions,
+        session_idle_timeout=settings.session_idle_timeout,
         workers=settings.concurrency,
         library_paths=tuple(dict.fromkeys(libraries)),
         package_path=str(package.parent),
         readable=(*dict.fromkeys(libraries), *prefixes, str(package)),
         client_pid=os.getpid(),
+        first_user=_first_user(settings, 0),
     )
+
+
+def _first_user(settings: SandboxSettings, turn: int) -> int:
+    """Of the ``turn``-th server: the setting's users, by turns its first and second half; or users drawn at random."""
+    if settings.first_user is None:
+        return free_users()
+    return settings.first_user + (settings.slots if settings.standby and turn % 2 else 0)
 
 
 def _failure(why: str, started: float) -> Execution:

@@ -10,76 +10,31 @@ import asyncio
 import os
 import secrets
 import socket
+import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from agentrl_sandbox import probe_programs as programs
 from agentrl_sandbox.errors import StartError
+from agentrl_sandbox.layers import layers_of
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome, Sandbox
 
 _PROBE_SECONDS = 0.3  # the deadline that the time probe is given
 _PATIENCE_SECONDS = 20.0  # for probes that should end by themselves
-
-_NETWORK = """
-import socket
-for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
-    try:
-        probe = socket.socket(socket.AF_INET, kind)
-        probe.settimeout(1)
-        probe.connect(("127.0.0.1", {port}))
-        probe.send(b"probe")
-    except OSError:
-        pass
-"""
-_WRITES = """
-for directory in {directories!r}:
-    try:
-        open(directory + "/" + {name!r}, "w").close()
-    except OSError:
-        pass
-open({name!r}, "w").close()
-print("wrote scratch")
-"""
-_MEMORY = "data = bytearray({size})\nprint(len(data))"
-_PROCESSES = """
-import os, time
-made = 0
-try:
-    while made < {most}:
-        if os.fork() == 0:
-            time.sleep(5)
-            os._exit(0)
-        made += 1
-except OSError:
-    pass
-print("made", made)
-os._exit(0 if made < {most} else 3)
-"""
-_TIME = """
-import signal
-for number in set(range(1, 32)) - {signal.SIGKILL, signal.SIGSTOP}:
-    signal.signal(number, signal.SIG_IGN)
-while True:
-    pass
-"""
-_OUTPUT = "import os\nwhile True:\n    os.write(1, b'x' * 65536)"
-_SIGNALS = """
-import os
-try:
-    os.kill({pid}, 0)
-except OSError:
-    os._exit(0)
-os._exit(3)
-"""
+_NEIGHBOUR_SECONDS = 0.3  # that a neighbour's files are there to be looked for
 
 Execute = Callable[..., Awaitable[Execution]]
 
 
-async def probe(sandbox: Sandbox, *, mode: str, settings: SandboxSettings) -> Isolation:
-    """Run every probe at once; for each property the layer that holds it, or None. Raises StartError."""
+async def probe(sandbox: Sandbox, *, mode: str, layers: Mapping[str, int], settings: SandboxSettings) -> Isolation:
+    """Run every probe at once; for each property the layer that holds it, or None. Raises StartError.
+
+    ``layers`` is what the server found of the layers that need no namespace.
+    """
 
     async def execute(program: str, *, timeout: float) -> Execution:
         ran = await sandbox.execute(program, timeout=timeout)
@@ -87,32 +42,46 @@ async def probe(sandbox: Sandbox, *, mode: str, settings: SandboxSettings) -> Is
             raise StartError(f"the sandbox cannot run programs: {ran.stderr}")
         return ran
 
-    held = await asyncio.gather(
-        _network(execute),
-        _writes(execute),
-        _memory(execute, settings.memory_mb),
-        _processes(execute, settings.max_processes),
-        _outcome(execute, _TIME, Outcome.TIMEOUT, timeout=_PROBE_SECONDS),
-        _outcome(execute, _OUTPUT, Outcome.OUTPUT_LIMIT, timeout=_PATIENCE_SECONDS),
-        _signals(execute),
-    )
-    layers = _layers(mode)
-    return Isolation(
-        layers={name: layers[name] if holds else None for name, holds in zip(PROPERTIES, held, strict=True)}, mode=mode
-    )
+    with _victim() as victim:
+        results = {
+            "no_network": _network(execute),
+            "scratch_only_writes": _writes(execute),
+            "no_foreign_reads": _reads(execute, victim),
+            "bounded_memory": _memory(execute, settings.memory_mb),
+            "bounded_processes": _processes(execute, settings.max_processes),
+            "bounded_time": _outcome(execute, programs.TIME, Outcome.TIMEOUT, timeout=_PROBE_SECONDS),
+            "bounded_output": _outcome(execute, programs.OUTPUT, Outcome.OUTPUT_LIMIT, timeout=_PATIENCE_SECONDS),
+            "no_tracing": _tracing(execute, victim),
+        }
+        held = dict(zip(results, await asyncio.gather(*results.values()), strict=True))
+        held["no_foreign_signals"] = await _signals(execute, victim)
+    names = layers_of(mode, layers)
+    return Isolation(layers={name: names[name] if held[name] else None for name in PROPERTIES}, mode=mode)
 
 
-def _layers(mode: str) -> dict[str, str]:
-    namespaces = mode != "none"
-    return {
-        "no_network": "network namespace" if namespaces else "no network here",
-        "scratch_only_writes": "mount namespace" if namespaces else "separate user",
-        "bounded_memory": "RLIMIT_AS and a watch on resident memory",
-        "bounded_processes": "RLIMIT_NPROC",
-        "bounded_time": "the server's deadline and RLIMIT_CPU",
-        "bounded_output": "the server's count",
-        "no_foreign_signals": "PID namespace" if namespaces else "separate user",
-    }
+class _Victim:
+    """A process of this user with a secret in its environment, its memory and an open file that has no name."""
+
+    def __init__(self, process: subprocess.Popen[bytes], start: str, rest: str) -> None:
+        self.process = process
+        self.start = start  # of the secret; programs know it, to find the rest
+        self.rest = rest
+
+
+@contextmanager
+def _victim() -> Iterator[_Victim]:
+    start, rest = secrets.token_hex(8), secrets.token_hex(8)
+    with tempfile.TemporaryFile() as file:
+        file.write((start + rest).encode())
+        file.flush()
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-c", "import time; time.sleep(600)"], env={"SECRET": start + rest}, stdin=file
+        )
+        try:
+            yield _Victim(process, start, rest)
+        finally:
+            process.kill()
+            process.wait()
 
 
 async def _outcome(execute: Execute, program: str, expected: Outcome, *, timeout: float) -> bool:
@@ -126,10 +95,14 @@ async def _network(execute: Execute) -> bool:
         tcp.listen()
         port = tcp.getsockname()[1]
         udp.bind(("127.0.0.1", port))
-        ran = await execute(_NETWORK.format(port=port), timeout=_PATIENCE_SECONDS)
+        ran = await execute(programs.NETWORK.format(port=port), timeout=_PATIENCE_SECONDS)
         tcp.setblocking(False)
         udp.setblocking(False)
-        return ran.outcome is Outcome.OK and not _arrived(tcp.accept) and not _arrived(lambda: udp.recv(16))
+        return (
+            ran.outcome is Outcome.OK
+            and not _arrived(lambda: tcp.accept()[0].close())
+            and not _arrived(lambda: udp.recv(16))
+        )
 
 
 def _arrived(receive: Callable[[], object]) -> bool:
@@ -141,7 +114,7 @@ def _arrived(receive: Callable[[], object]) -> bool:
 
 
 @contextmanager
-def _writable_directory() -> Iterator[str]:
+def _open_directory() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="agentrl-sandbox-probe-") as directory:
         os.chmod(directory, 0o777)
         yield directory
@@ -150,24 +123,60 @@ def _writable_directory() -> Iterator[str]:
 async def _writes(execute: Execute) -> bool:
     """Writes to places where this user may write must not appear there; those to scratch must succeed."""
     name = f"agentrl-sandbox-probe-{secrets.token_hex(8)}"
-    with _writable_directory() as open_to_all:
+    with _open_directory() as open_to_all:
+        untouched = Path(open_to_all, "untouched")
+        untouched.write_text("untouched")
+        untouched.chmod(0o666)
         directories = [open_to_all, os.getcwd(), str(Path.home()), tempfile.gettempdir(), "/var/tmp", sys.prefix, "/"]
-        ran = await execute(_WRITES.format(directories=directories, name=name), timeout=_PATIENCE_SECONDS)
+        program = programs.WRITES.format(directories=directories, name=name, untouched=str(untouched))
+        ran = await execute(program, timeout=_PATIENCE_SECONDS)
+        changed = not _is_untouched(untouched)
         leaked = [path for path in (Path(directory) / name for directory in directories) if path.exists()]
         for path in leaked:
             path.unlink(missing_ok=True)
-    return ran.outcome is Outcome.OK and not leaked
+    return ran.outcome is Outcome.OK and not leaked and not changed
+
+
+def _is_untouched(file: Path) -> bool:
+    return file.exists() and file.stat().st_mode & 0o777 == 0o666 and file.read_text() == "untouched"
+
+
+async def _reads(execute: Execute, victim: _Victim) -> bool:
+    """Secrets in a file that everyone may read, in another program's files and in a process's open files stay there."""
+    with _open_directory() as open_to_all:
+        secret = Path(open_to_all, "secret")
+        secret.write_text(victim.start + victim.rest)
+        neighbour = programs.NEIGHBOUR.format(secret=victim.start + victim.rest, seconds=2 * _NEIGHBOUR_SECONDS)
+        places = [str(secret), f"/proc/{victim.process.pid}/environ", f"/proc/{victim.process.pid}/fd/0"]
+        reader = programs.READS.format(places=places, start=victim.start, seconds=_NEIGHBOUR_SECONDS)
+        _, ran = await asyncio.gather(
+            execute(neighbour, timeout=_PATIENCE_SECONDS), execute(reader, timeout=_PATIENCE_SECONDS)
+        )
+        if ran.outcome is not Outcome.OK or victim.rest in ran.stdout:
+            return False
+        if os.access("/etc/shadow", os.R_OK):
+            return await _outcome(execute, programs.SHADOW, Outcome.OK, timeout=_PATIENCE_SECONDS)
+        return True
 
 
 async def _memory(execute: Execute, memory_mb: int) -> bool:
-    return await _outcome(
-        execute, _MEMORY.format(size=2 * memory_mb << 20), Outcome.MEMORY_LIMIT, timeout=_PATIENCE_SECONDS
-    )
+    program = programs.MEMORY.format(size=2 * memory_mb << 20)
+    return await _outcome(execute, program, Outcome.MEMORY_LIMIT, timeout=_PATIENCE_SECONDS)
 
 
 async def _processes(execute: Execute, max_processes: int) -> bool:
-    return await _outcome(execute, _PROCESSES.format(most=max_processes + 8), Outcome.OK, timeout=_PATIENCE_SECONDS)
+    """Either no more can be made, or the program that has them is killed."""
+    ran = await execute(programs.PROCESSES.format(most=max_processes + 8), timeout=_PATIENCE_SECONDS)
+    return ran.outcome in (Outcome.OK, Outcome.KILLED)
 
 
-async def _signals(execute: Execute) -> bool:
-    return await _outcome(execute, _SIGNALS.format(pid=os.getpid()), Outcome.OK, timeout=_PATIENCE_SECONDS)
+async def _tracing(execute: Execute, victim: _Victim) -> bool:
+    program = programs.TRACING.format(pid=victim.process.pid, start=victim.start)
+    ran = await execute(program, timeout=_PATIENCE_SECONDS)
+    return ran.outcome is Outcome.OK and victim.rest not in ran.stdout
+
+
+async def _signals(execute: Execute, victim: _Victim) -> bool:
+    """A process of this user must survive."""
+    ran = await execute(programs.SIGNALS.format(pid=victim.process.pid), timeout=_PATIENCE_SECONDS)
+    return ran.outcome is Outcome.OK and victim.process.poll() is None

@@ -7,8 +7,8 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -31,7 +31,7 @@ class Execution:
 
     ``exit_code`` is the exit status, minus the signal's number when a signal ended the program, and None for
     infrastructure failures. ``seconds`` is wall time. ``truncated`` says that a stream was longer than
-    ``output_limit`` and only its head and tail were kept.
+    ``output_limit`` and only its head and tail were kept. ``files`` are those of ``fetch_files`` that were there.
     """
 
     outcome: Outcome
@@ -40,16 +40,19 @@ class Execution:
     exit_code: int | None
     seconds: float
     truncated: bool
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 PROPERTIES: Mapping[str, str] = {
     "no_network": "a program reaches no network",
     "scratch_only_writes": "a program writes nowhere but in its scratch directory",
+    "no_foreign_reads": "a program reads nothing but the interpreter, the system's libraries and its scratch directory",
     "bounded_memory": "a program's memory is bounded",
     "bounded_processes": "a program's number of processes is bounded",
     "bounded_time": "a program's time is bounded",
     "bounded_output": "a program's output is bounded",
     "no_foreign_signals": "a program cannot signal processes that are not its own",
+    "no_tracing": "a program cannot trace processes that are not its own, nor read their memory",
 }
 """The properties probed when a sandbox opens, with what each means."""
 
@@ -86,9 +89,35 @@ class Sandbox(Protocol):
         ...
 
     async def execute(
-        self, program: str, *, timeout: float | None = None, stdin: str = "", request_id: str | None = None
+        self,
+        program: str,
+        *,
+        timeout: float | None = None,
+        stdin: str = "",
+        session: str | None = None,
+        request_id: str | None = None,
+        files: Mapping[str, bytes] | None = None,
+        fetch_files: Sequence[str] = (),
+        echo: bool = False,
     ) -> Execution:
-        """Run a program. ``timeout`` in seconds (None: the setting's). One ``request_id`` never runs twice."""
+        """Run a program. ``timeout`` in seconds (None: the setting's). One ``request_id`` never runs twice.
+
+        ``files`` are written into the scratch directory before, ``fetch_files`` read from it afterwards. ``echo``
+        prints the value of a last expression. In a ``session`` variables and files of earlier programs are there.
+        Raises ValueError for a bad argument and UnknownSessionError.
+        """
+        ...
+
+    async def open_session(self) -> str:
+        """Start an interpreter that keeps its state between programs. Raises SessionLimitError."""
+        ...
+
+    async def fork_session(self, session: str) -> str:
+        """Branch a session. Raises UnknownSessionError, SessionLimitError and SessionForkError."""
+        ...
+
+    async def close_session(self, session: str) -> None:
+        """End a session and what runs in it; nothing happens if it has ended. Raises UnknownSessionError."""
         ...
 
     async def close(self) -> None:

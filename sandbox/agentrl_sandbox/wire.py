@@ -31,9 +31,10 @@ def pack(header: dict[str, Any], *blobs: bytes) -> bytes:
 
 
 class FrameBuffer:
-    """Cuts a stream of bytes into frames."""
+    """Cuts a stream of bytes into frames of at most ``limit`` bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = _MAX_FRAME) -> None:
+        self._limit = limit
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[Frame]:
@@ -43,7 +44,7 @@ class FrameBuffer:
         position = 0
         while len(self._data) - position >= _HEAD.size:
             size, header_size = _HEAD.unpack_from(self._data, position)
-            if size > _MAX_FRAME or header_size > size:
+            if size > self._limit or header_size > size:
                 raise FrameError(f"impossible frame of {size} bytes with a header of {header_size}")
             end = position + _HEAD.size + size
             if len(self._data) < end:
@@ -55,10 +56,18 @@ class FrameBuffer:
 
 
 def _unpack(body: bytes, header_size: int) -> Frame:
-    header = json.loads(body[:header_size])
+    try:
+        header = json.loads(body[:header_size])
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"a frame's header is no JSON: {error}") from error
+    sizes = header.pop("blobs", []) if isinstance(header, dict) else None
+    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise FrameError("a frame's header is no object, or its sizes are none")
+    if sum(sizes) != len(body) - header_size:
+        raise FrameError("a frame's sizes do not add up")
     blobs: list[bytes] = []
     position = header_size
-    for size in header.pop("blobs", ()):
+    for size in sizes:
         blobs.append(body[position : position + size])
         position += size
     return header, blobs

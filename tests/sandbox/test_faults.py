@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from agentrl_sandbox.client import ClosedError, Outcome, SandboxSettings, open_sandbox
-from agentrl_sandbox.runner import kernel
 
 
 def children(pid: int) -> list[int]:
@@ -181,51 +180,6 @@ async def test_a_sandbox_refuses_another_event_loop(sandbox):
         await asyncio.to_thread(elsewhere)
 
 
-POWERLESS = """
-import asyncio, sys
-from agentrl_sandbox.client import *
-from agentrl_sandbox.runner import kernel
-kernel.drop_capabilities()
-async def main():
-    try:
-        sandbox = await open_sandbox(SandboxSettings(workers=4, allow_unisolated=sys.argv[1] == "yes"))
-    except UnisolatedError as error:
-        print(sorted(error.missing), "Fix:" in str(error))
-        return
-    print(sorted(sandbox.isolation.missing), (await sandbox.execute("print('ran')")).stdout.strip())
-    print((await sandbox.execute("while True: pass", timeout=0.2)).outcome.value)
-    print((await sandbox.execute("b = bytearray(10**10)")).outcome.value)
-    print((await sandbox.execute("import os; print(os.getcwd() != '/', os.listdir())")).stdout.strip())
-    await sandbox.close()
-asyncio.run(main())
-"""
-
-
-@pytest.fixture
-def powerless():
-    """Runs POWERLESS without capabilities: root so stripped may not even make user namespaces."""
-    if os.geteuid() != 0 or not kernel.may_change_user():
-        pytest.skip("only root can be stripped of its capabilities to see what is refused without them")
-
-    def run(allow: str) -> list[str]:
-        command = [sys.executable, "-W", "error", "-c", POWERLESS, allow]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
-
-    return run
-
-
-async def test_without_isolation_it_refuses_and_names_what_is_missing(powerless):
-    assert powerless("no") == ["['no_foreign_signals', 'no_network', 'scratch_only_writes'] True"]
-
-
-async def test_without_isolation_but_allowed_the_limits_still_hold(powerless):
-    first, *rest = powerless("yes")
-    assert first.endswith("ran")
-    for name in ("no_foreign_signals", "no_network", "scratch_only_writes"):
-        assert name in first
-    assert rest == ["timeout", "memory_limit", "True []"]
-
-
 async def test_unknown_urls_are_refused_by_the_settings():
     with pytest.raises(ValueError, match="valid: local://"):
         SandboxSettings(url="locl://")
@@ -236,3 +190,51 @@ async def test_a_paused_event_loop_loses_no_answer(sandbox):
     await asyncio.sleep(0.01)
     time.sleep(0.6)
     assert [done.outcome for done in await asyncio.gather(*calls)] == [Outcome.OK] * 4
+
+
+async def until(condition) -> None:
+    for _ in range(3000):
+        if condition():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("it never came true")
+
+
+async def test_a_standby_takes_over_and_is_replaced():
+    others = set(servers())
+    sandbox = await open_sandbox(SandboxSettings(workers=4, standby=True))
+    await until(lambda: len(set(servers()) - others) == 2)
+    first, second = sorted(set(servers()) - others)
+    await until(lambda: len(children(second)) == len(ZYGOTES))
+    call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(30)"))
+    await until_started(1, first)
+    os.kill(first, signal.SIGKILL)
+    assert (await call).outcome is Outcome.INFRASTRUCTURE_FAILURE
+    assert (await sandbox.execute("import os; print(os.getpid())")).stdout == "1\n"
+    assert alive(second)
+    await until(lambda: len(set(servers()) - others) == 2)
+    assert first not in servers()
+    await sandbox.close()
+    assert set(servers()) <= others
+
+
+async def test_a_standby_that_died_is_not_used():
+    others = set(servers())
+    sandbox = await open_sandbox(SandboxSettings(workers=4, standby=True))
+    await until(lambda: len(set(servers()) - others) == 2)
+    for server in set(servers()) - others:
+        os.kill(server, signal.SIGKILL)
+    await until(lambda: not any(alive(server) for server in set(servers()) - others))
+    assert (await sandbox.execute("print('new')")).stdout == "new\n"
+    await sandbox.close()
+    assert set(servers()) <= others
+
+
+async def test_closing_while_a_standby_starts_leaves_no_process():
+    others = set(servers())
+    sandbox = await open_sandbox(SandboxSettings(workers=4, standby=True))
+    await until(lambda: len(set(servers()) - others) == 2)
+    processes = [p for server in set(servers()) - others for p in (server, *descendants(server))]
+    await sandbox.close()
+    assert await all_gone(processes)
+    assert set(servers()) <= others

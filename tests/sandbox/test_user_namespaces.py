@@ -62,8 +62,20 @@ async def main(programs):
     for name, program in programs.items():
         done = await sandbox.execute(program, timeout=0.5 if name == "timeout" else 20)
         seen[name] = [done.outcome.value, done.stdout, done.stderr]
+    seen["branches"] = await branches(sandbox)
     await sandbox.close()
     print(json.dumps(seen))
+
+async def branches(sandbox):
+    origin = await sandbox.open_session()
+    await sandbox.execute("x = 'both'; open('f', 'w').write('both')", session=origin)
+    fork = await sandbox.fork_session(origin)
+    await sandbox.execute("x = open('f', 'w').write('fork')", session=fork)
+    look = "print(x, open('f').read(), [l.split()[1] for l in open('/proc/self/status') if l.startswith('CapEff')])"
+    told = [(await sandbox.execute(look, session=name)).stdout for name in (origin, fork)]
+    await sandbox.close_session(origin)
+    done = await sandbox.execute("while True: pass", session=fork, timeout=0.5)
+    return [*told, done.outcome.value]
 
 if os.geteuid() == 0:
     reach(json.loads(sys.argv[2]))
@@ -113,6 +125,11 @@ def test_a_timeout_kills(seen):
 
 def test_science_is_warm_and_scratch_empty(seen):
     assert seen["science"][1] == "{2: 2, 3: 1, 5: 1} 1 []\n"
+
+
+def test_sessions_branch_and_their_limits_hold(seen):
+    none = ["0000000000000000"]
+    assert seen["branches"] == [f"both both {none}\n", f"4 fork {none}\n", "timeout"]
 
 
 def test_a_program_cannot_become_another_user(seen):

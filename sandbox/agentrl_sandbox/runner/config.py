@@ -16,11 +16,20 @@ class RunnerConfig:
     scratch_mb: int
     output_limit: int
     flood_limit: int
+    fetch_limit: int
+    max_sessions: int
+    session_idle_timeout: float
     workers: int
     library_paths: tuple[str, ...]  # directories on the programs' sys.path, beyond the standard library
     package_path: str  # the directory that holds this package
     readable: tuple[str, ...]  # directories that programs may read, beyond the system's
     client_pid: int
+    first_user: int  # with root, the program in slot i runs as user and group ``first_user + i``
+
+    @property
+    def slots(self) -> int:
+        """How many users and scratch directories there are: those of the workers, then those of sessions."""
+        return self.workers + self.max_sessions
 
     def to_json(self) -> str:
         """For an argument vector."""
@@ -35,8 +44,8 @@ class RunnerConfig:
         return cls(**fields)
 
 
-FIRST_USER = 61_000
-"""With root, the program in slot ``i`` runs as user and group ``FIRST_USER + i``."""
+SCRATCH_VARIABLE = "AGENTRL_SCRATCH"
+"""Without namespaces: names, to server and zygotes, the directory that holds the slots' scratch directories."""
 
 
 def command(executable: str, module: str, package_path: str, *arguments: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -29,6 +30,7 @@ MOUNT_ATTR_NODEV = 4
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_CAPBSET_DROP = 24
+_PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 _AT_FDCWD = -100
 _AT_RECURSIVE = 0x8000
@@ -37,7 +39,7 @@ _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
 _MADV_COLLAPSE = 25  # Linux 6.1
 _HUGE = 2 << 20
-_CHANGE_USER = 1 << 0 | 1 << 6 | 1 << 7
+_CHANGE_USER = 1 << 0 | 1 << 5 | 1 << 6 | 1 << 7
 _CAP_VERSION_3 = 0x20080522
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -54,6 +56,18 @@ def _check(result: int, what: str) -> None:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def system_call(number: int, *arguments: object) -> int:
+    """A system call by its number; minus one where it fails."""
+    return int(_libc.syscall(ctypes.c_long(number), *arguments))
+
+
+def checked_call(name: str, number: int, *arguments: object) -> int:
+    """A system call by its number. Raises OSError."""
+    result = system_call(number, *arguments)
+    _check(result, name)
+    return result
 
 
 def unshare(flags: int) -> None:
@@ -122,9 +136,19 @@ def die_with_parent(signal_number: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
 def set_dumpable() -> None:
     """Give this process's /proc entries back to its user after a change of user."""
     _prctl(_PR_SET_DUMPABLE, 1)
+
+
+def forbid_tracing() -> None:
+    """Close this process's memory and /proc entries to other processes of its user."""
+    _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def no_new_privileges() -> None:
@@ -143,10 +167,26 @@ def drop_capabilities() -> None:
 
 
 def may_change_user() -> bool:
-    """Whether this process may become another user and give files away (CAP_CHOWN, CAP_SETGID, CAP_SETUID)."""
+    """Whether this process may become another user, give it files and end its processes.
+
+    That takes CAP_CHOWN, CAP_KILL, CAP_SETGID and CAP_SETUID.
+    """
     with open("/proc/self/status", encoding="ascii") as file:
         effective = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff"))
     return effective & _CHANGE_USER == _CHANGE_USER
+
+
+def become(user: int) -> None:
+    """Take on a user and the group of the same number, and no other group."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+
+
+def offer_to_oom_killer() -> None:
+    """Have the kernel end this process and its children before others when memory runs out."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("1000")
 
 
 def _prctl(option: int, argument: int) -> None:

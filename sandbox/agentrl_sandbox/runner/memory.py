@@ -1,26 +1,74 @@
-"""Resident memory of a program and all its processes.
+"""What a program and all its processes use.
 
-RLIMIT_AS binds each process on its own; this watches their sum. Orphans are adopted by the program itself, the first
-process of its PID namespace, so its tree is complete.
+RLIMIT_AS binds each process on its own; this watches their sum. Orphans are adopted by the program itself, as the first
+process of its PID namespace or as the one that adopts, so its tree is complete.
 """
 
 from __future__ import annotations
 
+import os
 import resource
+from dataclasses import dataclass
 
 _PAGE = resource.getpagesize()
-_DEEPEST = 64
 
 
-def resident_bytes(pid: int, beyond: int = 0, depth: int = 0) -> int:
-    """Resident memory of a process tree, of each process what exceeds ``beyond``; 0 for one that is gone."""
+@dataclass(kw_only=True, slots=True)
+class Usage:
+    """Of a process tree: bytes of resident memory, and tasks (processes and threads)."""
+
+    resident: int = 0
+    tasks: int = 0
+
+
+def usage(pid: int, beyond: int = 0) -> Usage:
+    """What a process tree uses; of each process only the memory above ``beyond``. What is gone counts nothing."""
+    total = Usage()
+    waiting = [pid]
+    while waiting:
+        process = waiting.pop()
+        total.resident += max(0, resident_bytes(process) - beyond)
+        total.tasks += len(tasks(process))
+        waiting += children(process)
+    return total
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of one process; 0 for one that is gone."""
     try:
         with open(f"/proc/{pid}/statm", encoding="ascii") as file:
-            total = max(0, int(file.read().split()[1]) * _PAGE - beyond)
-        if depth > _DEEPEST:
-            return total
-        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
-            children = file.read().split()
+            return int(file.read().split()[1]) * _PAGE
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return total + sum(resident_bytes(int(child), beyond, depth + 1) for child in children)
+
+
+def children(pid: int) -> list[int]:
+    """The children of a process, whichever of its threads made them."""
+    found: list[int] = []
+    for task in tasks(pid):
+        try:
+            with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
+                found += map(int, file.read().split())
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def tasks(pid: int) -> list[str]:
+    """The threads of a process."""
+    try:
+        return os.listdir(f"/proc/{pid}/task")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def tasks_of_user(user: int) -> int:
+    """How many tasks a user has on this host, as far as /proc shows them."""
+    total = 0
+    for name in os.listdir("/proc"):
+        try:
+            if name.isdigit() and os.stat(f"/proc/{name}").st_uid == user:
+                total += len(tasks(int(name)))
+        except FileNotFoundError:
+            continue
+    return total

@@ -49,8 +49,8 @@ def become_namespace_root(also: int = 0) -> None:
             file.write(text)
 
 
-def _open_sources(readable: Iterable[str]) -> dict[str, tuple[int, bool]]:
-    """Path descriptors of everything to bind, so that the new root may be built over any of it."""
+def visible(readable: Iterable[str]) -> tuple[list[str], list[str]]:
+    """What programs may see: directories and files to read, none below another, and devices."""
     wanted = [path for path in _SYSTEM if not os.path.islink(path)]
     for path in readable:
         wanted += [os.path.abspath(path), os.path.realpath(path)]
@@ -58,7 +58,14 @@ def _open_sources(readable: Iterable[str]) -> dict[str, tuple[int, bool]]:
     for path in sorted(set(wanted)):
         if os.path.isdir(path) and not any(path.startswith(parent + "/") for parent in chosen):
             chosen.append(path)
-    chosen += [path for path in (*_SYSTEM_FILES, *_DEVICES) if os.path.exists(path)]
+    chosen += [path for path in _SYSTEM_FILES if os.path.exists(path)]
+    return chosen, [path for path in _DEVICES if os.path.exists(path)]
+
+
+def _open_sources(readable: Iterable[str]) -> dict[str, tuple[int, bool]]:
+    """Path descriptors of everything to bind, so that the new root may be built over any of it."""
+    files, devices = visible(readable)
+    chosen = files + devices
     return {path: (os.open(path, os.O_PATH | os.O_CLOEXEC), os.path.isdir(path)) for path in chosen}
 
 

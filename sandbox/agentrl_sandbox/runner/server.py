@@ -2,9 +2,14 @@
 
 It holds the programs' texts and outputs, and never forks: children come from zygotes, which hold neither.
 
-    client -> server   {"op": "run", "id", "timeout"} program stdin · {"op": "cancel", "id"}
-    server -> client   {"op": "hello", "mode", "why"} · {"op": "ready"}
-                       {"op": "done", "id", "outcome", "exit_code", "seconds", "truncated", "why"} stdout stderr
+    client -> server   {"op": "run", "id", "timeout", "session", "echo", "files", "fetch"} program stdin file...
+                       {"op": "cancel", "id"} · {"op": "open", "id", "session"}
+                       {"op": "fork", "id", "session", "fork"} · {"op": "close", "id", "session"}
+    server -> client   {"op": "hello", "why", "layers"} · {"op": "ready"}
+                       {"op": "done", "id", "outcome", "exit_code", "seconds", "truncated", "why", "files"}
+                       stdout stderr file...
+                       {"op": "opened", "id"} · {"op": "closed", "id"} · {"op": "refused", "id", "kind", "why"}
+                       {"op": "ended", "session", "why"}
 """
 
 from __future__ import annotations
@@ -12,21 +17,25 @@ from __future__ import annotations
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
-from agentrl_sandbox.runner import kernel, rootfs
+from agentrl_sandbox.runner import kernel, remains, rootfs, undertaker
 from agentrl_sandbox.runner.capture import Capture
-from agentrl_sandbox.runner.config import FIRST_USER, RunnerConfig
-from agentrl_sandbox.runner.memory import resident_bytes
-from agentrl_sandbox.runner.program import Ending, Program, judge
+from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
+from agentrl_sandbox.runner.launch import launch
+from agentrl_sandbox.runner.lockdown import has_own_users, layers
+from agentrl_sandbox.runner.memory import usage
+from agentrl_sandbox.runner.order import Order
+from agentrl_sandbox.runner.program import Ending, Program, done_frame, judge
 from agentrl_sandbox.runner.routing import needs_science
+from agentrl_sandbox.runner.session_table import KIND
+from agentrl_sandbox.runner.sessions import Sessions
 from agentrl_sandbox.runner.zygote_handle import ZygoteHandle
 from agentrl_sandbox.types import Outcome
 from agentrl_sandbox.wire import FrameBuffer, pack
@@ -44,14 +53,16 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     why = ""
     try:
-        if config.isolate != "none":
+        if config.isolate == "none":
+            undertaker.fork_server(config, int(sys.argv[2]))
+        else:
             if config.isolate == "user":
                 _become_first_process(config, int(sys.argv[2]))
             rootfs.enter(config.readable)
     except OSError as error:
         why = str(error) or type(error).__name__
     client = socket.socket(fileno=int(sys.argv[2]))
-    client.sendall(pack({"op": "hello", "why": why}))
+    client.sendall(pack({"op": "hello", "why": why, "layers": layers(config)}))
     if why:
         return
     server = Server(config, client)
@@ -94,16 +105,16 @@ class Server:
         self._programs: dict[int, Program] = {}
         self._captures: dict[int, tuple[Program, Capture]] = {}
         self._slots = list(range(config.workers))
-        self._queues: dict[str, deque[tuple[dict[str, Any], list[bytes]]]] = {kind: deque() for kind in _KINDS}
+        self._unclean: dict[int, str] = {}  # slot -> the zygote that has it cleaned
+        self._queues: dict[str, deque[Order]] = {kind: deque() for kind in _KINDS}
         self._zygotes: dict[str, ZygoteHandle] = {}
         self._by_descriptor: dict[int, ZygoteHandle] = {}
+        self._handlers: dict[int, Callable[[], None]] = {}
+        self._sessions = Sessions(config, self)
         self._next_tick = time.monotonic() + _TICK
         self._parent_is_visible = os.getppid() == config.client_pid
-        self._scratch = ""
-        if config.isolate == "none":
-            self._scratch = tempfile.mkdtemp(prefix="agentrl-sandbox-")
-            os.chmod(self._scratch, 0o755)
-            os.environ["AGENTRL_SCRATCH"] = self._scratch
+        self.bare = config.isolate == "none"
+        self._count_tasks = not has_own_users(config)
         for kind in _KINDS:
             self._start_zygote(kind)
 
@@ -118,6 +129,8 @@ class Server:
                     self._on_zygote(self._by_descriptor[descriptor])
                 elif descriptor in self._captures:
                     self._on_output(*self._captures[descriptor])
+                elif descriptor in self._handlers:
+                    self._handlers[descriptor]()
             self._watch(time.monotonic())
             if self._parent_is_visible and os.getppid() != self._config.client_pid:
                 return
@@ -126,8 +139,8 @@ class Server:
         """Kill everything."""
         for zygote in self._zygotes.values():
             zygote.close()
-        if self._scratch:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+        if self.bare:
+            undertaker.bury(self._config, os.environ[SCRATCH_VARIABLE])
 
     # The client.
 
@@ -149,17 +162,27 @@ class Server:
 
     def _on_frame(self, header: dict[str, Any], blobs: list[bytes]) -> None:
         if header["op"] == "run":
-            kind = "science" if needs_science(blobs[0].decode("utf-8", "surrogatepass")) else "bare"
-            self._queues[kind].append((header, blobs))
+            order = Order.from_frame(header, blobs)
+            if order.session is not None:
+                self._sessions.run(order)
+                return
+            kind = "science" if needs_science(order.source.decode("utf-8", "surrogatepass")) else "bare"
+            self._queues[kind].append(order)
             self._start_queued()
-            return
-        program = self._programs.get(header["id"])
-        if program is not None:
-            self._kill(program, Outcome.KILLED)
-        for kind, queue in self._queues.items():
-            self._queues[kind] = deque(entry for entry in queue if entry[0]["id"] != header["id"])
+        elif header["op"] == "cancel":
+            self._cancel(header["id"])
+        else:
+            self._sessions.ask(header)
 
-    def _reply(self, header: dict[str, Any], *blobs: bytes) -> None:
+    def _cancel(self, identifier: int) -> None:
+        program = self._programs.get(identifier)
+        if program is not None:
+            self.kill(program, Outcome.KILLED)
+        for kind, queue in self._queues.items():
+            self._queues[kind] = deque(order for order in queue if order.identifier != identifier)
+
+    def reply(self, header: dict[str, Any], *blobs: bytes) -> None:
+        """Send a message to the client."""
         self._outgoing += pack(header, *blobs)
         self._flush()
 
@@ -178,82 +201,92 @@ class Server:
     def _start_queued(self) -> None:
         for kind, queue in self._queues.items():
             while queue and self._slots and self._zygotes[kind].ready:
-                header, (source, stdin) = queue.popleft()
-                self._start(header["id"], header["timeout"], kind, source, stdin)
+                self._start(queue.popleft(), kind)
 
-    def _start(self, identifier: int, timeout: float, kind: str, source: bytes, stdin: bytes) -> None:
-        file = os.memfd_create("program", os.MFD_CLOEXEC)
-        os.write(file, len(source).to_bytes(8, "big") + source + stdin)
-        os.lseek(file, 0, os.SEEK_SET)
-        pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(3)]
-        limits = (self._config.output_limit, self._config.output_limit, 4096)
-        captures = [Capture(read, limit) for (read, _), limit in zip(pipes, limits, strict=True)]
-        now = time.monotonic()
-        program = Program(
-            identifier=identifier,
-            slot=self._slots.pop(),
-            zygote=kind,
-            started=now,
-            deadline=now + timeout,
-            cpu_limit=int(timeout) + 1,
-            stdout=captures[0],
-            stderr=captures[1],
-            status=captures[2],
-        )
-        self._programs[identifier] = program
-        for capture in captures:
-            os.set_blocking(capture.descriptor, False)
-        for capture in captures[:2]:
-            self._captures[capture.descriptor] = (program, capture)
-            self._epoll.register(capture.descriptor, select.EPOLLIN)
-        if self._scratch:
-            self._make_scratch(program)
-        descriptors = [file, *(write for _, write in pipes)]
+    def _start(self, order: Order, kind: str) -> None:
+        program, descriptors = launch(order, self._config, kind, self._slots.pop())
+        self.add(program)
         try:
-            self._zygotes[kind].spawn(identifier, program.slot, program.cpu_limit, descriptors)
+            self._zygotes[kind].spawn(order.identifier, program.slot, program.cpu_limit, descriptors)
         except OSError as error:
             self._finish(program, Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=str(error)))
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _make_scratch(self, program: Program) -> None:
-        program.scratch = f"{self._scratch}/{program.slot}"
-        os.mkdir(program.scratch, 0o700)
-        if kernel.may_change_user():
-            os.chown(program.scratch, FIRST_USER + program.slot, FIRST_USER + program.slot)
+    def add(self, program: Program) -> None:
+        """Watch a program's output and deadline."""
+        self._programs[program.identifier] = program
+        for capture in (program.stdout, program.stderr):
+            self._captures[capture.descriptor] = (program, capture)
+            self._epoll.register(capture.descriptor, select.EPOLLIN)
 
-    def _finish(self, program: Program, ending: Ending) -> None:
-        for capture in program.captures:
+    def drain(self, program: Program) -> None:
+        """Take what the output pipes of a program that ended still hold."""
+        for capture in (program.stdout, program.stderr):
+            if capture.open and not capture.drain(self._config.flood_limit):
+                self._epoll.unregister(capture.descriptor)
+
+    def report(self, program: Program, ending: Ending) -> tuple[dict[str, Any], list[bytes]]:
+        """Watch a program no longer, release what it held, and give the message about its end."""
+        del self._programs[program.identifier]
+        for capture in (program.stdout, program.stderr):
             if self._captures.pop(capture.descriptor, None) is not None and capture.open:
                 self._epoll.unregister(capture.descriptor)
-            capture.close()
-        del self._programs[program.identifier]
-        self._slots.append(program.slot)
-        if program.scratch:
-            shutil.rmtree(program.scratch, ignore_errors=True)
-        header = {
-            "op": "done",
-            "id": program.identifier,
-            "outcome": ending.outcome.value,
-            "exit_code": ending.exit_code,
-            "seconds": time.monotonic() - program.started,
-            "truncated": program.stdout.truncated or program.stderr.truncated,
-            "why": ending.why,
-        }
-        self._reply(header, program.stdout.text(), program.stderr.text())
+        frame = done_frame(program, ending)
+        program.close()
+        return frame
+
+    def _finish(self, program: Program, ending: Ending, *, clean: bool = True) -> None:
+        header, blobs = self.report(program, ending)
+        self.release(program.slot, program.zygote, clean=clean)
+        self.reply(header, *blobs)
         self._start_queued()
 
-    def _kill(self, program: Program, reason: Outcome) -> None:
-        if program.reason is None:
-            program.reason = reason
+    def kill(self, program: Program, reason: Outcome) -> None:
+        """End a program; ``reason`` becomes its outcome. Only the first reason counts."""
+        if program.reason is not None:
+            return
+        program.reason = reason
+        if program.session is not None:
+            self._sessions.kill(program.session)
+        else:
             self._zygotes[program.zygote].kill(program.identifier)
 
     def _on_output(self, program: Program, capture: Capture) -> None:
         if not capture.drain(_BURST):
             self._epoll.unregister(capture.descriptor)
         if program.stdout.total + program.stderr.total > self._config.flood_limit:
-            self._kill(program, Outcome.OUTPUT_LIMIT)
+            self.kill(program, Outcome.OUTPUT_LIMIT)
+
+    # What sessions need of the loop.
+
+    def listen(self, descriptor: int, handler: Callable[[], None]) -> None:
+        """Call ``handler`` when there is something to read."""
+        self._handlers[descriptor] = handler
+        self._epoll.register(descriptor, select.EPOLLIN)
+
+    def ignore(self, descriptor: int) -> None:
+        """The inverse of ``listen``; nothing happens without it."""
+        if self._handlers.pop(descriptor, None) is not None:
+            self._epoll.unregister(descriptor)
+
+    def zygote(self, kind: str) -> ZygoteHandle:
+        """The interpreter of that kind."""
+        return self._zygotes[kind]
+
+    def release(self, slot: int, kind: str, *, clean: bool) -> None:
+        """Nothing runs in a slot any more. One that is not clean comes back when that zygote has cleaned it."""
+        if clean:
+            self._give_back(slot)
+        else:
+            self._unclean[slot] = kind
+
+    def _give_back(self, slot: int) -> None:
+        if slot < self._config.workers:
+            self._slots.append(slot)
+        else:
+            self._sessions.give_back(slot)
 
     # Zygotes.
 
@@ -269,8 +302,17 @@ class Server:
             self._replace(zygote)
         elif message["op"] == "ready":
             zygote.set_ready()
-            self._reply({"op": "ready", "kind": zygote.kind})
+            self.reply({"op": "ready", "kind": zygote.kind})
+            for slot, kind in self._unclean.items():
+                if kind == zygote.kind:
+                    zygote.clean(slot)
             self._start_queued()
+        elif message["op"] == "clean":
+            del self._unclean[message["slot"]]
+            self._give_back(message["slot"])
+            self._start_queued()
+        elif message["id"] < 0:
+            self._sessions.on_zygote(message)
         elif message["id"] in self._programs:
             self._on_report(self._programs[message["id"]], message)
 
@@ -278,15 +320,15 @@ class Server:
         if message["op"] == "located":
             program.pid = message["pid"]
             return
+        clean = message.get("clean", True)
         if message["op"] == "failed":
             ending = Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=message["why"])
         else:
-            for capture in program.captures[:2]:
-                if capture.open and not capture.drain(self._config.flood_limit):
-                    self._epoll.unregister(capture.descriptor)
+            self.drain(program)
+            assert program.status is not None
             program.status.drain(_BURST)
             ending = judge(program, message["status"], message["cpu"])
-        self._finish(program, ending)
+        self._finish(program, ending, clean=clean)
 
     def _replace(self, zygote: ZygoteHandle) -> None:
         """A zygote died: its programs died with it. Raises RuntimeError when it never came up."""
@@ -296,15 +338,22 @@ class Server:
         why = f"the {zygote.kind} interpreter ended with status {status}"
         if not zygote.ready:
             raise RuntimeError(f"{why} before it was ready")
+        if self.bare:
+            remains.kill_strays([other.pid for other in self._zygotes.values() if other is not zygote])
         self._start_zygote(zygote.kind)
+        if zygote.kind == KIND:
+            self._sessions.end_all(why)
         for program in [program for program in self._programs.values() if program.zygote == zygote.kind]:
-            self._finish(program, Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why))
+            self._finish(
+                program, Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why), clean=not self.bare
+            )
 
     # Limits.
 
     def _wait_seconds(self) -> float:
         now = time.monotonic()
         nearest = min((program.deadline for program in self._programs.values()), default=now + 1.0)
+        nearest = min(nearest, self._sessions.due())
         if self._programs:
             nearest = min(nearest, self._next_tick)
         return max(0.0, nearest - now)
@@ -312,18 +361,24 @@ class Server:
     def _watch(self, now: float) -> None:
         for program in list(self._programs.values()):
             if now >= program.deadline:
-                self._kill(program, Outcome.TIMEOUT)
+                self.kill(program, Outcome.TIMEOUT)
                 program.deadline = now + 1.0  # asked to end; look again later
+        self._sessions.watch(now)
         if not self._programs or now < self._next_tick:
             return
         self._next_tick = now + _TICK
+        self._sessions.watch_usage(count_tasks=self._count_tasks)
         for program in self._programs.values():
+            if program.session is not None:
+                continue
             if program.pid:
-                self._watch_memory(program)
+                self._watch_usage(program)
             elif now - program.started > _TICK:
                 self._zygotes[program.zygote].locate(program.identifier)
 
-    def _watch_memory(self, program: Program) -> None:
-        beyond = self._zygotes[program.zygote].resident
-        if resident_bytes(program.pid, beyond) > self._config.memory_mb << 20:
-            self._kill(program, Outcome.MEMORY_LIMIT)
+    def _watch_usage(self, program: Program) -> None:
+        used = usage(program.pid, self._zygotes[program.zygote].resident)
+        if used.resident > self._config.memory_mb << 20:
+            self.kill(program, Outcome.MEMORY_LIMIT)
+        elif self._count_tasks and used.tasks > self._config.max_processes:
+            self.kill(program, Outcome.KILLED)

@@ -4,16 +4,20 @@ It never sees a program: the text comes to the child in a memory file. The paren
 SEQPACKET socket, one JSON object a message:
 
     server -> zygote   {"op": "spawn", "id", "slot", "cpu"} with descriptors [program file, stdout, stderr, status]
-                       {"op": "kill", "id"} · {"op": "where", "id"}
+                       and [file to fetch into] where files are asked for
+                       {"op": "keep", "id", "slot", "session"} with descriptors [keeper's socket, session's socket]
+                       {"op": "kill", "id"} · {"op": "where", "id"} · {"op": "clean", "slot"}
     zygote -> server   {"op": "ready"} · {"op": "failed", "id", "why"} · {"op": "located", "id", "pid"}
-                       {"op": "exit", "id", "status", "cpu"}
+                       {"op": "exit", "id", "status", "cpu", "clean"} · {"op": "clean", "slot"}
+
+A slot is free for the next program when it is clean: at once, or after a helper has removed what was left in it.
 """
 
 from __future__ import annotations
 
 import array
 import builtins
-import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -24,12 +28,14 @@ import socket
 import sys
 from typing import Any
 
-from agentrl_sandbox.runner import kernel
+from agentrl_sandbox.runner import kernel, remains
 from agentrl_sandbox.runner.child import ChildLimits, limit_children, run_child
-from agentrl_sandbox.runner.config import RunnerConfig
+from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
+from agentrl_sandbox.runner.keeper import run_keeper
 from agentrl_sandbox.runner.routing import BARE_MODULES
 
 _MAX_MESSAGE = 65_536
+_MOST_DESCRIPTORS = 5
 
 
 def main() -> None:
@@ -127,6 +133,11 @@ class Zygote:
         limit_children(self._limits)
         self._ids: dict[int, int] = {}  # process -> program
         self._pids: dict[int, int] = {}  # program -> process
+        self._slots: dict[int, int] = {}  # process of a program, or of a helper that cleans -> slot
+        self._bare = config.isolate == "none"
+        self._scratch = os.environ.get(SCRATCH_VARIABLE, "")
+        if self._bare:
+            kernel.adopt_orphans()
         self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY) if config.isolate != "none" else -1
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -148,18 +159,22 @@ class Zygote:
 
     def _receive(self) -> bool:
         descriptors = array.array("i")
-        data, ancillary, _, _ = self._server.recvmsg(_MAX_MESSAGE, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC)
+        data, ancillary, _, _ = self._server.recvmsg(
+            _MAX_MESSAGE, socket.CMSG_SPACE(4 * _MOST_DESCRIPTORS), socket.MSG_CMSG_CLOEXEC
+        )
         if not data:
             return False
         for _, _, payload in ancillary:
             descriptors.frombytes(payload)
         message = json.loads(data)
-        if message["op"] == "spawn":
+        if message["op"] in ("spawn", "keep"):
             self._spawn(message, list(descriptors))
+        elif message["op"] == "clean":
+            self._clean(message["slot"])
         elif message["id"] in self._pids:
             pid = self._pids[message["id"]]
             if message["op"] == "kill":
-                self._kill(pid)
+                os.kill(pid, signal.SIGKILL)  # a child that was not reaped keeps its number
             else:
                 self._send({"op": "located", "id": message["id"], "pid": pid})
         return True
@@ -174,44 +189,48 @@ class Zygote:
             self._send({"op": "failed", "id": identifier, "why": str(error)})
             return
         else:
+            if pid == 0 and message["op"] == "keep":
+                run_keeper(self._limits, message["slot"], message["session"], descriptors)
             if pid == 0:
                 run_child(self._limits, message["slot"], message["cpu"], descriptors)
             self._ids[pid] = identifier
             self._pids[identifier] = pid
+            self._slots[pid] = message["slot"]
         finally:
             if self._own_pid_namespace >= 0:
                 kernel.setns(self._own_pid_namespace, kernel.CLONE_NEWPID)
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _kill(self, pid: int) -> None:
-        """A child that was not reaped keeps its number, so this hits no one else."""
-        if self._config.isolate == "none":
-            try:
-                os.killpg(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                os.kill(pid, signal.SIGKILL)  # it has not made its group yet
-        else:
-            os.kill(pid, signal.SIGKILL)
-
     def _reap(self) -> None:
-        while self._ids:
-            if self._config.isolate == "none":
-                self._kill_left_behind()
+        while self._slots:
             pid, status, usage = os.wait4(-1, os.WNOHANG)
             if pid == 0:
                 return
-            identifier = self._ids.pop(pid)
-            del self._pids[identifier]
-            cpu = usage.ru_utime + usage.ru_stime
-            self._send({"op": "exit", "id": identifier, "status": status, "cpu": cpu})
+            slot = self._slots.pop(pid, None)
+            identifier = self._ids.pop(pid, None)
+            if identifier is not None and slot is not None:
+                del self._pids[identifier]
+                clean = not self._bare or self._is_clean(slot)
+                cpu = usage.ru_utime + usage.ru_stime
+                self._send({"op": "exit", "id": identifier, "status": status, "cpu": cpu, "clean": clean})
+                if not clean:
+                    self._clean(slot)
+            elif slot is not None:
+                if status != 0:
+                    raise RuntimeError(f"slot {slot} could not be cleaned: status {status}")
+                self._send({"op": "clean", "slot": slot})
 
-    def _kill_left_behind(self) -> None:
-        """Without a PID namespace: kill the group of a program that ended, while its number is not reused."""
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(ended.si_pid, signal.SIGKILL)
+    def _is_clean(self, slot: int) -> bool:
+        """End what a program left behind; whether it left no file either."""
+        remains.kill_strays(self._slots, self._limits.user(slot))
+        return remains.is_clean(f"{self._scratch}/{slot}", self._limits.user(slot))
+
+    def _clean(self, slot: int) -> None:
+        """Have a helper remove a slot's files; what a program may have made in number must not keep others waiting."""
+        user, directory = self._limits.user(slot), f"{self._scratch}/{slot}"
+        remains.kill_strays(self._slots, user)
+        self._slots[remains.run_as(user, functools.partial(remains.clean, directory, user))] = slot
 
     def _send(self, message: dict[str, Any]) -> None:
         self._server.send(json.dumps(message).encode())

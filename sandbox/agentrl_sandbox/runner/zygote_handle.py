@@ -42,6 +42,11 @@ class ZygoteHandle:
             )
         os.close(stdin)
 
+    @property
+    def pid(self) -> int:
+        """The interpreter's process."""
+        return self._process.pid
+
     def fileno(self) -> int:
         """For epoll."""
         return self._socket.fileno()
@@ -56,13 +61,22 @@ class ZygoteHandle:
         message = {"op": "spawn", "id": identifier, "slot": slot, "cpu": cpu_seconds}
         socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors)
 
+    def keep(self, identifier: int, slot: int, session: int, descriptors: list[int]) -> None:
+        """Ask for a keeper with one session. Raises OSError when the zygote is gone."""
+        message = {"op": "keep", "id": identifier, "slot": slot, "session": session}
+        socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors)
+
     def locate(self, identifier: int) -> None:
         """Ask for a child's process number."""
-        self._ask("where", identifier)
+        self._tell({"op": "where", "id": identifier})
 
     def kill(self, identifier: int) -> None:
         """Ask for a child's end. A zygote that is gone has taken its children with it."""
-        self._ask("kill", identifier)
+        self._tell({"op": "kill", "id": identifier})
+
+    def clean(self, slot: int) -> None:
+        """Ask for a slot's processes and files to be removed."""
+        self._tell({"op": "clean", "slot": slot})
 
     def receive(self) -> dict[str, Any] | None:
         """The next report; None when the zygote is gone."""
@@ -84,6 +98,6 @@ class ZygoteHandle:
             self._process.stdout.close()
         return status
 
-    def _ask(self, what: str, identifier: int) -> None:
+    def _tell(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._socket.send(json.dumps({"op": what, "id": identifier}).encode())
+            self._socket.send(json.dumps(message).encode())

@@ -1,0 +1,7 @@
+"""``python -m agentrl_sandbox``: the command ``agentrl-sandbox``."""
+
+import sys
+
+from agentrl_sandbox.service.commands import main
+
+sys.exit(main())

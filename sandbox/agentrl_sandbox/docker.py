@@ -1,0 +1,197 @@
+"""``docker://IMAGE``: a container of our own that runs programs. The one module that knows the Docker SDK.
+
+The container has no network, and nothing of this machine but one directory with its socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import docker
+from docker.errors import DockerException, ImageNotFound, NotFound
+
+from agentrl_sandbox.errors import BusyError, StartError, UnisolatedError
+from agentrl_sandbox.service.messages import LIMITS
+from agentrl_sandbox.service.pool import RunnerPool, failure
+from agentrl_sandbox.settings import SandboxSettings
+from agentrl_sandbox.types import PROPERTIES, Execution, Isolation
+
+_SOCKETS = "/run/agentrl"
+_START_SECONDS = 120.0
+_LINGER_SECONDS = 30  # a container whose trainer was killed ends by itself, and is removed
+_QUEUE_LIMIT = 1_000_000  # this process's own calls wait here; they are not refused
+_MEGABYTE = 1 << 20
+_SPARE_MB = 1024  # for the interpreters themselves
+
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID")
+"""What a runner needs to give each slot its own user, and to clean up after it; as in compose.yaml."""
+
+
+class DockerSandbox:
+    """One container, replaced when it dies. Made by ``open_docker``."""
+
+    def __init__(self, settings: SandboxSettings, client: docker.DockerClient) -> None:
+        self._settings = settings
+        self._client = client
+        self._image = settings.url.removeprefix("docker://")
+        # below a directory that only this user may enter: what is mounted may then belong to root for a moment
+        self._directory = Path(tempfile.mkdtemp(prefix="agentrl-sandbox-"))
+        self._sockets = self._directory / "sockets"
+        self._sockets.mkdir(mode=0o700)
+        self._pool = RunnerPool(self._sockets, queue_limit=_QUEUE_LIMIT, queue_seconds=settings.patience)
+        self._container: Any = None
+        self._keeping: asyncio.Task[None] | None = None
+
+    @property
+    def isolation(self) -> Isolation:
+        """What the probes in the container found."""
+        return self._pool.isolation
+
+    async def start(self) -> None:
+        """Start the container and wait for its runner. Raises StartError and UnisolatedError."""
+        self._pool.open()
+        await asyncio.to_thread(self._run_container)
+        waiting = asyncio.ensure_future(self._pool.roster.wait_for_runner(_START_SECONDS))
+        ending = asyncio.ensure_future(asyncio.to_thread(self._follow))
+        try:
+            await asyncio.wait((waiting, ending), return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done() or not waiting.result():
+                why = ending.result() if ending.done() else f"it said nothing for {_START_SECONDS:g} s"
+                raise StartError(f"the container of {self._image} did not start: {why}")
+        finally:
+            waiting.cancel()
+        missing = self.isolation.missing
+        if missing and not self._settings.allow_unisolated:
+            meanings = "; ".join(f"{name} ({PROPERTIES[name]})" for name in missing)
+            raise UnisolatedError(f"{self._image} does not isolate programs: missing {meanings}", missing=missing)
+        self._keeping = asyncio.create_task(self._keep(ending))
+
+    async def execute(
+        self,
+        program: str,
+        *,
+        timeout: float | None = None,
+        stdin: str = "",
+        session: str | None = None,
+        request_id: str | None = None,
+        files: Mapping[str, bytes] | None = None,
+        fetch_files: Sequence[str] = (),
+        echo: bool = False,
+    ) -> Execution:
+        """See ``Sandbox``."""
+        started = time.monotonic()
+        try:
+            return await self._pool.execute(
+                program,
+                timeout=timeout,
+                stdin=stdin,
+                session=session,
+                request_id=request_id,
+                files=files,
+                fetch_files=fetch_files,
+                echo=echo,
+            )
+        except BusyError as error:
+            return failure(str(error), started)
+
+    async def open_session(self) -> str:
+        """See ``Sandbox``. Raises BusyError."""
+        return await self._pool.open_session()
+
+    async def fork_session(self, session: str) -> str:
+        """See ``Sandbox``. Raises BusyError."""
+        return await self._pool.fork_session(session)
+
+    async def close_session(self, session: str) -> None:
+        """See ``Sandbox``."""
+        await self._pool.close_session(session)
+
+    async def close(self) -> None:
+        """Remove the container and everything in it."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        await self._pool.close()
+        await asyncio.to_thread(self._remove)
+
+    async def _keep(self, ending: asyncio.Future[str]) -> None:
+        """Start another container whenever this one ends."""
+        while True:
+            await ending
+            while True:
+                try:
+                    await asyncio.to_thread(self._run_container)
+                    break
+                except StartError:
+                    await asyncio.sleep(1.0)  # the engine may be restarting; calls wait, up to their patience
+            ending = asyncio.ensure_future(asyncio.to_thread(self._follow))
+
+    def _run_container(self) -> None:
+        settings = self._settings
+        environment = {f"SANDBOX_{name.upper()}": str(getattr(settings, name)) for name in LIMITS}
+        environment["SANDBOX_WORKERS"] = str(settings.concurrency)
+        environment["SANDBOX_ALLOW_UNISOLATED"] = str(settings.allow_unisolated)
+        memory = (settings.memory_mb + settings.scratch_mb) * settings.concurrency + _SPARE_MB
+        try:
+            self._container = self._client.containers.create(
+                self._image,
+                ["runner", "--sockets", _SOCKETS, "--linger", str(_LINGER_SECONDS)],
+                auto_remove=True,
+                init=True,
+                network_mode="none",
+                read_only=True,
+                tmpfs={"/tmp": "mode=1777,nosuid,nodev"},
+                cap_drop=["ALL"],
+                cap_add=list(CAPABILITIES),
+                security_opt=["no-new-privileges"],
+                pids_limit=settings.max_processes * settings.concurrency + 64,
+                mem_limit=memory * _MEGABYTE,
+                runtime=os.environ.get("SANDBOX_RUNTIME", "runc"),
+                environment=environment,
+                volumes={str(self._sockets): {"bind": _SOCKETS, "mode": "rw"}},
+                labels={"agentrl-sandbox": "docker"},
+            )
+            self._container.start()
+        except ImageNotFound as error:
+            why = f"no image {self._image!r} here; build it: docker build -t {self._image} sandbox"
+            raise StartError(why) from error
+        except DockerException as error:
+            raise StartError(f"the Docker engine did not start {self._image!r}: {error}") from error
+
+    def _follow(self) -> str:
+        """Read what the container says until it ends; its last words."""
+        last: deque[bytes] = deque(maxlen=8)
+        with contextlib.suppress(DockerException):
+            last.extend(self._container.logs(stream=True, follow=True))
+        return b"".join(last).decode("utf-8", "replace").strip() or "it said nothing"
+
+    def _remove(self) -> None:
+        if self._container is not None:
+            with contextlib.suppress(NotFound):
+                self._container.remove(force=True)
+        self._client.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+async def open_docker(settings: SandboxSettings) -> DockerSandbox:
+    """Start a container. Raises StartError, and UnisolatedError unless ``allow_unisolated``."""
+    try:
+        client = await asyncio.to_thread(docker.from_env)
+    except DockerException as error:
+        raise StartError(f"no Docker engine answers: {error}. Fix: start it, or use url=local://") from error
+    sandbox = DockerSandbox(settings, client)
+    try:
+        await sandbox.start()
+    except BaseException:
+        await sandbox.close()
+        raise
+    return sandbox

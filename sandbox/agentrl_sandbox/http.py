@@ -1,0 +1,290 @@
+"""``http://HOST:PORT``: programs run at a service. The one module that knows the HTTP client library."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import random
+import ssl
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import httpx
+
+from agentrl_sandbox.errors import (
+    BusyError,
+    ClosedError,
+    RefusedError,
+    SandboxError,
+    SessionForkError,
+    SessionLimitError,
+    StartError,
+    UnisolatedError,
+    UnknownSessionError,
+)
+from agentrl_sandbox.settings import SandboxSettings
+from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome
+
+_T = TypeVar("_T")
+_IN_FLIGHT = 256  # requests at once, unless the settings say otherwise; more calls wait here
+_START_SECONDS = 60.0
+_CONNECT_SECONDS = 10.0
+_SILENCE_SECONDS = 600.0  # beyond a program's time: what the service may keep a call in its queue
+_IDLE_SECONDS = 30.0  # after which an unused connection is closed; the service keeps it longer
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
+_LIMITS = (
+    *("memory_mb", "max_processes", "scratch_mb", "output_limit", "flood_limit"),
+    *("fetch_limit", "max_sessions", "session_idle_timeout"),
+)
+_ERRORS: dict[str, type[SandboxError]] = {
+    error.__name__: error for error in (UnknownSessionError, SessionLimitError, SessionForkError)
+}
+
+
+class HttpSandbox:
+    """Calls to a service. Made by ``open_http``."""
+
+    def __init__(self, settings: SandboxSettings) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._settings = settings
+        self._isolation = Isolation(layers={}, mode="unknown")
+        token = settings.token or os.environ.get("SANDBOX_TOKEN")
+        self._headers = {"Content-Type": "application/json"}
+        if token not in (None, "none"):
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._tls = ssl.create_default_context()
+        self._idle: list[httpx.AsyncClient] = []
+        self._busy: set[httpx.AsyncClient] = set()
+        self._room = asyncio.Semaphore(settings.workers or _IN_FLIGHT)
+        self._closed = False
+
+    @property
+    def isolation(self) -> Isolation:
+        """What the service's runners found when they started."""
+        return self._isolation
+
+    async def check(self) -> None:
+        """Wait until the service is ready, and see to its isolation, its limits and the token.
+
+        Raises StartError, UnisolatedError and RefusedError.
+        """
+        state = await self._ready()
+        self._isolation = _isolation(state)
+        missing = self._isolation.missing
+        if missing and not self._settings.allow_unisolated:
+            meanings = "; ".join(f"{name} ({PROPERTIES[name]})" for name in missing)
+            raise UnisolatedError(
+                f"the sandbox at {self._settings.url} does not isolate programs: missing {meanings}. Fix it there, or "
+                "set allow_unisolated=true to run the programs without it",
+                missing=missing,
+            )
+        self._check_limits(state)
+        if (first := await self.execute("pass")).outcome is not Outcome.OK:
+            raise StartError(f"the sandbox at {self._settings.url} cannot run programs: {first.stderr}")
+
+    async def execute(
+        self,
+        program: str,
+        *,
+        timeout: float | None = None,
+        stdin: str = "",
+        session: str | None = None,
+        request_id: str | None = None,
+        files: Mapping[str, bytes] | None = None,
+        fetch_files: Sequence[str] = (),
+        echo: bool = False,
+    ) -> Execution:
+        """See ``Sandbox``. Tries again while the service is busy or absent, then it is an infrastructure failure.
+
+        Raises ClosedError, UnknownSessionError, RefusedError, and ValueError for impossible arguments.
+        """
+        seconds = self._settings.timeout if timeout is None else timeout
+        if not 0 < seconds <= 3600:
+            raise ValueError(f"timeout must be above 0 and at most 3600 seconds, not {seconds}")
+        body = {
+            "program": program,
+            "timeout": seconds,
+            "stdin": stdin,
+            "request_id": request_id or uuid.uuid4().hex,
+            "files": {name: base64.b64encode(content).decode("ascii") for name, content in (files or {}).items()},
+            "fetch_files": list(fetch_files),
+            "echo": echo,
+        }
+        path = "/v1/execute" if session is None else f"/v1/sessions/{session}/execute"
+        started = time.monotonic()
+        try:
+            return await self._call("POST", path, body, seconds, _execution)
+        except BusyError as error:
+            return Execution(
+                outcome=Outcome.INFRASTRUCTURE_FAILURE,
+                stdout="",
+                stderr=str(error),
+                exit_code=None,
+                seconds=time.monotonic() - started,
+                truncated=False,
+            )
+
+    async def open_session(self) -> str:
+        """See ``Sandbox``. Raises BusyError when the service had no room for too long."""
+        return await self._call("POST", "/v1/sessions", {}, 0.0, _session)
+
+    async def fork_session(self, session: str) -> str:
+        """See ``Sandbox``. Raises BusyError when the service had no room for too long."""
+        return await self._call("POST", f"/v1/sessions/{session}/fork", {}, 0.0, _session)
+
+    async def close_session(self, session: str) -> None:
+        """See ``Sandbox``. Raises BusyError when the service was absent for too long."""
+        await self._call("DELETE", f"/v1/sessions/{session}", None, 0.0, lambda answer: None)
+
+    async def close(self) -> None:
+        """Drop the connections: what runs dies."""
+        self._closed = True
+        for client in (*self._idle, *self._busy):
+            await client.aclose()
+
+    async def _call(self, method: str, path: str, body: Any, seconds: float, read: Callable[[Any], _T]) -> _T:
+        """Send a request until it has an answer that can be read, under a deadline from when it is first sent.
+
+        Raises BusyError after the deadline.
+        """
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError("a sandbox belongs to the event loop it was opened in; open another in this one")
+        deadline = 0.0
+        pause = _FIRST_PAUSE
+        while True:
+            async with self._room:
+                deadline = deadline or time.monotonic() + seconds + self._settings.patience
+                try:
+                    return read(await self._send(method, path, body, seconds))
+                except BusyError as error:
+                    busy = error
+            rest = max(pause, busy.retry_after) * random.uniform(0.5, 1.5)
+            if time.monotonic() + rest > deadline:
+                why = f"{self._settings.url} had no answer in {self._settings.patience:g} s: {busy}"
+                raise BusyError(why) from busy
+            await asyncio.sleep(rest)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _send(self, method: str, path: str, body: Any, seconds: float) -> Any:
+        """One request. Raises BusyError where trying again may help."""
+        if self._closed:
+            raise ClosedError("the sandbox was closed")
+        client = self._idle.pop() if self._idle else self._one_connection()
+        self._busy.add(client)
+        try:
+            response = await client.request(
+                method,
+                path,
+                content=b"" if body is None else json.dumps(body).encode("ascii"),
+                timeout=httpx.Timeout(_CONNECT_SECONDS, read=seconds + _SILENCE_SECONDS, write=_SILENCE_SECONDS),
+            )
+        except httpx.TransportError as error:
+            raise BusyError(f"{type(error).__name__}: {error}", retry_after=0) from error
+        finally:
+            self._busy.discard(client)
+            self._idle.append(client)
+        if not response.is_success:
+            raise self._error(response)
+        try:
+            return response.json() if response.content else None
+        except json.JSONDecodeError as error:
+            raise BusyError(f"{self._settings.url} gave an answer that is no JSON: {error}") from error
+
+    def _one_connection(self) -> httpx.AsyncClient:
+        """A client for one request at a time: a pool of many connections looks at each of them for every request."""
+        return httpx.AsyncClient(
+            base_url=self._settings.url,
+            headers=self._headers,
+            limits=httpx.Limits(max_connections=1, keepalive_expiry=_IDLE_SECONDS),
+            verify=self._tls,
+            trust_env=False,  # a proxy of this process is not meant for its sandbox
+        )
+
+    def _error(self, response: httpx.Response) -> Exception:
+        try:
+            problem = response.json()
+            why = f"{self._settings.url} answered {response.status_code}: {problem['detail']}"
+            kind = _ERRORS.get(problem.get("error"))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            why, kind = f"{self._settings.url} answered {response.status_code}", None
+        if kind is not None:
+            return kind(why)
+        if response.status_code == 429 or response.status_code >= 500:
+            after = response.headers.get("Retry-After", "")
+            return BusyError(why, retry_after=int(after) if after.isdigit() else 1)
+        if response.status_code == 422:
+            return ValueError(why)
+        if response.status_code == 401:
+            why += "; set the setting token, or the variable SANDBOX_TOKEN"
+        return RefusedError(why)
+
+    async def _ready(self) -> dict[str, Any]:
+        deadline = time.monotonic() + min(_START_SECONDS, self._settings.patience)
+        while True:
+            try:
+                state = await self._send("GET", "/ready", None, 0.0)
+            except BusyError as error:
+                why = str(error)
+            else:
+                if isinstance(state, dict) and isinstance(state.get("isolation"), dict):
+                    return state
+                raise StartError(f"{self._settings.url} is no service of agentrl-sandbox")
+            if time.monotonic() > deadline:
+                raise StartError(f"no sandbox is ready at {self._settings.url}: {why}")
+            await asyncio.sleep(random.uniform(0.1, 0.5))
+
+    def _check_limits(self, state: Mapping[str, Any]) -> None:
+        """A limit that the user set here must be the service's: it cannot be changed from here."""
+        for name in self._settings.model_fields_set & set(_LIMITS):
+            wanted, there = getattr(self._settings, name), state.get("limits", {}).get(name)
+            if there != wanted:
+                raise StartError(
+                    f"the sandbox at {self._settings.url} has {name}={there:g}, not {wanted}: limits are set where the "
+                    "service runs"
+                )
+
+
+async def open_http(settings: SandboxSettings) -> HttpSandbox:
+    """Connect to a service. Raises StartError, UnisolatedError (unless ``allow_unisolated``) and RefusedError."""
+    sandbox = HttpSandbox(settings)
+    try:
+        await sandbox.check()
+    except BaseException:
+        await sandbox.close()
+        raise
+    return sandbox
+
+
+def _isolation(state: Mapping[str, Any]) -> Isolation:
+    layers = state["isolation"].get("layers", {})
+    return Isolation(
+        layers={name: layers.get(name) for name in PROPERTIES}, mode=str(state["isolation"].get("mode", "unknown"))
+    )
+
+
+def _session(answer: Mapping[str, Any]) -> str:
+    """Raises BusyError on an answer that cannot be read."""
+    try:
+        return str(answer["session"])
+    except (KeyError, TypeError) as error:
+        raise BusyError(f"the service gave an answer that cannot be read: {error}") from error
+
+
+def _execution(answer: Mapping[str, Any]) -> Execution:
+    """Raises BusyError on an answer that cannot be read, as after a broken connection."""
+    try:
+        return Execution(
+            outcome=Outcome(answer["outcome"]),
+            stdout=answer["stdout"],
+            stderr=answer["stderr"],
+            exit_code=answer["exit_code"],
+            seconds=float(answer["seconds"]),
+            truncated=answer["truncated"],
+            files={name: base64.b64decode(content) for name, content in answer["files"].items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BusyError(f"the service gave an answer that cannot be read: {error}") from error

@@ -1,0 +1,71 @@
+"""The memory file in which fetched files come back. It cannot grow, and what it holds is believed in nothing.
+
+Eight bytes for the length of the rest, then for each file its index among the names asked for (4 bytes), its size
+(8 bytes) and its content. The length is written last: before that, nothing counts as fetched.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from collections.abc import Sequence
+
+_LENGTH = struct.Struct("!Q")
+_RECORD = struct.Struct("!IQ")
+_F_ADD_SEALS = 1033
+_SEALS = 0x1 | 0x2 | 0x4  # no further seal, no shrinking, no growing
+
+
+def create(limit: int, names: Sequence[str]) -> int:
+    """A memory file for at most ``limit`` bytes of content. It takes memory only as it is written."""
+    file = os.memfd_create("files", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, _LENGTH.size + len(names) * _RECORD.size + limit)
+    fcntl.fcntl(file, _F_ADD_SEALS, _SEALS)
+    return file
+
+
+def read(file: int, names: Sequence[str]) -> dict[str, bytes]:
+    """The files that the child says it found; records that make no sense end the reading."""
+    room = os.fstat(file).st_size - _LENGTH.size
+    (length,) = _LENGTH.unpack(os.pread(file, _LENGTH.size, 0))
+    data = os.pread(file, min(length, room), _LENGTH.size)
+    found: dict[str, bytes] = {}
+    position = 0
+    while len(data) - position >= _RECORD.size:
+        index, size = _RECORD.unpack_from(data, position)
+        position += _RECORD.size
+        if index >= len(names) or size > len(data) - position:
+            break
+        found[names[index]] = data[position : position + size]
+        position += size
+    return found
+
+
+class Fetched:
+    """The child's end of the memory file."""
+
+    def __init__(self, file: int, names: Sequence[str]) -> None:
+        self._file = file
+        self._left = os.fstat(file).st_size - _LENGTH.size - len(names) * _RECORD.size
+        self._end = _LENGTH.size
+
+    def add(self, index: int, source: int, size: int) -> None:
+        """Append a file of ``size`` bytes, if it fits whole. Raises OSError; then nothing was appended."""
+        if size > self._left:
+            return
+        os.lseek(self._file, self._end + _RECORD.size, os.SEEK_SET)
+        left = size
+        while left > 0:
+            sent = os.sendfile(self._file, source, None, left)
+            if sent == 0:
+                break
+            left -= sent
+        size -= left  # it became shorter meanwhile
+        os.pwrite(self._file, _RECORD.pack(index, size), self._end)
+        self._end += _RECORD.size + size
+        self._left -= size
+
+    def seal(self) -> None:
+        """Let what was added count."""
+        os.pwrite(self._file, _LENGTH.pack(self._end - _LENGTH.size), 0)

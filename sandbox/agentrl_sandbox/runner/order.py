@@ -1,0 +1,97 @@
+"""What one run asks for: how it crosses the client's socket, and the memory file in which a child receives it.
+
+The memory file holds the length of a header (8 bytes), the header, the program, the files, and last what the program
+reads from stdin: the child reads up to there and hands the rest of the file to the program as descriptor 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """One run, as client and server see it."""
+
+    identifier: int
+    timeout: float
+    source: bytes
+    stdin: bytes
+    session: int | None = None
+    echo: bool = False
+    files: tuple[tuple[str, bytes], ...] = ()
+    fetch: tuple[str, ...] = ()
+
+    def to_frame(self) -> tuple[dict[str, Any], list[bytes]]:
+        """Header and blobs of the message to the server."""
+        header = {
+            "op": "run",
+            "id": self.identifier,
+            "timeout": self.timeout,
+            "session": self.session,
+            "echo": self.echo,
+            "files": [name for name, _ in self.files],
+            "fetch": self.fetch,
+        }
+        return header, [self.source, self.stdin, *(content for _, content in self.files)]
+
+    @classmethod
+    def from_frame(cls, header: dict[str, Any], blobs: Sequence[bytes]) -> Order:
+        """The inverse of ``to_frame``."""
+        return cls(
+            identifier=header["id"],
+            timeout=header["timeout"],
+            session=header["session"],
+            echo=header["echo"],
+            source=blobs[0],
+            stdin=blobs[1],
+            files=tuple(zip(header["files"], blobs[2:], strict=True)),
+            fetch=tuple(header["fetch"]),
+        )
+
+    def to_memory_file(self) -> int:
+        """A new memory file for the child, at its beginning."""
+        header = {
+            "source": len(self.source),
+            "echo": self.echo,
+            "files": [(name, len(content)) for name, content in self.files],
+            "fetch": self.fetch,
+        }
+        text = json.dumps(header).encode()
+        file = os.memfd_create("program", os.MFD_CLOEXEC)
+        for part in (len(text).to_bytes(8, "big"), text, self.source, *(c for _, c in self.files), self.stdin):
+            os.write(file, part)
+        os.lseek(file, 0, os.SEEK_SET)
+        return file
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One run, as the child sees it: the files' contents stay in the memory file."""
+
+    source: bytes
+    echo: bool
+    files: tuple[tuple[str, int], ...]  # names and sizes
+    fetch: tuple[str, ...]
+
+
+def read_task(descriptor: int) -> Task:
+    """Read a memory file up to the files."""
+    header = json.loads(_read(descriptor, int.from_bytes(_read(descriptor, 8), "big")))
+    return Task(
+        source=_read(descriptor, header["source"]),
+        echo=header["echo"],
+        files=tuple((name, size) for name, size in header["files"]),
+        fetch=tuple(header["fetch"]),
+    )
+
+
+def _read(descriptor: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        data += os.read(descriptor, size - len(data))
+    return data

@@ -1,0 +1,114 @@
+"""The command ``agentrl-sandbox``: ``serve`` a front, or be a ``runner``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import re
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from agentrl_sandbox.errors import SandboxError, StartError
+from agentrl_sandbox.service.settings import NO_TOKEN, ServiceSettings, read_settings
+from agentrl_sandbox.settings import SandboxSettings
+
+_OF_CLIENTS = ("url", "token", "patience")  # settings that mean nothing to a runner
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; what the user or the machine did wrong becomes one message and exit code 2."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    options = _parser().parse_args(arguments)
+    try:
+        if options.command == "runner":
+            return _runner(options)
+        return _serve(options)
+    except SandboxError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="agentrl-sandbox", description="Runs Python programs, isolated, over HTTP.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    of_runners = ", ".join(name for name in SandboxSettings.model_fields if name not in _OF_CLIENTS)
+    of_front = ", ".join(ServiceSettings.model_fields)
+    epilog = f"Settings of runners: {of_runners}; of the front: {of_front}. Also as variables SANDBOX_NAME."
+    serve = commands.add_parser("serve", help="answer HTTP requests", epilog=epilog)
+    serve.add_argument("--host", help="address to bind to; 127.0.0.1 unless given")
+    serve.add_argument("--port", help="port; 8080 unless given, 0: any free one")
+    serve.add_argument("--no-token", action="store_true", help="let everyone in who reaches the port")
+    serve.add_argument("--sockets", type=Path, help="directory of the runners' sockets; none: start runners here")
+    serve.add_argument("--runners", type=int, default=1, help="how many runners to start here")
+    runner = commands.add_parser("runner", help="run programs for a front", epilog=f"Settings: {of_runners}.")
+    runner.add_argument("--sockets", type=Path, required=True, help="directory to listen in")
+    runner.add_argument("--name", default=socket.gethostname(), help="name of the socket; the host's unless given")
+    runner.add_argument("--linger", type=float, help="seconds without a front after which to end")
+    runner.add_argument("--parent", type=int, help="process to end with")
+    for command in (serve, runner):
+        command.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings, for example memory_mb=1024")
+    return parser
+
+
+def _runner(options: argparse.Namespace) -> int:
+    from agentrl_sandbox.service.runner import RunnerOptions, serve_runner
+
+    if not _NAME.fullmatch(options.name):
+        raise SandboxError(f"{options.name!r} cannot name a socket; use letters, digits, dots and dashes")
+    environment = {"SANDBOX_STANDBY": "true", **os.environ}  # a service does not pause when a fork server dies
+    settings = read_settings(SandboxSettings, environment, options.settings, without=_OF_CLIENTS)
+    where = RunnerOptions(sockets=options.sockets, name=options.name, linger=options.linger, parent=options.parent)
+    asyncio.run(serve_runner(settings, where))
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    named = {name: value for name, value in (("host", options.host), ("port", options.port)) if value is not None}
+    if options.no_token:
+        named["token"] = NO_TOKEN
+    arguments = [*options.settings, *(f"{name}={value}" for name, value in named.items())]
+    of_front = [text for text in arguments if text.partition("=")[0] in ServiceSettings.model_fields]
+    of_runners = [text for text in arguments if text not in of_front]
+    read_settings(SandboxSettings, os.environ, of_runners, without=_OF_CLIENTS)  # complain here, not in a child
+    if options.sockets is not None and of_runners:
+        raise SandboxError(f"{of_runners[0]!r} belongs to runners, which are not started here with --sockets")
+    settings = read_settings(ServiceSettings, os.environ, of_front)
+    import uvloop
+
+    return uvloop.run(_serve_front(settings, options.sockets, options.runners, of_runners))
+
+
+async def _serve_front(settings: ServiceSettings, sockets: Path | None, runners: int, arguments: Sequence[str]) -> int:
+    from agentrl_sandbox.service.front import serve_front
+    from agentrl_sandbox.service.supervisor import local_runners
+
+    def say(port: int) -> None:
+        print(f"listening at http://{settings.host}:{port}", flush=True)
+
+    if sockets is not None:
+        await serve_front(settings, sockets, on_listening=say)
+        return 0
+    async with local_runners(runners, arguments) as (directory, keeping):
+        serving = asyncio.ensure_future(serve_front(settings, directory, on_listening=say))
+        await asyncio.wait((serving, keeping), return_when=asyncio.FIRST_COMPLETED)
+        if keeping.done():
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            _raise_start_error(keeping)
+        serving.result()
+    return 0
+
+
+def _raise_start_error(keeping: asyncio.Task[None]) -> NoReturn:
+    """The runners' keeper ends by itself only when one of them could not start."""
+    try:
+        keeping.result()
+    except* StartError as errors:
+        found = errors
+    raise StartError(str(found.exceptions[0]))

@@ -1,0 +1,156 @@
+"""Who may speak to the front, checked before anything else sees a request.
+
+A browser that a web page steers sends a Host header, an Origin and a content type that the page cannot choose freely:
+a foreign Host is refused (DNS rebinding), a foreign Origin is refused, and a body must be JSON, which a page cannot
+send to another site without asking first. Everything that runs programs needs the bearer token as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_OPEN_PATHS = frozenset({"/health", "/ready", "/docs", "/openapi.json"})  # they run nothing and hold no secret
+
+
+class _Left(Exception):
+    """The client left before its request was complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal(Exception):
+    """Why a request is turned away."""
+
+    status: int
+    detail: str
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+
+class Guard:
+    """ASGI middleware: refuses, reads the body up to ``max_body`` bytes, and ends requests whose client has left."""
+
+    def __init__(self, app: App, *, token: str | None, hosts: frozenset[str], max_body: int) -> None:
+        self._app = app
+        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._hosts = hosts
+        self._max_body = max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, or the application's lifespan."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        try:
+            if scope["type"] != "http":
+                raise Refusal(400, "only HTTP requests are answered")
+            headers = _headers(scope)
+            self._check_host(headers)
+            self._check_origin(headers)
+            self._check_token(scope["path"], headers)
+            _check_content(scope["method"], headers)
+            body = await self._body(headers, receive)
+        except Refusal as refusal:
+            await _refuse(refusal, send)
+        except _Left:
+            return
+        else:
+            await self._run(scope, body, receive, send)
+
+    def _check_host(self, headers: dict[bytes, bytes]) -> None:
+        host = _without_port(headers.get(b"host", b"").decode("latin-1"))
+        if host not in self._hosts:
+            raise Refusal(421, f"the host {host!r} is not served here; the setting allowed_hosts can name it")
+
+    def _check_origin(self, headers: dict[bytes, bytes]) -> None:
+        origin = headers.get(b"origin")
+        own = (b"http://" + headers[b"host"], b"https://" + headers[b"host"])
+        if origin is not None and origin.lower() not in (name.lower() for name in own):
+            raise Refusal(403, "requests from other sites are refused")
+        if headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
+            raise Refusal(403, "requests from other sites are refused")
+
+    def _check_token(self, path: str, headers: dict[bytes, bytes]) -> None:
+        if self._expected is None or path in _OPEN_PATHS:
+            return
+        if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
+            challenge = ((b"www-authenticate", b"Bearer"),)
+            raise Refusal(401, "the header 'Authorization: Bearer TOKEN' is missing or wrong", challenge)
+
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        """Read it whole, so that no more than the limit is ever held. Raises Refusal and _Left."""
+        said = headers.get(b"content-length", b"0")
+        if not said.isdigit() or int(said) > self._max_body:
+            raise Refusal(413, f"a body has at most {self._max_body} bytes")
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _Left
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._max_body:
+                raise Refusal(413, f"a body has at most {self._max_body} bytes")
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        """Run the application, and cancel it when the client leaves: that kills the client's program."""
+        parts = [{"type": "http.request", "body": body, "more_body": False}]
+        left: asyncio.Future[Message] = asyncio.ensure_future(receive())
+
+        async def replay() -> Message:
+            return parts.pop() if parts else await asyncio.shield(left)
+
+        working = asyncio.ensure_future(self._app(scope, replay, send))
+        try:
+            await asyncio.wait((working, left), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+        finally:
+            unfinished = [task for task in (working, left) if not task.done()]
+            for task in unfinished:
+                task.cancel()
+            await asyncio.gather(*unfinished, return_exceptions=True)
+
+
+def _headers(scope: Scope) -> dict[bytes, bytes]:
+    """Raises Refusal where one that is checked here comes twice."""
+    headers: dict[bytes, bytes] = {}
+    for name, value in scope["headers"]:
+        if name in headers and name in (b"host", b"origin", b"authorization", b"content-type", b"content-length"):
+            raise Refusal(400, f"the header {name.decode('latin-1')} comes twice")
+        headers[name] = value
+    if b"host" not in headers:
+        raise Refusal(400, "the header host is missing")
+    return headers
+
+
+def _check_content(method: str, headers: dict[bytes, bytes]) -> None:
+    kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+    if method not in ("GET", "HEAD", "DELETE") and kind != b"application/json":
+        raise Refusal(415, "the body must be application/json")
+
+
+def _without_port(host: str) -> str:
+    """``localhost`` of ``localhost:8080``, ``::1`` of ``[::1]:8080``."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()
+
+
+async def _refuse(refusal: Refusal, send: Send) -> None:
+    body = json.dumps({"detail": refusal.detail}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *refusal.headers]
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,159 @@
+"""What a runner tells the front. The front believes none of it before it has been read by these models.
+
+    front -> runner    {"op": "execute", "id", ...} program stdin contents...
+                       {"op": "open_session", "id"} · {"op": "fork_session" | "close_session", "id", "session"}
+                       {"op": "cancel", "id"}
+    runner -> front    {"op": "hello", ...Hello}, once, first · {"op": "leaving"}: send nothing more
+                       {"op": "execution", "id", ...} stdout stderr contents... · {"op": "session", "id", "session"}
+                       {"op": "refused", "id", "kind", "why"}
+
+Every request gets exactly one answer, also a cancelled one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agentrl_sandbox.settings import SandboxSettings
+from agentrl_sandbox.types import Execution, Isolation, Outcome
+from agentrl_sandbox.wire import Frame, FrameError
+
+MAX_FRAME = 64 << 20
+"""Bytes of a frame in either direction."""
+
+LIMITS = (
+    *("timeout", "memory_mb", "max_processes", "scratch_mb", "output_limit", "flood_limit"),
+    *("fetch_limit", "max_sessions", "session_idle_timeout"),
+)
+"""The settings of a runner that its users should know."""
+
+_Identifier = Annotated[int, Field(ge=1)]
+_Name = Annotated[str, Field(min_length=1, max_length=256)]
+_Why = Annotated[str, Field(max_length=65_536)]
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Hello(_Message):
+    """Who a runner is."""
+
+    op: Literal["hello"]
+    workers: Annotated[int, Field(ge=1, le=4096)]
+    mode: Annotated[str, Field(max_length=64)]
+    layers: Annotated[dict[_Name, _Why | None], Field(max_length=64)]
+    limits: Annotated[dict[_Name, float], Field(max_length=64)]
+
+    @property
+    def isolation(self) -> Isolation:
+        """As the runner's probes found it."""
+        return Isolation(layers=self.layers, mode=self.mode)
+
+
+class Leaving(_Message):
+    """It finishes what it has and takes nothing more."""
+
+    op: Literal["leaving"]
+
+
+class Ran(_Message):
+    """The end of a program."""
+
+    op: Literal["execution"]
+    id: _Identifier
+    outcome: Annotated[Outcome, Field(strict=False)]
+    exit_code: Annotated[int, Field(ge=-64, le=255)] | None
+    seconds: Annotated[float, Field(ge=0, le=1e6)]
+    truncated: bool
+    files: Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(max_length=4096)]
+
+
+class SessionAnswer(_Message):
+    """The name of a session that was opened, forked or closed."""
+
+    op: Literal["session"]
+    id: _Identifier
+    session: _Name
+
+
+class Refused(_Message):
+    """Why a request was not carried out."""
+
+    op: Literal["refused"]
+    id: _Identifier
+    kind: Literal["unknown_session", "session_limit", "session_fork", "bad_call", "cancelled", "failed"]
+    why: _Why
+
+
+Answer = Execution | SessionAnswer | Refused
+
+_MODELS: dict[str, type[_Message]] = {
+    "hello": Hello,
+    "leaving": Leaving,
+    "execution": Ran,
+    "session": SessionAnswer,
+    "refused": Refused,
+}
+
+
+def hello(settings: SandboxSettings, isolation: Isolation) -> dict[str, Any]:
+    """The header of a runner's first frame."""
+    return {
+        "op": "hello",
+        "workers": settings.concurrency,
+        "mode": isolation.mode,
+        "layers": dict(isolation.layers),
+        "limits": {name: float(getattr(settings, name)) for name in LIMITS},
+    }
+
+
+def ran(identifier: int, execution: Execution) -> tuple[dict[str, Any], list[bytes]]:
+    """The frame that carries a program's end."""
+    header = {
+        "op": "execution",
+        "id": identifier,
+        "outcome": execution.outcome.value,
+        "exit_code": execution.exit_code,
+        "seconds": execution.seconds,
+        "truncated": execution.truncated,
+        "files": list(execution.files),
+    }
+    texts = (execution.stdout, execution.stderr)
+    return header, [*(text.encode("utf-8", "replace") for text in texts), *execution.files.values()]
+
+
+def read(frame: Frame) -> tuple[_Message, Execution | None]:
+    """A runner's message, and the execution it carries if it is one. Raises FrameError on anything else."""
+    header, blobs = frame
+    model = _MODELS.get(str(header.get("op")))
+    if model is None:
+        raise FrameError("a message of an unknown kind")
+    try:
+        message = model.model_validate(header)
+    except ValidationError as error:
+        raise FrameError(f"an impossible {header['op']} message: {error.errors()[0]['msg']}") from error
+    if isinstance(message, Ran):
+        return message, _execution(message, blobs)
+    if blobs:
+        raise FrameError("bytes where none belong")
+    return message, None
+
+
+def _execution(message: Ran, blobs: list[bytes]) -> Execution:
+    if len(blobs) != 2 + len(message.files) or len(set(message.files)) != len(message.files):
+        raise FrameError("an execution's bytes do not fit its header")
+    if (message.exit_code is None) != (message.outcome is Outcome.INFRASTRUCTURE_FAILURE):
+        raise FrameError("an execution's exit code does not fit its outcome")
+    stdout, stderr = (blob.decode("utf-8", "replace") for blob in blobs[:2])
+    return Execution(
+        outcome=message.outcome,
+        stdout=stdout,
+        stderr=stderr,
+        exit_code=message.exit_code,
+        seconds=message.seconds,
+        truncated=message.truncated,
+        files=dict(zip(message.files, blobs[2:], strict=True)),
+    )

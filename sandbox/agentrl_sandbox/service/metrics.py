@@ -1,0 +1,57 @@
+"""What Prometheus reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from agentrl_sandbox.types import Execution, Outcome
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
+
+
+class Metrics:
+    """Counts of one front. Each has its own registry: two fronts in one process do not mix."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._outcomes = Counter(
+            "agentrl_sandbox_executions",
+            "answered calls by how their programs ended",
+            ["outcome"],
+            registry=self._registry,
+        )
+        for outcome in Outcome:
+            self._outcomes.labels(outcome.value)
+        self._seconds = Histogram(
+            "agentrl_sandbox_execution_seconds", "wall time of programs", buckets=_SECONDS, registry=self._registry
+        )
+        self._answer_seconds = Histogram(
+            "agentrl_sandbox_answer_seconds",
+            "from a call's arrival to its answer, the queue included",
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._refused = Counter(
+            "agentrl_sandbox_refused", "calls not carried out, by HTTP status", ["status"], registry=self._registry
+        )
+
+    def gauge(self, name: str, meaning: str, value: Callable[[], float]) -> None:
+        """Show a number that is looked up whenever Prometheus asks."""
+        Gauge(f"agentrl_sandbox_{name}", meaning, registry=self._registry).set_function(value)
+
+    def ran(self, execution: Execution, answer_seconds: float) -> None:
+        """Count a program."""
+        self._outcomes.labels(execution.outcome.value).inc()
+        self._seconds.observe(execution.seconds)
+        self._answer_seconds.observe(answer_seconds)
+
+    def refused(self, status: int) -> None:
+        """Count a call that was turned away."""
+        self._refused.labels(str(status)).inc()
+
+    def text(self) -> bytes:
+        """The page."""
+        return generate_latest(self._registry)

@@ -1,0 +1,93 @@
+"""A program that runs cells as a notebook does: one namespace, output and last expression of each kept apart.
+
+It is sent to a runner as text, with ``cells.json`` beside it, and leaves ``results.json``; nothing imports it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from typing import Any, TextIO
+
+CELLS, RESULTS = ".agentrl-cells.json", ".agentrl-results.json"
+
+
+class CellTimeout(BaseException):
+    """A cell was longer at it than it may be."""
+
+
+def main() -> None:
+    """Run every cell, also those behind one that failed, and write down what each did."""
+    with open(CELLS, encoding="utf-8") as file:
+        task = json.load(file)
+    os.unlink(CELLS)
+    directory = os.getcwd()
+    namespace = {"__name__": "__main__", "__builtins__": __builtins__}
+    results = [run_cell(number, cell, task["cell_timeout"], namespace) for number, cell in enumerate(task["cells"], 1)]
+    with open(os.path.join(directory, RESULTS), "w", encoding="utf-8") as file:
+        json.dump(results, file)
+
+
+def run_cell(number: int, source: str, seconds: float, namespace: dict[str, Any]) -> dict[str, Any]:
+    """One cell: what it wrote, the value of its last expression, and the error that ended it."""
+    result: dict[str, Any] = {"stdout": "", "stderr": "", "display": [], "error": []}
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        kept = [(stream, os.dup(stream), file) for stream, file in ((1, stdout.fileno()), (2, stderr.fileno()))]
+        for stream, _, file in kept:
+            os.dup2(file, stream)
+        try:
+            result["display"] = execute(number, source, seconds, namespace)
+        except BaseException as error:  # noqa: BLE001 - a cell may raise anything, and the next one runs all the same
+            result["error"] = [describe(error)]
+        for stream, before, _ in kept:
+            flush(sys.stdout if stream == 1 else sys.stderr)
+            os.dup2(before, stream)
+            os.close(before)
+        for name, file in (("stdout", stdout), ("stderr", stderr)):
+            file.seek(0)
+            result[name] = file.read().decode("utf-8", "replace")
+    return result
+
+
+def execute(number: int, source: str, seconds: float, namespace: dict[str, Any]) -> list[dict[str, str]]:
+    """Run the statements, then the last expression, whose value is shown unless it is None."""
+    name = f"<cell {number}>"
+    tree = ast.parse(source, name)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    signal.signal(signal.SIGALRM, stop_cell)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        exec(compile(tree, name, "exec"), namespace)
+        value = None if last is None else eval(compile(ast.Expression(last.value), name, "eval"), namespace)
+        return [] if value is None else [{"text/plain": repr(value)}]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def stop_cell(number: int, frame: object) -> None:
+    """End the cell that runs."""
+    raise CellTimeout("the cell took too long")
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """As a kernel reports an error."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals is globals():
+        frames = frames.tb_next
+    lines = traceback.format_exception(type(error), error, frames)
+    return {"ename": type(error).__name__, "evalue": str(error), "traceback": [line.rstrip("\n") for line in lines]}
+
+
+def flush(stream: TextIO | None) -> None:
+    """A cell may have closed the stream."""
+    if stream is not None and not stream.closed:
+        stream.flush()
+
+
+if __name__ == "__main__":
+    main()

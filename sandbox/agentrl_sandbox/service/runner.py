@@ -1,0 +1,270 @@
+"""The runner: a local sandbox behind a Unix socket. It has no token, no gold answer and no network.
+
+The socket's directory is for its owner alone, and programs may not connect to Unix sockets: whoever reaches the socket
+is the front. Programs that a front asked for die with its connection, and so do its sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from agentrl_sandbox.errors import (
+    SandboxError,
+    SessionForkError,
+    SessionLimitError,
+    StartError,
+    UnknownSessionError,
+)
+from agentrl_sandbox.local import open_local
+from agentrl_sandbox.runner import kernel
+from agentrl_sandbox.service import messages
+from agentrl_sandbox.service.call import Call
+from agentrl_sandbox.settings import SandboxSettings
+from agentrl_sandbox.types import Sandbox
+from agentrl_sandbox.wire import FrameBuffer, FrameError, pack
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerOptions:
+    """Where a runner listens and when it ends by itself."""
+
+    sockets: Path
+    name: str  # several runners share one directory; each has a name of its own
+    linger: float | None = None  # seconds without a front after which it ends; none: never
+    parent: int | None = None  # the process that it ends with
+
+
+async def serve_runner(settings: SandboxSettings, options: RunnerOptions) -> None:
+    """Run until SIGTERM or SIGINT, then finish what runs. Raises SandboxError where it cannot start."""
+    if options.parent is not None:
+        kernel.die_with_parent(signal.SIGTERM)
+        if os.getppid() != options.parent:
+            return
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    sandbox = await open_local(settings)
+    try:
+        service = RunnerService(sandbox, messages.hello(settings, sandbox.isolation))
+        with listening(options.sockets, options.name) as listener:
+            server = await loop.create_unix_server(service.connection, sock=listener)
+            _log.info("runner %s is ready: %s", options.name, sandbox.isolation.describe())
+            lonely = asyncio.create_task(service.lonely(options.linger))
+            await asyncio.wait((asyncio.create_task(stop.wait()), lonely), return_when=asyncio.FIRST_COMPLETED)
+            server.close()
+        await service.drain()
+    finally:
+        await sandbox.close()
+
+
+@contextmanager
+def listening(directory: Path, name: str) -> Iterator[socket.socket]:
+    """A socket ``NAME.sock`` that only the directory's owner reaches; its file is gone afterwards.
+
+    The file appears when connections are already taken. A directory of another user (a user's own, mounted into a
+    container) is this process's for a moment, since root without CAP_DAC_OVERRIDE could not write there. Raises
+    StartError.
+    """
+    path, early = directory / f"{name}.sock", directory / f".{name}.early"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_a_living(path)
+        listener = socket.socket(socket.AF_UNIX)
+        with _owned(directory) as (user, group):
+            early.unlink(missing_ok=True)
+            listener.bind(str(early))
+            os.chmod(early, 0o600)
+            if user != os.geteuid():
+                os.chown(early, user, group)
+            listener.listen(64)
+            os.rename(early, path)
+    except OSError as error:
+        raise StartError(f"cannot listen at {path}: {error}") from error
+    with listener:
+        try:
+            yield listener
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+@contextmanager
+def _owned(directory: Path) -> Iterator[tuple[int, int]]:
+    before = directory.stat()
+    foreign = before.st_uid != os.geteuid()
+    if foreign:
+        os.chown(directory, os.geteuid(), -1)
+    try:
+        os.chmod(directory, 0o700)
+        yield before.st_uid, before.st_gid
+    finally:
+        if foreign:
+            os.chown(directory, before.st_uid, before.st_gid)
+
+
+def _refuse_a_living(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError, PermissionError):
+            return
+    raise StartError(f"another runner listens at {path}; give this one another name")
+
+
+class RunnerService:
+    """One sandbox and the fronts that use it."""
+
+    def __init__(self, sandbox: Sandbox, hello: dict[str, Any]) -> None:
+        self.sandbox = sandbox
+        self.hello = hello
+        self.fronts: set[FrontConnection] = set()
+        self.changed = asyncio.Event()
+
+    def connection(self) -> FrontConnection:
+        """A protocol for one more front."""
+        return FrontConnection(self)
+
+    async def lonely(self, seconds: float | None) -> None:
+        """Wait until no front has been connected for so long; forever without a number."""
+        while True:
+            self.changed.clear()
+            patience = seconds if not self.fronts else None
+            try:
+                await asyncio.wait_for(self.changed.wait(), patience)
+            except TimeoutError:
+                return
+
+    async def drain(self) -> None:
+        """Tell the fronts to send nothing more, and wait for what runs."""
+        for front in self.fronts:
+            front.send({"op": "leaving"})
+        while tasks := [task for front in self.fronts for task in front.tasks.values()]:
+            await asyncio.wait(tasks)
+        for front in list(self.fronts):
+            front.close()
+
+
+class FrontConnection(asyncio.Protocol):
+    """One front: its requests under way and its sessions."""
+
+    def __init__(self, service: RunnerService) -> None:
+        self._service = service
+        self._frames = FrameBuffer(messages.MAX_FRAME)
+        self._sessions: set[str] = set()
+        self._transport: asyncio.Transport | None = None
+        self._endings: set[asyncio.Task[None]] = set()
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Say hello."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._service.fronts.add(self)
+        self._service.changed.set()
+        self.send(self._service.hello)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Kill what this front asked for."""
+        for task in self.tasks.values():
+            task.cancel()
+        self._service.fronts.discard(self)
+        self._service.changed.set()
+        for session in self._sessions:
+            ending = asyncio.get_running_loop().create_task(self._end(session))
+            self._endings.add(ending)
+            ending.add_done_callback(self._endings.discard)
+
+    def data_received(self, data: bytes) -> None:
+        """Start what is asked for."""
+        try:
+            frames = self._frames.feed(data)
+        except FrameError as error:
+            _log.error("a front broke the protocol: %s", error)
+            self.close()
+            return
+        for header, blobs in frames:
+            identifier = header["id"]
+            if header["op"] == "cancel":
+                if identifier in self.tasks:
+                    self.tasks[identifier].cancel()
+                continue
+            task = asyncio.get_running_loop().create_task(self._answer(identifier, header, blobs))
+            self.tasks[identifier] = task
+            task.add_done_callback(self._forget(identifier))
+
+    def send(self, header: dict[str, Any], *blobs: bytes) -> None:
+        """Write one frame, unless the front is gone."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(pack(header, *blobs))
+
+    def close(self) -> None:
+        """End the connection when all is written."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _forget(self, identifier: int) -> Callable[[asyncio.Task[None]], None]:
+        def forget(task: asyncio.Task[None]) -> None:
+            del self.tasks[identifier]
+            if task.cancelled():  # before its first step
+                self.send(_refused(identifier, "cancelled", "cancelled"))
+
+        return forget
+
+    async def _answer(self, identifier: int, header: dict[str, Any], blobs: list[bytes]) -> None:
+        """Carry out one request; exactly one answer, whatever happens."""
+        try:
+            answer, out = await self._carry_out(identifier, header, blobs)
+        except asyncio.CancelledError:
+            answer, out = _refused(identifier, "cancelled", "cancelled"), []
+        except (SandboxError, ValueError) as error:
+            answer, out = _refused(identifier, _kind(error), str(error)), []
+        if sum(map(len, out)) > messages.MAX_FRAME // 2:
+            answer, out = _refused(identifier, "failed", "the output and files are too large to be sent"), []
+        self.send(answer, *out)
+
+    async def _carry_out(
+        self, identifier: int, header: dict[str, Any], blobs: list[bytes]
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        sandbox, operation = self._service.sandbox, header["op"]
+        if operation == "execute":
+            return messages.ran(identifier, await Call.from_frame(header, blobs).run(sandbox))
+        if operation == "open_session":
+            session = await sandbox.open_session()
+            self._sessions.add(session)
+        elif operation == "fork_session":
+            session = await sandbox.fork_session(header["session"])
+            self._sessions.add(session)
+        else:
+            session = header["session"]
+            self._sessions.discard(session)
+            await sandbox.close_session(session)
+        return {"op": "session", "id": identifier, "session": session}, []
+
+    async def _end(self, session: str) -> None:
+        with contextlib.suppress(SandboxError):  # it ended by itself, or the sandbox did
+            await self._service.sandbox.close_session(session)
+
+
+def _kind(error: Exception) -> str:
+    kinds = {
+        UnknownSessionError: "unknown_session",
+        SessionLimitError: "session_limit",
+        SessionForkError: "session_fork",
+    }
+    return kinds.get(type(error), "bad_call" if isinstance(error, ValueError) else "failed")
+
+
+def _refused(identifier: int, kind: str, why: str) -> dict[str, Any]:
+    return {"op": "refused", "id": identifier, "kind": kind, "why": why[:4096]}

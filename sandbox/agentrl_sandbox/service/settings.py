@@ -1,0 +1,67 @@
+"""Settings of the front, and how a command reads settings from the environment and from ``key=value`` arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agentrl_sandbox.errors import SandboxError
+
+NO_TOKEN = "none"
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class SettingsError(SandboxError):
+    """A command was given settings that cannot be; the message names them."""
+
+
+class ServiceSettings(BaseModel):
+    """How the front listens, whom it lets in and how much it takes on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str = Field("127.0.0.1", description="address to bind to")
+    port: int = Field(8080, ge=0, le=65_535, description="port to bind to; 0: any free one")
+    token: str | None = Field(
+        None, min_length=1, repr=False, description="bearer token; none: one is made; the word none: without any"
+    )
+    token_file: Path | None = Field(None, description="file that a made token is kept in; none: it is shown once")
+    allowed_hosts: str = Field("", description="names in the Host header beside 127.0.0.1 and localhost, by commas")
+    max_body_mb: int = Field(32, ge=1, le=60, description="megabytes of a request's body")
+    queue_limit: int = Field(4096, ge=0, description="calls that may wait for a runner; beyond it they get 429")
+    queue_seconds: float = Field(300.0, gt=0, description="seconds that a call may wait for a runner")
+    batch_limit: int = Field(1024, ge=1, description="programs in one batch")
+    drain_seconds: float = Field(60.0, ge=0, description="seconds that SIGTERM waits for what runs")
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """Every name that a Host header may have."""
+        more = {name.strip().lower() for name in self.allowed_hosts.split(",") if name.strip()}
+        own = set() if self.host in ("0.0.0.0", "::") else {self.host.lower()}
+        return frozenset({"127.0.0.1", "localhost", "::1", *own, *more})
+
+
+def read_settings(
+    model: type[_Model], environment: Mapping[str, str], arguments: Iterable[str], *, without: Iterable[str] = ()
+) -> _Model:
+    """A model from variables ``SANDBOX_NAME`` that are not empty, and arguments ``name=value``, which win.
+
+    The fields ``without`` cannot be set. Raises SettingsError.
+    """
+    names = [name for name in model.model_fields if name not in set(without)]
+    values = {name: text for name in names if (text := environment.get(f"SANDBOX_{name.upper()}"))}
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        if not equals or name not in names:
+            raise SettingsError(f"{argument!r} is no setting; valid: {', '.join(f'{name}=' for name in names)}")
+        values[name] = text
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise SettingsError(f"{where}={values.get(where)!r}: {first['msg']}") from error

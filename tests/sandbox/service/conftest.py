@@ -1,0 +1,211 @@
+"""Fronts and runners in the test's own event loop, the sandbox behind them being one that the test steers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+import uvicorn
+
+from agentrl_sandbox.client import Execution, Isolation, Outcome, SandboxSettings, UnknownSessionError
+from agentrl_sandbox.service import messages
+from agentrl_sandbox.service.app import Front, build_app
+from agentrl_sandbox.service.front import DrainingServer
+from agentrl_sandbox.service.guard import Guard
+from agentrl_sandbox.service.pool import RunnerPool
+from agentrl_sandbox.service.runner import RunnerService, listening
+from agentrl_sandbox.types import PROPERTIES
+
+TOKEN = "the-token"
+HELD = Isolation(layers=dict.fromkeys(PROPERTIES, "a layer"), mode="root")
+
+
+class SteeredSandbox:
+    """Programs are commands: ``wait`` until released, ``impossible``, ``broken``, or text to echo."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.cancelled: list[str] = []
+        self.release = asyncio.Event()
+        self.sessions: dict[str, list[str]] = {}
+        self._numbers = itertools.count(1)
+
+    @property
+    def isolation(self) -> Isolation:
+        return HELD
+
+    async def execute(
+        self,
+        program: str,
+        *,
+        timeout: float | None = None,
+        stdin: str = "",
+        session: str | None = None,
+        request_id: str | None = None,
+        files: Mapping[str, bytes] | None = None,
+        fetch_files: Sequence[str] = (),
+        echo: bool = False,
+    ) -> Execution:
+        self.started.append(program)
+        if program.startswith("wait"):
+            try:
+                await self.release.wait()
+            except asyncio.CancelledError:
+                self.cancelled.append(program)
+                raise
+        if program == "impossible":
+            raise ValueError("an impossible name")
+        if session is not None:
+            self._history(session).append(program)
+            program = "|".join(self._history(session))
+        found = {name: (files or {})[name] for name in fetch_files if name in (files or {})}
+        broken = program == "broken"
+        return Execution(
+            outcome=Outcome.INFRASTRUCTURE_FAILURE if broken else Outcome.OK,
+            stdout=f"{program}{stdin}",
+            stderr="",
+            exit_code=None if broken else 0,
+            seconds=0.5,
+            truncated=False,
+            files=found,
+        )
+
+    async def open_session(self) -> str:
+        session = f"s{next(self._numbers)}"
+        self.sessions[session] = []
+        return session
+
+    async def fork_session(self, session: str) -> str:
+        fork = await self.open_session()
+        self.sessions[fork] = list(self._history(session))
+        return fork
+
+    async def close_session(self, session: str) -> None:
+        self._history(session)
+        del self.sessions[session]
+
+    async def close(self) -> None:
+        self.release.set()
+
+    def _history(self, session: str) -> list[str]:
+        if session not in self.sessions:
+            raise UnknownSessionError(f"no session {session}")
+        return self.sessions[session]
+
+
+class RunningRunner:
+    """A real runner service around a steered sandbox."""
+
+    def __init__(self, directory: Path, name: str, workers: int) -> None:
+        self.sandbox = SteeredSandbox()
+        self.hello = messages.hello(SandboxSettings(workers=workers), HELD)
+        self.service = RunnerService(self.sandbox, self.hello)
+        self._directory, self._name = directory, name
+        self._stack = AsyncExitStack()
+
+    async def start(self) -> None:
+        listener = self._stack.enter_context(listening(self._directory, self._name))
+        server = await asyncio.get_running_loop().create_unix_server(self.service.connection, sock=listener)
+        self._stack.callback(server.close)
+
+    async def kill(self) -> None:
+        """Connections break, whatever is under way."""
+        for front in list(self.service.fronts):
+            assert front._transport is not None
+            front._transport.abort()
+        await self._stack.aclose()
+
+
+StartRunner = Callable[..., Any]
+
+
+@pytest.fixture
+def sockets(tmp_path: Path) -> Path:
+    directory = tmp_path / "s"
+    directory.mkdir(mode=0o700)
+    return directory
+
+
+@pytest_asyncio.fixture
+async def start_runner(sockets: Path) -> AsyncIterator[StartRunner]:
+    async with AsyncExitStack() as stack:
+
+        async def start(name: str = "one", workers: int = 2) -> RunningRunner:
+            runner = RunningRunner(sockets, name, workers)
+            await runner.start()
+            stack.push_async_callback(runner.kill)
+            return runner
+
+        yield start
+
+
+class RunningFront:
+    """A front behind a real socket."""
+
+    def __init__(self, front: Front, server: DrainingServer, port: int, client: httpx.AsyncClient) -> None:
+        self.front, self.server, self.port, self.client = front, server, port, client
+        self.pool = front.pool
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def run(self, program: str, **fields: object) -> httpx.Response:
+        return await self.client.post("/v1/execute", json={"program": program, **fields})
+
+
+@asynccontextmanager
+async def running_front(sockets: Path, *, queue_limit: int = 64, runners: int = 1) -> AsyncIterator[RunningFront]:
+    pool = RunnerPool(sockets, queue_limit=queue_limit, queue_seconds=60.0)
+    front = Front(pool, batch_limit=16)
+    hosts = frozenset({"127.0.0.1", "localhost"})
+    app = Guard(build_app(front), token=TOKEN, hosts=hosts, max_body=100_000)
+    config = uvicorn.Config(app, port=0, lifespan="on", log_level="error", timeout_graceful_shutdown=1)
+    server = DrainingServer(config, front, drain_seconds=30.0)
+    serving = asyncio.ensure_future(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60) as client:
+        if runners:
+            assert await pool.roster.wait_for_runner(20)
+        yield RunningFront(front, server, port, client)
+    server.should_exit = True
+    await serving
+
+
+@pytest_asyncio.fixture
+async def runner(start_runner: StartRunner) -> RunningRunner:
+    started: RunningRunner = await start_runner()
+    return started
+
+
+@pytest_asyncio.fixture
+async def front(sockets: Path, runner: RunningRunner) -> AsyncIterator[RunningFront]:
+    async with running_front(sockets) as started:
+        yield started
+
+
+async def until(true: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait until something holds."""
+    async with asyncio.timeout(seconds):
+        while not true():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture(name="until")
+def _until() -> Callable[..., Any]:
+    return until
+
+
+@pytest.fixture(name="running_front")
+def _running_front() -> Callable[..., Any]:
+    return running_front

@@ -1,0 +1,217 @@
+"""The image in a real Docker engine: compose with two runners, and ``docker://``.
+
+AGENTRL_SANDBOX_IMAGE names the image. Without an engine or an image these tests are skipped, with CI=true they fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import subprocess
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import docker
+import httpx
+import pytest
+import pytest_asyncio
+from docker.errors import DockerException
+
+import agentrl_sandbox
+from agentrl_sandbox.client import Outcome, Sandbox, SandboxSettings, StartError, open_sandbox
+
+COMPOSE_FILE = Path(agentrl_sandbox.__file__).parents[1] / "compose.yaml"
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def missing(why: str) -> None:
+    """Skip, unless CI promises an engine."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(why)
+    pytest.skip(why)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[docker.DockerClient]:
+    try:
+        client = docker.from_env()
+    except DockerException as error:
+        missing(f"no Docker engine answers: {error}")
+    yield client
+    client.close()
+
+
+@pytest.fixture(scope="module")
+def image(engine: docker.DockerClient) -> str:
+    name = os.environ.get("AGENTRL_SANDBOX_IMAGE")
+    if name is None:
+        missing("AGENTRL_SANDBOX_IMAGE names no image; `. .ci/docker.sh` builds one")
+    assert name is not None
+    return name
+
+
+class Compose:
+    """One project of the compose file."""
+
+    def __init__(self, image: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.project = f"agentrl-test-{uuid.uuid4().hex[:8]}"
+        self._environment = {
+            **os.environ,
+            "SANDBOX_IMAGE": image,
+            "SANDBOX_PORT": str(self.port),
+            "SANDBOX_TOKEN": "tok",
+            "SANDBOX_WORKERS": "2",
+        }
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def run(self, *arguments: str) -> str:
+        command = ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
+        command += ["-p", self.project, "-f", str(COMPOSE_FILE), *arguments]
+        done = subprocess.run(command, env=self._environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def containers(self, engine: docker.DockerClient, service: str) -> list:
+        labels = [f"com.docker.compose.project={self.project}", f"com.docker.compose.service={service}"]
+        return engine.containers.list(filters={"label": labels})
+
+
+@pytest.fixture(scope="module")
+def compose(image: str) -> Iterator[Compose]:
+    project = Compose(image)
+    try:
+        project.run("up", "-d", "--no-build", "--scale", "runner=2")
+        yield project
+    finally:
+        project.run("down", "-v", "-t", "5")
+
+
+async def until_runners(compose: Compose, count: int) -> None:
+    async with httpx.AsyncClient() as client, asyncio.timeout(120):
+        while True:
+            try:
+                if (await client.get(f"{compose.url}/ready")).json()["runners"] == count:
+                    return
+            except httpx.TransportError:
+                pass
+            await asyncio.sleep(0.2)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def service(compose: Compose) -> AsyncIterator[Sandbox]:
+    await until_runners(compose, 2)
+    sandbox = await open_sandbox(SandboxSettings(url=compose.url, token="tok"))
+    assert sandbox.isolation.missing == ()
+    yield sandbox
+    await sandbox.close()
+
+
+async def test_compose_runs_real_programs(service):
+    programs = {
+        "print(6 * 7)": (Outcome.OK, "42\n"),
+        "import sympy; print(sympy.factorint(360))": (Outcome.OK, "{2: 3, 3: 2, 5: 1}\n"),
+        "import numpy, scipy, mpmath, networkx, pandas; print(scipy.linalg.det([[2]]))": (Outcome.OK, "2.0\n"),
+        "1 / 0": (Outcome.ERROR, ""),
+        "print(open('in').read())": (Outcome.OK, "file\n"),
+    }
+    done = await asyncio.gather(*(service.execute(program, files={"in": b"file"}) for program in programs))
+    assert [(d.outcome, d.stdout) for d in done] == list(programs.values())
+    assert (await service.execute("while True: pass", timeout=0.5)).outcome is Outcome.TIMEOUT
+
+
+async def test_runners_have_no_network_few_capabilities_and_a_read_only_root(service, compose, engine):
+    runners = compose.containers(engine, "runner")
+    assert len(runners) == 2
+    for runner in runners:
+        host = runner.attrs["HostConfig"]
+        assert host["NetworkMode"] == "none"
+        assert host["ReadonlyRootfs"]
+        assert host["CapDrop"] == ["ALL"]
+        assert set(host["CapAdd"]) == {"CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID"}
+        assert any("no-new-privileges" in option for option in host["SecurityOpt"])
+        assert host["PidsLimit"] > 0
+        assert host["Memory"] > 0
+    (front,) = compose.containers(engine, "front")
+    assert (front.attrs["HostConfig"]["CapDrop"], front.attrs["HostConfig"]["CapAdd"]) == (["ALL"], None)
+    assert front.attrs["HostConfig"]["PortBindings"]["8080/tcp"][0]["HostIp"] == "127.0.0.1"
+
+
+async def test_programs_reach_neither_the_sockets_nor_each_others_users(service):
+    program = """
+import os
+try:
+    print(os.listdir("/run/agentrl"))
+except OSError as error:
+    print("kept out")
+print(os.getuid() != 0)
+"""
+    assert (await service.execute(program)).stdout == "kept out\nTrue\n"
+
+
+async def test_sessions_in_compose(service):
+    session = await service.open_session()
+    await service.execute("x = 20", session=session)
+    fork = await service.fork_session(session)
+    assert (await service.execute("x + 1", session=fork, echo=True)).stdout == "21\n"
+    await service.close_session(session)
+
+
+async def test_a_runner_killed_under_load_loses_nothing(service, compose, engine):
+    calls = [
+        asyncio.ensure_future(service.execute(f"import time; time.sleep(0.05); print({i})", request_id=f"load-{i}"))
+        for i in range(150)
+    ]
+    while sum(call.done() for call in calls) < 20:
+        await asyncio.sleep(0.02)
+    compose.containers(engine, "runner")[0].kill()
+    done = await asyncio.gather(*calls)
+    failed = [d for d in done if d.outcome is Outcome.INFRASTRUCTURE_FAILURE]
+    assert len(failed) <= 2  # what the killed runner had: it has two workers
+    assert all(d.stdout == f"{i}\n" for i, d in enumerate(done) if d not in failed)
+
+
+async def test_the_front_is_replaced_and_clients_go_on(service, compose, engine):
+    calls = [asyncio.ensure_future(service.execute(f"import time; time.sleep(0.2); print({i})")) for i in range(20)]
+    await asyncio.sleep(0.5)
+    (front,) = compose.containers(engine, "front")
+    await asyncio.to_thread(front.restart, timeout=0)
+    assert [(await call).stdout for call in calls] == [f"{i}\n" for i in range(20)]
+
+
+async def test_docker_url_starts_a_container_and_removes_it(image, engine):
+    def ours() -> set[str]:
+        return {one.id for one in engine.containers.list(all=True, filters={"label": "agentrl-sandbox=docker"})}
+
+    before = ours()
+    settings = SandboxSettings(url=f"docker://{image}", workers=2, memory_mb=256)
+    sandbox = await open_sandbox(settings)
+    (container,) = ours() - before
+    try:
+        assert (await sandbox.execute("import numpy; print(numpy.ones(3).sum())")).stdout == "3.0\n"
+        assert (await sandbox.execute("bytearray(1 << 30)")).outcome is Outcome.MEMORY_LIMIT
+        session = await sandbox.open_session()
+        assert (await sandbox.execute("1 + 1", session=session, echo=True)).stdout == "2\n"
+
+        running = asyncio.ensure_future(sandbox.execute("import time; time.sleep(9)"))
+        await asyncio.sleep(1.0)
+        await asyncio.to_thread(engine.containers.get(container).kill)
+        assert (await running).outcome is Outcome.INFRASTRUCTURE_FAILURE
+        assert (await sandbox.execute("print('back')")).stdout == "back\n"
+    finally:
+        await sandbox.close()
+    assert ours() == before
+
+
+async def test_an_image_that_is_not_there_is_named(engine):
+    with pytest.raises(StartError, match="no image 'no-such-image:here'"):
+        await open_sandbox(SandboxSettings(url="docker://no-such-image:here"))

@@ -1,0 +1,161 @@
+"""Compatibility with SandboxFusion, field by field."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+
+from agentrl_sandbox.client import Execution, Outcome, SandboxSettings, open_sandbox
+from agentrl_sandbox.service.fusion import (
+    RunCodeRequest,
+    RunJupyterRequest,
+    run_code,
+    run_jupyter,
+)
+
+
+def ended(outcome: Outcome, exit_code: int | None, **fields: object) -> Execution:
+    given = {"stdout": "out", "stderr": "err", "seconds": 1.5, "truncated": False, "files": {}, **fields}
+    return Execution(outcome=outcome, exit_code=exit_code, **given)
+
+
+async def answered(execution: Execution, **fields: object) -> dict:
+    async def run(call):
+        return execution
+
+    return (await run_code(RunCodeRequest(code="c", language="python", **fields), run)).model_dump()
+
+
+async def test_success():
+    assert await answered(ended(Outcome.OK, 0, files={"a": b"\x01"})) == {
+        "status": "Success",
+        "message": "",
+        "compile_result": None,
+        "run_result": {
+            "status": "Finished",
+            "execution_time": 1.5,
+            "return_code": 0,
+            "stdout": "out",
+            "stderr": "err",
+        },
+        "executor_pod_name": None,
+        "files": {"a": "AQ=="},
+    }
+
+
+@pytest.mark.parametrize(
+    ("outcome", "exit_code"),
+    [(Outcome.ERROR, 1), (Outcome.KILLED, -11), (Outcome.MEMORY_LIMIT, -9), (Outcome.OUTPUT_LIMIT, -9)],
+)
+async def test_another_end_is_failed_and_finished(outcome, exit_code):
+    answer = await answered(ended(outcome, exit_code))
+    assert (answer["status"], answer["message"]) == ("Failed", "")
+    assert (answer["run_result"]["status"], answer["run_result"]["return_code"]) == ("Finished", exit_code)
+
+
+async def test_a_timeout_is_failed_and_has_no_return_code():
+    answer = await answered(ended(Outcome.TIMEOUT, -9))
+    assert answer["status"] == "Failed"
+    assert answer["run_result"] == {
+        "status": "TimeLimitExceeded",
+        "execution_time": 1.5,
+        "return_code": None,
+        "stdout": "out",
+        "stderr": "err",
+    }
+
+
+async def test_a_failure_of_the_sandbox_is_said_in_words():
+    answer = await answered(ended(Outcome.INFRASTRUCTURE_FAILURE, None, stderr="the runner went"))
+    assert (answer["status"], answer["message"], answer["run_result"]["status"]) == (
+        "SandboxError",
+        "the runner went",
+        "Error",
+    )
+
+
+async def test_over_http_even_a_failure_is_200_and_another_language_422(front):
+    fields = {"code": "broken", "language": "python"}
+    answer = await front.client.post("/run_code", json=fields)
+    assert (answer.status_code, answer.json()["status"]) == (200, "SandboxError")
+    assert (await front.client.post("/run_code", json={**fields, "language": "cobol"})).status_code == 422
+
+
+async def test_every_field_is_taken_and_defaults_are_theirs(front, runner):
+    fields = {
+        "code": "c",
+        "language": "python",
+        "compile_timeout": 5,
+        "run_timeout": 5,
+        "memory_limit_MB": -1,
+        "stdin": "in",
+        "files": {"a": base64.b64encode(b"x").decode(), "b": None},
+        "fetch_files": ["a", "missing"],
+    }
+    answer = (await front.client.post("/run_code", json=fields)).json()
+    assert (answer["run_result"]["stdout"], answer["files"]) == ("cin", {"a": "eA=="})
+    defaults = RunCodeRequest(code="c", language="python")
+    assert (defaults.run_timeout, defaults.compile_timeout, defaults.memory_limit_MB) == (10, 10, -1)
+    assert RunJupyterRequest(cells=[]).total_timeout == 45
+
+
+async def test_files_that_are_no_base64_are_an_error_of_the_sandbox(front):
+    fields = {"code": "c", "language": "python", "files": {"a": "!"}}
+    answer = await front.client.post("/run_code", json=fields)
+    assert (answer.status_code, answer.json()["status"]) == (200, "SandboxError")
+
+
+@pytest.fixture(scope="module")
+def notebook_settings() -> SandboxSettings:
+    return SandboxSettings(timeout=20.0)
+
+
+async def cells(sandbox, texts: list[str], **fields: object) -> dict:
+    return (await run_jupyter(RunJupyterRequest(cells=texts, **fields), lambda call: call.run(sandbox))).model_dump()
+
+
+async def test_a_notebook(notebook_settings):
+    sandbox = await open_sandbox(notebook_settings)
+    try:
+        texts = ["a = 'hi'", "a", "print(a)", "import sys; sys.stderr.write('e\\n'); None", "1 / 0", "a * 2"]
+        answer = await cells(sandbox, texts, fetch_files=["left"])
+        assert (answer["status"], answer["driver"]["status"], answer["driver"]["return_code"]) == (
+            "Success",
+            "Finished",
+            0,
+        )
+        error = answer["cells"][4].pop("error")
+        nothing = {"stdout": "", "stderr": "", "display": []}
+        empty = {**nothing, "error": []}
+        assert answer["cells"] == [
+            empty,
+            {**empty, "display": [{"text/plain": "'hi'"}]},
+            {**empty, "stdout": "hi\n"},
+            {**empty, "stderr": "e\n"},
+            nothing,
+            {**empty, "display": [{"text/plain": "'hihi'"}]},
+        ]
+        assert (error[0]["ename"], error[0]["evalue"]) == ("ZeroDivisionError", "division by zero")
+        assert error[0]["traceback"][1:] == [
+            '  File "<cell 5>", line 1, in <module>',
+            "ZeroDivisionError: division by zero",
+        ]
+
+        kept = await cells(sandbox, ["open('left', 'w').write('x')"], fetch_files=["left"], files={"in": "eA=="})
+        assert kept["files"] == {"left": "eA=="}
+
+        late = await cells(sandbox, ["while True: pass"], total_timeout=0.5)
+        assert (late["status"], late["driver"]["status"], late["cells"]) == ("Failed", "TimeLimitExceeded", [])
+
+        one_late = await cells(sandbox, ["while True: pass", "print(2)"], cell_timeout=0.3)
+        assert one_late["cells"][0]["error"][0]["ename"] == "CellTimeout"
+        assert one_late["cells"][1]["stdout"] == "2\n"
+
+        dead = await cells(sandbox, ["import os; os._exit(3)"])
+        assert (dead["status"], dead["driver"]["return_code"], dead["cells"]) == ("Failed", 3, [])
+
+        lying = await cells(sandbox, ["import json; json.dump = lambda results, file: file.write('[1]')"])
+        assert (lying["status"], lying["cells"]) == ("Failed", [])
+    finally:
+        await sandbox.close()

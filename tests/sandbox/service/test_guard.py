@@ -1,0 +1,157 @@
+"""Who is let in: token, Host, Origin, content type, size."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+
+import pytest
+
+from agentrl_sandbox.service.front import kept_token
+from agentrl_sandbox.service.settings import ServiceSettings, SettingsError, read_settings
+
+JSON = {"Content-Type": "application/json"}
+BODY = b'{"program": "p"}'
+
+
+async def post(front, **headers):
+    wanted = {name.replace("_", "-"): value for name, value in headers.items()}
+    return await front.client.post("/v1/execute", content=BODY, headers={**JSON, **wanted})
+
+
+async def test_the_right_token_is_let_in(front):
+    assert (await post(front)).status_code == 200
+
+
+@pytest.mark.parametrize("header", ["", "Bearer", "Bearer wrong", "the-token", "bearer the-token", "Bearer the-token "])
+async def test_a_wrong_token_is_401_and_nothing_runs(front, runner, header):
+    answer = await post(front, Authorization=header.rstrip() + ("x" if header.endswith(" ") else ""))
+    assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+    assert runner.sandbox.started == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/execute_batch"),
+        ("POST", "/v1/sessions"),
+        ("POST", "/v1/sessions/x/execute"),
+        ("POST", "/v1/sessions/x/fork"),
+        ("DELETE", "/v1/sessions/x"),
+        ("POST", "/run_code"),
+        ("POST", "/run_jupyter"),
+        ("GET", "/metrics"),
+        ("POST", "//v1/execute"),
+        ("POST", "/health/../v1/execute"),
+    ],
+)
+async def test_every_endpoint_that_does_something_asks_for_the_token(front, runner, method, path):
+    answer = await front.client.request(method, path, content=BODY, headers={**JSON, "Authorization": ""})
+    assert answer.status_code == 401
+    assert runner.sandbox.started == []
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "", "[::2]:80"])
+async def test_a_foreign_host_is_refused(front, runner, host):
+    assert (await post(front, Host=host)).status_code == 421
+    assert runner.sandbox.started == []
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:99", "127.0.0.1:1"])
+async def test_our_own_names_are_served(front, host):
+    assert (await post(front, Host=host)).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:3000", "https://127.0.0.1"])
+async def test_a_request_of_another_site_is_refused(front, runner, origin):
+    assert (await post(front, Host="127.0.0.1:8080", Origin=origin)).status_code == 403
+    assert runner.sandbox.started == []
+
+
+async def test_a_request_of_our_own_page_is_served(front):
+    assert (await post(front, Host="localhost:8080", Origin="http://localhost:8080")).status_code == 200
+
+
+async def test_a_browser_that_says_cross_site_is_refused(front):
+    assert (await post(front, Sec_Fetch_Site="cross-site")).status_code == 403
+
+
+async def test_a_preflight_is_not_granted(front):
+    headers = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
+    answer = await front.client.options("/v1/execute", headers=headers)
+    assert answer.status_code in (403, 415)
+    assert "Access-Control-Allow-Origin" not in answer.headers
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+async def test_only_json_is_taken(front, runner, kind):
+    assert (await post(front, Content_Type=kind)).status_code == 415
+    assert runner.sandbox.started == []
+
+
+async def test_a_body_too_large_is_413_by_its_length_and_by_what_comes(front):
+    big = b'{"program": "' + b"x" * 100_000 + b'"}'
+    assert (await front.client.post("/v1/execute", content=big, headers=JSON)).status_code == 413
+
+    async def pieces():
+        for _ in range(20):
+            yield big[:10_000]
+
+    assert (await front.client.post("/v1/execute", content=pieces(), headers=JSON)).status_code == 413
+
+
+async def test_two_hosts_in_one_request_are_refused(front, runner):
+    reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+    head = (
+        "POST /v1/execute HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nAuthorization: Bearer the-token\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(BODY)}\r\nConnection: close\r\n\r\n"
+    )
+    writer.write(head.encode() + BODY)
+    status = (await reader.read()).split()[1]
+    writer.close()
+    assert status == b"400"
+    assert runner.sandbox.started == []
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing(front, runner):
+    _, writer = await asyncio.open_connection("127.0.0.1", front.port)
+    head = "POST /v1/execute HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer the-token\r\n"
+    writer.write((head + "Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{").encode())
+    await writer.drain()
+    writer.close()
+    assert (await front.run("p")).json()["stdout"] == "p"
+    assert runner.sandbox.started == ["p"]
+
+
+def test_a_made_token_is_kept_for_its_owner_alone(tmp_path):
+    file = tmp_path / "token"
+    token = kept_token(file)
+    assert len(token) >= 32
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert kept_token(file) == token
+
+
+def test_without_a_file_every_start_has_another_token():
+    assert kept_token(None) != kept_token(None)
+
+
+def test_it_binds_to_this_machine_unless_told():
+    assert ServiceSettings().host == "127.0.0.1"
+
+
+def test_hosts_are_those_named_and_this_machine():
+    named = ServiceSettings(allowed_hosts="Sandbox.example, front")
+    assert named.hosts == {"127.0.0.1", "localhost", "::1", "sandbox.example", "front"}
+    assert "0.0.0.0" not in ServiceSettings(host="0.0.0.0").hosts
+
+
+def test_settings_come_from_variables_and_arguments_which_win():
+    environment = {"SANDBOX_PORT": "1", "SANDBOX_QUEUE_LIMIT": "2", "SANDBOX_HOST": "", "SANDBOX_MEMORY_MB": "3"}
+    read = read_settings(ServiceSettings, environment, ["port=7"])
+    assert (read.port, read.queue_limit, read.host) == (7, 2, "127.0.0.1")
+
+
+@pytest.mark.parametrize("argument", ["prot=1", "port=x", "port=70000", "port"])
+def test_wrong_settings_are_named(argument):
+    with pytest.raises(SettingsError, match=argument.split("=")[0]):
+        read_settings(ServiceSettings, {}, [argument])

@@ -1,0 +1,214 @@
+"""``http://``: the client against real fronts, in front of steered and of real runners."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from agentrl_sandbox.client import (
+    ClosedError,
+    Outcome,
+    RefusedError,
+    SandboxSettings,
+    StartError,
+    UnisolatedError,
+    UnknownSessionError,
+    open_sandbox,
+)
+
+
+def settings(front, **fields: object) -> SandboxSettings:
+    return SandboxSettings(**{"url": front.url, "token": "the-token", "patience": 30.0, **fields})
+
+
+@asynccontextmanager
+async def opened(front, **fields: object) -> AsyncIterator:
+    sandbox = await open_sandbox(settings(front, **fields))
+    try:
+        yield sandbox
+    finally:
+        await sandbox.close()
+
+
+async def test_it_runs_programs_and_knows_the_isolation(front):
+    async with opened(front) as sandbox:
+        ran = await sandbox.execute("p", stdin="in", files={"a": b"\x00\xff"}, fetch_files=["a", "b"])
+        assert (ran.outcome, ran.stdout, ran.exit_code, ran.files) == (Outcome.OK, "pin", 0, {"a": b"\x00\xff"})
+        assert sandbox.isolation.missing == ()
+
+
+async def test_the_token_comes_from_the_environment_too(front, monkeypatch):
+    monkeypatch.setenv("SANDBOX_TOKEN", "the-token")
+    async with opened(front, token=None) as sandbox:
+        assert (await sandbox.execute("p")).stdout == "p"
+
+
+@pytest.mark.parametrize("token", ["wrong", "none"])
+async def test_a_wrong_token_is_refused_when_it_opens(front, token):
+    with pytest.raises(RefusedError, match="SANDBOX_TOKEN"):
+        await open_sandbox(settings(front, token=token))
+
+
+async def test_the_token_is_not_written_out():
+    held = SandboxSettings(url="http://localhost:1", token="secret-token")
+    assert "secret-token" not in repr(held) + held.model_dump_json()
+
+
+async def test_a_property_that_a_runner_lacks_is_refused_unless_allowed(front, runner, until):
+    layers = dict(front.pool.isolation.layers)
+    runner.hello["layers"] = {**layers, "no_network": None}
+    for connection in list(runner.service.fronts):
+        connection.close()
+    await until(lambda: front.pool.roster.runners and front.pool.isolation.missing)
+    with pytest.raises(UnisolatedError, match="no_network"):
+        await open_sandbox(settings(front))
+    async with opened(front, allow_unisolated=True) as sandbox:
+        assert sandbox.isolation.missing == ("no_network",)
+
+
+async def test_a_limit_that_is_not_the_services_is_refused(front):
+    async with opened(front, memory_mb=512):
+        pass
+    with pytest.raises(StartError, match="memory_mb=512, not 100"):
+        await open_sandbox(settings(front, memory_mb=100))
+
+
+async def test_where_nothing_listens_it_says_so():
+    with pytest.raises(StartError, match="no sandbox is ready"):
+        await open_sandbox(SandboxSettings(url="http://127.0.0.1:9", patience=0.2))
+
+
+async def test_sessions(front):
+    async with opened(front) as sandbox:
+        session = await sandbox.open_session()
+        await sandbox.execute("a", session=session)
+        fork = await sandbox.fork_session(session)
+        assert (await sandbox.execute("b", session=fork)).stdout == "a|b"
+        await sandbox.close_session(session)
+        await sandbox.close_session(session)
+        with pytest.raises(UnknownSessionError):
+            await sandbox.execute("c", session=session)
+
+
+@pytest.mark.parametrize("wrong", [{"timeout": 0}, {"timeout": 4000}, {"files": {"a" * 5000: b""}}])
+async def test_impossible_arguments_raise(front, wrong):
+    async with opened(front) as sandbox:
+        with pytest.raises(ValueError, match=r"timeout|422"):
+            await sandbox.execute("p", **wrong)
+
+
+async def test_cancelling_a_call_kills_its_program(front, runner, until):
+    async with opened(front) as sandbox:
+        call = asyncio.ensure_future(sandbox.execute("wait"))
+        await until(lambda: "wait" in runner.sandbox.started)
+        call.cancel()
+        await until(lambda: runner.sandbox.cancelled == ["wait"])
+
+
+async def test_a_full_queue_is_waited_out(sockets, runner, running_front, until):
+    async with running_front(sockets, queue_limit=0) as front, opened(front) as sandbox:
+        first = [asyncio.ensure_future(sandbox.execute("wait")) for _ in range(2)]
+        await until(lambda: runner.sandbox.started.count("wait") == 2)
+        late = asyncio.ensure_future(sandbox.execute("late"))
+        await until(lambda: b'refused_total{status="429"}' in front.front.metrics.text())
+        runner.sandbox.release.set()
+        assert [(await call).outcome for call in (*first, late)] == [Outcome.OK] * 3
+        assert runner.sandbox.started.count("late") == 1
+
+
+async def test_a_queue_that_stays_full_is_an_infrastructure_failure(sockets, runner, running_front, until):
+    async with running_front(sockets, queue_limit=0) as front, opened(front, patience=1.0) as sandbox:
+        first = [asyncio.ensure_future(sandbox.execute("wait", timeout=0.1)) for _ in range(2)]
+        await until(lambda: runner.sandbox.started.count("wait") == 2)
+        ran = await sandbox.execute("late", timeout=0.1)
+        assert (ran.outcome, ran.exit_code) == (Outcome.INFRASTRUCTURE_FAILURE, None)
+        assert "429" in ran.stderr
+        runner.sandbox.release.set()
+        await asyncio.gather(*first)
+    assert "late" not in runner.sandbox.started
+
+
+async def test_calls_survive_a_front_that_is_replaced(sockets, runner, running_front, until):
+    """The first front dies with calls under way and more waiting; its successor has the same address."""
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there, out = await asyncio.open_connection("127.0.0.1", ports[-1])
+        except OSError:
+            writer.transport.abort()
+            return
+
+        async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+            try:
+                while data := await source.read(65536):
+                    target.write(data)
+            except OSError:
+                pass
+            finally:
+                target.transport.abort()
+
+        await asyncio.gather(copy(reader, out), copy(there, writer))
+
+    ports: list[int] = []
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with running_front(sockets) as first:
+        ports.append(first.port)
+        sandbox = await open_sandbox(settings(first, url=url))
+        calls = [asyncio.ensure_future(sandbox.execute(f"wait{i}")) for i in range(5)]
+        await until(lambda: len(runner.sandbox.started) == 3)  # `pass` and two of these
+    runner.sandbox.release.set()
+    async with running_front(sockets) as second:
+        ports.append(second.port)
+        done = await asyncio.gather(*calls)
+        assert sorted(d.stdout for d in done) == [f"wait{i}" for i in range(5)]
+        await sandbox.close()
+    server.close()
+
+
+async def test_an_answer_that_cannot_be_read_is_asked_for_again():
+    good = {"outcome": "ok", "stdout": "x", "stderr": "", "exit_code": 0, "seconds": 0, "truncated": False, "files": {}}
+    layers = {"isolation": {"mode": "root", "layers": {}}, "limits": {}}
+    answers = [layers, good, {"outcome": "won"}, good]
+    asked: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            length = re.search(rb"content-length: (\d+)", head.lower())
+            asked.append(await reader.readexactly(int(length[1]) if length else 0))
+            body = json.dumps(answers.pop(0)).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    sandbox = await open_sandbox(SandboxSettings(url=url, allow_unisolated=True))
+    assert (await sandbox.execute("p", request_id="x")).stdout == "x"
+    assert [json.loads(body)["request_id"] for body in asked[2:]] == ["x", "x"]
+    await sandbox.close()
+    server.close()
+
+
+async def test_a_closed_sandbox_says_so(front):
+    sandbox = await open_sandbox(settings(front))
+    await sandbox.close()
+    await sandbox.close()
+    with pytest.raises(ClosedError):
+        await sandbox.execute("p")
+
+
+async def test_thousands_of_calls_in_flight(sockets, start_runner, running_front):
+    await start_runner("many", workers=16)
+    async with running_front(sockets, queue_limit=200) as front, opened(front) as sandbox:
+        done = await asyncio.gather(*(sandbox.execute(f"p{i}") for i in range(1500)))
+    assert [d.stdout for d in done] == [f"p{i}" for i in range(1500)]
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "docker://", "local:/", "http://host/path", "127.0.0.1:80"])
+def test_other_addresses_are_refused_with_the_valid_ones(url):
+    with pytest.raises(ValueError, match="valid: local://, docker://IMAGE, http://HOST:PORT"):
+        SandboxSettings(url=url)

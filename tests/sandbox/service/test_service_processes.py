@@ -1,0 +1,178 @@
+"""The command ``agentrl-sandbox serve`` as users start it: real processes, real programs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from agentrl_sandbox.client import Outcome, SandboxSettings, open_sandbox
+
+READY_SECONDS = 90
+
+
+class Serving:
+    """A started front with its own runner."""
+
+    def __init__(self, process: asyncio.subprocess.Process, url: str) -> None:
+        self.process, self.url = process, url
+
+    def settings(self, **fields: object) -> SandboxSettings:
+        return SandboxSettings(**{"url": self.url, "token": "tok", **fields})
+
+    async def runner(self) -> int:
+        """The runner's process, a child of the front."""
+        while True:
+            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+            found = [int(pid) for pid in children if b"runner" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            if found:
+                return found[0]
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def serving(*arguments: str) -> AsyncIterator[Serving]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "agentrl_sandbox", "serve", "--port", "0", *arguments),
+        env={**os.environ, "SANDBOX_TOKEN": "tok"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    try:
+        line = await asyncio.wait_for(process.stdout.readline(), READY_SECONDS)
+        yield Serving(process, line.decode().split()[-1])
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def gone(pid: int) -> bool:
+    for _ in range(1000):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        await asyncio.sleep(0.02)
+    return False
+
+
+async def test_real_programs_through_the_whole_service():
+    async with serving("timeout=20", "workers=4") as service:
+        sandbox = await open_sandbox(service.settings(timeout=20))
+        assert sandbox.isolation.missing == ()
+        programs = {
+            "print(6 * 7)": (Outcome.OK, "42\n"),
+            "import sympy; print(sympy.factorint(360))": (Outcome.OK, "{2: 3, 3: 2, 5: 1}\n"),
+            "1 / 0": (Outcome.ERROR, ""),
+            "bytearray(1 << 32)": (Outcome.MEMORY_LIMIT, ""),
+            "print(open('in').read(), input())": (Outcome.OK, "file line\n"),
+        }
+        done = await asyncio.gather(
+            *(sandbox.execute(program, stdin="line\n", files={"in": b"file"}) for program in programs)
+        )
+        assert [(d.outcome, d.stdout) for d in done] == list(programs.values())
+        assert (await sandbox.execute("while True: pass", timeout=0.3)).outcome is Outcome.TIMEOUT
+        session = await sandbox.open_session()
+        await sandbox.execute("x = 20", session=session)
+        fork = await sandbox.fork_session(session)
+        assert (await sandbox.execute("x + 1", session=fork, echo=True)).stdout == "21\n"
+        await sandbox.close()
+
+
+async def test_programs_see_neither_the_token_nor_the_socket():
+    program = """
+import os
+print(os.environ.get("SANDBOX_TOKEN"))
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        text = open(f"/proc/{pid}/environ", "rb").read() + open(f"/proc/{pid}/cmdline", "rb").read()
+    except OSError:
+        continue
+    print(b"SANDBOX_TOKEN" in text, b"--sockets" in text)
+"""
+    async with serving() as service:
+        sandbox = await open_sandbox(service.settings())
+        lines = set((await sandbox.execute(program)).stdout.split("\n"))
+        assert lines <= {"None", "False False", ""}
+        await sandbox.close()
+
+
+async def test_a_killed_runner_is_replaced_and_nothing_is_lost_or_run_twice():
+    async with serving("workers=2") as service:
+        sandbox = await open_sandbox(service.settings(patience=120.0))
+        before = await service.runner()
+        sleeping = [asyncio.ensure_future(sandbox.execute("import time; time.sleep(9)")) for _ in range(2)]
+        async with httpx.AsyncClient(headers={"Authorization": "Bearer tok"}) as client:
+            while "sandbox_running 2.0" not in (await client.get(f"{service.url}/metrics")).text:
+                await asyncio.sleep(0.02)
+        queued = [asyncio.ensure_future(sandbox.execute(f"print({i})")) for i in range(20)]
+        await asyncio.sleep(0.2)
+        os.kill(before, signal.SIGKILL)
+        assert [(await call).outcome for call in sleeping] == [Outcome.INFRASTRUCTURE_FAILURE] * 2
+        assert [(await call).stdout for call in queued] == [f"{i}\n" for i in range(20)]
+        assert (await service.runner()) != before
+        await sandbox.close()
+
+
+async def test_sigterm_finishes_what_runs_and_leaves_no_process():
+    async with serving("workers=2") as service:
+        sandbox = await open_sandbox(service.settings())
+        runner = await service.runner()
+        call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(2); print('done')"))
+        async with httpx.AsyncClient(headers={"Authorization": "Bearer tok"}) as client:
+            while "sandbox_running 1.0" not in (await client.get(f"{service.url}/metrics")).text:
+                await asyncio.sleep(0.02)
+        service.process.terminate()
+        assert (await call).stdout == "done\n"
+        assert await asyncio.wait_for(service.process.wait(), 60) == 0
+        assert await gone(runner)
+        await sandbox.close()
+
+
+async def test_a_killed_front_takes_its_runner_along():
+    async with serving() as service:
+        runner = await service.runner()
+        service.process.kill()
+        await service.process.wait()
+        assert await gone(runner)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["memory=3"], "memory=3"),
+        (["--port", "99999"], "port"),
+        (["memory_mb=1"], "memory_mb"),
+        (["--sockets", "/nowhere", "memory_mb=64"], "memory_mb=64"),
+    ],
+)
+async def test_wrong_arguments_end_with_one_message_and_exit_code_2(arguments, says):
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "agentrl_sandbox", "serve", *arguments), stderr=asyncio.subprocess.PIPE
+    )
+    _, message = await asyncio.wait_for(process.communicate(), READY_SECONDS)
+    assert process.returncode == 2
+    assert says in message.decode()
+    assert "Traceback" not in message.decode()
+
+
+async def test_two_runners_of_one_name_do_not_share_a_socket(tmp_path):
+    from agentrl_sandbox.client import StartError
+    from agentrl_sandbox.service.runner import listening
+
+    with listening(tmp_path / "s", "one"):
+        assert (tmp_path / "s").stat().st_mode & 0o777 == 0o700
+        assert (tmp_path / "s" / "one.sock").stat().st_mode & 0o777 == 0o600
+        with pytest.raises(StartError, match="another runner"), listening(tmp_path / "s", "one"):
+            pass
+    assert list((tmp_path / "s").iterdir()) == []

@@ -1,0 +1,100 @@
+"""The filter's instructions, run here as the kernel would run them: also those for machines that this is not."""
+
+from __future__ import annotations
+
+import errno
+import struct
+
+import pytest
+
+from agentrl_sandbox.runner import bpf
+from agentrl_sandbox.runner.seccomp import DENIED, DENIED_WITHOUT_OWN_USER, MISSING, build
+from agentrl_sandbox.runner.syscalls import LAST_KNOWN, MACHINES, number
+
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+REFUSED_WITHOUT_ARGUMENTS = ("personality", "socketpair", "ioprio_set")
+PERMISSION, UNKNOWN = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
+
+
+class Filter:
+    """Gives the verdict on one system call."""
+
+    def __init__(self, machine: str, *, own_user: bool = True) -> None:
+        self.architecture = ARCHITECTURES[machine]
+        self.code = list(struct.iter_unpack("=HBBI", build(machine, own_user=own_user)))
+
+    def __call__(self, call: int, *arguments: int, architecture: int | None = None) -> int:
+        padded = (*arguments, *(0,) * (6 - len(arguments)))
+        data = struct.pack("<IIQ6Q", call, architecture or self.architecture, 0, *padded)
+        at, loaded = 0, 0
+        while True:
+            operation, true, false, constant = self.code[at]
+            at += 1
+            if operation == 0x06:  # return
+                return constant
+            if operation == 0x20:  # load
+                (loaded,) = struct.unpack_from("<I", data, constant)
+            elif operation == 0x54:  # and
+                loaded &= constant
+            elif operation == 0x05:  # jump
+                at += constant
+            else:
+                met = {0x15: loaded == constant, 0x35: loaded >= constant, 0x45: loaded & constant != 0}[operation]
+                at += true if met else false
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("own_user", [True, False])
+def test_what_is_listed_is_refused_and_nothing_else(machine, own_user):
+    verdict = Filter(machine, own_user=own_user)
+    groups = DENIED if own_user else DENIED | DENIED_WITHOUT_OWN_USER
+    names = [name for group in groups.values() for name in group]
+    refused = {number(name, machine): PERMISSION for name in (*names, *REFUSED_WITHOUT_ARGUMENTS)}
+    refused |= {number(name, machine): UNKNOWN for name in MISSING}
+    verdicts = {call: verdict(call) for call in range(LAST_KNOWN + 1)}
+    assert verdicts == {call: refused.get(call, bpf.ALLOW) for call in range(LAST_KNOWN + 1)}
+    assert verdict(LAST_KNOWN + 1) == UNKNOWN
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_calls_of_another_machine_end_the_process(machine):
+    verdict = Filter(machine)
+    others = {0x4000_0003, 0x4000_0028, *ARCHITECTURES.values()} - {verdict.architecture}
+    verdicts = {verdict(call, architecture=other) for other in others for call in range(LAST_KNOWN + 2)}
+    assert verdicts == {bpf.KILL_PROCESS}
+
+
+def test_calls_with_the_bit_of_x32_end_the_process():
+    assert {Filter("x86_64")(0x4000_0000 | call) for call in range(LAST_KNOWN + 2)} == {bpf.KILL_PROCESS}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("sendto", (0, 0, 0, 0, 0), bpf.ALLOW),
+        ("sendto", (0, 0, 0, 0, 1), PERMISSION),
+        ("sendto", (0, 0, 0, 0, 1 << 32), PERMISSION),
+        ("socketpair", (1, 1), bpf.ALLOW),
+        ("socketpair", (1, 5 | 0o2000000), bpf.ALLOW),
+        ("socketpair", (1, 2), PERMISSION),
+        ("socketpair", (2, 1), PERMISSION),
+        ("clone", (0x3D0F00,), bpf.ALLOW),
+        ("clone", (0x10000000 | 17,), PERMISSION),
+        ("prlimit64", (0, 7), bpf.ALLOW),
+        ("prlimit64", (1, 7), PERMISSION),
+        ("setpriority", (0, 0, 5), bpf.ALLOW),
+        ("setpriority", (0, 9, 5), PERMISSION),
+        ("setpriority", (2, 0, 5), PERMISSION),
+        ("personality", (0xFFFFFFFF,), bpf.ALLOW),
+        ("mknodat", (0, 0, 0o010644), bpf.ALLOW),
+        ("mknodat", (0, 0, 0o060644), PERMISSION),
+        ("ioctl", (0, 0x5401), bpf.ALLOW),
+        ("ioctl", (0, 0x5412), PERMISSION),
+        ("ioctl", (0, 0x1_0000_5412), PERMISSION),
+        ("prctl", (4,), bpf.ALLOW),
+        ("prctl", (1,), PERMISSION),
+    ],
+)
+def test_arguments_decide(machine, name, arguments, expected):
+    assert Filter(machine)(number(name, machine), *arguments) == expected
