@@ -90,11 +90,13 @@ def call(name, *arguments):
 NUMBERS = {
     "x86_64": dict(ptrace=101, keyctl=250, add_key=248, bpf=321, io_uring_setup=425, userfaultfd=323,
         perf_event_open=298, process_vm_readv=310, pidfd_getfd=438, open_by_handle_at=304, kexec_load=246,
-        init_module=175, mount=165, unshare=272, setns=308, pivot_root=155, chroot=161, swapon=167, reboot=169, clock_settime=227, fsopen=430,
+        init_module=175, mount=165, unshare=272, setns=308, pivot_root=155, chroot=161,
+        swapon=167, reboot=169, clock_settime=227, fsopen=430,
         open_tree=428, move_mount=429, kcmp=312, shmget=29, semget=64, msgget=68, mq_open=240, acct=163, syslog=103),
     "aarch64": dict(ptrace=117, keyctl=219, add_key=217, bpf=280, io_uring_setup=425, userfaultfd=282,
         perf_event_open=241, process_vm_readv=270, pidfd_getfd=438, open_by_handle_at=265, kexec_load=104,
-        init_module=105, mount=40, unshare=97, setns=268, pivot_root=41, chroot=51, swapon=224, reboot=142, clock_settime=112, fsopen=430,
+        init_module=105, mount=40, unshare=97, setns=268, pivot_root=41, chroot=51,
+        swapon=224, reboot=142, clock_settime=112, fsopen=430,
         open_tree=428, move_mount=429, kcmp=272, shmget=194, semget=190, msgget=186, mq_open=180, acct=89, syslog=116),
 }[platform.machine()]
 def system(name, *arguments):
