@@ -189,7 +189,7 @@ class Sessions:
         code = fork.origin_error or fork.error
         if code or fork.child.why or fork.child.identifier not in self._table.sessions:
             self._table.drop(fork.child, origin)
-            why = os.strerror(code) if code in errno.errorcode else "it ended at once"
+            why = os.strerror(code) if code is not None and code in errno.errorcode else "it ended at once"
             origin.answer = {"op": "refused", "id": fork.request, "kind": "fork", "why": why}, []
         else:
             fork.child.state, fork.child.due = State.IDLE, time.monotonic() + self._config.session_idle_timeout
