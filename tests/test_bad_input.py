@@ -242,13 +242,17 @@ def test_a_group_of_one_is_a_warning_that_says_what_happens() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be stripped of its capabilities to see what is refused")
 def test_a_sandbox_that_cannot_isolate_is_refused_and_its_name_can_be_used_again() -> None:
     stripped = (
-        "import sys\nfrom agentrl_sandbox.runner import kernel\nkernel.drop_capabilities()\n"
+        "import errno, os, sys\nfrom agentrl_sandbox.runner import bpf, kernel, seccomp\n"
+        "kernel.drop_capabilities()\nkernel.no_new_privileges()\n"
+        "machine = {'x86_64': 0xC000003E, 'aarch64': 0xC00000B7}[os.uname().machine]\n"
+        "no_landlock = bpf.decide(machine, {444: bpf.fail(errno.ENOSYS)}, 444, bpf.allow())\n"
+        "seccomp.Filter(no_landlock).install()\n"
         "from agentrl.cli import main\nsys.argv = ['agentrl', *sys.argv[1:]]\nmain()"
     )
     command = [sys.executable, "-c", stripped, "train", *SHORT, "name=one"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "error: the sandbox cannot isolate programs here: missing no_network" in done.stderr
+    assert "error: the sandbox cannot isolate programs here: missing scratch_only_writes" in done.stderr
     assert "allow_unisolated=true" in done.stderr
     assert "Traceback" not in done.stderr
     done = subprocess.run([*command, "sandbox.allow_unisolated=true"], capture_output=True, text=True, timeout=300)

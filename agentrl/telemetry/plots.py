@@ -88,8 +88,7 @@ def _draw(panel: Panel, axes: Axes, rows: Sequence[Row]) -> bool:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
     if axes.get_legend_handles_labels()[1]:
-        filled = bool(axes.collections) and not axes.lines
-        axes.legend(fontsize=8, frameon=filled, framealpha=0.9, edgecolor="none", loc="best")
+        axes.legend(fontsize=8, frameon=True, framealpha=0.9, edgecolor="none", loc="best")
     return True
 
 

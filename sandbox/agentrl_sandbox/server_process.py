@@ -75,7 +75,14 @@ class ServerProcess(asyncio.Protocol):
                 cwd="/",
                 start_new_session=True,
             )
-        _, server = await asyncio.get_running_loop().create_connection(lambda: cls(process, messages), sock=ours)
+        server = cls(process, messages)
+        try:
+            await asyncio.get_running_loop().create_connection(lambda: server, sock=ours)
+        except asyncio.CancelledError:
+            ours.close()
+            server.connection_lost(None)
+            await server.close()
+            raise
         try:
             why = await asyncio.wait_for(asyncio.shield(server.hello), _START_SECONDS)
         except (ServerGone, TimeoutError) as error:

@@ -116,6 +116,16 @@ async def test_a_memory_bomb_meets_the_limit(run, program):
     assert "MemoryError" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize("flags", [0x21, 0x22])  # shared and private, anonymous
+async def test_a_bomb_of_memory_maps_meets_the_limit(run, flags):
+    program = (
+        "import mmap\nkept = []\nwhile True:\n"
+        f"    kept.append(mmap.mmap(-1, 1 << 24, flags={flags}))\n    kept[-1][::4096] = b'x' * 4096"
+    )
+    done = await run(program)
+    assert done.outcome is Outcome.MEMORY_LIMIT or "Cannot allocate memory" in done.stderr
+
+
 async def test_memory_spread_over_processes_is_summed(run, settings):
     each = settings.memory_mb // 4
     program = (

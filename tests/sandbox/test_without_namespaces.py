@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import signal
 import tempfile
 from pathlib import Path
 
@@ -286,35 +285,3 @@ async def test_a_program_does_not_undo_its_offer_to_the_oom_killer(run):
         "try:\n    open('/proc/self/oom_score_adj', 'w').write('0')\nexcept OSError:\n    print('refused')"
     )
     assert (await run(program)).stdout == "1000\nrefused\n"
-
-
-# Faults
-
-
-@pytest.mark.parametrize("which", ["undertaker", "server", "interpreter"])
-async def test_whatever_is_killed_leaves_no_process_and_no_file(everywhere, run, which):
-    mark = secrets.token_hex(8)
-    program = "open('left', 'w')\n" + DAEMON.format(mark=mark) + "import time; time.sleep(30)"
-    call = asyncio.ensure_future(run(program))
-    while not holding(mark):
-        await asyncio.sleep(0.01)
-    (undertaker,) = [pid for pid in children(everywhere.process.pid) if b"server" in cmdline(pid)]
-    (server,) = children(undertaker)
-    interpreter = next(pid for pid in children(server) if b"bare" in cmdline(pid))
-    scratch = Path(os.readlink(f"/proc/{holding(mark)[0]}/cwd")).parent
-    os.kill({"undertaker": undertaker, "server": server, "interpreter": interpreter}[which], signal.SIGKILL)
-    assert (await call).outcome is Outcome.INFRASTRUCTURE_FAILURE
-    assert (await run("print('back')")).stdout == "back\n"
-    for _ in range(500):
-        if not holding(mark) and (which == "interpreter" or not scratch.exists()):
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError((holding(mark), scratch.exists()))
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def cmdline(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -1,0 +1,255 @@
+"""Programs a second: the sandbox against a fork loop, a fresh interpreter a program, and `docker exec`.
+
+    python benchmarks/sandbox.py [--concurrency 1 16 256] [--seconds 5] [--repeat 3] [--queued 45000] [--container NAME]
+
+Two programs: ``print`` prints a sum, ``sympy`` solves a quadratic. What runs them, all in one go on one machine:
+
+fork loop   one process that forks a warm interpreter a program, one after the other, without isolation and limits:
+            no sandbox on one core can be faster. For ``print`` nothing scientific is imported, for ``sympy`` SymPy is.
+fresh       ``python -c`` a program, as many at once as asked for: what SandboxFusion does.
+local       ``local://``, this package inside the caller's process.
+service     ``agentrl-sandbox serve`` and a client of its own process over HTTP, the whole way.
+docker      ``docker exec`` of ``python -c`` in the running ``--container``, if one is given.
+
+A row is the median of ``--repeat`` rounds; the kinds take turns within a round. ``ideal`` is the time that a call would
+wait if all in flight were answered one after the other at the measured rate: concurrency / rate. With ``--queued`` so
+many calls are sent to the service at once; every one must be answered with its own sum, and the memory of the
+service's processes is compared between the first and the last tenth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psutil
+
+from agentrl_sandbox.client import Outcome, Sandbox, SandboxSettings, open_sandbox
+
+PROGRAMS = {
+    "print": "print({number} + 1)",
+    "sympy": "from sympy import *\nx = symbols('x')\nsolve(x**2 - 5*x + 6, x)\nprint({number} + 1)",
+}
+FORK_LOOP = """
+import os, sys, time
+{imports}
+seconds, count, source = {seconds}, 0, {source!r}
+times = []
+began = time.perf_counter()
+while time.perf_counter() - began < seconds:
+    one = time.perf_counter()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(write, 1)
+        exec(compile(source.replace("NUMBER", str(count)), "<program>", "exec"), {{"__name__": "__main__"}})
+        sys.stdout.flush()
+        os._exit(0)
+    os.close(write)
+    text = b""
+    while data := os.read(read, 65536):
+        text += data
+    os.close(read)
+    os.waitpid(child, 0)
+    assert int(text) == count + 1, text
+    count += 1
+    times.append(time.perf_counter() - one)
+print(*times)
+"""
+WARM_UP = 20
+
+Call = Callable[[int], Awaitable[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """Calls of one kind for a while; seconds."""
+
+    wall: float
+    latencies: tuple[float, ...]
+
+    @property
+    def rate(self) -> float:
+        return len(self.latencies) / self.wall
+
+    def percentile(self, share: float) -> float:
+        ordered = sorted(self.latencies)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+async def load(call: Call, *, concurrency: int, seconds: float) -> Round:
+    """``concurrency`` callers that call again as soon as they are answered; every answer is checked."""
+    latencies: list[float] = []
+    numbers = iter(range(1 << 60))
+    until = time.perf_counter() + seconds
+
+    async def caller() -> None:
+        while time.perf_counter() < until:
+            number = next(numbers)
+            began = time.perf_counter()
+            text = await call(number)
+            if text.strip() != str(number + 1):
+                raise SystemExit(f"wrong answer to {number}: {text!r}")
+            latencies.append(time.perf_counter() - began)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(caller() for _ in range(concurrency)))
+    return Round(wall=time.perf_counter() - began, latencies=tuple(latencies))
+
+
+def fork_loop(program: str, *, seconds: float) -> Round:
+    """One process, one fork a program."""
+    source = PROGRAMS[program].format(number="NUMBER")
+    imports = "import sympy" if program == "sympy" else ""
+    code = FORK_LOOP.format(seconds=seconds, source=source, imports=imports)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    latencies = tuple(map(float, done.stdout.split()))
+    return Round(wall=sum(latencies), latencies=latencies)
+
+
+def sandboxed(sandbox: Sandbox, program: str) -> Call:
+    async def call(number: int) -> str:
+        run = await sandbox.execute(PROGRAMS[program].format(number=number), timeout=600.0)
+        if run.outcome is not Outcome.OK:
+            raise SystemExit(f"{run.outcome}: {run.stderr}")
+        return run.stdout
+
+    return call
+
+
+def command(prefix: list[str], program: str) -> Call:
+    """A program by a command of its own."""
+
+    async def call(number: int) -> str:
+        process = await asyncio.create_subprocess_exec(
+            *prefix, "-c", PROGRAMS[program].format(number=number), stdout=asyncio.subprocess.PIPE
+        )
+        stdout, _ = await process.communicate()
+        return stdout.decode()
+
+    return call
+
+
+@contextmanager
+def service() -> Iterator[tuple[str, psutil.Process]]:
+    """A front with one runner on a free port."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "agentrl_sandbox", "serve", "--port", "0", "--no-token"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().split()[-1], psutil.Process(process.pid)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+
+
+def resident_mb(process: psutil.Process) -> float:
+    """Memory of a process and all below it, shared pages counted once a process (PSS)."""
+    total = 0
+    for one in (process, *process.children(recursive=True)):
+        try:
+            total += one.memory_full_info().pss
+        except (psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError):
+            continue
+    return total / 1e6
+
+
+async def measure(options: argparse.Namespace) -> None:
+    with service() as (url, process):
+        local = await open_sandbox(SandboxSettings())
+        remote = await open_sandbox(SandboxSettings(url=url))
+        print(f"local: {local.isolation.describe()}\nservice: {remote.isolation.describe()}\n")
+        for program in options.programs:
+            kinds: dict[str, Call] = {
+                "local": sandboxed(local, program),
+                "service": sandboxed(remote, program),
+                "fresh": command([sys.executable], program),
+            }
+            if options.container:
+                kinds["docker"] = command(["docker", "exec", options.container, "python3"], program)
+            await _table(program, kinds, options)
+        print(f"\nmemory at rest: service {resident_mb(process):.0f} MB")
+        await local.close()
+        if options.queued:
+            await _queue(remote, process, options.queued)
+        await remote.close()
+
+
+async def _table(program: str, kinds: dict[str, Call], options: argparse.Namespace) -> None:
+    loops: list[Round] = []
+    rounds: dict[tuple[str, int], list[Round]] = {}
+    for _ in range(options.repeat):
+        loops.append(fork_loop(program, seconds=options.seconds))
+        for concurrency in options.concurrency:
+            for kind, call in kinds.items():
+                await asyncio.gather(*(call(number) for number in range(min(WARM_UP, concurrency))))
+                found = await load(call, concurrency=concurrency, seconds=options.seconds)
+                rounds.setdefault((kind, concurrency), []).append(found)
+    base = statistics.median(one.rate for one in loops)
+    fresh = {c: statistics.median(one.rate for one in rounds["fresh", c]) for c in options.concurrency}
+    print(f"{program:8}{'in flight':>10}{'calls/s':>10}{'p50 ms':>9}{'p99 ms':>9}{'ideal ms':>10}", end="")
+    print(f"{'of fork loop':>14}{'over fresh':>12}")
+    print(f"{'fork loop':8}{1:>9}{base:>10.1f}{_ms(loops, 0.5):>9.1f}{_ms(loops, 0.99):>9.1f}")
+    for (kind, concurrency), found in rounds.items():
+        rate = statistics.median(one.rate for one in found)
+        print(
+            f"{kind:8}{concurrency:>10}{rate:>10.1f}{_ms(found, 0.5):>9.1f}{_ms(found, 0.99):>9.1f}"
+            f"{1e3 * concurrency / rate:>10.1f}{rate / base:>14.2f}{rate / fresh[concurrency]:>12.1f}"
+        )
+
+
+def _ms(found: list[Round], share: float) -> float:
+    return 1e3 * statistics.median(one.percentile(share) for one in found)
+
+
+async def _queue(remote: Sandbox, process: psutil.Process, count: int) -> None:
+    """All at once."""
+    call = sandboxed(remote, "print")
+    memory: list[tuple[int, float]] = []
+    done = 0
+
+    async def one(number: int) -> bool:
+        nonlocal done
+        text = await call(number)
+        done += 1
+        if done % (count // 20) == 0:
+            memory.append((done, resident_mb(process)))
+        return text.strip() == str(number + 1)
+
+    began = time.perf_counter()
+    right = await asyncio.gather(*(one(number) for number in range(count)))
+    seconds = time.perf_counter() - began
+    early = statistics.mean(mb for at, mb in memory if at <= count * 0.15)
+    late = statistics.mean(mb for at, mb in memory if at >= count * 0.9)
+    print(f"\n{count} calls at once: {sum(right)} right answers in {seconds:.1f} s, {count / seconds:.0f} calls/s")
+    print(f"memory of the service: {early:.1f} MB early, {late:.1f} MB late, ratio {late / early:.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 256])
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--queued", type=int, default=45_000, help="calls sent at once at the end; 0: none")
+    parser.add_argument("--container", help="a running container to compare with by `docker exec`")
+    options = parser.parse_args()
+    print(f"Python {sys.version.split()[0]}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}\n")
+    asyncio.run(measure(options))
+
+
+if __name__ == "__main__":
+    main()

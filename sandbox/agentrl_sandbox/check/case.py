@@ -1,0 +1,105 @@
+"""One thing to try in a sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from agentrl_sandbox.types import Execution, Outcome
+
+Judge = Callable[[Execution], bool]
+
+ENDED = (Outcome.OK, Outcome.ERROR, Outcome.KILLED, Outcome.MEMORY_LIMIT, Outcome.TIMEOUT, Outcome.OUTPUT_LIMIT)
+"""Every end of a program; the other outcome says that the sandbox itself failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A program, what its end must be, and what that shows.
+
+    ``guards`` is ``conformance`` or the property that the program attacks. ``after`` runs when the program has ended
+    and must print ``clean``: nothing that the first one did may be seen. Programs that attack print ``reached`` for
+    what they got through; they are ours, so their word counts.
+    """
+
+    name: str
+    guards: str
+    program: str
+    passes: Judge
+    timeout: float = 20.0
+    stdin: str = ""
+    after: str | None = None
+
+
+def prints(text: str) -> Judge:
+    """The program ended well and printed exactly this."""
+    return lambda run: run.outcome is Outcome.OK and run.stdout == text
+
+
+def ends(*outcomes: Outcome) -> Judge:
+    """The program ended in one of these ways."""
+    return lambda run: run.outcome in outcomes
+
+
+def fails_with(name: str) -> Judge:
+    """An uncaught exception of this name, last in the traceback."""
+
+    def judge(run: Execution) -> bool:
+        lines = run.stderr.strip().splitlines()
+        return run.outcome is Outcome.ERROR and bool(lines) and name in lines[-1]
+
+    return judge
+
+
+def survives(run: Execution) -> bool:
+    """Whatever the program did to itself, the sandbox told its end."""
+    return run.outcome in ENDED
+
+
+def reaches_nothing(run: Execution) -> bool:
+    """The program was not let through anywhere it tried, or was ended for trying."""
+    return run.outcome in ENDED and "reached" not in run.stdout and ("tried" in run.stdout or run.outcome != Outcome.OK)
+
+
+def attempts(guards: str, name: str, body: str, *, prologue: str = "", after: str | None = None) -> Case:
+    """A case of single statements, a line each: any that passes without an OSError is reported as reached."""
+    lines = [line.strip() for line in body.strip().splitlines()]
+    program = (
+        f"{_HELPERS}{prologue}\n"
+        + "".join(
+            f"try:\n    {line}\n    print('reached', {line!r})\nexcept (OSError, Refused):\n    pass\n"
+            for line in lines
+        )
+        + "print('tried')\n"
+    )
+    return Case(name=name, guards=guards, program=program, passes=reaches_nothing, after=after)
+
+
+_HELPERS = '''
+import ctypes, os, platform, socket, struct, sys
+libc = ctypes.CDLL(None, use_errno=True)
+class Refused(Exception): pass
+def foreign():
+    """Processes that are not the program's own, as far as it can see any."""
+    found = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+    if not found: raise Refused("none")
+    return found
+def call(name, *arguments):
+    """A function of the C library; minus one is a refusal."""
+    if getattr(libc, name)(*arguments) == -1: raise Refused(name)
+NUMBERS = {
+    "x86_64": dict(ptrace=101, keyctl=250, add_key=248, bpf=321, io_uring_setup=425, userfaultfd=323,
+        perf_event_open=298, process_vm_readv=310, pidfd_getfd=438, open_by_handle_at=304, kexec_load=246,
+        init_module=175, mount=165, unshare=272, setns=308, pivot_root=155, chroot=161,
+        swapon=167, reboot=169, clock_settime=227, fsopen=430,
+        open_tree=428, move_mount=429, kcmp=312, shmget=29, semget=64, msgget=68, mq_open=240, acct=163, syslog=103),
+    "aarch64": dict(ptrace=117, keyctl=219, add_key=217, bpf=280, io_uring_setup=425, userfaultfd=282,
+        perf_event_open=241, process_vm_readv=270, pidfd_getfd=438, open_by_handle_at=265, kexec_load=104,
+        init_module=105, mount=40, unshare=97, setns=268, pivot_root=41, chroot=51,
+        swapon=224, reboot=142, clock_settime=112, fsopen=430,
+        open_tree=428, move_mount=429, kcmp=272, shmget=194, semget=190, msgget=186, mq_open=180, acct=89, syslog=116),
+}[platform.machine()]
+def system(name, *arguments):
+    """A system call by its number; minus one is a refusal."""
+    if libc.syscall(ctypes.c_long(NUMBERS[name]), *arguments) == -1: raise Refused(name)
+'''

@@ -1,0 +1,257 @@
+"""Programs that reach for what is not theirs: network, the host's files and processes, the kernel, the next program."""
+
+from __future__ import annotations
+
+from agentrl_sandbox.check.case import Case, attempts, ends, reaches_nothing, survives
+from agentrl_sandbox.types import Execution, Outcome
+
+_NETWORK = attempts(
+    "no_network",
+    "sockets of every kind",
+    """
+    socket.create_connection(("1.1.1.1", 53), timeout=2)
+    socket.create_connection(("169.254.169.254", 80), timeout=2)
+    socket.create_connection(("2606:4700:4700::1111", 53), timeout=2)
+    socket.getaddrinfo("example.com", 80)
+    socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("8.8.8.8", 53))
+    socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
+    socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+    [socket.socket(socket.AF_UNIX).connect(path) for path in sockets()]
+    """,
+    prologue="""
+def sockets():
+    listed = [line.split()[-1] for line in open("/proc/net/unix").read().splitlines()[1:] if len(line.split()) > 7]
+    found = ["\\0" + name[1:] if name.startswith("@") else name for name in listed]
+    found += ["/var/run/docker.sock", "/run/docker.sock"]
+    found = [name for name in found if name.startswith("\\0") or os.path.exists(name)]
+    if not found: raise OSError("none")
+    return found
+""",
+)
+
+_READS = attempts(
+    "no_foreign_reads",
+    "secrets of the host",
+    """
+    open("/etc/shadow").read()
+    secrets("/root")
+    secrets("/home")
+    [open(f"/proc/{pid}/environ", "rb").read(1) for pid in foreign()]
+    [os.listdir(f"/proc/{pid}/fd") for pid in foreign()]
+    [open(f"/proc/{pid}/mem", "rb") for pid in foreign()]
+    os.listdir(f"/proc/{foreign()[0]}/root/root")
+    open("/dev/mem", "rb")
+    open("/dev/sda", "rb")
+    open("/proc/kcore", "rb").read(1)
+    """,
+    prologue="""
+def secrets(folder):
+    names = [name for name in os.listdir(folder) if not sys.prefix.startswith(os.path.join(folder, name))]
+    names = [name for name in names if not sys.base_prefix.startswith(os.path.join(folder, name))]
+    if not names: raise Refused("nothing but the way to the interpreter")
+    return names
+""",
+)
+
+_WRITES = attempts(
+    "scratch_only_writes",
+    "files outside scratch",
+    """
+    open("/planted", "w")
+    open("/usr/planted", "w")
+    open("/etc/planted", "w")
+    open("/var/tmp/planted", "w")
+    open("/root/planted", "w")
+    open(os.path.dirname(os.__file__) + "/planted.py", "w")
+    open(os.__file__, "a")
+    open(sys.executable, "ab")
+    open("/proc/sys/kernel/hostname", "w").write("planted")
+    open("/proc/sysrq-trigger", "w").write("x")
+    os.link("/etc/passwd", "linked") or open("linked", "a")
+    os.symlink("/etc/planted", "pointed") or open("pointed", "w")
+    os.mknod("device", 0o60666, os.makedev(8, 0))
+    """,
+)
+
+_TRACING = attempts(
+    "no_tracing",
+    "tracing others",
+    """
+    [system("ptrace", 16, pid, 0, 0) for pid in foreign()]
+    [system("process_vm_readv", pid, vector, 1, vector, 1, 0) for pid in foreign()]
+    [system("kcmp", pid, os.getpid(), 0, 0, 0) for pid in foreign()]
+    [system("pidfd_getfd", os.pidfd_open(pid), 0, 0) for pid in foreign()]
+    [open(f"/proc/{pid}/mem", "rb").read(1) for pid in foreign()]
+    [os.readlink(f"/proc/{pid}/exe") for pid in foreign()]
+    """,
+    prologue="memory = ctypes.create_string_buffer(8)\nvector = struct.pack('PN', ctypes.addressof(memory), 8)",
+)
+
+_SIGNALS = attempts(
+    "no_foreign_signals",
+    "killing others",
+    """
+    os.kill(os.getppid() or 999_999, 0)
+    [os.kill(pid, 0) for pid in (1, 2, 3, 4, 5, 7) if pid != os.getpid()]
+    """,
+)
+
+_KERNEL = attempts(
+    "no_privileged_calls",
+    "system calls for administrators",
+    """
+    call("mount", b"x", b"/usr", b"tmpfs", 0, None)
+    call("umount2", b"/proc", 2)
+    call("chroot", b"/usr")
+    call("unshare", 0x20000)
+    call("unshare", 0x10000000)
+    call("unshare", 0x40000000)
+    call("sethostname", b"x", 1)
+    system("setns", 0, 0)
+    system("pivot_root", b".", b".")
+    system("fsopen", b"tmpfs", 0)
+    system("open_tree", -100, b"/", 1)
+    system("keyctl", 0, -3, 1)
+    system("add_key", b"user", b"left", b"x", 1, -3)
+    system("bpf", 0, 0, 0)
+    system("io_uring_setup", 8, ctypes.create_string_buffer(256))
+    system("userfaultfd", 0)
+    system("perf_event_open", ctypes.create_string_buffer(struct.pack("II", 1, 128) + bytes(120)), 0, -1, -1, 0)
+    system("open_by_handle_at", -100, 0, 0)
+    system("kexec_load", 0, 0, 0, 0)
+    system("init_module", 0, 0, b"")
+    system("swapon", b"x", 0)
+    system("reboot", 0xfee1dead, 672274793, 0x1234567, 0)
+    system("acct", b"x")
+    system("syslog", 3, ctypes.create_string_buffer(16), 16)
+    system("clock_settime", 0, ctypes.create_string_buffer(struct.pack("qq", 0, 0)))
+    """,
+)
+
+_SUICIDE = """
+import os, signal
+for target in (os.getppid(), 1, -1, 0):
+    try:
+        os.kill(target, signal.SIGKILL)
+    except OSError:
+        pass
+print("alive")
+"""
+_DAEMON = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execv(sys.executable or "/bin/sh", ["agentrl-left-behind", "-c", "import time; time.sleep(120)"])
+    os._exit(0)
+time.sleep(0.5)
+"""
+_NO_DAEMON = """
+import os
+seen = b""
+for pid in os.listdir("/proc"):
+    if pid.isdigit():
+        try:
+            seen += open(f"/proc/{pid}/cmdline", "rb").read()
+        except OSError:
+            pass
+print("dirty" if b"agentrl-left" + b"-behind" in seen else "clean")
+"""
+_SHARED = """
+import ctypes, mmap, os
+libc = ctypes.CDLL(None)
+libc.shmget(4242, 4096, 0o1666); libc.semget(4242, 1, 0o1666); libc.msgget(4242, 0o1666)
+for path in ("/dev/shm/agentrl-left", "/tmp/agentrl-left", "/var/tmp/agentrl-left"):
+    try:
+        open(path, "w").close()
+    except OSError:
+        pass
+"""
+_NOT_SHARED = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+seen = [libc.shmget(4242, 4096, 0), libc.semget(4242, 1, 0), libc.msgget(4242, 0)] != [-1, -1, -1]
+seen |= any(os.path.exists(path) for path in ("/dev/shm/agentrl-left", "/tmp/agentrl-left", "/var/tmp/agentrl-left"))
+print("dirty" if seen else "clean")
+"""
+_TREE = """
+import os
+for depth in range(300):
+    os.mkdir("d" * 200)
+    os.chdir("d" * 200)
+open("new\\nline", "w").close()
+os.chmod(".", 0)
+"""
+_POISON = """
+import atexit, builtins, gc, math, os, random, sys, json
+builtins.print = builtins.len = None
+math.pi = 3
+sys.modules["json"] = None
+sys.path.clear()
+os.environ["AGENTRL_LEFT"] = "1"
+random.seed(1)
+sys.setrecursionlimit(50)
+gc.disable()
+atexit.register(os.abort)
+for name in ("numpy", "sympy"):
+    if name in sys.modules:
+        sys.modules[name].__dict__.clear()
+os._exit(0)
+"""
+_NOT_POISONED = """
+import json, math, os, sys
+import sympy
+good = len("ab") == 2 and math.pi > 3.1 and "AGENTRL_LEFT" not in os.environ and sys.getrecursionlimit() > 100
+print("clean" if good and sympy.Integer(4) == 4 else "dirty")
+"""
+_ROOT = """
+import os
+try:
+    os.setuid(0)
+    open("/etc/shadow")
+    print("reached")
+except OSError:
+    print("tried")
+"""
+
+
+def _isolated(name: str, program: str, after: str, guards: str = "nothing_left_behind") -> Case:
+    return Case(name=name, guards=guards, program=program, passes=survives, after=after)
+
+
+def _told(run: Execution) -> bool:
+    return run.outcome in (Outcome.OK, Outcome.KILLED)
+
+
+ESCAPES = (
+    _NETWORK,
+    _READS,
+    _WRITES,
+    _TRACING,
+    _SIGNALS,
+    _KERNEL,
+    Case(name="killing parent, first process and all", guards="no_foreign_signals", program=_SUICIDE, passes=_told),
+    _isolated("daemon that outlives its program", _DAEMON, _NO_DAEMON),
+    _isolated("shared memory, semaphores and queues", _SHARED, _NOT_SHARED),
+    _isolated("deep tree with odd names", _TREE, "import os\nprint('dirty' if os.listdir('.') else 'clean')"),
+    _isolated("poisoned interpreter", _POISON, _NOT_POISONED),
+    Case(
+        name="raised priority",
+        guards="no_privileged_calls",
+        program="import os\ntry:\n    os.nice(-20)\n    print('reached')\nexcept OSError:\n    print('tried')",
+        passes=reaches_nothing,
+    ),
+    Case(
+        name="becoming root",
+        guards="no_privileged_calls",
+        program=_ROOT,
+        passes=reaches_nothing,
+    ),
+    Case(
+        name="exhausting descriptors",
+        guards="robust",
+        program="import os\nkept = []\nwhile True:\n    kept.append(os.pipe())",
+        passes=ends(Outcome.ERROR),
+    ),
+)
+"""Each guards a property of its own; ``suite`` asks after each whether the sandbox still answers."""

@@ -1,0 +1,196 @@
+"""Programs that take all they can get. Each stops by itself where nothing else stops it, and then says so."""
+
+from __future__ import annotations
+
+from agentrl_sandbox.check.case import Case, Judge, ends, fails_with, prints, survives
+from agentrl_sandbox.types import Execution, Outcome
+
+_GIB = 1 << 30
+_MOST_PROCESSES = 3000
+_MOST_BYTES = 3 * _GIB
+_MOST_FILES = 200_000
+_MOST_OUTPUT = 100 << 20
+
+_FORKS = f"""
+import os, time
+made = 0
+try:
+    while made < {_MOST_PROCESSES}:
+        if os.fork() == 0:
+            time.sleep(30)
+            os._exit(0)
+        made += 1
+except OSError:
+    pass
+print("reached" if made == {_MOST_PROCESSES} else "bounded")
+"""
+_TREE = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
+_THREADS = f"""
+import threading, time
+made = 0
+try:
+    while made < {_MOST_PROCESSES}:
+        threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
+        made += 1
+except RuntimeError:
+    pass
+print("reached" if made == {_MOST_PROCESSES} else "bounded")
+"""
+_MEMORY = f"""
+kept = []
+while sum(map(len, kept)) < {_MOST_BYTES}:
+    kept.append(b"x" * (64 << 20))
+print("reached")
+"""
+_NUMPY = f"""
+import numpy
+kept = []
+while len(kept) < {_MOST_BYTES >> 26}:
+    kept.append(numpy.ones(8 << 20))
+print("reached")
+"""
+_MMAP = f"""
+import mmap
+kept = []
+while len(kept) < {_MOST_BYTES >> 26}:
+    kept.append(mmap.mmap(-1, 64 << 20))
+    kept[-1].write(b"x" * (64 << 20))
+print("reached")
+"""
+_SPREAD = """
+import os, time
+for _ in range(12):
+    if os.fork() == 0:
+        kept = b"x" * (256 << 20)
+        time.sleep(5)
+        os._exit(0)
+time.sleep(6)
+print("reached")
+"""
+_IGNORING = """
+import signal
+for number in set(range(1, 65)) - {signal.SIGKILL, signal.SIGSTOP, 32, 33}:
+    signal.signal(number, signal.SIG_IGN)
+while True:
+    pass
+"""
+_FLOOD = "import os\nfor _ in range({count}):\n    os.write({stream}, {chunk} * 65536)\nprint('reached')"
+_DISK = f"""
+written = 0
+try:
+    for name in range(64):
+        with open(str(name), "wb", buffering=0) as file:
+            while written < {_MOST_BYTES} and file.tell() < {_GIB}:
+                written += file.write(b"x" * (1 << 20))
+except OSError:
+    pass
+print("reached" if written >= {_MOST_BYTES} else "bounded")
+"""
+_FILES = f"""
+made = 0
+try:
+    while made < {_MOST_FILES}:
+        open(str(made), "w").close()
+        made += 1
+except OSError:
+    pass
+print("reached" if made == {_MOST_FILES} else "bounded")
+"""
+
+
+def _bounded(run: Execution) -> bool:
+    return run.stdout == "bounded\n" or run.outcome in (Outcome.MEMORY_LIMIT, Outcome.TIMEOUT)
+
+
+def _not_reached(run: Execution) -> bool:
+    return "reached" not in run.stdout and run.outcome is not Outcome.INFRASTRUCTURE_FAILURE
+
+
+def _stopped_for_memory(run: Execution) -> bool:
+    return run.outcome is Outcome.MEMORY_LIMIT and "reached" not in run.stdout
+
+
+def _flooded(run: Execution) -> bool:
+    return run.outcome is Outcome.OUTPUT_LIMIT or (run.truncated and "reached" in run.stdout[-8:])
+
+
+def _flood(stream: int, chunk: str) -> str:
+    return _FLOOD.format(count=_MOST_OUTPUT >> 16, stream=stream, chunk=chunk)
+
+
+_ENDLESS_THREAD = "import threading\nthreading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()"
+_FORGED = r"""
+import os
+for fd in range(3, 256):
+    try:
+        os.write(fd, b'\0\0\0\x10\0\0\0\x10{"op": "done"}')
+        os.close(fd)
+    except OSError:
+        pass
+os._exit(9)
+"""
+_C_RECURSION = """
+import sys
+sys.setrecursionlimit(10**9)
+class A:
+    def __repr__(self): return repr(self)
+repr(A())
+"""
+
+
+def _exits_with(code: int) -> Judge:
+    return lambda run: run.outcome is Outcome.ERROR and run.exit_code == code
+
+
+def _cases(guards: str, *rows: tuple[str, str, Judge] | tuple[str, str, Judge, float]) -> tuple[Case, ...]:
+    """Cases of one property from rows of name, program, judge and, where it is not the default, seconds."""
+    return tuple(
+        Case(name=row[0], guards=guards, program=row[1], passes=row[2], timeout=row[3] if len(row) > 3 else 20.0)
+        for row in rows
+    )
+
+
+RESOURCES = (
+    *_cases(
+        "bounded_processes",
+        ("fork bomb", _FORKS, _bounded),
+        ("fork bomb, exponential", _TREE, ends(Outcome.TIMEOUT), 1.0),
+        ("thread bomb", _THREADS, _bounded),
+    ),
+    *_cases(
+        "bounded_memory",
+        ("memory bomb", _MEMORY, _stopped_for_memory),
+        ("memory bomb in NumPy", _NUMPY, _stopped_for_memory),
+        ("memory bomb by mmap", _MMAP, _not_reached),
+        ("memory spread over processes", _SPREAD, _stopped_for_memory),
+    ),
+    *_cases(
+        "bounded_time",
+        ("spin that ignores every signal", _IGNORING, ends(Outcome.TIMEOUT), 1.0),
+        ("10 ** 10 ** 9", "x = 10 ** 10 ** 9", ends(Outcome.TIMEOUT, Outcome.MEMORY_LIMIT), 1.0),
+        ("catastrophic pattern", "import re\nre.match('(a+)+$', 'a' * 40 + 'b')", ends(Outcome.TIMEOUT), 1.0),
+        ("thread that never ends", _ENDLESS_THREAD, ends(Outcome.TIMEOUT, Outcome.MEMORY_LIMIT), 1.0),
+    ),
+    *_cases(
+        "bounded_output",
+        ("flood of stdout", _flood(1, "b'x'"), _flooded),
+        ("flood of stderr", _flood(2, "b'x'"), _flooded),
+        ("flood of lines", _flood(1, "b'\\n'"), _flooded),
+        ("flood of bytes that are no text", _flood(1, "b'\\xff'"), _flooded),
+        ("closed streams", "import os\nos.close(1)\nos.close(2)", ends(Outcome.OK, Outcome.ERROR)),
+    ),
+    *_cases("bounded_disk", ("full disk", _DISK, _bounded, 30.0), ("a million files", _FILES, _bounded, 30.0)),
+    *_cases(
+        "robust",
+        ("endless recursion", "def f():\n    f()\nf()", fails_with("RecursionError")),
+        ("recursion through C", _C_RECURSION, survives),
+        ("segmentation fault", "import ctypes\nctypes.string_at(0)", ends(Outcome.KILLED)),
+        ("nesting that breaks the parser", "(" * 100_000, survives),
+        ("NUL byte in the text", "print(1)\n\0", ends(Outcome.ERROR)),
+        ("text of 4 MB", "x = '" + "a" * 4_000_000 + "'\nprint('end')", prints("end\n"), 60.0),
+        ("os._exit", "import os\nos._exit(0)", ends(Outcome.OK)),
+        ("a SystemExit of its own", "class E(SystemExit): pass\nraise E(7)", _exits_with(7)),
+        ("forged messages on every descriptor", _FORGED, _exits_with(9)),
+    ),
+)
+"""Bombs, spins and floods, and texts that break interpreters."""

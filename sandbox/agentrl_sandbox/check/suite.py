@@ -1,0 +1,111 @@
+"""Runs the cases against a sandbox, one after the other, and says what held."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from agentrl_sandbox.check.case import Case
+from agentrl_sandbox.check.conformance import CONFORMANCE
+from agentrl_sandbox.check.escapes import ESCAPES
+from agentrl_sandbox.check.resources import RESOURCES
+from agentrl_sandbox.types import Execution, Outcome, Sandbox
+
+CASES: Sequence[Case] = (*CONFORMANCE, *RESOURCES, *ESCAPES)
+_AT_ONCE = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What one case showed; ``why`` is empty where it held."""
+
+    name: str
+    guards: str
+    held: bool
+    seconds: float
+    why: str = ""
+
+
+async def run_case(sandbox: Sandbox, case: Case) -> Finding:
+    """The program, what must not be seen after it, and whether the sandbox still answers."""
+    began = time.monotonic()
+    run = await sandbox.execute(case.program, timeout=case.timeout, stdin=case.stdin)
+    why = "" if case.passes(run) else _told(run)
+    if not why and case.after is not None:
+        later = await sandbox.execute(case.after, timeout=30.0)
+        why = "" if later.stdout == "clean\n" else f"afterwards: {_told(later)}"
+    if not why:
+        alive = await sandbox.execute("print('alive')", timeout=30.0)
+        why = "" if alive.stdout == "alive\n" else f"no answer afterwards: {_told(alive)}"
+    return Finding(name=case.name, guards=case.guards, held=not why, seconds=time.monotonic() - began, why=why)
+
+
+async def run_suite(sandbox: Sandbox, cases: Sequence[Case] = CASES) -> AsyncIterator[Finding]:
+    """Every case, then what takes several programs at once. Stops for nothing."""
+    for case in cases:
+        yield await run_case(sandbox, case)
+    yield await _answers_are_not_mixed_up(sandbox)
+    yield await _one_identifier_runs_once(sandbox)
+    yield await _neighbours_are_hidden(sandbox)
+
+
+async def _answers_are_not_mixed_up(sandbox: Sandbox) -> Finding:
+    began = time.monotonic()
+    runs = await asyncio.gather(*(sandbox.execute(f"print({number} ** 3)", timeout=60.0) for number in range(_AT_ONCE)))
+    wrong = [run for number, run in enumerate(runs) if run.stdout != f"{number**3}\n"]
+    return Finding(
+        name=f"{_AT_ONCE} programs at once",
+        guards="conformance",
+        held=not wrong,
+        seconds=time.monotonic() - began,
+        why=_told(wrong[0]) if wrong else "",
+    )
+
+
+async def _one_identifier_runs_once(sandbox: Sandbox) -> Finding:
+    began = time.monotonic()
+    name = f"check-{time.time_ns()}"
+    draw = "import random\nprint(random.random())"
+    runs = [await sandbox.execute(draw, timeout=30.0, request_id=name) for _ in range(2)]
+    free = [await sandbox.execute(draw, timeout=30.0) for _ in range(2)]
+    why = ""
+    if runs[0].stdout != runs[1].stdout:
+        why = "the same request_id ran twice"
+    elif free[0].stdout == free[1].stdout:
+        why = "two programs drew the same random number"
+    return Finding(
+        name="one request_id runs once", guards="conformance", held=not why, seconds=time.monotonic() - began, why=why
+    )
+
+
+async def _neighbours_are_hidden(sandbox: Sandbox) -> Finding:
+    """One program writes a secret into its scratch and waits; another looks for it wherever it can."""
+    began = time.monotonic()
+    secret = f"secret-{time.time_ns()}"
+    holder = asyncio.ensure_future(
+        sandbox.execute(f"import time\nopen('{secret}', 'w').close()\ntime.sleep(3)\nprint('kept')", timeout=30.0)
+    )
+    await asyncio.sleep(0.5)
+    look = (
+        "import os\nfound = False\n"
+        "for top in {'/scratch', '/tmp', '/dev/shm', '/var/tmp', os.path.dirname(os.getcwd())} - {'/'}:\n"
+        f"    for _, _, files in os.walk(top):\n        found = found or {secret!r} in files\n"
+        "print('reached' if found else 'clean')"
+    )
+    seen = await sandbox.execute(look, timeout=30.0)
+    kept = await holder
+    why = "" if seen.stdout == "clean\n" else _told(seen)
+    if not why and kept.stdout != "kept\n":
+        why = f"the neighbour was disturbed: {_told(kept)}"
+    return Finding(
+        name="a neighbour's files", guards="no_foreign_reads", held=not why, seconds=time.monotonic() - began, why=why
+    )
+
+
+def _told(run: Execution) -> str:
+    """A run in one line."""
+    text = " ".join((run.stdout[-200:] + " " + run.stderr[-200:]).split())
+    code = "" if run.exit_code is None or run.outcome is Outcome.OK else f" ({run.exit_code})"
+    return f"{run.outcome}{code}: {text[:300]}"

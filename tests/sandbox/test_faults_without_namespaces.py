@@ -1,0 +1,66 @@
+"""Without namespaces, whichever part of a sandbox is killed: no process and no file of a program outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+from pathlib import Path
+
+import pytest
+
+from agentrl_sandbox.client import Outcome
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.parametrize("everywhere", ["container", "unprivileged"], indirect=True, scope="module"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a world without namespaces"),
+]
+DAEMON = (
+    "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
+    "        os.execv('/bin/sh', ['sh', '-c', 'trap \"\" TERM HUP; sleep 60 & sleep 60 # {mark}; true'])\n"
+    "    os._exit(0)\n"
+)
+
+
+def holding(mark: str) -> list[str]:
+    """Living processes whose command line holds a mark."""
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            if process.name.isdigit() and mark.encode() in (process / "cmdline").read_bytes():
+                found.append(process.name)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+@pytest.mark.parametrize("which", ["undertaker", "server", "interpreter"])
+async def test_whatever_is_killed_leaves_no_process_and_no_file(everywhere, which):
+    mark = secrets.token_hex(8)
+    program = "open('left', 'w')\n" + DAEMON.format(mark=mark) + "import time; time.sleep(30)"
+    call = asyncio.ensure_future(everywhere.execute(program))
+    while not holding(mark):
+        assert not call.done(), call.result()
+        await asyncio.sleep(0.01)
+    (undertaker,) = [pid for pid in children(everywhere.process.pid) if b"server" in cmdline(pid)]
+    (server,) = children(undertaker)
+    interpreter = next(pid for pid in children(server) if b"bare" in cmdline(pid))
+    scratch = Path(os.readlink(f"/proc/{holding(mark)[0]}/cwd")).parent
+    os.kill({"undertaker": undertaker, "server": server, "interpreter": interpreter}[which], signal.SIGKILL)
+    assert (await call).outcome is Outcome.INFRASTRUCTURE_FAILURE
+    assert (await everywhere.execute("print('back')")).stdout == "back\n"
+    for _ in range(500):
+        if not holding(mark) and (which == "interpreter" or not scratch.exists()):
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError((holding(mark), scratch.exists()))
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def cmdline(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
