@@ -28,7 +28,10 @@ async def scripted_runner(path: Path, reply: Reply, hello: bytes | None = None) 
     """Says hello and answers each request with ``reply``; gives a list that grows with every connection."""
     connections: list[int] = []
 
+    serving: set[asyncio.Task[None] | None] = set()
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.add(asyncio.current_task())
         connections.append(1)
         writer.write(pack(HELLO) if hello is None else hello)
         frames = FrameBuffer()
@@ -46,6 +49,7 @@ async def scripted_runner(path: Path, reply: Reply, hello: bytes | None = None) 
         yield connections
     finally:
         server.close()
+        await asyncio.gather(*(task for task in serving if task is not None))
 
 
 def answer(**changes: object) -> Callable[[dict[str, Any]], bytes]:

@@ -136,7 +136,10 @@ async def test_a_queue_that_stays_full_is_an_infrastructure_failure(sockets, run
 async def test_calls_survive_a_front_that_is_replaced(sockets, runner, running_front, until):
     """The first front dies with calls under way and more waiting; its successor has the same address."""
 
+    relaying: set[asyncio.Task | None] = set()
+
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        relaying.add(asyncio.current_task())
         try:
             there, out = await asyncio.open_connection("127.0.0.1", ports[-1])
         except OSError:
@@ -169,6 +172,7 @@ async def test_calls_survive_a_front_that_is_replaced(sockets, runner, running_f
         assert sorted(d.stdout for d in done) == [f"wait{i}" for i in range(5)]
         await sandbox.close()
     server.close()
+    await asyncio.gather(*(task for task in relaying if task is not None))
 
 
 async def test_an_answer_that_cannot_be_read_is_asked_for_again():
@@ -177,12 +181,19 @@ async def test_an_answer_that_cannot_be_read_is_asked_for_again():
     answers = [layers, good, {"outcome": "won"}, good]
     asked: list[bytes] = []
 
+    left = asyncio.Event()
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while head := await reader.readuntil(b"\r\n\r\n"):
-            length = re.search(rb"content-length: (\d+)", head.lower())
-            asked.append(await reader.readexactly(int(length[1]) if length else 0))
-            body = json.dumps(answers.pop(0)).encode()
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = re.search(rb"content-length: (\d+)", head.lower())
+                asked.append(await reader.readexactly(int(length[1]) if length else 0))
+                body = json.dumps(answers.pop(0)).encode()
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        except asyncio.IncompleteReadError:
+            writer.close()
+            left.set()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -190,6 +201,7 @@ async def test_an_answer_that_cannot_be_read_is_asked_for_again():
     assert (await sandbox.execute("p", request_id="x")).stdout == "x"
     assert [json.loads(body)["request_id"] for body in asked[2:]] == ["x", "x"]
     await sandbox.close()
+    await left.wait()
     server.close()
 
 
