@@ -37,14 +37,14 @@ def run_cell(number: int, source: str, seconds: float, namespace: dict[str, Any]
     """One cell: what it wrote, the value of its last expression, and the error that ended it."""
     result: dict[str, Any] = {"stdout": "", "stderr": "", "display": [], "error": []}
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        kept = [(stream, os.dup(stream), file) for stream, file in ((1, stdout.fileno()), (2, stderr.fileno()))]
-        for stream, _, file in kept:
-            os.dup2(file, stream)
+        kept = [(stream, os.dup(stream)) for stream in (1, 2)]
+        os.dup2(stdout.fileno(), 1)
+        os.dup2(stderr.fileno(), 2)
         try:
             result["display"] = execute(number, source, seconds, namespace)
         except BaseException as error:  # noqa: BLE001 - a cell may raise anything, and the next one runs all the same
             result["error"] = [describe(error)]
-        for stream, before, _ in kept:
+        for stream, before in kept:
             flush(sys.stdout if stream == 1 else sys.stderr)
             os.dup2(before, stream)
             os.close(before)
@@ -58,12 +58,16 @@ def execute(number: int, source: str, seconds: float, namespace: dict[str, Any])
     """Run the statements, then the last expression, whose value is shown unless it is None."""
     name = f"<cell {number}>"
     tree = ast.parse(source, name)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    last = tree.body[-1] if tree.body else None
+    if isinstance(last, ast.Expr):
+        tree.body.pop()
     signal.signal(signal.SIGALRM, stop_cell)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         exec(compile(tree, name, "exec"), namespace)
-        value = None if last is None else eval(compile(ast.Expression(last.value), name, "eval"), namespace)
+        if not isinstance(last, ast.Expr):
+            return []
+        value = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
         return [] if value is None else [{"text/plain": repr(value)}]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -258,7 +258,7 @@ class FrontConnection(asyncio.Protocol):
 
 
 def _kind(error: Exception) -> str:
-    kinds = {
+    kinds: dict[type[Exception], str] = {
         UnknownSessionError: "unknown_session",
         SessionLimitError: "session_limit",
         SessionForkError: "session_fork",
