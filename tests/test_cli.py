@@ -165,6 +165,15 @@ def test_bad_input_in_a_real_process(arguments: list[str], expected: str) -> Non
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"), [(["--port", "x"], 2, "port='x'"), (["--help"], 0, "--no-token")]
+)
+def test_sandbox_serve_hands_its_arguments_over(arguments: list[str], status: int, says: str) -> None:
+    command = [sys.executable, "-m", "agentrl.cli", "sandbox", "serve", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, says in done.stdout + done.stderr) == (status, True)
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys, agentrl.cli\n"

@@ -19,7 +19,7 @@ from typing import Any
 import docker
 from docker.errors import DockerException, ImageNotFound, NotFound
 
-from agentrl_sandbox.errors import BusyError, StartError, UnisolatedError
+from agentrl_sandbox.errors import BusyError, ClosedError, StartError, UnisolatedError
 from agentrl_sandbox.service.messages import LIMITS
 from agentrl_sandbox.service.pool import RunnerPool, failure
 from agentrl_sandbox.settings import SandboxSettings
@@ -50,6 +50,7 @@ class DockerSandbox:
         self._pool = RunnerPool(self._sockets, queue_limit=_QUEUE_LIMIT, queue_seconds=settings.patience)
         self._container: Any = None
         self._keeping: asyncio.Task[None] | None = None
+        self._closed = False
 
     @property
     def isolation(self) -> Isolation:
@@ -88,6 +89,8 @@ class DockerSandbox:
         echo: bool = False,
     ) -> Execution:
         """See ``Sandbox``."""
+        if self._closed:
+            raise ClosedError("the sandbox was closed")
         started = time.monotonic()
         try:
             return await self._pool.execute(
@@ -100,7 +103,7 @@ class DockerSandbox:
                 fetch_files=fetch_files,
                 echo=echo,
             )
-        except BusyError as error:
+        except (BusyError, ClosedError) as error:  # closed while it waited
             return failure(str(error), started)
 
     async def open_session(self) -> str:
@@ -117,6 +120,9 @@ class DockerSandbox:
 
     async def close(self) -> None:
         """Remove the container and everything in it."""
+        if self._closed:
+            return
+        self._closed = True
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)

@@ -102,6 +102,8 @@ class HttpSandbox:
 
         Raises ClosedError, UnknownSessionError, RefusedError, and ValueError for impossible arguments.
         """
+        if self._closed:
+            raise ClosedError("the sandbox was closed")
         seconds = self._settings.timeout if timeout is None else timeout
         if not 0 < seconds <= 3600:
             raise ValueError(f"timeout must be above 0 and at most 3600 seconds, not {seconds}")
@@ -118,7 +120,7 @@ class HttpSandbox:
         started = time.monotonic()
         try:
             return await self._call("POST", path, body, seconds, _execution)
-        except BusyError as error:
+        except (BusyError, ClosedError) as error:  # closed while it ran
             return Execution(
                 outcome=Outcome.INFRASTRUCTURE_FAILURE,
                 stdout="",

@@ -45,6 +45,7 @@ class RunnerPool:
     async def close(self) -> None:
         """Leave every runner: what was asked for there dies."""
         self._closed = True
+        self.queue.close()
         await self.sessions.close()
         await self.roster.close()
 

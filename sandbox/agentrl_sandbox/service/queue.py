@@ -7,7 +7,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from agentrl_sandbox.errors import BusyError, QueueFullError
+from agentrl_sandbox.errors import BusyError, ClosedError, QueueFullError
 from agentrl_sandbox.service.link import RunnerLink
 
 Waiter = tuple[asyncio.Future[RunnerLink], RunnerLink | None]  # with the only runner that will do, if there is one
@@ -37,7 +37,7 @@ class Queue:
     async def place(self, only: RunnerLink | None = None) -> RunnerLink:
         """Wait for a runner with room; the caller sends its request without any other wait in between.
 
-        Raises QueueFullError when the queue is full and BusyError when no runner had room for too long.
+        Raises QueueFullError when the queue is full, BusyError when no runner had room for too long, and ClosedError.
         """
         if not self._waiters and (link := self._freest(only)) is not None:
             return link
@@ -59,10 +59,17 @@ class Queue:
             if future.cancelled():
                 with contextlib.suppress(ValueError):  # `serve` may have thrown it out
                     self._waiters.remove(waiter)
-            else:
+            elif future.exception() is None:
                 self._release(future.result())
                 if promised is None:  # cancelled in the instant it was its turn
                     self.serve()
+
+    def close(self) -> None:
+        """Nobody waits any longer: each gets ClosedError."""
+        for future, _ in self._waiters:
+            if not future.done():
+                future.set_exception(ClosedError("the sandbox was closed"))
+        self._waiters.clear()
 
     def serve(self) -> None:
         """Give what room there is to those who wait longest. Call it whenever there may be more room."""

@@ -7,7 +7,10 @@ import base64
 
 import pytest
 
+from agentrl_sandbox.client import ClosedError, Execution, Outcome
 from agentrl_sandbox.service.call import Call
+from agentrl_sandbox.service.once import Once
+from agentrl_sandbox.service.pool import RunnerPool
 
 
 async def test_a_program_goes_to_a_runner_and_its_end_comes_back(front):
@@ -211,6 +214,19 @@ async def test_without_runners_it_lives_and_is_not_ready(sockets, running_front)
         assert (await front.client.get("/ready")).status_code == 503
 
 
+async def test_closing_a_pool_lets_nobody_wait(sockets):
+    pool = RunnerPool(sockets, queue_limit=4, queue_seconds=60.0)
+    pool.open()
+    waiting = asyncio.ensure_future(pool.execute("p"))
+    await asyncio.sleep(0)
+    assert pool.queue.length == 1
+    await pool.close()
+    with pytest.raises(ClosedError):
+        await waiting
+    with pytest.raises(ClosedError):
+        await pool.execute("p")
+
+
 async def test_metrics_count(front):
     await front.run("p")
     await front.run("broken")
@@ -229,9 +245,6 @@ async def test_the_interface_describes_itself(front):
 
 
 async def test_what_finished_is_forgotten_by_size():
-    from agentrl_sandbox.client import Execution, Outcome
-    from agentrl_sandbox.service.once import Once
-
     once, runs = Once(remembered_bytes=5000), []
 
     async def run(key):

@@ -213,6 +213,15 @@ async def test_a_closed_sandbox_says_so(front):
         await sandbox.execute("p")
 
 
+async def test_closing_ends_what_runs_as_infrastructure_failures(front, runner, until):
+    sandbox = await open_sandbox(settings(front))
+    calls = [asyncio.ensure_future(sandbox.execute("wait")) for _ in range(3)]
+    await until(lambda: runner.sandbox.started.count("wait") == 2)
+    await sandbox.close()
+    assert [(await call).outcome for call in calls] == [Outcome.INFRASTRUCTURE_FAILURE] * 3
+    await until(lambda: runner.sandbox.cancelled == ["wait"] * 2)
+
+
 async def test_thousands_of_calls_in_flight(sockets, start_runner, running_front):
     await start_runner("many", workers=16)
     async with running_front(sockets, queue_limit=200) as front, opened(front) as sandbox:
