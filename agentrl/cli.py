@@ -124,6 +124,14 @@ def serve(context: typer.Context) -> None:
     raise typer.Exit(command(["serve", *context.args]))
 
 
+@sandbox.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def check(context: typer.Context) -> None:
+    """Try a sandbox, URL, with ordinary programs and attacks, as `agentrl-sandbox check --help` says."""
+    from agentrl_sandbox.service.commands import main as command
+
+    raise typer.Exit(command(["check", *context.args]))
+
+
 def main() -> None:
     """Run a command; what the user or the world did wrong becomes one message and an exit code, never a traceback."""
     shorten_spinning()

@@ -82,8 +82,17 @@ class Refused(Exception): pass
 def foreign():
     """Processes that are not the program's own, as far as it can see any."""
     found = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
-    if not found: raise Refused("none")
     return found
+def refuse(): raise Refused("empty")
+def any_of(reach):
+    """Whether any process that is not ours can be reached in this way."""
+    for pid in foreign():
+        try:
+            reach(pid)
+        except (OSError, Refused):
+            continue
+        return
+    raise Refused("all")
 def call(name, *arguments):
     """A function of the C library; minus one is a refusal."""
     if getattr(libc, name)(*arguments) == -1: raise Refused(name)

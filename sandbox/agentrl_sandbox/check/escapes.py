@@ -36,10 +36,9 @@ _READS = attempts(
     open("/etc/shadow").read()
     secrets("/root")
     secrets("/home")
-    [open(f"/proc/{pid}/environ", "rb").read(1) for pid in foreign()]
-    [os.listdir(f"/proc/{pid}/fd") for pid in foreign()]
-    [open(f"/proc/{pid}/mem", "rb") for pid in foreign()]
-    os.listdir(f"/proc/{foreign()[0]}/root/root")
+    any_of(lambda pid: open(f"/proc/{pid}/environ", "rb").read(1) or refuse())
+    any_of(lambda pid: os.listdir(f"/proc/{pid}/fd"))
+    any_of(lambda pid: os.listdir(f"/proc/{pid}/root/root"))
     open("/dev/mem", "rb")
     open("/dev/sda", "rb")
     open("/proc/kcore", "rb").read(1)
@@ -77,14 +76,21 @@ _TRACING = attempts(
     "no_tracing",
     "tracing others",
     """
-    [system("ptrace", 16, pid, 0, 0) for pid in foreign()]
-    [system("process_vm_readv", pid, vector, 1, vector, 1, 0) for pid in foreign()]
-    [system("kcmp", pid, os.getpid(), 0, 0, 0) for pid in foreign()]
-    [system("pidfd_getfd", os.pidfd_open(pid), 0, 0) for pid in foreign()]
-    [open(f"/proc/{pid}/mem", "rb").read(1) for pid in foreign()]
-    [os.readlink(f"/proc/{pid}/exe") for pid in foreign()]
+    any_of(lambda pid: system("ptrace", 0x4206, pid, 0, 0))
+    any_of(lambda pid: system("process_vm_readv", pid, vector, 1, mapped(pid), 1, 0))
+    any_of(lambda pid: system("kcmp", pid, os.getpid(), 0, 0, 0))
+    any_of(lambda pid: system("pidfd_getfd", os.pidfd_open(pid), 0, 0))
+    any_of(lambda pid: open(f"/proc/{pid}/mem", "rb"))
+    any_of(lambda pid: os.readlink(f"/proc/{pid}/exe"))
     """,
-    prologue="memory = ctypes.create_string_buffer(8)\nvector = struct.pack('PN', ctypes.addressof(memory), 8)",
+    prologue="""
+memory = ctypes.create_string_buffer(8)
+vector = struct.pack("PN", ctypes.addressof(memory), 8)
+def mapped(pid):
+    first = open(f"/proc/{pid}/maps").readline().split("-")[0]
+    if not first: raise Refused("no memory of its own")
+    return struct.pack("PN", int(first, 16), 8)
+""",
 )
 
 _SIGNALS = attempts(
@@ -92,7 +98,7 @@ _SIGNALS = attempts(
     "killing others",
     """
     os.kill(os.getppid() or 999_999, 0)
-    [os.kill(pid, 0) for pid in (1, 2, 3, 4, 5, 7) if pid != os.getpid()]
+    any_of(lambda pid: os.kill(pid, 0))
     """,
 )
 

@@ -107,11 +107,11 @@ def _not_reached(run: Execution) -> bool:
 
 
 def _stopped_for_memory(run: Execution) -> bool:
-    return run.outcome is Outcome.MEMORY_LIMIT and "reached" not in run.stdout
+    return run.outcome in (Outcome.MEMORY_LIMIT, Outcome.KILLED) and "reached" not in run.stdout
 
 
 def _flooded(run: Execution) -> bool:
-    return run.outcome is Outcome.OUTPUT_LIMIT or (run.truncated and "reached" in run.stdout[-8:])
+    return run.outcome in (Outcome.OUTPUT_LIMIT, Outcome.KILLED) or (run.truncated and "reached" in run.stdout[-8:])
 
 
 def _flood(stream: int, chunk: str) -> str:

@@ -1,4 +1,4 @@
-"""The command ``agentrl-sandbox``: ``serve`` a front, or be a ``runner``."""
+"""The command ``agentrl-sandbox``: ``serve`` a front, be a ``runner``, ``check`` a sandbox."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ from agentrl_sandbox.service.settings import NO_TOKEN, ServiceSettings, read_set
 from agentrl_sandbox.settings import SandboxSettings
 
 _OF_CLIENTS = ("url", "token", "patience")  # settings that mean nothing to a runner
+_WARNING = (
+    "The attacks are real: in a sandbox that is none they kill processes and write files. They stop by themselves at "
+    "3000 processes, 3 GB of memory or disk and 100 MB of output."
+)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -28,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "runner":
             return _runner(options)
-        return _serve(options)
+        return _check(options) if options.command == "check" else _serve(options)
     except SandboxError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -51,7 +55,12 @@ def _parser() -> argparse.ArgumentParser:
     runner.add_argument("--name", default=socket.gethostname(), help="name of the socket; the host's unless given")
     runner.add_argument("--linger", type=float, help="seconds without a front after which to end")
     runner.add_argument("--parent", type=int, help="process to end with")
-    for command in (serve, runner):
+    check = commands.add_parser(
+        "check", help="run programs that a sandbox must serve, and attacks that it must withstand", epilog=_WARNING
+    )
+    check.add_argument("url", nargs="?", default="local://", help="local://, docker://IMAGE or http://HOST:PORT")
+    check.add_argument("--fusion", action="store_true", help="speak SandboxFusion's /run_code, for other sandboxes")
+    for command in (serve, runner, check):
         command.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings, for example memory_mb=1024")
     return parser
 
@@ -66,6 +75,14 @@ def _runner(options: argparse.Namespace) -> int:
     where = RunnerOptions(sockets=options.sockets, name=options.name, linger=options.linger, parent=options.parent)
     asyncio.run(serve_runner(settings, where))
     return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    from agentrl_sandbox.check.command import check
+
+    # What is missing is what the table is about.
+    given = ["allow_unisolated=true", *options.settings, f"url={options.url}"]
+    return asyncio.run(check(read_settings(SandboxSettings, os.environ, given), fusion=options.fusion))
 
 
 def _serve(options: argparse.Namespace) -> int:

@@ -1,0 +1,82 @@
+"""A client of SandboxFusion's interface, so that other sandboxes can be checked like this one."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentrl_sandbox.errors import BusyError, SandboxError
+from agentrl_sandbox.http import HttpSandbox
+from agentrl_sandbox.types import Execution, Outcome
+
+_KILLED = 128  # a shell's way to tell a signal
+
+
+class FusionSandbox(HttpSandbox):
+    """``POST /run_code`` of SandboxFusion or of anything compatible. It knows no sessions and no identifiers."""
+
+    async def execute(
+        self,
+        program: str,
+        *,
+        timeout: float | None = None,
+        stdin: str = "",
+        session: str | None = None,
+        request_id: str | None = None,
+        files: Mapping[str, bytes] | None = None,
+        fetch_files: Sequence[str] = (),
+        echo: bool = False,
+    ) -> Execution:
+        """See ``Sandbox``; ``request_id`` says nothing to this interface. Raises SandboxError for sessions and echo."""
+        if session is not None or echo:
+            raise SandboxError("SandboxFusion's interface knows neither sessions nor echo")
+        seconds = self._settings.timeout if timeout is None else timeout
+        body = {
+            "code": program,
+            "language": "python",
+            "run_timeout": seconds,
+            "stdin": stdin,
+            "files": {name: base64.b64encode(content).decode("ascii") for name, content in (files or {}).items()},
+            "fetch_files": list(fetch_files),
+        }
+        started = time.monotonic()
+
+        def read(answer: Mapping[str, Any]) -> Execution:
+            return fusion_execution(answer, time.monotonic() - started)
+
+        try:
+            return await self._call("POST", "/run_code", body, seconds, read)
+        except BusyError as error:
+            return read({"status": "SandboxError", "message": str(error)})
+
+
+def fusion_execution(answer: Mapping[str, Any], seconds: float) -> Execution:
+    """An answer of ``/run_code`` in this package's words.
+
+    >>> result = {"status": "Finished", "return_code": 1, "stdout": "", "stderr": "MemoryError", "execution_time": 0.1}
+    >>> fusion_execution({"status": "Failed", "run_result": result}, 0.2).outcome.value
+    'memory_limit'
+    """
+    result = answer.get("run_result")
+    if answer["status"] == "SandboxError" or result is None:
+        why = str(answer.get("message", ""))
+        outcome, code, texts = Outcome.INFRASTRUCTURE_FAILURE, None, ("", why)
+    else:
+        code = result.get("return_code")
+        texts = (result.get("stdout") or "", result.get("stderr") or "")
+        outcome = _outcome(result["status"], code, texts[1])
+    return Execution(
+        outcome=outcome, stdout=texts[0], stderr=texts[1], exit_code=code, seconds=seconds, truncated=False
+    )
+
+
+def _outcome(status: str, code: int | None, stderr: str) -> Outcome:
+    if status == "TimeLimitExceeded":
+        return Outcome.TIMEOUT
+    if code == 0:
+        return Outcome.OK
+    if "MemoryError" in stderr.strip().rpartition("\n")[2]:
+        return Outcome.MEMORY_LIMIT
+    return Outcome.KILLED if code is None or code < 0 or code > _KILLED else Outcome.ERROR

@@ -1,0 +1,85 @@
+"""The suite that `agentrl-sandbox check` runs: against this sandbox, and that it finds what is wrong with a bad one."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+from agentrl_sandbox.check.case import Case
+from agentrl_sandbox.check.report import line, summary
+from agentrl_sandbox.check.suite import CASES, run_case, run_suite
+from agentrl_sandbox.client import Execution, Outcome, SandboxSettings
+
+NEEDS_EVERY_LIBRARY = "has the scientific libraries"
+
+
+@pytest.fixture(scope="module")
+def settings() -> SandboxSettings:
+    return SandboxSettings()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+async def test_this_sandbox_holds(sandbox, case: Case) -> None:
+    if case.name == NEEDS_EVERY_LIBRARY:
+        pytest.importorskip("scipy", reason="scipy is not installed")
+        pytest.importorskip("pandas", reason="pandas is not installed")
+        pytest.importorskip("networkx", reason="networkx is not installed")
+    finding = await run_case(sandbox, case)
+    assert finding.held, finding.why
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_takes_several_programs_holds(sandbox) -> None:
+    findings = [finding async for finding in run_suite(sandbox, cases=())]
+    assert [finding.why for finding in findings if not finding.held] == []
+    assert len(findings) == 3
+
+
+class Careless:
+    """Runs programs in a plain interpreter: bounded in time, isolated in nothing."""
+
+    async def execute(self, program: str, *, timeout: float = 10.0, stdin: str = "", **rest: object) -> Execution:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-c", program),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        stdout, stderr = await process.communicate(stdin.encode())
+        code = process.returncode
+        return Execution(
+            outcome=Outcome.OK if code == 0 else Outcome.ERROR,
+            stdout=stdout.decode("utf-8", "replace"),
+            stderr=stderr.decode("utf-8", "replace"),
+            exit_code=code,
+            seconds=0.0,
+            truncated=False,
+        )
+
+
+HARMLESS = (
+    "prints",
+    "forgets files",
+    "runs as __main__",
+    "tracing others",
+    "secrets of the host",
+    "flood of lines",
+    "sockets of every kind",
+)
+
+
+async def test_a_careless_sandbox_is_found_out(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    chosen = [case for case in CASES if case.name in HARMLESS]
+    assert len(chosen) == len(HARMLESS)
+    findings = {case.name: await run_case(Careless(), case) for case in chosen}
+    assert {name for name, finding in findings.items() if finding.held} == {"prints", "runs as __main__"}
+    assert findings["forgets files"].why == "afterwards: ok: dirty"
+    assert line(findings["prints"]).startswith("ok")
+    assert "reached" in line(findings["secrets of the host"])
+    assert "conformance       2 of 3 held" in summary(list(findings.values()))
