@@ -31,6 +31,8 @@ _LINGER_SECONDS = 30  # a container whose trainer was killed ends by itself, and
 _QUEUE_LIMIT = 1_000_000  # this process's own calls wait here; they are not refused
 _MEGABYTE = 1 << 20
 _SPARE_MB = 1024  # for the interpreters themselves
+_SPARE_PIDS = 64
+_PIDS_A_SESSION = 4  # of one that rests
 
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID")
 """What a runner needs to give each slot its own user, and to clean up after it; as in compose.yaml."""
@@ -159,7 +161,9 @@ class DockerSandbox:
                 cap_drop=["ALL"],
                 cap_add=list(CAPABILITIES),
                 security_opt=["no-new-privileges"],
-                pids_limit=settings.max_processes * settings.concurrency + 64,
+                pids_limit=settings.max_processes * settings.concurrency
+                + _PIDS_A_SESSION * settings.max_sessions
+                + _SPARE_PIDS,
                 mem_limit=memory * _MEGABYTE,
                 runtime=os.environ.get("SANDBOX_RUNTIME", "runc"),
                 environment=environment,
