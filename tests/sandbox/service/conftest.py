@@ -170,16 +170,18 @@ async def running_front(sockets: Path, *, queue_limit: int = 64, runners: int = 
     config = uvicorn.Config(app, port=0, lifespan="on", log_level="error", timeout_graceful_shutdown=1)
     server = DrainingServer(config, front, drain_seconds=30.0)
     serving = asyncio.ensure_future(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.005)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60) as client:
-        if runners:
-            assert await pool.roster.wait_for_runner(20)
-        yield RunningFront(front, server, port, client)
-    server.should_exit = True
-    await serving
+    try:
+        while not server.started:
+            await asyncio.sleep(0.005)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60) as client:
+            if runners:
+                assert await pool.roster.wait_for_runner(20)
+            yield RunningFront(front, server, port, client)
+    finally:
+        server.should_exit = True
+        await serving
 
 
 @pytest_asyncio.fixture
