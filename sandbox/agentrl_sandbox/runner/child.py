@@ -131,7 +131,7 @@ def isolate(limits: ChildLimits, slot: int) -> str:
     user = limits.user(slot)
     if limits.isolate == "none":
         os.setsid()
-        kernel.adopt_orphans()
+        kernel.adopt_orphans(needed=user is None)
         directory = f"{os.environ.pop(SCRATCH_VARIABLE)}/{slot}"
         os.environ["HOME"] = os.environ["TMPDIR"] = directory
     else:

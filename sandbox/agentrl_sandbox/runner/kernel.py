@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import platform
 
@@ -136,9 +137,16 @@ def die_with_parent(signal_number: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
-def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+def adopt_orphans(*, needed: bool) -> None:
+    """Become the parent of every descendant whose own parent ends.
+
+    Old versions of gVisor cannot: an error only where it is ``needed``, that is where strays cannot be found by user.
+    """
+    try:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    except OSError as error:
+        if needed or error.errno != errno.EINVAL:
+            raise
 
 
 def set_dumpable() -> None:

@@ -28,14 +28,14 @@ def fork_server(config: RunnerConfig, descriptor: int) -> None:
         _check_reach(config)
     scratch = _make_scratch(config)
     os.environ[SCRATCH_VARIABLE] = scratch
-    kernel.adopt_orphans()
+    kernel.adopt_orphans(needed=not has_own_users(config))
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     this = os.getpid()
     server = os.fork()
     if server != 0:
         os.close(descriptor)
         _wait_and_bury(server, config, scratch)
-    kernel.adopt_orphans()
+    kernel.adopt_orphans(needed=not has_own_users(config))
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # so that the server buries what is its own
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     kernel.die_with_parent(signal.SIGTERM)

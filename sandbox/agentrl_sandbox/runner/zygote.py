@@ -32,6 +32,7 @@ from agentrl_sandbox.runner import kernel, remains
 from agentrl_sandbox.runner.child import ChildLimits, limit_children, run_child
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
 from agentrl_sandbox.runner.keeper import run_keeper
+from agentrl_sandbox.runner.lockdown import has_own_users
 from agentrl_sandbox.runner.routing import BARE_MODULES
 
 _MAX_MESSAGE = 65_536
@@ -137,7 +138,7 @@ class Zygote:
         self._bare = config.isolate == "none"
         self._scratch = os.environ.get(SCRATCH_VARIABLE, "")
         if self._bare:
-            kernel.adopt_orphans()
+            kernel.adopt_orphans(needed=not has_own_users(config))
         self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY) if config.isolate != "none" else -1
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
