@@ -157,7 +157,7 @@ class DockerSandbox:
                 init=True,
                 network_mode="none",
                 read_only=True,
-                tmpfs={"/tmp": "mode=1777,nosuid,nodev"},
+                tmpfs={"/tmp": "mode=1777,nosuid,nodev,size=2g,nr_inodes=131072"},
                 cap_drop=["ALL"],
                 cap_add=list(CAPABILITIES),
                 security_opt=["no-new-privileges"],

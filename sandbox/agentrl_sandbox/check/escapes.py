@@ -155,7 +155,11 @@ time.sleep(0.5)
 _NO_DAEMON = """
 import os
 seen = b""
-for pid in os.listdir("/proc"):
+try:
+    listed = os.listdir("/proc")
+except PermissionError:
+    listed = []  # not even a neighbour would be seen
+for pid in listed:
     if pid.isdigit():
         try:
             seen += open(f"/proc/{pid}/cmdline", "rb").read()

@@ -21,6 +21,8 @@ import pytest_asyncio
 from docker.errors import DockerException
 
 import agentrl_sandbox
+from agentrl_sandbox.check.case import Case
+from agentrl_sandbox.check.suite import CASES, run_case, run_suite
 from agentrl_sandbox.client import Outcome, Sandbox, SandboxSettings, StartError, open_sandbox
 
 COMPOSE_FILE = Path(agentrl_sandbox.__file__).parents[1] / "compose.yaml"
@@ -156,6 +158,17 @@ except OSError as error:
 print(os.getuid() != 0)
 """
     assert (await service.execute(program)).stdout == "kept out\nTrue\n"
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+async def test_attacks_are_withstood_in_containers(service, case: Case):
+    finding = await run_case(service, case)
+    assert finding.held, finding.why
+
+
+async def test_programs_at_once_are_kept_apart_in_containers(service):
+    findings = [finding async for finding in run_suite(service, cases=())]
+    assert [finding.why for finding in findings if not finding.held] == []
 
 
 async def test_sessions_in_compose(service):
