@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from sandbox.programs import LEAVE
 
 from agentrl_sandbox.client import Outcome
 
@@ -64,8 +65,12 @@ async def test_a_fork_bomb_is_bounded(run, settings):
         assert int(done.stdout) < settings.max_processes
 
 
-async def test_an_exponential_fork_bomb_ends_at_its_deadline(run):
-    program = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
+@pytest.mark.parametrize("leave", ["pass", "os.setpgid(0, 0)", "os.setsid()"], ids=["one group", "groups", "sessions"])
+async def test_an_exponential_fork_bomb_ends_at_its_deadline(run, leave):
+    program = (
+        "import os\nwhile True:\n    try:\n        if os.fork() == 0:\n"
+        f"            {leave}\n    except OSError:\n        pass"
+    )
     assert (await run(program, timeout=0.5)).outcome in (Outcome.TIMEOUT, Outcome.KILLED)
 
 
@@ -83,7 +88,8 @@ async def test_a_thread_bomb_is_bounded(run, settings):
 async def test_a_daemonised_grandchild_is_gone_with_its_program(run):
     mark = f"mark{secrets.token_hex(8)}"
     program = (
-        "import os, subprocess, sys, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
+        f"import os, subprocess, sys, time\n{LEAVE}"
+        "if os.fork() == 0:\n    leave()\n    if os.fork() == 0:\n"
         f"        os.execv('/bin/sh', ['sh', '-c', 'sleep 60 # {mark}; true'])\n    os._exit(0)\n"
         "time.sleep(0.2)\nprint('left it behind')"
     )

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from sandbox.programs import LEAVE
 
 from agentrl_sandbox.client import Outcome
 
@@ -18,7 +19,8 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a world without namespaces"),
 ]
 DAEMON = (
-    "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
+    f"import os, time\n{LEAVE}"
+    "if os.fork() == 0:\n    leave()\n    if os.fork() == 0:\n"
     "        os.execv('/bin/sh', ['sh', '-c', 'trap \"\" TERM HUP; sleep 60 & sleep 60 # {mark}; true'])\n"
     "    os._exit(0)\n"
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from sandbox.programs import LEAVE
 
 from agentrl_sandbox.client import Outcome, UnknownSessionError
 
@@ -48,7 +49,8 @@ async def test_what_kills_a_program_ends_its_session_alone(everywhere, program, 
 
 
 DAEMON = (
-    "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
+    f"import os, time\n{LEAVE}"
+    "if os.fork() == 0:\n    leave()\n    if os.fork() == 0:\n"
     "        while True:\n            open('alive', 'w').write(str(time.time())); time.sleep(0.01)\n    os._exit(0)\n"
     "os.wait()\nwhile not os.path.exists('alive') or not open('alive').read():\n    time.sleep(0.01)"
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from sandbox.programs import LEAVE
 
 from agentrl_sandbox.client import PROPERTIES, Outcome
 
@@ -211,7 +212,8 @@ async def test_shared_memory_is_refused_or_removed(run):
 
 
 DAEMON = (
-    "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
+    f"import os, time\n{LEAVE}"
+    "if os.fork() == 0:\n    leave()\n    if os.fork() == 0:\n"
     "        os.execv('/bin/sh', ['sh', '-c', 'trap \"\" TERM HUP; sleep 60 & sleep 60 # {mark}; true'])\n"
     "    os._exit(0)\n"
 )
@@ -231,9 +233,10 @@ async def test_daemons_end_with_their_program(run):
 
 async def test_a_fork_bomb_that_outlives_its_program_ends_with_it(run):
     program = (
-        "import os\nif os.fork() == 0:\n    os.setsid()\n    while True:\n        try:\n"
+        f"import os\n{LEAVE}"
+        "if os.fork() == 0:\n    leave()\n    while True:\n        try:\n"
         "            if os.fork() == 0:\n"
-        "                os.setsid()\n        except OSError:\n            pass"
+        "                leave()\n        except OSError:\n            pass"
     )
     assert (await run(program)).outcome in (Outcome.OK, Outcome.KILLED)
     assert (await run("import os\nos.waitpid(os.fork(), 0) if os.fork() else None\nprint('forks', flush=True)")).stdout
@@ -242,7 +245,8 @@ async def test_a_fork_bomb_that_outlives_its_program_ends_with_it(run):
 async def test_memory_of_orphans_is_counted(run, settings):
     each = settings.memory_mb // 3
     program = (
-        "import os, time\nfor _ in range(6):\n    if os.fork() == 0:\n        os.setsid()\n        if os.fork() == 0:\n"
+        f"import os, time\n{LEAVE}"
+        "for _ in range(6):\n    if os.fork() == 0:\n        leave()\n        if os.fork() == 0:\n"
         f"            data = b'x' * ({each} << 20)\n            time.sleep(60)\n        os._exit(0)\ntime.sleep(60)"
     )
     assert (await run(program)).outcome is Outcome.MEMORY_LIMIT

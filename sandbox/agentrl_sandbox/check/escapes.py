@@ -146,7 +146,10 @@ print("alive")
 _DAEMON = """
 import os, sys, time
 if os.fork() == 0:
-    os.setsid()
+    try:
+        os.setsid()
+    except OSError:
+        pass
     if os.fork() == 0:
         os.execv(sys.executable or "/bin/sh", ["agentrl-left-behind", "-c", "import time; time.sleep(120)"])
     os._exit(0)

@@ -37,6 +37,7 @@ attributes: setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
 _TEXT_WITHOUT_OWN_USER = """
 rights: chmod fchmod fchmodat fchmodat2 chown lchown fchown fchownat
 times: utime utimes futimesat utimensat
+process groups: setpgid setsid
 """
 
 
@@ -55,7 +56,8 @@ MISSING = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register")
 """Refused with ENOSYS: libraries then use what came before them."""
 
 DENIED_WITHOUT_OWN_USER = _groups(_TEXT_WITHOUT_OWN_USER)
-"""Refused as well where programs share the server's user: changes of files that Landlock does not stop."""
+"""Refused as well where programs share the server's user: changes of files that Landlock does not stop, and leaving the
+process group, which is what ends a program that multiplies there."""
 
 _ARCHITECTURES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
 _NEW_NAMESPACES = 0x7E02_0000  # every CLONE_NEW* that clone(2) knows

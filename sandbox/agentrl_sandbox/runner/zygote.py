@@ -175,10 +175,17 @@ class Zygote:
         elif message["id"] in self._pids:
             pid = self._pids[message["id"]]
             if message["op"] == "kill":
-                os.kill(pid, signal.SIGKILL)  # a child that was not reaped keeps its number
+                self._kill(pid)
             else:
                 self._send({"op": "located", "id": message["id"], "pid": pid})
         return True
+
+    def _kill(self, pid: int) -> None:
+        """End a program, with its process group if it leads one. A child that was not reaped keeps its number."""
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            os.kill(pid, signal.SIGKILL)
 
     def _spawn(self, message: dict[str, Any], descriptors: list[int]) -> None:
         identifier = message["id"]

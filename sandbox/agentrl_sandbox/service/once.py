@@ -10,7 +10,7 @@ from typing import Any
 
 from agentrl_sandbox.types import Execution, Outcome
 
-_REMEMBERED_BYTES = 64 << 20
+_REMEMBERED_BYTES = 16 << 20  # of small results those of a minute at 270 calls a second
 _OVERHEAD_BYTES = 1024
 
 
