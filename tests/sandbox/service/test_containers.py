@@ -179,6 +179,30 @@ async def test_sessions_in_compose(service):
     await service.close_session(session)
 
 
+async def test_exhausted_pids_are_typed_and_recovered(service, compose, engine):
+    def limit_pids(count: int) -> None:
+        for runner in compose.containers(engine, "runner"):
+            subprocess.run(["docker", "update", f"--pids-limit={count}", runner.id], check=True, capture_output=True)
+
+    limit_pids(1)
+    try:
+        done = await asyncio.gather(*(service.execute("print(1)", timeout=5.0) for _ in range(6)))
+    finally:
+        limit_pids(4096)
+    assert {d.outcome for d in done} == {Outcome.INFRASTRUCTURE_FAILURE}
+    await until_runners(compose, 2)
+    assert (await service.execute("print(1)")).stdout == "1\n"
+
+
+async def test_a_full_scratch_disk_is_the_programs_error_and_is_emptied(service):
+    fill = "with open('big', 'wb') as file:\n    while True:\n        file.write(bytes(1 << 20))"
+    done = await asyncio.gather(*(service.execute(fill) for _ in range(4)))
+    assert {d.outcome for d in done} == {Outcome.ERROR}
+    assert all("OSError" in d.stderr for d in done)
+    after = await asyncio.gather(*(service.execute("open('small', 'w').write('x'); print(1)") for _ in range(4)))
+    assert [d.stdout for d in after] == ["1\n"] * 4
+
+
 async def test_a_runner_killed_under_load_loses_nothing(service, compose, engine):
     calls = [
         asyncio.ensure_future(service.execute(f"import time; time.sleep(0.05); print({i})", request_id=f"load-{i}"))
