@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import importlib.util
 import itertools
 import os
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from agentrl_sandbox.errors import (
@@ -24,30 +22,22 @@ from agentrl_sandbox.errors import (
     UnisolatedError,
 )
 from agentrl_sandbox.file_names import check_files, check_names
+from agentrl_sandbox.once import Once
 from agentrl_sandbox.probes import probe
 from agentrl_sandbox.runner.config import RunnerConfig
 from agentrl_sandbox.runner.order import Order
-from agentrl_sandbox.runner.users import free_users
 from agentrl_sandbox.server_process import Refused, ServerGone, ServerProcess
+from agentrl_sandbox.servers import Servers, first_user
 from agentrl_sandbox.session_book import SessionBook
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome
 
-_REMEMBERED = 4096  # finished executions kept for their request_id
 _LIBRARIES = ("numpy", "sympy", "mpmath", "scipy", "networkx", "pandas")
 _FIX = (
     "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, and where AppArmor "
     "restricts them kernel.apparmor_restrict_unprivileged_userns=0), or use a kernel with seccomp and Landlock (Linux "
     "6.12 or newer has all of it), or set allow_unisolated=true to run the programs without it"
 )
-
-
-@dataclass(slots=True)
-class _SharedRun:
-    """A run that every call with one request_id waits for."""
-
-    task: asyncio.Task[Execution]
-    waiters: int = 0
 
 
 class LocalSandbox:
@@ -57,20 +47,13 @@ class LocalSandbox:
         self._loop = asyncio.get_running_loop()
         self._settings = settings
         self._config = config
-        self._server = server
-        self._standby: asyncio.Task[ServerProcess] | None = None
-        self._starts = 1
-        self._burials: set[asyncio.Task[None]] = set()
         self._isolation = Isolation(layers={}, mode=config.isolate)
         self._identifiers = itertools.count(1)
         self._room = asyncio.Semaphore(settings.concurrency)
-        self._restarting = asyncio.Lock()
-        self._running: dict[str, _SharedRun] = {}
-        self._tasks: set[asyncio.Task[Execution]] = set()
-        self._finished: OrderedDict[str, Execution] = OrderedDict()
+        self._once = Once()
         self._sessions = SessionBook()
+        self._servers = Servers(settings, config, server, self._follow)
         self._closed = False
-        self._follow(server)
 
     @property
     def isolation(self) -> Isolation:
@@ -111,16 +94,13 @@ class LocalSandbox:
         )
         if request_id is None:
             return await self._run(order, session)
-        if request_id in self._finished:
-            self._finished.move_to_end(request_id)
-            return self._finished[request_id]
-        return await self._run_once(request_id, order, session)
+        return await self._once.run(request_id, lambda: self._run(order, session))
 
     async def open_session(self) -> str:
         """Start an interpreter that keeps its state; see ``Sandbox.open_session``."""
         self._check_open()
         try:
-            server = await self._living_server()
+            server = await self._servers.living()
             number = next(self._identifiers)
             await self._ask_for_session(server, number, {"op": "open", "session": number})
         except (Refused, ServerGone, TimeoutError) as error:
@@ -164,19 +144,15 @@ class LocalSandbox:
         if self._closed:
             return
         self._closed = True
-        async with self._restarting:
-            await self._server.close()
-            await self._close_standby()
-            await asyncio.gather(*self._burials)
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._servers.close()
+        await self._once.settle()
 
     async def check(self, reasons: Sequence[str] = ()) -> None:
         """Probe every property. Raises UnisolatedError for one that is missing, unless the settings allow it.
 
         ``reasons`` say why stronger ways of isolation could not be had.
         """
-        mode, layers = self._config.isolate, self._server.layers
+        mode, layers = self._config.isolate, self._servers.layers
         self._isolation = await probe(self, mode=mode, layers=layers, settings=self._settings)
         if self._isolation.missing and not self._settings.allow_unisolated:
             raise unisolated(self._isolation.missing, why="; ".join(("a probe program got through", *reasons)))
@@ -186,35 +162,6 @@ class LocalSandbox:
             raise ClosedError("the sandbox was closed")
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("a sandbox belongs to the event loop it was opened in; open another in this one")
-
-    async def _run_once(self, request_id: str, order: Order, session: str | None) -> Execution:
-        shared = self._running.get(request_id)
-        if shared is None:
-            task = self._loop.create_task(self._run(order, session))
-            shared = self._running[request_id] = _SharedRun(task=task)
-            self._tasks.add(task)
-            task.add_done_callback(functools.partial(self._remember, request_id))
-        shared.waiters += 1
-        try:
-            return await asyncio.shield(shared.task)
-        finally:
-            shared.waiters -= 1
-            if shared.waiters == 0 and not shared.task.done():  # everyone who asked was cancelled
-                shared.task.cancel()
-                del self._running[request_id]
-
-    def _remember(self, request_id: str, task: asyncio.Task[Execution]) -> None:
-        self._tasks.discard(task)
-        shared = self._running.get(request_id)
-        if shared is not None and shared.task is task:
-            del self._running[request_id]
-        if task.cancelled() or task.exception() is not None:
-            return
-        if task.result().outcome is Outcome.INFRASTRUCTURE_FAILURE:
-            return  # a retry must be able to run
-        self._finished[request_id] = task.result()
-        if len(self._finished) > _REMEMBERED:
-            self._finished.popitem(last=False)
 
     async def _run(self, order: Order, session: str | None) -> Execution:
         if session is None:
@@ -233,7 +180,7 @@ class LocalSandbox:
         """Run on the session's server, or on any."""
         started = time.monotonic()
         try:
-            server = server or await self._living_server()
+            server = server or await self._servers.living()
             return await server.run(order)
         except (ServerGone, StartError) as error:
             return _failure(str(error), started)
@@ -241,6 +188,10 @@ class LocalSandbox:
             assert server is not None
             await server.close()
             return _failure("the sandbox's server was silent long past the program's deadline", started)
+
+    def keep_standby(self) -> None:
+        """Start a second server in the background, where the settings ask for one."""
+        self._servers.keep_standby()
 
     async def _ask_for_session(self, server: ServerProcess, number: int, header: dict[str, object]) -> None:
         try:
@@ -257,63 +208,6 @@ class LocalSandbox:
         """Hear of sessions that end."""
         server.on_session_ended = functools.partial(self._sessions.end_number, server)
         server.on_gone = functools.partial(self._sessions.end_all, server, "the sandbox's server ended")
-
-    async def _living_server(self) -> ServerProcess:
-        async with self._restarting:
-            if self._closed:
-                raise ServerGone("the sandbox was closed")
-            if self._server.gone:
-                await self._succeed(self._server)
-            return self._server
-
-    async def _succeed(self, dead: ServerProcess) -> None:
-        """Have the standby take over from a dead server, or start another. Raises StartError."""
-        burial = self._loop.create_task(dead.close())
-        self._burials.add(burial)
-        burial.add_done_callback(self._burials.discard)
-        standby, self._standby = self._standby, None
-        server: ServerProcess | None = None
-        if standby is not None:
-            with contextlib.suppress(StartError):
-                server = await standby
-        if server is not None and server.gone:
-            await server.close()
-            server = None
-        self._server = server or await self._start_server(burial)
-        self._follow(self._server)
-        self.keep_standby(burial)
-
-    def keep_standby(self, burial: asyncio.Task[None] | None = None) -> None:
-        """Start a second server in the background, where the settings ask for one."""
-        if self._settings.standby:
-            self._standby = self._loop.create_task(self._start_server(burial))
-
-    async def _start_server(self, burial: asyncio.Task[None] | None) -> ServerProcess:
-        """A warm server. Servers that live side by side never have programs run as the same users. Raises StartError.
-
-        It starts when ``burial``, the end of the server before, is over: that one's users may become its own.
-        """
-        if burial is not None:
-            await asyncio.shield(burial)
-        turn, self._starts = self._starts, self._starts + 1
-        server = await ServerProcess.start(replace(self._config, first_user=_first_user(self._settings, turn)))
-        try:
-            await server.warm()
-        except asyncio.CancelledError:
-            await server.close()
-            raise
-        return server
-
-    async def _close_standby(self) -> None:
-        standby, self._standby = self._standby, None
-        if standby is None:
-            return
-        standby.cancel()
-        try:
-            server = await standby
-        except (asyncio.CancelledError, StartError):
-            return
-        await server.close()
 
 
 async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None = None) -> LocalSandbox:
@@ -377,15 +271,8 @@ def runner_config(settings: SandboxSettings, mode: str) -> RunnerConfig:
         package_path=str(package.parent),
         readable=(*dict.fromkeys(libraries), *prefixes, str(package)),
         client_pid=os.getpid(),
-        first_user=_first_user(settings, 0),
+        first_user=first_user(settings, 0),
     )
-
-
-def _first_user(settings: SandboxSettings, turn: int) -> int:
-    """Of the ``turn``-th server: the setting's users, by turns its first and second half; or users drawn at random."""
-    if settings.first_user is None:
-        return free_users()
-    return settings.first_user + (settings.slots if settings.standby and turn % 2 else 0)
 
 
 def _failure(why: str, started: float) -> Execution:

@@ -49,7 +49,7 @@ def processes_below(pid: int) -> list[int]:
 
 
 def server_of(sandbox: Sandbox) -> int:
-    return sandbox._server._process.pid  # type: ignore[attr-defined]
+    return sandbox._servers._server._process.pid  # type: ignore[attr-defined]
 
 
 async def until(reached: Callable[[], bool]) -> bool:

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentrl_sandbox.errors import ClosedError, UnknownSessionError
+from agentrl_sandbox.once import Once
 from agentrl_sandbox.service.call import Call, ImpossibleCallError
 from agentrl_sandbox.service.link import NotSent, RunnerGone, RunnerLink
 from agentrl_sandbox.service.messages import Refused
-from agentrl_sandbox.service.once import Once
 from agentrl_sandbox.service.queue import Queue
 from agentrl_sandbox.service.roster import Roster
 from agentrl_sandbox.service.sessions import Sessions

@@ -8,8 +8,8 @@ import base64
 import pytest
 
 from agentrl_sandbox.client import ClosedError, Execution, Outcome
+from agentrl_sandbox.once import Once
 from agentrl_sandbox.service.call import Call
-from agentrl_sandbox.service.once import Once
 from agentrl_sandbox.service.pool import RunnerPool
 
 

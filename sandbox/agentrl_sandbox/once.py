@@ -30,6 +30,7 @@ class Once:
         self._limit = remembered_bytes
         self._bytes = 0
         self._running: dict[object, _SharedRun] = {}
+        self._tasks: set[asyncio.Task[Execution]] = set()  # also those that nobody waits for any more
         self._finished: OrderedDict[object, Execution] = OrderedDict()
 
     async def run(self, key: object, start: Callable[[], Coroutine[Any, Any, Execution]]) -> Execution:
@@ -44,6 +45,7 @@ class Once:
         if shared is None:
             task = asyncio.get_running_loop().create_task(start())
             shared = self._running[key] = _SharedRun(task=task)
+            self._tasks.add(task)
             task.add_done_callback(lambda done: self._on_done(key, done))
         shared.waiters += 1
         try:
@@ -54,7 +56,13 @@ class Once:
                 shared.task.cancel()
                 del self._running[key]
 
+    async def settle(self) -> None:
+        """Wait for what is under way, however it ends."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
     def _on_done(self, key: object, task: asyncio.Task[Execution]) -> None:
+        self._tasks.discard(task)
         shared = self._running.get(key)
         if shared is not None and shared.task is task:
             del self._running[key]
