@@ -3,7 +3,7 @@
 # AGENTRL_SANDBOX_IMAGE. No registry of images is needed: the base is made of Debian packages.
 set -euo pipefail
 
-BASE=agentrl-sandbox-base:bookworm
+BASE=agentrl-sandbox-base:trixie
 export AGENTRL_SANDBOX_IMAGE=agentrl-sandbox:test
 
 install_engine() {
@@ -30,10 +30,10 @@ start_engine() {
     return 1
 }
 
-# A Debian 12 with Python 3.11 and its venv module, from wherever this machine has its packages.
+# A Debian 13 with Python 3.13 and its venv module, from wherever this machine has its packages.
 make_base() {
     docker image inspect "$BASE" >/dev/null 2>&1 && return
-    mmdebstrap --quiet --variant=minbase --include=python3,python3-venv bookworm - | docker import - "$BASE" >/dev/null
+    mmdebstrap --quiet --variant=minbase --include=python3,python3-venv trixie - | docker import - "$BASE" >/dev/null
 }
 
 # pip runs here, with this machine's settings; inside the build everything comes from the context.
@@ -43,7 +43,7 @@ build_image() {
     packages="$(mktemp -d)"
     cp -r sandbox/. "$context"
     python3 -m venv "$packages"
-    "$packages/bin/pip" download --quiet --disable-pip-version-check --only-binary :all: --python-version 3.11 \
+    "$packages/bin/pip" download --quiet --disable-pip-version-check --only-binary :all: --python-version 3.13 \
         --dest "$context/wheels" hatchling -r sandbox/requirements-image.txt \
         $(python3 -c 'import tomllib; print(*tomllib.load(open("sandbox/pyproject.toml", "rb"))["project"]["dependencies"])')
     docker build --quiet --network host --build-arg BASE_IMAGE="$BASE" -t "$AGENTRL_SANDBOX_IMAGE" "$context" >/dev/null

@@ -31,6 +31,7 @@ from typing import Any
 from agentrl_sandbox.runner import kernel, remains
 from agentrl_sandbox.runner.child import ChildLimits, limit_children, run_child
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
+from agentrl_sandbox.runner.immortal import immortalize
 from agentrl_sandbox.runner.keeper import run_keeper
 from agentrl_sandbox.runner.lockdown import has_own_users
 from agentrl_sandbox.runner.routing import BARE_MODULES
@@ -52,6 +53,7 @@ def main() -> None:
     warm_up(science=kind == "science")
     sys.argv[:] = ["<program>"]
     gc.collect()
+    immortalize()
     gc.freeze()
     merge_heap_pages()
     with socket.socket(fileno=int(descriptor)) as server:

@@ -131,6 +131,11 @@ async def test_compose_runs_real_programs(service):
     assert (await service.execute("while True: pass", timeout=0.5)).outcome is Outcome.TIMEOUT
 
 
+async def test_the_warm_interpreters_objects_are_immortal(service):
+    program = "import sys, sympy\nprint(len({sys.getrefcount(one) for one in (None, sympy, sympy.Symbol.__new__)}))"
+    assert (await service.execute(program)).stdout == "1\n"
+
+
 async def test_runners_have_no_network_few_capabilities_and_a_read_only_root(service, compose, engine):
     runners = compose.containers(engine, "runner")
     assert len(runners) == 2
