@@ -59,7 +59,7 @@ class _FullKL(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, *others: Any) -> Tensor:
-        *tensors, temperature = (hidden, weight, *others)
+        tensors, temperature = (hidden, weight, *others[:-1]), others[-1]
         ctx.temperature = temperature
         ctx.save_for_backward(*tensors)
         result = hidden.new_empty(hidden.shape[0], dtype=_dtype(tensors))
@@ -95,7 +95,7 @@ def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     cancels between them where the policies are close. Near d = 0 a term is p (expm1(-d) + d).
     """
     p, d = log_p.exp(), _log_ratio(log_p, log_q)
-    near = d.abs() < 1
+    near = (d.abs() < 1) & (log_p != -torch.inf)
     inside = torch.where(near, d, 0.0)
     terms = torch.where(near, p * (torch.expm1(-inside) + inside), log_q.exp() - p + torch.where(p > 0, p * d, 0.0))
     return terms.sum(-1)

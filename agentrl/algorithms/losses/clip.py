@@ -46,8 +46,10 @@ def cispo(inputs: LossInputs, options: WeightClipOptions) -> tuple[Tensor, dict[
 @register_loss("sapo", options=GateOptions, traits=LossTraits(aggregation="seq_mean_token_mean"))
 def sapo(inputs: LossInputs, options: GateOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """-A (4 / t) sigmoid(t (ratio - 1)), t by the sign of A: a soft clip (Gao et al., arXiv 2511.20347)."""
-    steepness = torch.where(inputs.advantages > 0, options.temperature_positive, options.temperature_negative)
-    steepness = steepness.to(inputs.ratio.dtype)
+    positive, negative = (
+        inputs.ratio.new_tensor(t) for t in (options.temperature_positive, options.temperature_negative)
+    )
+    steepness = torch.where(inputs.advantages > 0, positive, negative)
     gate = 4 / steepness * torch.sigmoid(steepness * (inputs.ratio - 1))
     return -inputs.advantages * gate, {}
 
