@@ -1,7 +1,8 @@
 """The exact KL divergence of a policy from its reference at every token, without logits [N, V].
 
-Both heads' logits are formed for a block of rows at a time, forward and, again, backward. Extra memory: two blocks of
-`_BLOCK_ELEMENTS` and a few pieces of temporaries, and in backward the gradients themselves.
+Both heads' logits are formed for a block of rows at a time, forward and, again, backward; what follows runs over a
+block in pieces, on a processor such that they stay in its cache. Extra memory: two blocks of `_BLOCK_ELEMENTS`, about
+ten pieces, and in backward the gradients themselves.
 
 Not guaranteed: second derivatives (`once_differentiable` raises).
 """
@@ -17,7 +18,8 @@ from torch.nn import functional
 from agentrl.kernels.products import add_head_weight_gradient, head_input_gradient, head_logits
 from agentrl.kernels.records import KernelInputError, check_inputs, statistics_dtype
 
-_BLOCK_ELEMENTS = 1 << 22  # logits of one matrix product: 16 MB of float32
+_BLOCK_ELEMENTS = 1 << 23  # logits of one matrix product: 32 MB of float32
+_PIECE_ELEMENTS = {"cpu": 1 << 18}  # logits that the elementwise passes touch at a time; elsewhere the whole block
 
 
 def full_kl(
@@ -63,8 +65,10 @@ class _FullKL(torch.autograd.Function):
         ctx.temperature = temperature
         ctx.save_for_backward(*tensors)
         result = hidden.new_empty(hidden.shape[0], dtype=_dtype(tensors))
-        for rows, log_p, log_q in _blocks(tensors, temperature):
-            result[rows] = _divergence(log_p, log_q)
+        for rows, z, reference in _blocks(tensors, temperature):
+            for piece in _pieces(z):
+                values = _divergence(functional.log_softmax(z[piece], -1), functional.log_softmax(reference[piece], -1))
+                result[rows][piece] = values
         return result
 
     @staticmethod
@@ -76,8 +80,11 @@ class _FullKL(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias, dtype=dtype) if ctx.needs_input_grad[2] else None
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows, log_p, log_q in _blocks(ctx.saved_tensors, temperature):
-                dz = _logit_gradient(log_p, log_q).mul_((gradient[rows] / temperature).unsqueeze(-1))
+            scale = (gradient / temperature).unsqueeze(-1)
+            for rows, dz, reference in _blocks(ctx.saved_tensors, temperature):
+                for piece in _pieces(dz):
+                    log_p, log_q = functional.log_softmax(dz[piece], -1), functional.log_softmax(reference[piece], -1)
+                    torch.mul(_logit_gradient(log_p, log_q), scale[rows][piece], out=dz[piece])
                 if d_hidden is not None:
                     d_hidden[rows] = head_input_gradient(dz, weight)
                 if d_weight is not None:
@@ -120,18 +127,24 @@ def _dtype(tensors: Sequence[Any]) -> torch.dtype:
 
 
 def _blocks(tensors: Sequence[Any], temperature: float) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(rows, ln p [R, V], ln p_ref [R, V]) block by block."""
+    """(rows, tempered logits [R, V], those of the reference) block by block; the next overwrites their memory."""
     hidden, weight, bias, ref_hidden, ref_weight, ref_bias = tensors
     dtype = _dtype(tensors)
     total, vocabulary = hidden.shape[0], weight.shape[0]
     size = max(1, min(total, _BLOCK_ELEMENTS // vocabulary))
-    buffer = hidden.new_empty((size, vocabulary), dtype=dtype)
+    buffers = hidden.new_empty((2, size, vocabulary), dtype=dtype)
     for start in range(0, total, size):
         rows = slice(start, min(start + size, total))
-        pair = []
-        for states, head, shift in ((hidden, weight, bias), (ref_hidden, ref_weight, ref_bias)):
-            z = head_logits(states[rows].to(dtype), head, buffer[: rows.stop - start])
+        own, other = buffers[:, : rows.stop - start]
+        for states, head, shift, out in ((hidden, weight, bias, own), (ref_hidden, ref_weight, ref_bias, other)):
+            head_logits(states[rows].to(dtype) / temperature, head, out)
             if shift is not None:
-                z += shift.to(dtype)
-            pair.append(functional.log_softmax(z / temperature, dim=-1))
-        yield rows, pair[0], pair[1]
+                out += shift.to(dtype) / temperature
+        yield rows, own, other
+
+
+def _pieces(block: Tensor) -> Iterator[slice]:
+    """Rows of the block [R, V], a few at a time."""
+    step = max(1, _PIECE_ELEMENTS.get(block.device.type, block.numel()) // block.shape[1])
+    for start in range(0, block.shape[0], step):
+        yield slice(start, start + step)
