@@ -67,7 +67,7 @@ class LossRegistry(Registry[LossFunction]):
         super().__init__("loss")
         self._traits: dict[str, LossTraits] = {}
 
-    def register(self, name: str, options: type = NoOptions, traits: LossTraits | None = None) -> Callable[[F], F]:  # type: ignore[override]
+    def register(self, name: str, options: type = NoOptions, traits: LossTraits | None = None) -> Callable[[F], F]:
         """Decorator: add a loss under `name`. AlgorithmError if the name is taken."""
         add = super().register(name, options)
 
