@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms import (
+    AGGREGATIONS,
     LOSSES,
     AlgorithmError,
     InvalidInputError,
@@ -15,6 +16,9 @@ from agentrl.algorithms import (
     NoOptions,
     PolicyLoss,
     UnknownNameError,
+    aggregate,
+    check_aggregation,
+    default_aggregation,
     policy_loss,
     register_loss,
 )
@@ -94,7 +98,10 @@ def test_the_log_ratio_is_clamped_so_nothing_overflows():
     assert bool(torch.isfinite(log_probs.grad).all())
 
 
-@pytest.mark.parametrize("name", ["reinforce", "ppo", "dual_clip"])
+BUILT_IN = [name for name in LOSSES.names() if not name.endswith("_of_this_test")]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_garbage_off_the_mask_reaches_no_value_and_no_gradient(name):
     log_probs = torch.tensor([[-1.0, torch.nan, -torch.inf, torch.inf]], requires_grad=True)
     loss = policy_loss(
@@ -112,7 +119,7 @@ def test_garbage_off_the_mask_reaches_no_value_and_no_gradient(name):
     assert float(loss.metrics["ratio_max"]) == 1.0
 
 
-@pytest.mark.parametrize("name", ["reinforce", "ppo", "dual_clip"])
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_an_empty_mask_gives_a_zero_connected_to_the_graph(name):
     log_probs = torch.full((2, 3), torch.nan, requires_grad=True)
     loss = policy_loss(
@@ -154,6 +161,22 @@ def test_approx_kl_is_k3_of_old_against_new():
         ("ppo", {"clip_high": -0.1}, InvalidOptionError, "clip_high=-0.1"),
         ("dual_clip", {"dual_clip": 1.0}, InvalidOptionError, "dual_clip=1.0 must be greater than 1"),
         ("dual_clip", {"clip_low": -1.0}, InvalidOptionError, "clip_low=-1.0"),
+        ("ppo", {"clip_high": math.nan}, InvalidOptionError, "clip_high=nan"),
+        ("gspo", {"clip_low": -1e-4}, InvalidOptionError, "clip_low=-0.0001"),
+        ("gmpo", {"clip_high": math.inf}, InvalidOptionError, "clip_high=inf must be at least 0 and finite"),
+        ("sapo", {"temperature_negative": 0.0}, InvalidOptionError, "temperature_negative=0.0 must be positive"),
+        ("dppo_tv", {"clip_high": 1.1}, InvalidOptionError, r"clip_high=1.1 lies outside \[0, 1\]"),
+        ("dppo_kl", {"clip_low": -0.1}, InvalidOptionError, "clip_low=-0.1"),
+        ("clip_cov", {"covariance_low": 6.0}, InvalidOptionError, "covariance_low=6.0 is above covariance_high=5.0"),
+        (
+            "clip_cov",
+            {"covariance_fraction": 0.0},
+            InvalidOptionError,
+            r"covariance_fraction=0.0 lies outside \(0, 1\]",
+        ),
+        ("kl_cov", {"kl_coefficient": -1.0}, InvalidOptionError, "kl_coefficient=-1.0"),
+        ("kl_cov", {"clip_low": 0.1}, UnknownNameError, "unknown option 'clip_low' of loss 'kl_cov'"),
+        ("gsppo", {}, UnknownNameError, "did you mean 'gspo'"),
     ],
 )
 def test_wrong_names_and_options_are_named(name, options, error, message):
@@ -161,11 +184,169 @@ def test_wrong_names_and_options_are_named(name, options, error, message):
         run(name, [1.0], [1.0], **options)
 
 
-@pytest.mark.parametrize("which", ["old_log_probs", "advantages", "loss_mask"])
+TENSORS = ("log_probs", "old_log_probs", "advantages", "loss_mask")
+
+
+@pytest.mark.parametrize("which", [*TENSORS[1:], "response_mask", "weights", "selected"])
 def test_shapes_must_agree(which):
-    tensors = {name: torch.ones(2, 3) for name in ("log_probs", "old_log_probs", "advantages", "loss_mask")}
+    tensors = {name: torch.ones(2, 3) for name in TENSORS}
     with pytest.raises(InvalidInputError, match=rf"{which} must be \[B, T\] as log_probs; got \(2, 4\)"):
-        policy_loss("ppo", **{**tensors, which: torch.ones(2, 4)})
+        policy_loss("kl_cov", **{**tensors, which: torch.ones(2, 4)})
+
+
+@pytest.mark.parametrize("which", ["log_probs", "old_log_probs", "advantages", "weights"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_at_a_token_of_the_loss_is_named(which, value):
+    tensors = {name: torch.ones(2, 3) for name in (*TENSORS, "weights")}
+    tensors[which][1, 2] = value
+    with pytest.raises(InvalidInputError, match=rf"{which} is {value} at a model token: row 1, position 2"):
+        policy_loss("ppo", **tensors)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"log_probs": torch.ones(2, 3, dtype=torch.int64)}, "log_probs must be .* floating; got .* torch.int64"),
+        ({"log_probs": torch.ones(3)}, r"log_probs must be \[B, T\] floating; got \(3,\)"),
+        ({"loss_mask": torch.full((2, 3), 2)}, "loss_mask must be bool or hold only 0 and 1"),
+        ({"response_mask": torch.zeros(2, 3)}, "loss_mask holds tokens that response_mask does not"),
+        ({"selected": torch.zeros(2, 3)}, "loss 'ppo' selects no tokens"),
+    ],
+)
+def test_inputs_that_make_no_sense(tensors, message):
+    with pytest.raises(InvalidInputError, match=message):
+        policy_loss("ppo", **{**{name: torch.ones(2, 3) for name in TENSORS}, **tensors})
+
+
+def test_weights_multiply_the_loss_after_clipping_and_get_no_gradient():
+    weights = torch.tensor([[0.5, 2.0, math.nan]], requires_grad=True)
+    old = torch.zeros(1, 3)
+    loss = policy_loss(
+        "ppo",
+        log_probs=torch.tensor([[1.5, 1.1, 1.0]]).log(),
+        old_log_probs=old,
+        advantages=torch.ones(1, 3),
+        loss_mask=torch.tensor([[1, 1, 0]]),
+        weights=weights,
+    )
+    torch.testing.assert_close(loss.per_token, torch.tensor([[-0.6, -2.2, 0.0]]))
+    assert not loss.per_token.requires_grad
+
+
+def test_gspo_takes_the_ratio_of_all_model_tokens_also_of_those_left_out_of_the_loss():
+    old = torch.zeros(1, 4, dtype=torch.float64)
+    log_probs = torch.tensor([[0.02, 0.04, 0.06, math.nan]], dtype=torch.float64)
+    masks = {"loss_mask": torch.tensor([[1, 0, 1, 0]]), "response_mask": torch.tensor([[1, 1, 1, 0]])}
+    arguments = {"log_probs": log_probs, "old_log_probs": old, "advantages": -torch.ones(1, 4).double()}
+    loss = policy_loss("gspo", **arguments, **masks)
+    u = math.exp(0.04)
+    torch.testing.assert_close(loss.per_token, row([u, 0.0, u, 0.0]))
+
+
+def test_gspo_clips_whole_sequences_by_hand():
+    """Mean log-ratio ln 1.1: outside [0.9, 1.05], so A > 0 earns nothing and A < 0 everything."""
+    ratios, options = [1.21, 1.0], {"clip_low": 0.1, "clip_high": 0.05}
+    up, gradient_up = run("gspo", ratios, [1.0, 1.0], **options)
+    down, gradient_down = run("gspo", ratios, [-1.0, -2.0], **options)
+    torch.testing.assert_close(up.per_token, row([-1.05, -1.05]))
+    torch.testing.assert_close(gradient_up, row([0.0, 0.0]))
+    torch.testing.assert_close(down.per_token, row([1.1, 2.2]))
+    torch.testing.assert_close(gradient_down, row([1.1, 2.2]))
+    assert float(up.metrics["clip_fraction_high"]) == 1.0
+
+
+def test_the_mean_log_ratio_of_gspo_is_cut_at_ten_and_keeps_its_gradient():
+    loss, gradient = run("gspo", [math.exp(15.0)], [-1.0])
+    torch.testing.assert_close(loss.per_token, row([math.exp(10)]))
+    torch.testing.assert_close(gradient, row([math.exp(10)]))
+
+
+def test_gmpo_by_hand_gives_one_value_a_sequence_under_its_aggregation():
+    """Log-ratios ln 1.1 and ln 3, the second cut at ln 2: geometric mean sqrt(2.2); mean advantage 2."""
+    loss, _ = run("gmpo", [1.1, 3.0], [1.0, 3.0], clip_low=0.5, clip_high=math.log(2))
+    value = -2 * math.sqrt(2.2)
+    torch.testing.assert_close(loss.per_token, row([value, value]))
+    total = aggregate(loss.per_token, torch.ones(1, 2), "seq_mean_token_mean")
+    assert float(total.detach()) == pytest.approx(value)
+
+
+def test_gmpo_holds_back_each_token_by_the_sign_of_its_own_advantage():
+    loss, gradient = run("gmpo", [3.0, 3.0], [1.0, -2.0], clip_low=0.4, clip_high=math.log(2))
+    value = 0.5 * math.sqrt(6.0)
+    torch.testing.assert_close(loss.per_token, row([value, value]))
+    torch.testing.assert_close(gradient, row([0.0, value]))  # the sum of two times half the value
+
+
+def test_cispo_by_hand():
+    loss, gradient = run("cispo", [2.0, 0.5, 1.0], [1.0, -1.0, 2.0], clip_low=0.3, clip_high=0.4)
+    torch.testing.assert_close(gradient, row([-1.4, 0.7, -2.0]))
+    torch.testing.assert_close(loss.per_token, row([-1.4 * (math.log(2) - 0.5), 0.7 * (math.log(0.5) - 0.5), 1.0]))
+    assert [float(loss.metrics[f"clip_fraction_{side}"]) for side in ("low", "high")] == pytest.approx([1 / 3, 1 / 3])
+
+
+def test_sapo_by_hand():
+    """The gate is 2 / t at ratio 1; its slope there is 1, whatever t."""
+    loss, gradient = run("sapo", [1.0, 1.0, 2.0], [1.0, -1.0, 1.0])
+    sigmoid = 1 / (1 + math.exp(-1))
+    torch.testing.assert_close(loss.per_token, row([-2.0, 2 / 1.05, -4 * sigmoid]))
+    torch.testing.assert_close(gradient, row([-1.0, 1.0, -4 * sigmoid * (1 - sigmoid) * 2.0]))
+
+
+def test_dppo_keeps_tokens_by_how_far_their_probability_moved():
+    """p_old = e^-0.5 = 0.607, and A p / p_old the gradient of what is kept."""
+    ratios, advantages = [1.2, 1.3, 0.8, 0.7, 0.5], [1.0, 1.0, -1.0, -1.0, 1.0]
+    _, by_tv = run("dppo_tv", ratios, advantages, clip_low=0.15, clip_high=0.15)
+    torch.testing.assert_close(by_tv, row([-1.2, 0.0, 0.8, 0.0, -0.5]))
+    p = math.exp(-0.5)
+    kl = [p * -math.log(r) + (1 - p) * math.log((1 - p) / (1 - p * r)) for r in ratios]
+    _, by_kl = run("dppo_kl", ratios, advantages, clip_low=(kl[2] + kl[3]) / 2, clip_high=(kl[0] + kl[1]) / 2)
+    torch.testing.assert_close(by_kl, row([-1.2, 0.0, 0.8, 0.0, -0.5]))
+
+
+def test_the_ratio_of_dppo_is_truncated_at_twenty():
+    old = torch.full((1, 1), -10.0)
+    log_probs = (old + math.log(30)).requires_grad_()
+    loss = policy_loss(
+        "dppo_tv", log_probs=log_probs, old_log_probs=old, advantages=-torch.ones(1, 1), loss_mask=torch.ones(1, 1)
+    )
+    assert torch.autograd.grad(loss.per_token.sum(), log_probs)[0].item() == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "estimator", "expected"),
+    [
+        ("ppo", "grpo", "seq_mean_token_mean"),
+        ("ppo", "rloo", "seq_mean_token_mean"),
+        ("reinforce", "rloo", "token_mean"),
+        ("reinforce", "tir_otb", "token_mean"),
+        ("ppo", "otb", "token_mean"),
+        ("ppo", "dr_grpo", "seq_mean_token_sum_norm"),
+        ("gspo", "dr_grpo", "seq_mean_token_mean"),
+        ("gmpo", "tir_otb", "seq_mean_token_mean"),
+        ("sapo", "rloo", "seq_mean_token_mean"),
+        ("cispo", "rloo", "token_mean"),
+        ("kl_cov", "grpo", "seq_mean_token_mean"),
+    ],
+)
+def test_default_aggregations(loss, estimator, expected):
+    assert default_aggregation(loss, estimator) == expected
+    check_aggregation(loss, expected)
+
+
+@pytest.mark.parametrize("loss", ["gspo", "gmpo"])
+@pytest.mark.parametrize("mode", [mode for mode in AGGREGATIONS if mode != "seq_mean_token_mean"])
+def test_losses_on_sequences_admit_one_aggregation(loss, mode):
+    with pytest.raises(
+        InvalidOptionError, match=f"aggregation of loss '{loss}'='{mode}' is none of seq_mean_token_mean"
+    ):
+        check_aggregation(loss, mode)
+
+
+def test_traits_say_what_a_loss_needs():
+    assert [name for name in BUILT_IN if LOSSES.traits(name).step_wide] == ["clip_cov", "kl_cov"]
+    assert [name for name in BUILT_IN if not LOSSES.traits(name).uses_ratio] == ["reinforce"]
+    with pytest.raises(UnknownNameError, match="did you mean 'ppo'"):
+        LOSSES.traits("pppo")
 
 
 def test_user_code_adds_a_loss_by_a_decorator():
