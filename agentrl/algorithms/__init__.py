@@ -5,7 +5,7 @@ from agentrl.algorithms.aggregation import AGGREGATIONS, aggregate, loss_normali
 from agentrl.algorithms.baselines import TAILS
 from agentrl.algorithms.correction import mismatch_metrics
 from agentrl.algorithms.diagnostics import HeadVariance, HeadVarianceAccumulator, diagonal_proxy, diagonal_proxy_power
-from agentrl.algorithms.energy import ENERGIES, logit_proxy_energy, realized_energy
+from agentrl.algorithms.energy import ENERGIES, cross_energy, logit_proxy_energy, realized_energy
 from agentrl.algorithms.errors import (
     AlgorithmError,
     InvalidInputError,
@@ -16,9 +16,11 @@ from agentrl.algorithms.errors import (
 from agentrl.algorithms.estimators import (
     ESTIMATORS,
     Estimate,
+    EstimatorNeeds,
     Rollouts,
     ScalarOptions,
     TokenBaselineOptions,
+    estimator_needs,
     register_estimator,
 )
 from agentrl.algorithms.kl import KL_ESTIMATORS, kl_penalty
@@ -49,6 +51,7 @@ __all__ = [
     "ClipOptions",
     "DualClipOptions",
     "Estimate",
+    "EstimatorNeeds",
     "HeadVariance",
     "HeadVarianceAccumulator",
     "InvalidInputError",
@@ -63,8 +66,10 @@ __all__ = [
     "UnknownNameError",
     "aggregate",
     "compute_advantages",
+    "cross_energy",
     "diagonal_proxy",
     "diagonal_proxy_power",
+    "estimator_needs",
     "kl_penalty",
     "logit_proxy_energy",
     "loss_normalizer",
