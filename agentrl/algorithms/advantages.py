@@ -56,7 +56,7 @@ def _in_blocks(entry: EstimatorEntry, record: object, inputs: AdvantageInputs) -
         baselines[rows] = estimate.baselines.to(dtype).masked_fill(~rollouts.mask, 0.0)
     if moments is not None:
         raw = _whiten(raw, inputs.response_mask, moments, blocks, dtype)
-    return Advantages(advantages=raw, returns=returns, baselines=baselines)
+    return Advantages(advantages=raw.to(dtype), returns=returns, baselines=baselines)
 
 
 def _check_weights(rollouts: Rollouts) -> None:

@@ -14,7 +14,7 @@ from agentrl.algorithms.segments import Compact, reward_to_go
 from agentrl.algorithms.validation import check_finite, check_not_negative, check_rewards_placed, check_rows
 
 # Float64 numbers of one [b, T] that a processor keeps in its cache; elsewhere only memory counts.
-_BLOCK_ELEMENTS = {"cpu": 1 << 19}
+_BLOCK_ELEMENTS = {"cpu": 1 << 18}
 _OTHER_BLOCK_ELEMENTS = 1 << 24
 
 
@@ -58,7 +58,10 @@ class Rollouts:
     @cached_property
     def totals(self) -> Tensor:
         """R: the sum of a row's rewards, [B]; added one after the other, so that padding does not change a digit."""
-        return self.rewards.cumsum(-1)[:, -1]
+        rows, width = self.mask.shape
+        step = max(1, _block_elements(self.mask.device) // max(1, width))
+        parts = [slice(start, start + step) for start in range(0, rows, step)]
+        return torch.cat([self._read("rewards", part).cumsum(-1)[:, -1] for part in parts])
 
     @cached_property
     def layout(self) -> Compact:
@@ -84,12 +87,16 @@ class Rollouts:
 
     def read(self, name: str, *, negative: bool = True) -> Tensor:
         """An input [B, T] in float64, 0 off the mask; InvalidInputError where a model token has none (or one < 0)."""
-        tensor = self._given(name).detach()
-        values = tensor.to(torch.float64, copy=True).masked_fill_(~self.mask, 0.0)
-        if not bool(torch.isfinite(values.sum())):  # a sum of finite numbers may overflow: look closer
-            check_finite(name, tensor, self.mask, self.rows)
+        values = self._read(name, slice(None))
         if not negative and values.numel() and float(values.min()) < 0:
             check_not_negative(name, values, self.mask, self.rows)
+        return values
+
+    def _read(self, name: str, rows: slice) -> Tensor:
+        tensor, mask = self._given(name)[rows].detach(), self.mask[rows]
+        values = tensor.to(torch.float64, copy=True).masked_fill_(~mask, 0.0)
+        if not bool(torch.isfinite(values.sum())):  # a sum of finite numbers may overflow: look closer
+            check_finite(name, tensor, mask, self.rows[rows])
         return values
 
     def read_trajectories(self, name: str, *, negative: bool = True) -> Tensor:
@@ -135,9 +142,13 @@ def blocks_of_groups(ids: Tensor, width: int) -> Iterator[Tensor]:
     result has the size of the batch.
     """
     groups = Groups.of(ids)
-    limit = _BLOCK_ELEMENTS.get(ids.device.type, _OTHER_BLOCK_ELEMENTS)
+    limit = _block_elements(ids.device)
     order = (groups.members * groups.sizes.numel() + groups.labels).argsort(stable=True)
     for size in groups.sizes.unique().tolist():
         rows = order[groups.members[order] == size]
         together = max(1, limit // max(1, size * width))
         yield from rows.split(size * together)
+
+
+def _block_elements(device: torch.device) -> int:
+    return _BLOCK_ELEMENTS.get(device.type, _OTHER_BLOCK_ELEMENTS)

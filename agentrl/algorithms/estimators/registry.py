@@ -57,8 +57,7 @@ class EstimatorEntry(Entry[EstimatorFunction]):
 
     def needs(self, record: object) -> EstimatorNeeds:
         """With options as `make_options` gives them."""
-        energy = getattr(record, "energy", None)
-        inputs = self.requires | (_OF_ENERGY[energy] if energy is not None else frozenset())
+        inputs = self.requires | _OF_ENERGY.get(getattr(record, "energy", ""), frozenset())
         reason = "its rule counts the groups of the whole step" if self.step_wide else ""
         if getattr(record, "normalize", None) == "whiten":
             reason = "whitening takes the mean over the whole step"

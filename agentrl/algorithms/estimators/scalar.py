@@ -65,7 +65,7 @@ def gpg(rollouts: Rollouts, options: ScalarOptions) -> Estimate:
     totals = rollouts.totals
     lowest, highest = rollouts.groups.lowest(totals), -rollouts.groups.lowest(-totals)
     differing = (highest - lowest > _EQUAL * torch.maximum(highest.abs(), lowest.abs())).sum()
-    scale = torch.where(differing > 0, totals.numel() / differing.clamp(min=1), 1.0).double()
+    scale = torch.where(differing > 0, totals.numel() / differing.clamp(min=1).double(), 1.0)
     means = group_means(rollouts)
     return scalar_estimate(totals, means, scale * (totals - means))
 
