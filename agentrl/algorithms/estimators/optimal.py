@@ -36,7 +36,8 @@ def eob(rollouts: Rollouts, options: ExactEnergyOptions) -> Estimate:
     """A = R - b, b = sum (E + eps) R / sum (E + eps), E = ||sum_t rho_t grad log p_t||^2 as given, exact.
 
     The optimal constant baseline (Greensmith et al., JMLR 5, 2004). E comes in units of its own, so its scale, by which
-    eps is multiplied, is the group's mean weight. A group of one: A = R.
+    eps is multiplied, is the group's mean weight; that holds the own one too, so `leave_one_out` leaves a bias of the
+    order of eps. A group of one: A = R.
     """
     energy = rollouts.read_trajectories("trajectory_energy", negative=False)
     if options.loss_aggregation == "seq_mean_token_mean":
