@@ -15,6 +15,7 @@ from agentrl.algorithms import (
     ScalarOptions,
     UnknownNameError,
     compute_advantages,
+    estimator_needs,
     register_estimator,
 )
 
@@ -58,11 +59,53 @@ def test_masks_of_zeros_and_ones_are_accepted_in_any_dtype(dtype):
         ({"token_energy": at(0, 1, -0.5)}, "token_energy is -0.5 in row 0 at position 1; it cannot be negative"),
         ({"importance_weights": at(1, 0, torch.nan)}, "importance_weights is nan at a model token: row 1, position 0"),
         ({"token_energy": torch.ones(2, 2)}, r"token_energy must be \(2, 3\)"),
+        ({"groups": torch.tensor([[0, 0]])}, r"groups must be \(2,\) as rewards; got \(1, 2\)"),
+        ({"loss_mask": torch.full((2, 3), 3)}, "loss_mask must be bool or hold only 0 and 1"),
+        ({"loss_mask": torch.ones(3, 3)}, r"loss_mask must be \(2, 3\) as rewards"),
+        ({"values": torch.ones(2, 3).long()}, "values must be floating; got torch.int64"),
+        ({"greedy_returns": torch.ones(2, 3)}, r"greedy_returns must be \(2,\) as rewards; got \(2, 3\)"),
+        ({"bootstrap_values": torch.ones(3)}, r"bootstrap_values must be \(2,\) as rewards"),
+        ({"importance_weights": at(1, 2, -0.5)}, "importance_weights is -0.5 in row 1 at position 2"),
     ],
 )
 def test_tensors_that_cannot_be_right_are_named_with_the_place(changes, message):
     with pytest.raises(InvalidInputError, match=message):
         compute_advantages("tir_otb", inputs(**changes))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "changes", "message"),
+    [
+        ("gae", {"values": at(0, 1, torch.nan)}, "values is nan at a model token: row 0, position 1"),
+        (
+            "gae",
+            {"values": torch.ones(2, 3), "bootstrap_values": torch.tensor([0.0, torch.inf])},
+            "bootstrap_values is inf in row 1; it must be finite",
+        ),
+        ("remax", {"greedy_returns": torch.tensor([torch.nan, 0.0])}, "greedy_returns is nan in row 0"),
+        ("eob", {"trajectory_energy": torch.tensor([1.0, -1.0])}, "trajectory_energy is -1.0 in row 1; .* negative"),
+        ("otb_cross", {"cross_energy": at(1, 2, -1.0)}, "cross_energy is -1.0 in row 1 at position 2"),
+        ("grpo", {"importance_weights": at(1, 0, torch.inf)}, "importance_weights is inf at a model token: row 1"),
+        ("gpg", {"rewards": at(0, 0, torch.inf, 0.0)}, "rewards is inf at a model token: row 0, position 0"),
+    ],
+)
+def test_values_that_cannot_be_right_are_named_with_the_place(estimator, changes, message):
+    with pytest.raises(InvalidInputError, match=message):
+        compute_advantages(estimator, inputs(**changes))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "name", "setting"),
+    [
+        ("gae", "values", "algorithm.estimator=gae brings one along"),
+        ("remax", "greedy_returns", "algorithm.estimator=remax samples it"),
+        ("eob", "trajectory_energy", "algorithm.estimator=eob computes them"),
+        ("otb_cross", "cross_energy", "agentrl variance --estimators otb_cross"),
+    ],
+)
+def test_a_required_input_is_named_with_what_provides_it(estimator, name, setting):
+    with pytest.raises(MissingInputError, match=f"estimator '{estimator}' needs {name} .*{setting}"):
+        compute_advantages(estimator, inputs())
 
 
 def test_what_the_estimator_does_not_use_is_not_asked_for():
@@ -102,6 +145,14 @@ def test_a_missing_input_is_named_with_the_setting(changes, energy, message):
         ("tir_otb", {"gamma": 1.5}, InvalidOptionError, "gamma=1.5 lies outside"),
         ("tir_otb", {"epsilon": 0.0}, InvalidOptionError, "epsilon=0.0 must be positive"),
         ("tir_otb", {"loss_aggregation": "mean"}, InvalidOptionError, "loss_aggregation='mean'"),
+        ("tir_otb", {"gamma": "0.9"}, InvalidOptionError, "gamma='0.9' lies outside"),
+        ("opo", {"leave_one_out": "no"}, InvalidOptionError, "leave_one_out='no' must be True or False"),
+        ("opo", {"energy": "length"}, UnknownNameError, "unknown option 'energy' of estimator 'opo'"),
+        ("otb_cross", {"energy": "length"}, UnknownNameError, "unknown option 'energy' of estimator 'otb_cross'"),
+        ("eob", {"energy": "logit_proxy"}, InvalidOptionError, "energy='logit_proxy' is none of exact"),
+        ("gae", {"lam": float("nan")}, InvalidOptionError, "lam=nan lies outside"),
+        ("gae", {"lambda": 0.9}, UnknownNameError, "unknown option 'lambda' of estimator 'gae'; did you mean 'lam'"),
+        ("reinforce_pp", {"normalize": "white"}, InvalidOptionError, "normalize='white' .*; did you mean 'whiten'"),
     ],
 )
 def test_names_and_options_that_do_not_exist_bring_the_nearest(estimator, options, error, message):
@@ -116,17 +167,34 @@ def test_every_error_is_an_algorithm_error_and_a_value_error():
 
 
 def test_the_registered_estimators_and_their_options_are_known():
-    assert set(ESTIMATORS.names()) >= {"grpo", "otb", "rloo", "tir_otb"}
     assert ESTIMATORS.option_names("grpo") == ("normalize",)
-    assert set(ESTIMATORS.option_names("tir_otb")) == {
-        "energy",
-        "tail",
-        "leave_one_out",
-        "gamma",
-        "normalize",
-        "epsilon",
-        "loss_aggregation",
-    }
+    common = {"tail", "leave_one_out", "gamma", "normalize", "epsilon", "loss_aggregation"}
+    assert set(ESTIMATORS.option_names("tir_otb")) == {"energy", *common}
+    assert set(ESTIMATORS.option_names("otb_cross")) == common
+    assert set(ESTIMATORS.option_names("gae")) == {"gamma", "lam", "normalize"}
+
+
+@pytest.mark.parametrize(
+    ("estimator", "options", "needed", "step_wide"),
+    [
+        ("grpo", {}, set(), False),
+        ("grpo", {"normalize": "whiten"}, set(), True),
+        ("reinforce_pp", {}, set(), True),
+        ("reinforce_pp_baseline", {"normalize": None}, set(), False),
+        ("gpg", {}, set(), True),
+        ("gae", {}, {"values"}, True),
+        ("remax", {}, {"greedy_returns"}, False),
+        ("eob", {}, {"trajectory_energy"}, False),
+        ("otb_cross", {}, {"cross_energy"}, False),
+        ("tir_otb", {}, {"token_energy"}, False),
+        ("ogb", {"energy": "head_exact"}, {"token_energy", "hidden_norm_squared"}, False),
+        ("otb", {"energy": "length"}, set(), False),
+    ],
+)
+def test_an_estimator_says_what_it_needs(estimator, options, needed, step_wide):
+    needs = estimator_needs(estimator, **options)
+    assert (needs.inputs, needs.step_wide) == (needed, step_wide)
+    assert bool(needs.reason) == step_wide
 
 
 def test_user_code_adds_an_estimator_by_a_decorator_once():
@@ -141,3 +209,22 @@ def test_user_code_adds_an_estimator_by_a_decorator_once():
     assert compute_advantages(name, inputs()).advantages.tolist() == [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
     with pytest.raises(AlgorithmError, match="already registered"):
         register_estimator(name)(lambda rollouts, options: None)
+
+
+def test_user_code_says_what_its_estimator_needs():
+    name = "greedy_and_values_of_this_test"
+    if name not in ESTIMATORS.names():
+
+        @register_estimator(name, requires=("values", "greedy_returns"), step_wide=True)
+        def mean_of_the_step(rollouts: Rollouts, options: object) -> Estimate:
+            mean = rollouts.totals.mean().expand(len(rollouts.rows), 1)
+            return Estimate(advantages=rollouts.totals.unsqueeze(-1) - mean, returns=mean, baselines=mean)
+
+    assert estimator_needs(name).step_wide
+    assert estimator_needs(name).inputs == {"values", "greedy_returns"}
+    with pytest.raises(MissingInputError, match="needs greedy_returns"):
+        compute_advantages(name, inputs(values=torch.ones(2, 3)))
+    apart = inputs(values=torch.ones(2, 3), greedy_returns=torch.ones(2), groups=torch.tensor([0, 1]))
+    assert compute_advantages(name, apart).advantages.tolist() == [[0.5, 0.5, 0.0], [-0.5, 0.0, -0.5]]
+    with pytest.raises(UnknownNameError, match=r"unknown input 'value' of AdvantageInputs, .*; did you mean 'values'"):
+        register_estimator("never", requires=("value",))
