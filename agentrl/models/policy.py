@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from agentrl.errors import SettingsError
-from agentrl.kernels import TokenStatistics
+from agentrl.kernels import Backend, TokenStatistics
 from agentrl.models.head import FusedHead
 from agentrl.models.loading import attends_to_everything
 from agentrl.models.shared_prompts import response_hidden
@@ -21,7 +21,7 @@ class PolicyModel(nn.Module):
         self,
         causal_lm: Any,
         *,
-        backend: Literal["auto", "reference", "chunked"] = "auto",
+        backend: Backend = "auto",
         share_prompts: bool = False,
     ) -> None:
         """``share_prompts`` computes equal prompts of a batch once; see :func:`.shared_prompts.response_hidden`.
