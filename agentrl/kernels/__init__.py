@@ -3,6 +3,7 @@
 from agentrl.kernels.records import KernelInputError, TokenStatistics
 from agentrl.kernels.sharded import sharded_token_statistics
 from agentrl.kernels.statistics import BACKENDS, Backend, token_statistics
+from agentrl.kernels.triton_backend import triton_obstacle
 
 __all__ = [
     "BACKENDS",
@@ -11,4 +12,5 @@ __all__ = [
     "TokenStatistics",
     "sharded_token_statistics",
     "token_statistics",
+    "triton_obstacle",
 ]

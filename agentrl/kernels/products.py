@@ -58,11 +58,17 @@ def add_head_weight_gradient(gradient: Tensor, hidden: Tensor, total: Tensor) ->
 
 def add_product(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool) -> None:
     """out [A, C] <- left [A, B] right [B, C], added to what is there if `accumulate`; out in the accumulation dtype."""
-    beta = int(accumulate)
-    if out.is_cuda and left.dtype == right.dtype != out.dtype:
-        torch.addmm(out, left, right, out_dtype=out.dtype, beta=beta, out=out)
+    if not out.is_cuda:
+        product = left.to(out.dtype) @ right.to(out.dtype)
+        # Not addmm: on CPUs it may add the terms one by one to what is there, and round as often at that scale.
+        if accumulate:
+            out += product
+        else:
+            out.copy_(product)
+    elif left.dtype == right.dtype != out.dtype:
+        torch.addmm(out, left, right, out_dtype=out.dtype, beta=int(accumulate), out=out)
     else:
-        out.addmm_(left.to(out.dtype), right.to(out.dtype), beta=beta)
+        out.addmm_(left.to(out.dtype), right.to(out.dtype), beta=int(accumulate))
 
 
 def _slices(weight: Tensor) -> Iterator[slice]:

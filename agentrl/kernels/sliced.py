@@ -129,30 +129,35 @@ class _SlicedStatistics(torch.autograd.Function):
         if log_prob_gradient is None and entropy_gradient is None:
             return nothing
         hidden, weight, bias, targets, log_probs, entropy, normalisers = ctx.saved_tensors
-        first = 0 if ctx.shards is None else ctx.shards.first
         offset, slope, at_target = row_coefficients(log_prob_gradient, entropy_gradient, log_probs, entropy)
         slope = torch.zeros_like(offset) if slope is None else slope
         coefficients = torch.stack([offset, slope, at_target], dim=-1) / ctx.heat
         with torch.autocast(hidden.device.type, enabled=False):
             gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad, coefficients)
-            tiles = _Tiles(hidden, weight, bias, log_probs.dtype, gradient=True)
-            for columns in tiles.columns():
-                for rows in tiles.rows():
-                    z = tiles.logits(rows, columns)
-                    dz = tiles.gradient(z)
-                    ctx.epilogue.to_gradient(
-                        z,
-                        tiles.bias(columns),
-                        targets[rows],
-                        normalisers[rows],
-                        gradients.coefficients[rows],
-                        ctx.heat,
-                        dz,
-                        start=first + columns.start,
-                    )
-                    gradients.add(rows, columns, dz)
-                gradients.finish(columns)
+            # The tile's memory is gone when the gradients are converted.
+            _collect(ctx, _Tiles(hidden, weight, bias, log_probs.dtype, gradient=True), targets, normalisers, gradients)
             return (*gradients.results(ctx.shards), *nothing[3:])
+
+
+def _collect(ctx: Any, tiles: "_Tiles", targets: Tensor, normalisers: Tensor, gradients: "_Gradients") -> None:
+    """Every tile's logits again, their gradient, and its share of the products."""
+    first = 0 if ctx.shards is None else ctx.shards.first
+    for columns in tiles.columns():
+        for rows in tiles.rows():
+            z = tiles.logits(rows, columns)
+            dz = tiles.gradient(z)
+            ctx.epilogue.to_gradient(
+                z,
+                tiles.bias(columns),
+                targets[rows],
+                normalisers[rows],
+                gradients.coefficients[rows],
+                ctx.heat,
+                dz,
+                start=first + columns.start,
+            )
+            gradients.add(rows, columns, dz)
+        gradients.finish(columns)
 
 
 class _Tiles:

@@ -8,7 +8,7 @@ from torch import Tensor
 from agentrl.kernels.chunked import chunked_statistics
 from agentrl.kernels.records import KernelInputError, TokenStatistics, check_inputs
 from agentrl.kernels.reference import reference_statistics
-from agentrl.kernels.triton_backend import triton_installed, triton_statistics
+from agentrl.kernels.triton_backend import automatic_backend, triton_statistics
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
 BACKENDS = {"reference": reference_statistics, "chunked": chunked_statistics, "triton": triton_statistics}
@@ -37,9 +37,7 @@ def token_statistics(
     Raises KernelInputError if the arguments do not fit together.
     """
     check_inputs(hidden, head_weight, targets, temperature, bias)
-    name = backend
-    if backend == "auto":
-        name = "triton" if hidden.is_cuda and triton_installed() else "chunked"
+    name = automatic_backend(hidden.device) if backend == "auto" else backend
     if name not in BACKENDS:
         raise KernelInputError(f"unknown backend {backend!r}: one of {', '.join(['auto', *BACKENDS])}")
     with torch.autocast(hidden.device.type, enabled=False):

@@ -22,7 +22,7 @@ def add_sums(
     logits.scatter_(-1, index, torch.where(here, -torch.inf, own))
     top = torch.maximum(sums[:, TOP], logits.amax(-1))
     sums.copy_(rescale(sums, top, temperature))
-    at_top = logits == torch.where(top == -torch.inf, torch.inf, top).unsqueeze(-1)
+    at_top = (logits == torch.where(top == -torch.inf, torch.inf, top).unsqueeze(-1)).to(logits.dtype)
     shifts = logits.sub_(torch.where(top == -torch.inf, 0.0, top).unsqueeze(-1)).div_(temperature)
     shifts.clamp_(min=IMPOSSIBLE)
     masses = shifts.exp()

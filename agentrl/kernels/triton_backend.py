@@ -30,19 +30,32 @@ def triton_statistics(
     return sliced_statistics(hidden, head_weight, targets, temperature, bias, epilogue=epilogue)
 
 
+def automatic_backend(device: torch.device) -> str:
+    """What the backend `auto` is for tensors of this device."""
+    return "triton" if device.type == "cuda" and triton_installed() else "chunked"
+
+
 def epilogue_for(device: torch.device) -> Epilogue:
-    """Triton's epilogue on a GPU where it is installed, elsewhere torch's."""
-    return triton_epilogue(device) if device.type == "cuda" and triton_installed() else torch_epilogue
+    """Triton's epilogue where `auto` takes it, elsewhere torch's."""
+    return triton_epilogue(device) if automatic_backend(device) == "triton" else torch_epilogue
 
 
 def triton_epilogue(device: torch.device) -> Epilogue:
     """Triton's epilogue for tensors of this device. Raises KernelInputError if there is none."""
+    obstacle = triton_obstacle(device)
+    if obstacle is not None:
+        raise KernelInputError(f"the backend triton {obstacle}: take the backend chunked")
+    return _epilogue_module()
+
+
+def triton_obstacle(device: torch.device) -> str | None:
+    """What the backend triton lacks for tensors of this device, None if nothing."""
     if not triton_installed():
-        raise KernelInputError("the backend triton needs the package triton: install it, or take the backend chunked")
-    epilogue: Any = importlib.import_module("agentrl.kernels.triton_epilogue")
-    if device.type != "cuda" and not epilogue.INTERPRETED:
-        raise KernelInputError(
-            f"the backend triton needs tensors on a GPU, not on {device.type} (or TRITON_INTERPRET=1 in the "
-            "environment, for tests): take the backend chunked"
-        )
-    return epilogue
+        return "needs the package triton, which is not installed"
+    if device.type != "cuda" and not _epilogue_module().INTERPRETED:
+        return f"needs tensors on a GPU, not on {device.type} (or, for tests, TRITON_INTERPRET=1 in the environment)"
+    return None
+
+
+def _epilogue_module() -> Any:
+    return importlib.import_module("agentrl.kernels.triton_epilogue")
