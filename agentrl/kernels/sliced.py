@@ -218,7 +218,7 @@ class _Gradients:
         self._inputs = hidden, weight, bias
         self._scale = None
         self.coefficients = coefficients
-        if factor_dtype(hidden, weight, dtype) == torch.float16:
+        if hidden.shape[0] and factor_dtype(hidden, weight, dtype) == torch.float16:
             self._scale = _float16_scale(coefficients)
             self.coefficients = coefficients * self._scale
         self._hidden = hidden.new_zeros(hidden.shape, dtype=dtype) if wanted[0] else None

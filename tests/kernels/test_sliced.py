@@ -307,7 +307,9 @@ def gradients_of(statistics: TokenStatistics, inputs: tuple[Tensor, ...], size: 
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-def test_no_token_gives_empty_results_and_zero_gradients(epilogue):
+@pytest.mark.parametrize("factor", [torch.float64, torch.float16])
+def test_no_token_gives_empty_results_and_zero_gradients(monkeypatch, epilogue, factor):
+    monkeypatch.setattr(sliced, "factor_dtype", lambda hidden, weight, dtype: factor)
     hidden, weight, targets = problem(0, 3, 7)
     inputs = (hidden.requires_grad_(), weight.requires_grad_())
     left, right = gradients(statistics_of(*inputs, targets, epilogue=epilogue), inputs)
