@@ -14,6 +14,13 @@ from agentrl.cli import shorten_spinning
 shorten_spinning()
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 
+import torch  # noqa: E402
+
+# Must come before Triton is loaded, which transformers and DeepSpeed do too. Without a GPU its kernels run in its
+# interpreter, here and in the processes that tests start.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # How long an example takes depends on who else uses the machine.
 hypothesis.settings.register_profile("agentrl", deadline=None)
 hypothesis.settings.load_profile("agentrl")

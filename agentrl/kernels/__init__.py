@@ -1,7 +1,18 @@
-"""Kernels: what is computed from hidden states and the head's weight without the logits. torch only."""
+"""Kernels: what is computed from hidden states and the head's weight without the logits. torch and Triton only."""
 
 from agentrl.kernels.divergence import full_kl
 from agentrl.kernels.records import KernelInputError, TokenStatistics
-from agentrl.kernels.statistics import BACKENDS, token_statistics
+from agentrl.kernels.sharded import sharded_token_statistics
+from agentrl.kernels.statistics import BACKENDS, Backend, token_statistics
+from agentrl.kernels.triton_backend import triton_obstacle
 
-__all__ = ["BACKENDS", "KernelInputError", "TokenStatistics", "full_kl", "token_statistics"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "KernelInputError",
+    "TokenStatistics",
+    "full_kl",
+    "sharded_token_statistics",
+    "token_statistics",
+    "triton_obstacle",
+]

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from agentrl.kernels.gradients import IMPOSSIBLE, RowCoefficients, row_coefficients
 from agentrl.kernels.products import add_head_weight_gradient, head_input_gradient, head_logits
 from agentrl.kernels.records import TokenStatistics, statistics_dtype
 
 _BLOCK_ELEMENTS = 1 << 23  # logits of one matrix product: 32 MB of float32
 _PIECE_ELEMENTS = 1 << 21  # logits that one elementwise pass touches: 8 MB, within the last-level cache
 _KEEP_ELEMENTS = 1 << 23  # a problem of at most this many logits keeps ln p for backward: cheaper than the product
-_IMPOSSIBLE = -1e4  # stands for ln 0 where 0 * ln 0 must be 0; its exponential is 0 in float64 too
 
 
 def chunked_statistics(
@@ -75,19 +75,19 @@ class _ChunkedStatistics(torch.autograd.Function):
             return None, None, None, None, None
         hidden, weight, bias, targets, kept, log_probs, entropy = ctx.saved_tensors
         dtype, temperature = log_probs.dtype, ctx.temperature
-        rows_of = _RowGradients(log_prob_gradient, entropy_gradient, log_probs, entropy)
+        coefficients = row_coefficients(log_prob_gradient, entropy_gradient, log_probs, entropy)
         totals = _Totals(hidden, weight, bias, ctx.needs_input_grad, temperature, dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             if kept is not None:
                 rows = slice(0, hidden.shape[0])
                 dz = torch.empty_like(kept)
-                rows_of.write(kept, targets, rows, out=dz)
+                _write_gradient(kept, targets, rows, coefficients, out=dz)
                 totals.add(rows, dz)
             else:
                 for rows, z in _logit_blocks(hidden, weight, bias, temperature, dtype):
                     for piece, at in _pieces(z, rows):
-                        log_p = functional.log_softmax(z[piece], dim=-1)
-                        rows_of.write(log_p.clamp_(min=_IMPOSSIBLE), targets[at], at, out=z[piece])
+                        log_p = functional.log_softmax(z[piece], dim=-1).clamp_(min=IMPOSSIBLE)
+                        _write_gradient(log_p, targets[at], at, coefficients, out=z[piece])
                     totals.add(rows, z)
         return (*totals.gradients(), None, None)
 
@@ -130,33 +130,15 @@ class _Totals:
         )
 
 
-class _RowGradients:
-    """The gradient with respect to tempered logits from ln p: p (-g - e (ln p + H)) + g onehot, for rows of a block.
-
-    g and e are the gradients of the loss with respect to log_prob and entropy; e is None where entropy is not used.
-    """
-
-    def __init__(self, g: Tensor | None, e: Tensor | None, log_probs: Tensor, entropy: Tensor) -> None:
-        scale = torch.zeros_like(log_probs) if g is None else g.to(log_probs.dtype)
-        at_target = -torch.expm1(log_probs) * scale  # g (1 - p), without cancellation near p = 1
-        offset, slope = -scale, None
-        if e is not None:
-            slope = -e.to(log_probs.dtype)
-            offset = offset + slope * entropy
-            at_target = at_target + slope * log_probs.exp() * (log_probs.clamp(min=_IMPOSSIBLE) + entropy)
-            slope = slope.unsqueeze(-1)
-        self._offset = offset.unsqueeze(-1)
-        self._slope = slope
-        self._at_target = at_target.unsqueeze(-1)
-
-    def write(self, log_p: Tensor, targets: Tensor, at: slice, *, out: Tensor) -> None:
-        """out [R, V] <- the gradient for the rows `at`, whose ln p [R, V] is finite and is left as it is."""
-        if self._slope is None:
-            torch.exp(log_p, out=out).mul_(self._offset[at])
-        else:
-            torch.addcmul(self._offset[at], log_p, self._slope[at], out=out)
-            out.mul_(log_p.exp())
-        out.scatter_(-1, targets.unsqueeze(-1), self._at_target[at])
+def _write_gradient(log_p: Tensor, targets: Tensor, at: slice, coefficients: RowCoefficients, *, out: Tensor) -> None:
+    """out [R, V] <- the gradient for the rows `at`, whose ln p [R, V] is finite and is left as it is."""
+    offset = coefficients.offset[at].unsqueeze(-1)
+    if coefficients.slope is None:
+        torch.exp(log_p, out=out).mul_(offset)
+    else:
+        torch.addcmul(offset, log_p, coefficients.slope[at].unsqueeze(-1), out=out)
+        out.mul_(log_p.exp())
+    out.scatter_(-1, targets.unsqueeze(-1), coefficients.at_target[at].unsqueeze(-1))
 
 
 def _tempered(values: Tensor, temperature: float) -> Tensor:
@@ -178,7 +160,7 @@ def _logit_blocks(
     shift = None if bias is None else bias.to(dtype) / temperature
     for start in range(0, total, size):
         rows = slice(start, min(start + size, total))
-        z = head_logits(_tempered(hidden[rows].to(dtype), temperature), weight, buffer[: rows.stop - start])
+        z = head_logits(hidden[rows], weight, buffer[: rows.stop - start], temperature)
         if shift is not None:
             z += shift
         yield rows, z
@@ -201,12 +183,12 @@ def _piece_statistics(log_p: Tensor, targets: Tensor, *, clamp: bool) -> Tensor:
     index = targets.unsqueeze(-1)
     rough = log_p.gather(-1, index).squeeze(-1)
     if clamp:
-        log_p.clamp_(min=_IMPOSSIBLE)
+        log_p.clamp_(min=IMPOSSIBLE)
     p = log_p.exp().scatter_(-1, index, 0.0)
     own, rest = rough.exp(), p.sum(-1)
     squares = torch.linalg.vector_norm(p, dim=-1).square()
     log_probs = torch.where(rough > -1.0, -torch.log1p(rest / own), rough)
-    entropy = -(p.mul_(log_p).sum(-1) + own * rough.clamp(min=_IMPOSSIBLE))
+    entropy = -(p.mul_(log_p).sum(-1) + own * rough.clamp(min=IMPOSSIBLE))
     sum_pi_squared = (2 * log_probs).exp() + squares
     energy = torch.expm1(log_probs).square() + squares
     return torch.stack([log_probs, entropy, sum_pi_squared, energy])

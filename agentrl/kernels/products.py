@@ -1,7 +1,7 @@
 """The three matrix products of a language-model head, accumulated in float32 (float64) whatever the weight's dtype.
 
-A half-precision weight is multiplied as it is where the device gives a float32 result (CUDA); elsewhere slices of its
-rows are converted one after another, so that no full-precision copy of it ever exists.
+Half-precision factors are multiplied as they are where the device gives a float32 result (CUDA); elsewhere slices of
+the weight's rows are converted one after another, so that no full-precision copy of it ever exists.
 """
 
 from collections.abc import Iterator
@@ -10,14 +10,30 @@ import torch
 from torch import Tensor
 
 _SLICE_ELEMENTS = 1 << 22  # of the weight converted at once: 16 MB of float32
+_HALVES = (torch.bfloat16, torch.float16)
 
 
-def head_logits(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """out [R, V] <- hidden [R, D] weight^T, weight [V, D]; hidden and out in the accumulation dtype."""
+def factor_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """What the gradient of the logits is rounded to as a factor of a product: the inputs' half precision on CUDA.
+
+    There the products of half-precision factors run in the tensor cores, several times faster than in `dtype`, that
+    of the accumulation, which is used everywhere else.
+    """
+    halves = weight.is_cuda and hidden.dtype == weight.dtype and weight.dtype in _HALVES
+    return weight.dtype if halves else dtype
+
+
+def head_logits(hidden: Tensor, weight: Tensor, out: Tensor, temperature: float = 1.0) -> Tensor:
+    """out [R, V] <- hidden [R, D] weight^T / temperature, weight [V, D]; out in the accumulation dtype."""
+    if factor_dtype(hidden, weight, out.dtype) != out.dtype:
+        # The temperature comes afterwards: hidden / temperature would have to be rounded to half precision.
+        torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
+        return out if temperature == 1.0 else out.div_(temperature)
+    hidden = hidden.to(out.dtype)
+    if temperature != 1.0:
+        hidden = hidden / temperature
     if weight.dtype == out.dtype:
         return torch.mm(hidden, weight.t(), out=out)
-    if weight.is_cuda:
-        return out.copy_(torch.mm(hidden.to(weight.dtype), weight.t(), out_dtype=out.dtype))
     for rows in _slices(weight):
         out[:, rows] = hidden @ weight[rows].to(out.dtype).t()
     return out
@@ -38,6 +54,21 @@ def head_input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
 def add_head_weight_gradient(gradient: Tensor, hidden: Tensor, total: Tensor) -> None:
     """total [V, D] += gradient^T [V, R] hidden [R, D], all in the accumulation dtype."""
     total.addmm_(gradient.t(), hidden)
+
+
+def add_product(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool) -> None:
+    """out [A, C] <- left [A, B] right [B, C], added to what is there if `accumulate`; out in the accumulation dtype."""
+    if not out.is_cuda:
+        product = left.to(out.dtype) @ right.to(out.dtype)
+        # Not addmm: on CPUs it may add the terms one by one to what is there, and round as often at that scale.
+        if accumulate:
+            out += product
+        else:
+            out.copy_(product)
+    elif left.dtype == right.dtype != out.dtype:
+        torch.addmm(out, left, right, out_dtype=out.dtype, beta=int(accumulate), out=out)
+    else:
+        out.addmm_(left.to(out.dtype), right.to(out.dtype), beta=int(accumulate))
 
 
 def _slices(weight: Tensor) -> Iterator[slice]:

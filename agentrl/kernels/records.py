@@ -40,10 +40,19 @@ class TokenStatistics:
     hidden_norm_squared: Tensor
 
 
-def check_inputs(hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None) -> None:
+def check_inputs(
+    hidden: Tensor,
+    head_weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    bias: Tensor | None,
+    *,
+    vocabulary: int | None = None,
+) -> None:
     """Raise KernelInputError unless hidden [N, D], head_weight [V, D], targets [N] and bias [V] fit together.
 
-    Targets must lie in [0, V): there is no ignore index, so select the tokens before the call.
+    Targets must lie in [0, V), or in [0, vocabulary) where head_weight is only part of a head: there is no ignore
+    index, so select the tokens before the call.
     """
     if hidden.ndim != 2 or head_weight.ndim != 2 or hidden.shape[1] != head_weight.shape[1]:
         raise KernelInputError(
@@ -63,8 +72,9 @@ def check_inputs(hidden: Tensor, head_weight: Tensor, targets: Tensor, temperatu
         raise KernelInputError(f"temperature must be positive and finite; got {temperature}")
     if targets.numel():
         low, high = (int(x) for x in torch.aminmax(targets))
-        if low < 0 or high >= head_weight.shape[0]:
-            raise KernelInputError(f"targets must lie in [0, {head_weight.shape[0]}); got {low} to {high}")
+        size = head_weight.shape[0] if vocabulary is None else vocabulary
+        if low < 0 or high >= size:
+            raise KernelInputError(f"targets must lie in [0, {size}); got {low} to {high}")
 
 
 def statistics_dtype(hidden: Tensor, head_weight: Tensor) -> torch.dtype:

@@ -1,13 +1,17 @@
 """The one entrance to the token statistics; the backends compute the same numbers."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from agentrl.kernels.chunked import chunked_statistics
 from agentrl.kernels.records import KernelInputError, TokenStatistics, check_inputs
 from agentrl.kernels.reference import reference_statistics
+from agentrl.kernels.triton_backend import automatic_backend, triton_statistics
 
-BACKENDS = {"reference": reference_statistics, "chunked": chunked_statistics}
+Backend = Literal["auto", "reference", "chunked", "triton"]
+BACKENDS = {"reference": reference_statistics, "chunked": chunked_statistics, "triton": triton_statistics}
 
 
 def token_statistics(
@@ -27,13 +31,13 @@ def token_statistics(
     or head_weight is; autocast is off.
 
     Gradients through `log_probs` and `entropy` with respect to hidden, head_weight and bias are exact; the other
-    fields are detached. Backends: `chunked` never holds more than a block of logits; `reference` holds them all;
-    `auto` is `chunked`.
+    fields are detached. Backends: `chunked` and `triton` (for GPUs) never hold more than a block of logits;
+    `reference` holds them all; `auto` is `triton` on GPUs where it is installed, else `chunked`.
 
     Raises KernelInputError if the arguments do not fit together.
     """
     check_inputs(hidden, head_weight, targets, temperature, bias)
-    name = "chunked" if backend == "auto" else backend
+    name = automatic_backend(hidden.device) if backend == "auto" else backend
     if name not in BACKENDS:
         raise KernelInputError(f"unknown backend {backend!r}: one of {', '.join(['auto', *BACKENDS])}")
     with torch.autocast(hidden.device.type, enabled=False):

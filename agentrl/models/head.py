@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import overload
 
 import torch
 from torch import Tensor, nn
 
-from agentrl.kernels import TokenStatistics, token_statistics
+from agentrl.kernels import Backend, TokenStatistics, token_statistics
 
 
 class FusedHead(nn.Linear):
@@ -17,10 +17,10 @@ class FusedHead(nn.Linear):
     ``forward`` (ZeRO-3) work as for any linear layer. Logits of all targets never exist at once.
     """
 
-    backend: Literal["auto", "reference", "chunked"]
+    backend: Backend
 
     @classmethod
-    def from_linear(cls, head: nn.Linear, *, backend: Literal["auto", "reference", "chunked"] = "auto") -> FusedHead:
+    def from_linear(cls, head: nn.Linear, *, backend: Backend = "auto") -> FusedHead:
         """A head that shares the parameters of ``head``."""
         fused = cls.__new__(cls)
         nn.Module.__init__(fused)

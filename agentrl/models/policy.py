@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from agentrl.errors import SettingsError
-from agentrl.kernels import TokenStatistics
+from agentrl.kernels import Backend, TokenStatistics, triton_obstacle
 from agentrl.models.head import FusedHead
 from agentrl.models.loading import attends_to_everything
 from agentrl.models.shared_prompts import response_hidden
@@ -21,14 +21,18 @@ class PolicyModel(nn.Module):
         self,
         causal_lm: Any,
         *,
-        backend: Literal["auto", "reference", "chunked"] = "auto",
+        backend: Backend = "auto",
         share_prompts: bool = False,
     ) -> None:
         """``share_prompts`` computes equal prompts of a batch once; see :func:`.shared_prompts.response_hidden`.
 
-        Raises SettingsError if the model's attention cannot.
+        Raises SettingsError if the model's attention cannot, or if the backend cannot run on this machine.
         """
         super().__init__()
+        if backend == "triton":
+            obstacle = triton_obstacle(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            if obstacle is not None:
+                raise SettingsError(f"training.head_backend=triton {obstacle}; set training.head_backend=auto")
         if share_prompts and not attends_to_everything(causal_lm.config):
             raise SettingsError(
                 "training.share_prompts needs a model whose layers all attend to the whole context; "

@@ -80,8 +80,8 @@ class TrainingSettings(_Settings):
     micro_batch_tokens: int = Field(
         16384, ge=64, description="prompt and response tokens of one micro-batch, padding included"
     )
-    head_backend: Literal["auto", "reference", "chunked"] = Field(
-        "auto", description="how token statistics are computed; chunked never holds all logits"
+    head_backend: Literal["auto", "reference", "chunked", "triton"] = Field(
+        "auto", description="how token statistics are computed; chunked and triton (on GPUs) never hold all logits"
     )
     share_prompts: bool = Field(
         False,

@@ -1,4 +1,4 @@
-"""token_statistics: the two backends against sums written out, at ordinary and at extreme logits."""
+"""token_statistics: every backend against sums written out, at ordinary and at extreme logits."""
 
 import doctest
 import math
@@ -7,19 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels.cases import FIELDS, needs_triton, problem
 from torch import Tensor
 
 from agentrl.kernels import BACKENDS, KernelInputError, TokenStatistics, chunked, records, token_statistics
 
-FIELDS = ("log_probs", "entropy", "sum_pi_squared", "energy")
-
-
-def problem(n: int, d: int, v: int, *, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float64):
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(n, d, generator=generator, dtype=torch.float64) * scale
-    weight = torch.randn(v, d, generator=generator, dtype=torch.float64)
-    targets = torch.randint(0, v, (n,), generator=generator)
-    return hidden.to(dtype), weight.to(dtype), targets
+EVERY_BACKEND = [pytest.param(name, marks=needs_triton if name == "triton" else ()) for name in sorted(BACKENDS)]
 
 
 def from_logits(logits: list[float], target: int, backend: str, *, dtype: torch.dtype = torch.float64, **options):
@@ -45,7 +38,7 @@ def slow(logits: list[float], target: int) -> list[float]:
     return [log_prob, entropy, others + p[target] ** 2, rest * rest + others]
 
 
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize(
     ("logits", "target"),
     [
@@ -84,7 +77,7 @@ def test_a_large_common_offset_costs_no_accuracy_in_float32():
     assert values(shifted) == pytest.approx(slow([1000.0, 999.0, 998.0, 1000.5], 1), rel=1e-6)
 
 
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_impossible_tokens_add_nothing(backend):
     bias = torch.tensor([0.0, -torch.inf, 0.0], dtype=torch.float64, requires_grad=True)
     statistics = from_logits([math.log(3.0), 7.0, 0.0], 0, backend, bias=bias)
@@ -207,16 +200,16 @@ def test_backward_twice_through_one_graph_gives_the_same_gradient():
     assert torch.equal(first, torch.autograd.grad(loss, hidden)[0])
 
 
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
-def test_half_precision_inputs_are_accumulated_in_float32(half):
+def test_half_precision_inputs_are_accumulated_in_float32(half, backend):
     hidden, weight, targets = problem(6, 16, 40, dtype=half)
     exact = token_statistics(hidden.double(), weight.double(), targets, backend="reference")
-    for backend in BACKENDS:
-        found = token_statistics(hidden, weight, targets, backend=backend)
-        for name in FIELDS:
-            result = getattr(found, name)
-            assert result.dtype == torch.float32
-            torch.testing.assert_close(result.double(), getattr(exact, name), rtol=2e-5, atol=1e-6)
+    found = token_statistics(hidden, weight, targets, backend=backend)
+    for name in FIELDS:
+        result = getattr(found, name)
+        assert result.dtype == torch.float32
+        torch.testing.assert_close(result.double(), getattr(exact, name), rtol=2e-5, atol=1e-6)
 
 
 def test_half_precision_gradients_are_those_of_the_exact_function_rounded_once():

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from agentrl.kernels import Backend, triton_obstacle
 from agentrl.models.policy import PolicyModel
 from agentrl.rollout.worker import Harvest
 from agentrl.training.batching import plan_step
@@ -37,6 +38,7 @@ class Case:
     budget: int = 1_000_000
     tied: bool = True
     gradient_checkpointing: bool = False
+    backend: Backend = "auto"
     share_prompts: bool = False
     void: bool = False
     dtype: torch.dtype = torch.float32
@@ -62,6 +64,7 @@ CASES = {
         algorithm={"aggregation": "seq_mean_token_sum_norm", "norm_length": 9},
     ),
     "checkpointed_tied": Case(zero_stage=3, gradient_checkpointing=True),
+    "untied": Case(zero_stage=3, tied=False),
     "shared_prompts": Case(zero_stage=3, share_prompts=True),
     "shared_prompts_two_passes": Case(zero_stage=2, share_prompts=True, algorithm=_TWO_PASSES),
     "whitened": Case(zero_stage=2, algorithm=_TWO_PASSES),
@@ -71,6 +74,12 @@ CASES = {
     "void_rows_two_passes": Case(zero_stage=3, void=True, algorithm={"void_turns": "loss_only", **_TWO_PASSES}),
 }
 """Each is trained whole (one rank, one micro-batch, ZeRO 0) and in parts, and must come out the same."""
+
+if triton_obstacle(torch.device("cpu")) is None:
+    CASES |= {
+        "triton": Case(zero_stage=3, backend="triton"),
+        "triton_untied": Case(zero_stage=3, tied=False, gradient_checkpointing=True, backend="triton"),
+    }
 
 FEW_GROUPS = ("token_mean", "token_sum", "shared_prompts", "seq_mean_token_sum_norm", "whitened_zero3")
 """Those that are also trained on a single group, and on none."""
@@ -160,7 +169,7 @@ def step(case: Case, *, groups: int = GROUPS) -> dict[str, Any]:
     algorithm = case.settings()
     model = tiny_model(tied=case.tied, gradient_checkpointing=case.gradient_checkpointing, dtype=case.dtype)
     before = _flat(model)
-    policy = PolicyModel(model, share_prompts=case.share_prompts)
+    policy = PolicyModel(model, backend=case.backend, share_prompts=case.share_prompts)
     engine = TrainingEngine(
         policy,
         # With epsilon 1 a step is nearly proportional to the gradient, so small differences stay small.

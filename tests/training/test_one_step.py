@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernels.cases import needs_triton
 
 SCRIPT = Path(__file__).with_name("step_on_record.py")
 CASES = (
@@ -20,6 +21,9 @@ CASES = (
     "seq_mean_token_sum",
     "seq_mean_token_sum_norm",
     "checkpointed_tied",
+    "untied",
+    pytest.param("triton", marks=needs_triton),
+    pytest.param("triton_untied", marks=needs_triton),
     "shared_prompts",
     "shared_prompts_two_passes",
     "whitened",
@@ -105,6 +109,12 @@ def test_groups_that_do_not_fit_a_micro_batch_are_split_by_rows(alone: Results, 
     assert not pair[f"{case}/rows"]["one_forward"]
     assert_same_step(alone[f"{case}/whole"], alone[f"{case}/rows"])
     assert_same_step(alone[f"{case}/whole"], pair[f"{case}/rows"])
+
+
+@needs_triton
+@pytest.mark.parametrize(("case", "chunked"), [("triton", "checkpointed_tied"), ("triton_untied", "untied")])
+def test_the_triton_backend_makes_the_step_of_the_chunked(alone: Results, case: str, chunked: str) -> None:
+    assert_same_step(alone[f"{chunked}/whole"], alone[f"{case}/whole"])
 
 
 @pytest.mark.parametrize("case", FEW_GROUPS)

@@ -1,0 +1,29 @@
+"""Compile the Triton kernels to machine code for two GPUs, and print the GPUs. Run by test_sliced.py without one."""
+
+import os
+
+SHARED = {"targets": "*i64", "width": "i32", "start": "i32", "HAS_BIAS": "constexpr", "BLOCK": "constexpr"}
+
+
+def compile_kernels(capability: int) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from agentrl.kernels.triton_epilogue import gradient_kernel, sums_kernel
+
+    for out, bias in (("*fp32", False), ("*bf16", True), ("*fp16", True)):
+        for kernel in (sums_kernel, gradient_kernel):
+            types = {name: SHARED.get(name, "*fp32") for name in kernel.arg_names}
+            if kernel is gradient_kernel:
+                types["out"] = out
+            source = ASTSource(fn=kernel, signature=types, constexprs={"HAS_BIAS": bias, "BLOCK": 2048})
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
+            assert compiled.asm["cubin"]
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+    for version in (80, 90):
+        compile_kernels(version)
+        print(f"sm_{version}")

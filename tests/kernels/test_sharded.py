@@ -1,0 +1,87 @@
+"""A head whose vocabulary is spread over two ranks, against the whole head on one."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernels.cases import FIELDS
+from kernels.sharded_on_ranks import CASES, inputs, loss_of
+
+from agentrl.kernels import token_statistics
+
+SCRIPT = Path(__file__).with_name("sharded_on_ranks.py")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What the two ranks computed."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    network = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(folder / f"{rank}.pt")],
+            env={**os.environ, **network, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], "\n".join(said)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_give_what_the_whole_head_gives(results: list[dict[str, Any]], name: str) -> None:
+    case = CASES[name]
+    hidden, weight, bias, targets = inputs(case)
+    whole = token_statistics(
+        hidden.double(),
+        weight.double(),
+        targets,
+        temperature=case.temperature,
+        bias=None if bias is None else bias.double(),
+        backend="reference",
+    )
+    loss_of(whole).backward()
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[case.dtype]
+    values = min(bound, 1e-5)
+    for rank in results:
+        for field in (*FIELDS, "hidden_norm_squared"):
+            expected = getattr(whole, field).detach()
+            torch.testing.assert_close(rank[name][field].double(), expected, rtol=values, atol=values / 100)
+    for part in ("hidden", "weight", "bias"):
+        given = {"hidden": hidden, "weight": weight, "bias": bias}[part]
+        if given is None:
+            continue
+        found = [rank[name][part] for rank in results]
+        if part == "hidden":
+            assert torch.equal(found[0], found[1])
+            joined = found[0]
+        else:
+            joined = torch.cat(found)
+        assert joined.dtype == case.dtype
+        torch.testing.assert_close(joined.double(), given.grad.double(), rtol=bound, atol=bound)
+
+
+def test_what_does_not_fit_is_told_on_every_rank(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        assert rank["errors"] == [
+            "rank 1 of the group holds no row of the head: [11, 0]",
+            "targets must lie in [0, 11); got 0 to 11",
+        ]
+
+
+def test_the_targets_lie_on_both_ranks() -> None:
+    for case in CASES.values():
+        *_, targets = inputs(case)
+        assert {bool(target < case.split) for target in targets} == {True, False}
