@@ -30,8 +30,8 @@ def trajectory_energies(
     ZeRO-3 or not. input_ids [B, S]: prompt and response, one trajectory a row, no packing. token_mask [B, S] bool: the
     *tokens* y_t whose log-probability counts (the model's own, not observations); the distribution of token t comes
     from the state at t - 1. attention_mask [B, S] bool: False at padding, which is taken out wherever it stands;
-    without it every column is attended to, which is right for right padding. importance_weights [B, S]: rho_t, a constant, read only where
-    token_mask is True. The distribution is softmax(z / temperature).
+    without it every column is attended to, which is right for right padding. importance_weights [B, S]: rho_t, a
+    constant, read only where token_mask is True. The distribution is softmax(z / temperature).
 
     One forward, one backward to the embedding's output, without the parameters' own gradients: no weight gradient is
     formed and no `.grad` is touched. Rows do not mix: FORMULAS section 4, arXiv 1510.01799 (Goodfellow). A row without
@@ -189,8 +189,8 @@ def _check(
     if bool(bad.any()):
         row, position = bad.nonzero()[0].tolist()
         raise KernelInputError(
-            f"token_mask is True in row {row} at position {position}, which no state predicts: it is padding, the first "
-            "column, or follows padding"
+            f"token_mask is True in row {row} at position {position}, which no state predicts: it is padding, the "
+            "first column, or follows padding"
         )
     if weights is not None and not bool(torch.isfinite(torch.where(mask, weights, 0.0)).all()):
         row, position = (mask & ~torch.isfinite(weights)).nonzero()[0].tolist()
