@@ -3,11 +3,11 @@
     python benchmarks/energies.py [--rows 8] [--length 512] [--hidden 512] [--repeats 5] [--threads 2]
 
 All three use one random Qwen2 with tied embeddings in float32: `energies` is `trajectory_energies`; `training` is the
-training forward with the fused head, and the backward of a loss of log-probabilities; `one by one` is what the definition
-asks for, a forward and a backward a row and the sum of squares of all gradients. Half of every row counts, in runs, as
-the model's tokens between observations. Times are medians of repeats in which the three take turns, of the clock and
-of processor time, which other programs on the machine disturb less. The target: `energies` at most 1.5 times `training`.
-The largest relative difference between the two kinds of energies is printed too.
+training forward with the fused head, and the backward of a loss of log-probabilities; `one by one` is what the
+definition asks for, a forward and a backward a row and the sum of squares of all gradients. Half of every row counts,
+in runs, as the model's tokens between observations. Times are medians of repeats in which the three take turns, of the
+clock and of processor time, which other programs on the machine disturb less. The target: `energies` at most 1.5 times
+`training`. The largest relative difference between the two kinds of energies is printed too.
 """
 
 import argparse
