@@ -130,13 +130,11 @@ def variance(
 
     extra = [] if model is None else [_quoted("model.path", model), "coldstart.demonstrations=null"]
     settings = _load("eval", None, config or (run_config_of(model) if model else None), [*(overrides or []), *extra])
-    from agentrl.lab.run import check_lab, lab_problems, lab_settings, variance_command
+    from agentrl.lab.run import prepare, variance_command
     from agentrl.telemetry.console import Console
     from agentrl.training.policy import quieten_libraries, set_threads, starting_policy
 
-    lab = lab_settings(group_sizes=group_sizes, estimators=estimators, samples=samples)
-    check_lab(lab)
-    lab, drawn = lab_problems(settings, lab, problems)
+    lab, drawn = prepare(settings, problems=problems, group_sizes=group_sizes, estimators=estimators, samples=samples)
     quieten_libraries()
     set_threads(settings, processes=1)
     variance_command(settings, starting_policy(settings, Console(settings.telemetry)), lab, drawn, output)

@@ -111,6 +111,7 @@ def measure(
     )
     for index, sample in enumerate(samples):
         gradients = Gradients(policy, sample.batch, temperature=temperature, score_memory=settings.score_memory)
+        hidden = gradients.hidden(torch.arange(sample.size)).split(sample.lengths.tolist())
         reference = reference_gradient(gradients, sample, settings.micro_batch_tokens)
         for size, drawn in partitions.items():
             own = {label: [given[index] for given in found] for label, found in advantages[size].items()}
@@ -118,7 +119,7 @@ def measure(
             spreads = spread_of(gradients, rows, own)
             for label, spread in spreads.items():
                 mean = spread.mean
-                head, diagonal = proxies_of(policy, gradients, sample, rows, own[label], temperature)
+                head, diagonal = proxies_of(policy, hidden, sample, rows, own[label], temperature)
                 found = Moments(
                     variance=spread.variance,
                     power=spread.power,
@@ -163,15 +164,17 @@ def spread_of(
 
 def proxies_of(
     policy: PolicyModel,
-    gradients: Gradients,
+    hidden: Sequence[Tensor],
     sample: ProblemSample,
     rows: Sequence[Tensor],
     advantages: Sequence[Tensor],
     temperature: float,
 ) -> tuple[float, float]:
-    """(variance of the head's gradient of a group, diagonal proxy of its squared norm), means over partitions."""
+    """(variance of the head's gradient of a group, diagonal proxy of its squared norm), means over partitions.
+
+    `hidden`: the states [K, D] that predict each trajectory's model tokens.
+    """
     head_total = diagonal_total = 0.0
-    hidden = gradients.hidden(torch.arange(sample.size)).split(sample.lengths.tolist())
     for groups, values in zip(rows, advantages, strict=True):
         count, size = groups.shape
         accumulator = HeadVarianceAccumulator(policy.head.weight, temperature=temperature, bias=policy.head.bias)

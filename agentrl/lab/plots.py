@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLORS = (BLUE, ORANGE, GREEN, VIOLET, RED, "#b59a2c", "#3aa6a6", "#c06a9a", GREY, "#5b3a29")
-_MARKERS = "osD^vP*X<>"
+_MARKERS = "osD^vPX"  # fewer than colors, so that pairs repeat late
 
 
 def draw_all(
@@ -39,6 +39,8 @@ def draw_all(
 
 
 def _noise(lines: Sequence[Line]) -> Figure:
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
     figure = _figure(11.5, 4.6)
     names = sorted({line.estimator for line in lines}, key=lambda name: (name.split(":")[0] in OPTIMAL, name))
     left, right = figure.subplots(1, 2)
@@ -56,6 +58,8 @@ def _noise(lines: Sequence[Line]) -> Figure:
                 linestyle="-" if name.split(":")[0] in OPTIMAL else "--", label=name,
             )  # fmt: skip
     left.set_yscale("log")
+    left.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     _dress(left, "Noise of one group's gradient", "variance / squared signal")
     _dress(right, "Scale of the mean gradient (1: unbiased)", "along the unbiased reference")
     right.axhline(1.0, color=GREY, linewidth=0.8)
@@ -70,6 +74,8 @@ def _noise(lines: Sequence[Line]) -> Figure:
 
 
 def _energy(samples: Sequence[ProblemSample]) -> Figure:
+    from matplotlib.ticker import MaxNLocator
+
     figure = _figure(12.0, 3.9)
     first, second, third = figure.subplots(1, 3)
     sample = max(samples, key=lambda item: float(item.lengths.double().std()))
@@ -89,6 +95,7 @@ def _energy(samples: Sequence[ProblemSample]) -> Figure:
     for chosen, color, label in ((right, GREEN, "rewarded"), (~right, RED, "not rewarded")):
         third.scatter(lengths[chosen], energy[chosen], s=9, alpha=0.45, color=color, linewidths=0, label=label)
     third.set_yscale("log")
+    third.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     third.set_xlabel("model tokens of the trajectory")
     _dress(third, "Exact energy against length", r"$\|\nabla \log \pi(\tau)\|^2$")
     third.legend(fontsize=8, frameon=True, framealpha=0.9, edgecolor="none")
@@ -97,6 +104,8 @@ def _energy(samples: Sequence[ProblemSample]) -> Figure:
 
 def _advantages(samples: Sequence[ProblemSample], choices: Sequence[Choice]) -> Figure | None:
     """One group of up to 8 with a right and a wrong trajectory, as long as can be had: the advantage of every token."""
+    from matplotlib.ticker import MaxNLocator
+
     sample = max(samples, key=lambda item: int(item.lengths.max()))
     order = sample.lengths.argsort(descending=True, stable=True)
     right = [row for row in order.tolist() if sample.returns[row] > 0]
@@ -117,6 +126,7 @@ def _advantages(samples: Sequence[ProblemSample], choices: Sequence[Choice]) -> 
         _dress(axes, title, "advantage")
         axes.axhline(0.0, color=GREY, linewidth=0.8)
         axes.set_xlabel("model token k")
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7.5, frameon=False)
     return figure
 
@@ -130,12 +140,10 @@ def _proxies(samples: Sequence[ProblemSample]) -> Figure:
     for axes, (name, parts) in zip(axes_of, proxy_energies(samples).items(), strict=True):
         axes.scatter(np.concatenate(parts), exact, s=9, alpha=0.45, color=BLUE, linewidths=0)
         found = correlations[name]
-        said = (f"Pearson {found['pearson']:.2f}, Spearman {found['spearman']:.2f}\n"
-                f"within problems {found['pearson_within_problems']:.2f}")  # fmt: skip
-        axes.text(0.03, 0.97, said, transform=axes.transAxes, va="top", fontsize=8,
-                  bbox={"facecolor": "white", "alpha": 0.85, "edgecolor": "none"})  # fmt: skip
+        said = f"Pearson {found['pearson']:.2f}, Spearman {found['spearman']:.2f}, within problems "
+        said += f"{found['pearson_within_problems']:.2f}"
         axes.set_yscale("log")
-        axes.set_xlabel("sum over the trajectory")
+        axes.set_xlabel(f"sum over the trajectory\n{said}")
         _dress(axes, titles[name], r"exact $\|\nabla \log \pi(\tau)\|^2$")
     return figure
 

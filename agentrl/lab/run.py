@@ -27,6 +27,7 @@ from agentrl.rollout.filters import FilterRules, filter_groups
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import atomic_write
 from agentrl.trajectory import Group
+from agentrl_envs.registry import resolve_environment
 from agentrl_envs.types import Problem
 
 if TYPE_CHECKING:
@@ -36,6 +37,19 @@ if TYPE_CHECKING:
 _GREEDY = 1e-4
 # Played for each one asked for: some problems are always or never solved, and some trajectories are no data.
 _MORE_PROBLEMS, _MORE_SAMPLES = 2.0, 1.1
+
+
+def prepare(
+    settings: Settings, *, problems: str | None, group_sizes: str | None, estimators: str | None, samples: int | None
+) -> tuple[LabSettings, list[Problem]]:
+    """What the command line's texts mean, checked before a policy is made or anything is sampled.
+
+    Raises SettingsError, ProblemError or EnvironmentLookupError.
+    """
+    resolve_environment(settings.env)  # first: its module may register an estimator
+    lab = lab_settings(group_sizes=group_sizes, estimators=estimators, samples=samples)
+    check_lab(lab)
+    return lab_problems(settings, lab, problems)
 
 
 def lab_settings(*, group_sizes: str | None, estimators: str | None, samples: int | None) -> LabSettings:
