@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.lab.choices import Choice, read_choices
@@ -212,4 +212,8 @@ def _make(output: Path) -> None:
 
 def _write(path: Path, record: dict[str, Any]) -> None:
     text = json.dumps(record, indent=1, ensure_ascii=False)
-    atomic_write(path, lambda out: out.write(text.encode()) and None)
+
+    def write(out: IO[bytes]) -> None:
+        out.write(text.encode())
+
+    atomic_write(path, write)
