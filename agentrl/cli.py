@@ -104,6 +104,43 @@ def evaluate(
 
 
 @app.command()
+def variance(
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None, typer.Option(help="model directory; none: the tiny preset's cold-start policy", metavar="PATH")
+    ] = None,
+    problems: Annotated[
+        str | None, typer.Option(help="number of problems of data.train, or a problem file", metavar="P")
+    ] = None,
+    group_sizes: Annotated[
+        str | None, typer.Option(help="trajectories in a group, separated by commas", metavar="N,N")
+    ] = None,
+    estimators: Annotated[
+        str | None,
+        typer.Option(help="names, with options as tir_otb:leave_one_out=true; none: all", metavar="NAMES"),
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="trajectories of each problem, drawn once", metavar="S")] = None,
+    output: Annotated[Path, typer.Option(help="directory for the result and its pictures", metavar="DIR")] = Path(
+        "variance"
+    ),
+    config: Config = None,
+) -> None:
+    """Measure the exact variance of every estimator's gradient on real rollouts of a small model."""
+    from agentrl.config import run_config_of
+
+    extra = [] if model is None else [_quoted("model.path", model), "coldstart.demonstrations=null"]
+    settings = _load("eval", None, config or (run_config_of(model) if model else None), [*(overrides or []), *extra])
+    from agentrl.lab.run import prepare, variance_command
+    from agentrl.telemetry.console import Console
+    from agentrl.training.policy import quieten_libraries, set_threads, starting_policy
+
+    lab, drawn = prepare(settings, problems=problems, group_sizes=group_sizes, estimators=estimators, samples=samples)
+    quieten_libraries()
+    set_threads(settings, processes=1)
+    variance_command(settings, starting_policy(settings, Console(settings.telemetry)), lab, drawn, output)
+
+
+@app.command()
 def doctor() -> None:
     """Say what is found here: cores, GPU, libraries, compiler, and the sandbox with its isolation."""
     from agentrl.doctor import report

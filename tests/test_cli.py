@@ -183,7 +183,7 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-    assert all(command in done.stdout for command in ("train", "coldstart", "eval", "doctor"))
+    assert all(command in done.stdout for command in ("train", "coldstart", "eval", "variance", "doctor"))
 
 
 def test_doctor_says_what_is_here() -> None:

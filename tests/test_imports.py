@@ -26,7 +26,9 @@ def run(*arguments: str) -> str:
     return f"import agentrl.cli\ntry:\n    agentrl.cli.app({list(arguments)!r})\nexcept SystemExit:\n    pass"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["eval", "--help"], ["coldstart", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["eval", "--help"], ["coldstart", "--help"], ["variance", "--help"]]
+)
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert imported(run(*arguments)) == set()
 

@@ -1,6 +1,7 @@
-"""Kernels: what is computed from hidden states and the head's weight without the logits. torch and Triton only."""
+"""Kernels: token statistics without the logits, exact energies of trajectories. torch and Triton only."""
 
 from agentrl.kernels.divergence import full_kl
+from agentrl.kernels.energies import trajectory_energies
 from agentrl.kernels.records import KernelInputError, TokenStatistics
 from agentrl.kernels.sharded import sharded_token_statistics
 from agentrl.kernels.statistics import BACKENDS, Backend, token_statistics
@@ -14,5 +15,6 @@ __all__ = [
     "full_kl",
     "sharded_token_statistics",
     "token_statistics",
+    "trajectory_energies",
     "triton_obstacle",
 ]

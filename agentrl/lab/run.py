@@ -1,0 +1,219 @@
+"""``agentrl variance``: roll out a large sample, measure every estimator on it, say and draw what came out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from agentrl.errors import SettingsError, WorldError
+from agentrl.lab.choices import Choice, read_choices
+from agentrl.lab.measure import measure
+from agentrl.lab.plots import draw_all
+from agentrl.lab.sample import look_at, usable
+from agentrl.lab.settings import LabSettings
+from agentrl.lab.summary import Line, as_records, energy_correlations, summarise, verdicts
+from agentrl.models.loading import read_model
+from agentrl.models.policy import PolicyModel
+from agentrl.models.tokenizer import TextCodec, read_tokenizer
+from agentrl.problems.settings import ProblemSourceSettings
+from agentrl.problems.sources import evaluation_set, load_source
+from agentrl.rollout.driver import Driver, Issue
+from agentrl.rollout.engines.transformers import TransformersEngine
+from agentrl.rollout.environment import build_environment
+from agentrl.rollout.filters import FilterRules, filter_groups
+from agentrl.telemetry.console import Console
+from agentrl.telemetry.files import atomic_write
+from agentrl.trajectory import Group
+from agentrl_envs.registry import resolve_environment
+from agentrl_envs.types import Problem
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+# A temperature at which the most likely token is all but certain.
+_GREEDY = 1e-4
+# Played for each one asked for: some problems are always or never solved, and some trajectories are no data.
+_MORE_PROBLEMS, _MORE_SAMPLES = 2.0, 1.1
+
+
+def prepare(
+    settings: Settings, *, problems: str | None, group_sizes: str | None, estimators: str | None, samples: int | None
+) -> tuple[LabSettings, list[Problem]]:
+    """What the command line's texts mean, checked before a policy is made or anything is sampled.
+
+    Raises SettingsError, ProblemError or EnvironmentLookupError.
+    """
+    resolve_environment(settings.env)  # first: its module may register an estimator
+    lab = lab_settings(group_sizes=group_sizes, estimators=estimators, samples=samples)
+    check_lab(lab)
+    return lab_problems(settings, lab, problems)
+
+
+def lab_settings(*, group_sizes: str | None, estimators: str | None, samples: int | None) -> LabSettings:
+    """The command line's texts as settings; what is left out has the model's default. Raises SettingsError."""
+    given: dict[str, Any] = {}
+    if group_sizes is not None:
+        parts = [part.strip() for part in group_sizes.split(",")]
+        wrong = [part for part in parts if not part.isdigit()]
+        if wrong:
+            raise SettingsError(f"--group-sizes: {wrong[0]!r} is no whole number; write them as 4,8,16")
+        given["group_sizes"] = tuple(map(int, parts))
+    if estimators is not None:
+        given["estimators"] = tuple(part.strip() for part in estimators.split(",") if part.strip())
+    if samples is not None:
+        if samples < 4:
+            raise SettingsError(f"--samples {samples}: at least 4, two groups of two")
+        given["samples"] = samples
+    return LabSettings(**given)
+
+
+def check_lab(lab: LabSettings) -> tuple[Choice, ...]:
+    """The chosen estimators. Raises SettingsError before anything is sampled."""
+    if not lab.group_sizes or len(set(lab.group_sizes)) < len(lab.group_sizes):
+        raise SettingsError(
+            f"--group-sizes {','.join(map(str, lab.group_sizes))}: give different sizes, such as 4,8,16"
+        )
+    wrong = [size for size in lab.group_sizes if not 2 <= size <= lab.samples // 2]
+    if wrong:
+        raise SettingsError(
+            f"--group-sizes {','.join(map(str, wrong))}: a group has 2 to {lab.samples // 2} trajectories, half of the "
+            f"{lab.samples} samples of a problem, so that a variance can be taken; raise --samples or lower the size"
+        )
+    return read_choices(lab.estimators)
+
+
+def variance_command(
+    settings: Settings, model: str, lab: LabSettings, problems: Sequence[Problem], output: Path
+) -> list[Line]:
+    """Measure with the policy in ``model`` on ``problems`` and write result and pictures to ``output``."""
+    choices = check_lab(lab)
+    console = Console(settings.telemetry)
+    _make(output)
+    tokenizer = read_tokenizer(model)
+    codec = TextCodec(tokenizer)
+    causal_lm = read_model(model, settings.model).eval()
+    played, greedy = asyncio.run(_play(settings, causal_lm, codec, lab, problems))
+    rules = FilterRules(void_turns="remove", accuracy_range=None, drop_zero_variance=False)
+    groups, why = usable(filter_groups(played, rules).groups, smallest=lab.samples)
+    groups = groups[: lab.problems]
+    left_out = ", ".join(f"{count} with {name}" for name, count in why.items())
+    if len(groups) < 2:
+        raise WorldError(
+            f"only {len(groups)} of {len(played)} problems can be measured ({left_out}); two are the least: take "
+            "another model, other problems or more samples"
+        )
+    groups = [group.without(group.trajectories[lab.samples :]) for group in groups]
+    console.note(
+        f"sampled: {len(played)} problems x {lab.samples} trajectories; measured on {len(groups)} of them"
+        + (f"; left out: {left_out}" if left_out else "")
+    )
+    policy = PolicyModel(causal_lm, backend=settings.training.head_backend)
+    temperature = settings.rollout.temperature
+    samples = [
+        look_at(policy, group, pad_id=codec.pad_id, temperature=temperature, budget=lab.micro_batch_tokens,
+                greedy_return=greedy.get(group.index, 0.0))
+        for group in groups
+    ]  # fmt: skip
+    with console.progress(len(samples), unit="problem") as progress:
+        measured = measure(
+            policy, samples, choices, lab, temperature=temperature, seed=settings.seed,
+            progress=lambda done: progress.update(done, {}),
+        )  # fmt: skip
+    lines = summarise(measured, resamples=lab.bootstrap, seed=settings.seed)
+    said = verdicts(lines)
+    _show(console, lines, said)
+    record = {
+        "model": model,
+        "seed": settings.seed,
+        "temperature": temperature,
+        "settings": lab.model_dump(mode="json"),
+        "problems": measured.problems,
+        "parameters": measured.parameters,
+        "lines": as_records(lines),
+        "energy_correlations": energy_correlations(samples),
+        "verdicts": said,
+    }
+    _write(output / "variance.json", record)
+    for path in draw_all(output, lines, samples, choices):
+        console.note(f"drawn: {path}")
+    return lines
+
+
+def lab_problems(settings: Settings, lab: LabSettings, given: str | None) -> tuple[LabSettings, list[Problem]]:
+    """What ``--problems`` means: a number of problems of data.train, or a problem file; none: the lab's number."""
+    if given is not None and given.isdigit():
+        if int(given) < 2:
+            raise SettingsError(f"--problems {given}: two problems are the least")
+        lab = lab.model_copy(update={"problems": int(given)})
+    sources = settings.data.train
+    if given is not None and not given.isdigit():
+        sources = [ProblemSourceSettings(path=given)]
+    if not sources:
+        raise SettingsError("data.train is empty: nothing to sample; give --problems FILE or data.train.0.path=FILE")
+    count = round(lab.problems * _MORE_PROBLEMS)
+    loaded = [load_source(entry, seed=settings.seed).source for entry in sources]
+    share = -(-count // len(loaded))
+    return lab, [problem for source in loaded for problem in evaluation_set(source, share)][:count]
+
+
+async def _play(
+    settings: Settings, causal_lm: Any, codec: TextCodec, lab: LabSettings, problems: Sequence[Problem]
+) -> tuple[list[Group], dict[int, float]]:
+    """(every problem's trajectories, its greedy rollout's reward by group index)."""
+    engine = TransformersEngine(causal_lm, codec, settings.rollout)
+    environment = build_environment(settings)
+    await environment.open()
+    try:
+        driver = Driver(
+            environment=environment, engine=engine, codec=codec, settings=settings.rollout, seed=settings.seed
+        )
+        issues = [Issue(index=index, problem=problem) for index, problem in enumerate(problems)]
+        size = round(lab.samples * _MORE_SAMPLES)
+        groups = [group async for group in driver.play(issues, step=0, group_size=size)]
+        alone = [group async for group in driver.play(issues, step=1, group_size=1, temperature=_GREEDY)]
+    finally:
+        await engine.close()
+        await environment.close()
+    greedy = {group.index: item.reward for group in alone for item in group.trajectories if not item.no_data}
+    return sorted(groups, key=lambda group: group.index), greedy
+
+
+def _show(console: Console, lines: Sequence[Line], said: Sequence[str]) -> None:
+    rows = [
+        [
+            str(line.group_size),
+            line.estimator,
+            str(line.noise),
+            str(line.to_best),
+            str(line.scale),
+            f"{line.cosine.value:.3f}",
+            f"{line.bias.value:.3f}",
+            f"{line.variance.value:.3g}",
+            f"{line.head_variance:.3g}",
+            f"{line.diagonal:.3g}",
+        ]
+        for line in lines
+    ]
+    columns = ["N", "estimator", "noise", "to the best", "scale", "cosine", "bias", "variance", "head", "diagonal"]
+    console.table("Gradient of one group, least noise first; 95 % intervals over problems", columns, rows)
+    for line in said:
+        console.note(line)
+
+
+def _make(output: Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"--output {output}: cannot be made: {error.strerror}") from error
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    text = json.dumps(record, indent=1, ensure_ascii=False)
+
+    def write(out: IO[bytes]) -> None:
+        out.write(text.encode())
+
+    atomic_write(path, write)

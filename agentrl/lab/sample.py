@@ -1,0 +1,138 @@
+"""A large sample of every problem: real rollouts by the driver that trains, and what one forward says of each token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms import AdvantageInputs
+from agentrl.models.policy import PolicyModel, scatter_tokens
+from agentrl.trajectory import Batch, Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProblemSample:
+    """S trajectories of one problem. [S, T] tensors are 0 off model tokens."""
+
+    name: str
+    batch: Batch
+    log_probs: Tensor  # [S, T]
+    sum_pi_squared: Tensor  # [S, T]
+    token_energy: Tensor  # [S, T] w_t
+    hidden_norm_squared: Tensor  # [S, T]
+    cross_energy: Tensor  # [S, T] sum_{k <= t} max(0, <delta_k, delta_t>)
+    trajectory_energy: Tensor  # [S] exact
+    greedy_return: float
+
+    @property
+    def size(self) -> int:
+        return self.batch.rewards.shape[0]
+
+    @property
+    def returns(self) -> Tensor:
+        """R [S]."""
+        return self.batch.rewards.sum(-1)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Model tokens [S]."""
+        return self.batch.response_mask.sum(-1)
+
+
+def usable(groups: Sequence[Group], *, smallest: int) -> tuple[list[Group], dict[str, int]]:
+    """Groups with rewards that differ and at least ``smallest`` trajectories, all cut to the same number; why others
+    are not among them."""
+    why = {"equal rewards": 0, "too few trajectories that are data": 0}
+    kept = []
+    for group in groups:
+        if len(group.trajectories) < smallest:
+            why["too few trajectories that are data"] += 1
+        elif len({item.reward for item in group.trajectories}) < 2:
+            why["equal rewards"] += 1
+        else:
+            kept.append(group)
+    size = min((len(group.trajectories) for group in kept), default=0)
+    cut = [group.without(group.trajectories[size:]) for group in kept]
+    return cut, {name: count for name, count in why.items() if count}
+
+
+def look_at(
+    policy: PolicyModel, group: Group, *, pad_id: int, temperature: float, budget: int, greedy_return: float
+) -> ProblemSample:
+    """Statistics and exact energies of a group's trajectories, in micro-batches of at most ``budget`` tokens."""
+    batch = Batch.from_trajectories(group.trajectories, pad_id=pad_id)
+    shape = batch.response_mask.shape
+    names = ("log_probs", "sum_pi_squared", "token_energy", "hidden_norm_squared", "cross_energy")
+    tokens = {name: torch.zeros(shape) for name in names}
+    energies = torch.zeros(shape[0])
+    for rows in row_blocks(batch, budget):
+        mask = batch.response_mask[rows]
+        with torch.no_grad():
+            statistics, hidden = policy(
+                batch.input_ids[rows], batch.prompt_lengths[rows], batch.response_ids[rows], mask, temperature, True
+            )
+            tokens["log_probs"][rows] = scatter_tokens(statistics.log_probs.float(), mask)
+            tokens["sum_pi_squared"][rows] = scatter_tokens(statistics.sum_pi_squared.float(), mask)
+            tokens["token_energy"][rows] = scatter_tokens(statistics.energy.float(), mask)
+            tokens["hidden_norm_squared"][rows] = scatter_tokens(statistics.hidden_norm_squared.float(), mask)
+            tokens["cross_energy"][rows] = _cross_energies(policy, hidden, batch.response_ids[rows], mask, temperature)
+        energies[rows] = policy.trajectory_energies(
+            batch.input_ids[rows], batch.prompt_lengths[rows], mask, temperature=temperature
+        ).float()
+    return ProblemSample(
+        name=group.problem.id, batch=batch, trajectory_energy=energies, greedy_return=greedy_return, **tokens
+    )
+
+
+def inputs_of(samples: Sequence[ProblemSample], rows: Sequence[Tensor]) -> AdvantageInputs:
+    """What estimators may use of one step: the rows [N] chosen of every problem, one group a problem."""
+    width = max(sample.batch.rewards.shape[1] for sample in samples)
+
+    def gather(name: str) -> Tensor:
+        parts = []
+        for sample, chosen in zip(samples, rows, strict=True):
+            source = sample.batch if hasattr(sample.batch, name) else sample
+            values = getattr(source, name)[chosen]
+            parts.append(torch.nn.functional.pad(values, (0, width - values.shape[1])))
+        return torch.cat(parts)
+
+    def each(values: Sequence[Tensor]) -> Tensor:
+        return torch.cat([value[chosen] for value, chosen in zip(values, rows, strict=True)])
+
+    return AdvantageInputs(
+        rewards=gather("rewards").double(),
+        response_mask=gather("response_mask"),
+        groups=torch.cat([torch.full_like(chosen, index) for index, chosen in enumerate(rows)]),
+        log_probs=gather("log_probs"),
+        sum_pi_squared=gather("sum_pi_squared"),
+        token_energy=gather("token_energy"),
+        hidden_norm_squared=gather("hidden_norm_squared"),
+        cross_energy=gather("cross_energy"),
+        trajectory_energy=each([sample.trajectory_energy for sample in samples]),
+        greedy_returns=each([torch.full((sample.size,), sample.greedy_return) for sample in samples]),
+    )
+
+
+def row_blocks(batch: Batch, budget: int) -> Iterator[slice]:
+    """Consecutive rows of at most ``budget`` padded tokens."""
+    rows, width = batch.input_ids.shape
+    step = max(1, budget // width)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def _cross_energies(policy: PolicyModel, hidden: Tensor, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
+    """sum_{k <= t} max(0, <delta_k, delta_t>) [B, T] from hidden [n, D] of the model tokens, a row at a time."""
+    parts = []
+    for states, targets in zip(hidden.split(mask.sum(-1).tolist()), _rows_of(ids, mask), strict=True):
+        delta = -torch.softmax(policy.head(states).float() / temperature, dim=-1)
+        delta[torch.arange(len(targets)), targets] += 1
+        parts.append((delta @ delta.t()).clamp(min=0).tril().sum(-1))
+    return scatter_tokens(torch.cat(parts), mask)
+
+
+def _rows_of(ids: Tensor, mask: Tensor) -> list[Tensor]:
+    return [row[kept] for row, kept in zip(ids, mask, strict=True)]

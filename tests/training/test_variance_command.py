@@ -1,0 +1,66 @@
+"""``agentrl variance`` from the command line to its files, on rollouts of an environment that needs no sandbox."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from agentrl.algorithms import ESTIMATORS
+from agentrl.lab.choices import EXCLUDED
+
+from .conftest import CommandLine
+
+OWN = [
+    "env=counting_env:CountingEnv",
+    "rollout.max_prompt_tokens=300",
+    "rollout.max_turn_tokens=8",
+    "rollout.max_response_tokens=48",
+    "data.train.0.path=builtin:arithmetic",
+    "model.dtype=float32",
+    "training.threads=1",
+]
+
+
+def test_it_measures_draws_and_says_which_wins(command_line: CommandLine, random_policy: Path) -> None:
+    arguments = ["--model", str(random_policy), "--problems", "3", "--group-sizes", "2,4", "--samples", "8", *OWN]
+    said = command_line.run("variance", *arguments, "--output", "measured")
+    folder = command_line.folder / "measured"
+    record = json.loads((folder / "variance.json").read_text())
+    # The environment's module registers one estimator more.
+    names = {*ESTIMATORS.names(), "doubled"} - EXCLUDED.keys()
+    assert {(line["estimator"], line["group_size"]) for line in record["lines"]} == {
+        (n, s) for n in names for s in (2, 4)
+    }
+    assert len(record["problems"]) == 3
+    for size in (2, 4):
+        lines = {line["estimator"]: line for line in record["lines"] if line["group_size"] == size}
+        plain, doubled = lines["rloo"], lines["doubled"]
+        for key, factor in (("variance", 4), ("scale", 2), ("noise", 1), ("cosine", 1)):
+            assert abs(doubled[key]["value"] / plain[key]["value"] / factor - 1) < 1e-4, key
+        assert min(line["to_best"]["value"] for line in lines.values()) == 1.0
+        assert all(line["noise"]["low"] <= line["noise"]["value"] <= line["noise"]["high"] for line in lines.values())
+    assert [text in said for text in ("N=2: ", "N=4: ", "least noise")] == [True] * 3
+    assert all(line in said.replace("\n", " ") for line in record["verdicts"])
+    for name in ("noise.png", "energy.png", "advantages.png", "proxies.png"):
+        drawn = (folder / name).exists()
+        assert drawn is (name != "advantages.png"), name  # every trajectory is rewarded here: there is no wrong one
+
+    again = command_line.run("variance", *arguments, "--output", "again", "--estimators", "rloo")
+    assert "rloo" in again
+    other = json.loads((command_line.folder / "again" / "variance.json").read_text())
+    ours = [line for line in record["lines"] if line["estimator"] == "rloo"]
+    assert [line["variance"] for line in other["lines"]] == [line["variance"] for line in ours]  # the same draws
+
+
+def test_mistakes_end_before_anything_is_sampled(command_line: CommandLine, random_policy: Path) -> None:
+    model = ["--model", str(random_policy), *OWN]
+    for wrong, message in (
+        (["--estimators", "rlo"], "unknown estimator 'rlo'; did you mean 'rloo'"),
+        (["--group-sizes", "4,40"], "--group-sizes 40: a group has 2 to 32 trajectories"),
+        (["--problems", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--problems", "1"], "two problems are the least"),
+    ):
+        said = command_line.run("variance", *model, *wrong, code=2)
+        assert message in said.replace("\n", " ")
+        assert "Traceback" not in said
+    assert not (command_line.folder / "variance").exists()
