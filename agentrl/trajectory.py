@@ -206,11 +206,20 @@ def _fields_of(record: Trajectory | Segment) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The trajectories of one problem in one step; ``index`` is its issue number in the run."""
+    """The trajectories of one problem in one step; ``index`` is its issue number in the run.
+
+    ``greedy`` was sampled at temperature 0 for a baseline: graded, counted, and never trained.
+    """
 
     problem: Problem
     index: int
     trajectories: tuple[Trajectory, ...]
+    greedy: Trajectory | None = None
+
+    @property
+    def everyone(self) -> tuple[Trajectory, ...]:
+        """The trajectories and the greedy one."""
+        return self.trajectories if self.greedy is None else (*self.trajectories, self.greedy)
 
     def without(self, drop: Sequence[Trajectory]) -> Group:
         """The group with some trajectories left out."""

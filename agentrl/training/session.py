@@ -187,7 +187,7 @@ class Session:
 
     def _write(self, run: RunDirectory, step: int, plan: StepPlan, metrics: dict[str, Any]) -> None:
         if plan.harvest is not None and due(step, self._settings.telemetry.trajectories_every):
-            rows = (item.to_record() for group in plan.harvest.played for item in group.trajectories)
+            rows = (item.to_record() for group in plan.harvest.played for item in group.everyone)
             run.write_trajectories(step, rows)
         run.append_metrics(metrics)
 
