@@ -1,51 +1,257 @@
-"""How far the training policy's log-probabilities are from those of the engine that sampled (FORMULAS 6)."""
+"""Correcting for tokens that another policy, or another program, sampled (FORMULAS 6).
+
+log_rho = ln p of the training policy (before the update) - ln p of the policy that sampled.
+"""
+
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.errors import InvalidInputError
+from agentrl.algorithms.bounds import check_order, check_positive, check_range
+from agentrl.algorithms.errors import InvalidInputError, InvalidOptionError, check_choice
+from agentrl.algorithms.mismatch import mismatch_metrics, perplexity_metrics
+from agentrl.algorithms.registry import Entry
 from agentrl.algorithms.validation import as_mask, check_finite
 
-_EXPONENT_LIMIT = 20.0
+RATIO_LEVELS = ("token", "sequence", "geometric")
+WEIGHT_BOUNDS = ("truncate", "icepop")
+DIVERGENCES = ("k2", "k3")
+DIVERGENCE_LEVELS = ("token", "sequence_mean", "sequence_max")
+_LOG_LARGEST = math.log(torch.finfo(torch.float64).max) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionOptions:
+    """Which weights and masks; each is off by default, and all may be combined.
+
+    `weights`: the ratio of the `token`, of the `sequence` (product over its model tokens) or its `geometric` mean.
+    `weight_bound`: `truncate` (TIS) cuts above at `weight_high`; `icepop` puts 0 outside [weight_low, weight_high].
+    `self_normalize`: divide by the mean weight of the optimizer step.
+    `ratio_mask` (MIS): keep what has that ratio within [ratio_low, ratio_high]: with 0.5 and 1.5 a ratio of 1.8 is
+    rejected and 0.6 kept (a well-known implementation has it inverted).
+    `divergence_mask`: `k2` log_rho^2 / 2 or `k3` rho - log_rho - 1; keep what has at most `divergence_high` of it, by
+    `divergence_level`: each token by its own, a sequence by the mean or by the largest of its tokens.
+    """
+
+    weights: str | None = None
+    weight_bound: str = "truncate"
+    weight_low: float = 0.5
+    weight_high: float = 2.0
+    self_normalize: bool = False
+    ratio_mask: str | None = None
+    ratio_low: float = 0.5
+    ratio_high: float = 2.0
+    divergence_mask: str | None = None
+    divergence_level: str = "token"
+    divergence_high: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_choice("weights", self.weights, (None, *RATIO_LEVELS))
+        check_choice("weight_bound", self.weight_bound, WEIGHT_BOUNDS)
+        check_choice("ratio_mask", self.ratio_mask, (None, *RATIO_LEVELS))
+        check_choice("divergence_mask", self.divergence_mask, (None, *DIVERGENCES))
+        check_choice("divergence_level", self.divergence_level, DIVERGENCE_LEVELS)
+        check_range("weight_low", self.weight_low, 0.0)
+        check_positive("weight_high", self.weight_high)
+        check_range("ratio_low", self.ratio_low, 0.0)
+        check_positive("ratio_high", self.ratio_high)
+        check_positive("divergence_high", self.divergence_high)
+        if self.weight_bound == "icepop":
+            check_order("weight_low", self.weight_low, "weight_high", self.weight_high)
+        check_order("ratio_low", self.ratio_low, "ratio_high", self.ratio_high)
+        if self.self_normalize and self.weights is None:
+            raise InvalidOptionError("self_normalize=True has no weights to normalise: set weights")
+
+    @property
+    def step_wide(self) -> bool:
+        """Whether a statistics pass has to come first: the loss mask or the weights' mean are of the whole step."""
+        return self.self_normalize or self.ratio_mask is not None or self.divergence_mask is not None
+
+
+_OPTIONS = Entry(function=lambda: None, options=CorrectionOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """Detached. `weights` [B, T] multiply the per-token loss after clipping; 0 off the response mask.
+
+    `loss_mask` [B, T] bool: what is left to the loss. `metrics`: see `rollout_correction`.
+    """
+
+    weights: Tensor
+    loss_mask: Tensor
+    metrics: dict[str, Tensor]
+
+    @property
+    def importance_weights(self) -> Tensor:
+        """weights * loss_mask, what `AdvantageInputs.importance_weights` takes for the energies of a baseline."""
+        return torch.where(self.loss_mask, self.weights, 0.0)
 
 
 @torch.no_grad()
-def mismatch_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
-    """Diagnostics over the model tokens of [B, T] log-probabilities, as float64 scalars; all 0 (ess 1) without tokens.
+def rollout_correction(
+    train_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    *,
+    loss_mask: Tensor | None = None,
+    normalizer: Tensor | None = None,
+    **options: object,
+) -> Correction:
+    """Weights, loss mask and diagnostics from [B, T] log-probabilities; a row is a whole sequence.
 
-    With log_rho = train - rollout (clamped to +-20 where it is exponentiated):
+    Options: the fields of `CorrectionOptions`. Sequence ratios are over all model tokens (`response_mask`). `loss_mask`
+    (default: the response mask) is what was left before; the result is a part of it. With `self_normalize` the weights
+    are divided by their mean over the step: over the tokens left to the loss (`token`), or over the sequences with
+    such a token (`sequence`, `geometric`). `normalizer` is the sum of `correction_sums` over the step's micro-batches
+    and ranks; without it this call is taken for the whole step.
 
-    `mean_abs_difference`, `max_abs_difference`   of log_rho
-    `kl_k1` mean(-log_rho), `kl_k3` mean(rho - log_rho - 1)   estimates of KL(rollout || train)
-    `chi2` mean(rho^2) - 1,  `ess` (sum rho)^2 / (n sum rho^2)
-    `log_ppl_gap`   |mean train - mean rollout| of every trajectory, averaged over those with a model token
-    `tokens`   how many there are
+    Metrics, float64 scalars over the model tokens of this call: those of `mismatch_metrics` and `perplexity_metrics`,
+    `rho_min`, `rho_max`, `truncated_fraction` (weight cut or put to 0), `masked_fraction` (rejected here, of the tokens
+    left before) and `weight_mean` (over the tokens left, before normalisation).
 
-    Raises InvalidInputError on wrong shapes and on a non-finite log-probability at a model token.
+    Values off the response mask reach nothing. Raises UnknownNameError, InvalidOptionError, and InvalidInputError for
+    wrong shapes or a non-finite log-probability at a model token.
     """
-    mask = as_mask("response_mask", response_mask)
-    if train_log_probs.ndim != 2 or not train_log_probs.shape == rollout_log_probs.shape == mask.shape:
-        raise InvalidInputError(
-            "train_log_probs, rollout_log_probs and response_mask must all be [B, T]; got "
-            f"{tuple(train_log_probs.shape)}, {tuple(rollout_log_probs.shape)}, {tuple(mask.shape)}"
-        )
-    check_finite("train_log_probs", train_log_probs, mask)
-    check_finite("rollout_log_probs", rollout_log_probs, mask)
-    log_rho = torch.where(mask, train_log_probs.double(), 0.0) - torch.where(mask, rollout_log_probs.double(), 0.0)
-    lengths = mask.sum(-1)
-    count = lengths.sum()
-    tokens = count.clamp(min=1)
-    rho = torch.where(mask, log_rho.clamp(-_EXPONENT_LIMIT, _EXPONENT_LIMIT).exp(), 0.0)
-    squares = rho.square().sum()
-    gaps = (log_rho.sum(-1) / lengths.clamp(min=1)).abs()
-    nothing = count == 0
-    return {
-        "mean_abs_difference": log_rho.abs().sum() / tokens,
-        "max_abs_difference": log_rho.abs().max() if log_rho.numel() else log_rho.new_zeros(()),
-        "kl_k1": -log_rho.sum() / tokens,
-        "kl_k3": torch.where(mask, rho - log_rho - 1, 0.0).sum() / tokens,
-        "chi2": torch.where(nothing, 0.0, squares / tokens - 1),
-        "ess": torch.where(nothing, 1.0, rho.sum().square() / (tokens * squares.clamp(min=torch.finfo().tiny))),
-        "log_ppl_gap": gaps.sum() / (lengths > 0).sum().clamp(min=1),
-        "tokens": count,
+    record = correction_options(**options)
+    parts = _correct(train_log_probs, rollout_log_probs, response_mask, loss_mask, record)
+    metrics = {
+        **mismatch_metrics(train_log_probs, rollout_log_probs, parts.model),
+        **perplexity_metrics(train_log_probs, rollout_log_probs, parts.model),
+        **parts.metrics(),
     }
+    weights = parts.weights
+    if record.self_normalize:
+        total, count = parts.sums(record) if normalizer is None else normalizer.double()
+        weights = weights * torch.where(total > 0, count / total, 1.0)
+    dtype = torch.float64 if train_log_probs.dtype == torch.float64 else torch.float32
+    return Correction(weights=weights.to(dtype), loss_mask=parts.left, metrics=metrics)
+
+
+@torch.no_grad()
+def correction_sums(
+    train_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    *,
+    loss_mask: Tensor | None = None,
+    **options: object,
+) -> Tensor:
+    """[sum of weights, number of weights] (float64) of this part of the step; add them up for `normalizer`."""
+    record = correction_options(**options)
+    return _correct(train_log_probs, rollout_log_probs, response_mask, loss_mask, record).sums(record)
+
+
+def correction_options(**options: object) -> CorrectionOptions:
+    """The checked options record; UnknownNameError names the nearest option, InvalidOptionError the bad value."""
+    record = _OPTIONS.make_options("the rollout correction", options)
+    assert isinstance(record, CorrectionOptions)
+    return record
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """What the correction is made of; everything [B, T], log_rho 0 off the model tokens."""
+
+    log_rho: Tensor
+    model: Tensor  # the response mask
+    before: Tensor  # the loss mask that came in
+    left: Tensor  # the loss mask that goes out
+    weights: Tensor  # bounded, not normalised, 0 off the model tokens
+    bounded: Tensor  # bool: where the bound changed the weight
+
+    def sums(self, record: CorrectionOptions) -> Tensor:
+        weights = torch.where(self.left, self.weights, 0.0)
+        if record.weights == "token":
+            return torch.stack([weights.sum(), self.left.sum().double()])
+        lengths = self.left.sum(-1)
+        each = weights.sum(-1) / lengths.clamp(min=1)  # a sequence's tokens share their weight
+        return torch.stack([each.sum(), (lengths > 0).sum().double()])
+
+    def metrics(self) -> dict[str, Tensor]:
+        tokens, left = self.model.sum().clamp(min=1), self.left.sum().clamp(min=1)
+        inside = self.log_rho[self.model] if bool(self.model.any()) else self.log_rho.new_zeros(1)
+        return {
+            "rho_min": _exp(inside.min()),
+            "rho_max": _exp(inside.max()),
+            "truncated_fraction": self.bounded.sum().double() / tokens,
+            "masked_fraction": (self.before & ~self.left).sum().double() / self.before.sum().clamp(min=1),
+            "weight_mean": torch.where(self.left, self.weights, 0.0).sum() / left,
+        }
+
+
+def _correct(
+    train: Tensor, rollout: Tensor, response_mask: Tensor, loss_mask: Tensor | None, record: CorrectionOptions
+) -> _Parts:
+    model = as_mask("response_mask", response_mask)
+    before = model if loss_mask is None else as_mask("loss_mask", loss_mask)
+    if train.ndim != 2 or not train.shape == rollout.shape == model.shape == before.shape:
+        raise InvalidInputError(
+            "train_log_probs, rollout_log_probs, response_mask and loss_mask must all be [B, T]; got "
+            f"{tuple(train.shape)}, {tuple(rollout.shape)}, {tuple(model.shape)}, {tuple(before.shape)}"
+        )
+    if bool((before & ~model).any()):
+        raise InvalidInputError("loss_mask holds tokens that response_mask does not")
+    check_finite("train_log_probs", train, model)
+    check_finite("rollout_log_probs", rollout, model)
+    log_rho = torch.where(model, train.double(), 0.0) - torch.where(model, rollout.double(), 0.0)
+    weights, bounded = _weights(log_rho, model, record)
+    left = before & _ratio_kept(log_rho, model, record) & _divergence_kept(log_rho, model, record)
+    return _Parts(log_rho=log_rho, model=model, before=before, left=left, weights=weights, bounded=bounded)
+
+
+def _weights(log_rho: Tensor, model: Tensor, record: CorrectionOptions) -> tuple[Tensor, Tensor]:
+    """(weights, where the bound acted)."""
+    if record.weights is None:
+        return model.double(), torch.zeros_like(model)
+    ratio = _ratio(log_rho, model, record.weights)
+    outside = ratio > record.weight_high
+    if record.weight_bound == "icepop":
+        outside = outside | (ratio < record.weight_low)
+        weights = torch.where(outside, 0.0, ratio)
+    else:
+        weights = ratio.clamp(max=record.weight_high)
+    return torch.where(model, weights, 0.0), model & outside
+
+
+def _ratio_kept(log_rho: Tensor, model: Tensor, record: CorrectionOptions) -> Tensor:
+    """Masked importance sampling: True where the ratio lies within [ratio_low, ratio_high]."""
+    if record.ratio_mask is None:
+        return torch.ones_like(model)
+    ratio = _ratio(log_rho, model, record.ratio_mask)
+    return (ratio >= record.ratio_low) & (ratio <= record.ratio_high)
+
+
+def _divergence_kept(log_rho: Tensor, model: Tensor, record: CorrectionOptions) -> Tensor:
+    """True where the divergence estimate is at most divergence_high."""
+    if record.divergence_mask is None:
+        return torch.ones_like(model)
+    if record.divergence_mask == "k2":
+        divergence = log_rho.square() / 2
+    else:
+        divergence = torch.expm1(log_rho.clamp(max=_LOG_LARGEST)) - log_rho
+    if record.divergence_level == "sequence_mean":
+        divergence = _mean(divergence, model)
+    elif record.divergence_level == "sequence_max":
+        divergence = divergence.amax(-1, keepdim=True) if model.numel() else divergence
+    return divergence <= record.divergence_high
+
+
+def _ratio(log_rho: Tensor, model: Tensor, level: str) -> Tensor:
+    """The ratio of the token, of its sequence, or its sequence's geometric mean, at every position [B, T]."""
+    if level == "sequence":
+        log_rho = log_rho.sum(-1, keepdim=True).expand_as(model)
+    elif level == "geometric":
+        log_rho = _mean(log_rho, model)
+    return _exp(log_rho)
+
+
+def _exp(log_rho: Tensor) -> Tensor:
+    return log_rho.clamp(max=_LOG_LARGEST).exp()
+
+
+def _mean(values: Tensor, model: Tensor) -> Tensor:
+    """The mean over each row's model tokens of values [B, T], 0 off them, at every position."""
+    return (values.sum(-1, keepdim=True) / model.sum(-1, keepdim=True).clamp(min=1)).expand_as(model)

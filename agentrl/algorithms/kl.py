@@ -1,43 +1,112 @@
 """Penalties for leaving a reference policy, per token (FORMULAS 5)."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.errors import InvalidInputError, check_choice
+from agentrl.algorithms.bounds import check_range
+from agentrl.algorithms.errors import InvalidInputError, MissingInputError, check_choice
+from agentrl.algorithms.validation import as_mask, check_finite
 
-KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+")
+REWARD_KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "full")
+KL_ESTIMATORS = (*REWARD_KL_ESTIMATORS, *(name + "+" for name in REWARD_KL_ESTIMATORS))
 _EXPONENT_LIMIT = 20.0
 
 
-def kl_penalty(log_probs: Tensor, reference_log_probs: Tensor, estimator: str, *, mask: Tensor | None = None) -> Tensor:
+def kl_penalty(
+    log_probs: Tensor,
+    reference_log_probs: Tensor,
+    estimator: str,
+    *,
+    mask: Tensor | None = None,
+    full: Tensor | None = None,
+    ratio: Tensor | None = None,
+) -> Tensor:
     """The penalty at every token, of the shape of `log_probs`; the reference is detached.
 
     With d = ln p_ref - ln p:  `k1` -d;  `abs` |d|;  `k2` d^2 / 2;  `k3` e^d - d - 1 (the exponent clamped to +-20,
-    the result not);  `X+` has the value of X and the gradient of k2.
+    the result not);  `full` the exact KL(p || p_ref) over the vocabulary, given as the tensor `full` (see
+    `agentrl.kernels.full_kl`);  `X+` has the value of X and the gradient of k2.
 
     As a *loss* on tokens sampled by p, the expected gradient is: k1 none at all; abs that of ||p - p_ref||_1; k3 that
-    of the forward KL(p_ref || p); k2 and every `X+` that of KL(p || p_ref). Off-policy, multiply by the detached
-    ratio. In the *reward* only k1 is exact.
+    of the forward KL(p_ref || p); k2, `full` and every `X+` that of KL(p || p_ref). (Of each token's divergence, its
+    prefix given: how the tokens shape the later prefixes is no part of it.) On tokens sampled by another policy give
+    `ratio`, that of p to it: the penalty is multiplied by its detached value, and the same holds. In the *reward* only
+    k1 is exact: see `reward_kl`.
 
     Where `mask` is False nothing is read and the penalty is 0; without one, all positions count.
+
+    Raises InvalidOptionError, InvalidInputError, and MissingInputError if `full` is needed and not given.
     """
     check_choice("KL estimator", estimator, KL_ESTIMATORS)
-    if log_probs.shape != reference_log_probs.shape:
-        raise InvalidInputError(
-            f"log_probs and reference_log_probs differ in shape: {tuple(log_probs.shape)}, "
-            f"{tuple(reference_log_probs.shape)}"
-        )
-    reference = reference_log_probs.detach()
+    tensors = {"reference_log_probs": reference_log_probs, "mask": mask, "full": full, "ratio": ratio}
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape != log_probs.shape:
+            raise InvalidInputError(
+                f"log_probs and {name} differ in shape: {tuple(log_probs.shape)}, {tuple(tensor.shape)}"
+            )
     if mask is not None:
-        log_probs, reference = torch.where(mask, log_probs, 0.0), torch.where(mask, reference, 0.0)
-    difference = reference - log_probs
-    if not estimator.endswith("+"):
-        return _plain(difference, estimator)
-    square = _plain(difference, "k2")
-    return square - square.detach() + _plain(difference, estimator[:-1]).detach()
+        mask = as_mask("mask", mask)
+    difference = _masked(reference_log_probs.detach(), mask) - _masked(log_probs, mask)
+    penalty = _value(difference, estimator.removesuffix("+"), None if full is None else _masked(full, mask))
+    if estimator.endswith("+"):
+        square = difference.square() / 2
+        penalty = square - square.detach() + penalty.detach()
+    if ratio is not None:
+        penalty = penalty * _masked(ratio.detach(), mask)
+    return penalty if mask is None else torch.where(mask, penalty, 0.0)
 
 
-def _plain(difference: Tensor, estimator: str) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class RewardKL:
+    """`rewards` [B, T] with the penalty in them, and the penalty `kl` [B, T] itself (without beta, 0 off the mask)."""
+
+    rewards: Tensor
+    kl: Tensor
+
+
+@torch.no_grad()
+def reward_kl(
+    rewards: Tensor,
+    log_probs: Tensor,
+    reference_log_probs: Tensor,
+    response_mask: Tensor,
+    *,
+    beta: float,
+    estimator: str = "k1",
+    full: Tensor | None = None,
+) -> RewardKL:
+    """r_t - beta kl_t at the model tokens; all tensors [B, T], the result detached, other positions as they were.
+
+    `log_probs` are those of the policy that sampled. With k1 the expected gradient is that of R - beta KL of the whole
+    trajectories; abs, k2 and k3 penalise other functions of the policy, and `full` counts, token by token, only
+    divergence that an earlier token has led to. Estimators `X+` differ from X in their gradient alone: not here.
+
+    Raises InvalidOptionError (estimator, negative beta), InvalidInputError, MissingInputError.
+    """
+    check_choice("KL estimator in the reward", estimator, REWARD_KL_ESTIMATORS)
+    check_range("beta", beta, 0.0)
+    if rewards.shape != log_probs.shape:
+        raise InvalidInputError(f"rewards and log_probs differ: {tuple(rewards.shape)}, {tuple(log_probs.shape)}")
+    mask = as_mask("response_mask", response_mask)
+    kl = kl_penalty(log_probs, reference_log_probs, estimator, mask=mask, full=full)
+    check_finite("the KL penalty", kl, mask)
+    return RewardKL(rewards=torch.where(mask, rewards - beta * kl, rewards), kl=kl)
+
+
+def _masked(tensor: Tensor, mask: Tensor | None) -> Tensor:
+    return tensor if mask is None else torch.where(mask, tensor, 0.0)
+
+
+def _value(difference: Tensor, estimator: str, full: Tensor | None) -> Tensor:
+    if estimator == "full":
+        if full is None:
+            raise MissingInputError(
+                "the KL estimator 'full' needs the tensor `full`: agentrl.kernels.full_kl computes it from the hidden "
+                "states and heads of both policies"
+            )
+        return full
     if estimator == "k1":
         return -difference
     if estimator == "abs":

@@ -1,0 +1,185 @@
+"""policy_loss: from log-probabilities, advantages and a mask to one number a token."""
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.errors import AlgorithmError, InvalidInputError, check_choice
+from agentrl.algorithms.losses.draws import token_draws
+from agentrl.algorithms.losses.records import LOSSES, LossInputs, PolicyLoss
+from agentrl.algorithms.validation import as_mask, check_finite
+
+_LOG_RATIO_LIMIT = 20.0
+_TOKEN_BASELINES = ("otb", "tir_otb", "otb_isolated", "otb_total", "otb_cross")
+_AGGREGATION_OF_ESTIMATOR = {
+    "grpo": "seq_mean_token_mean",
+    "dr_grpo": "seq_mean_token_sum_norm",
+    **dict.fromkeys(_TOKEN_BASELINES, "token_mean"),
+}
+
+
+def policy_loss(
+    name: str,
+    *,
+    log_probs: Tensor,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    response_mask: Tensor | None = None,
+    weights: Tensor | None = None,
+    selected: Tensor | None = None,
+    **options: object,
+) -> PolicyLoss:
+    """The named loss per token; all tensors [B, T].
+
+    `old_log_probs` are those of the policy that the ratio is taken against, detached here; None says that it is the
+    very policy of `log_probs`, so every ratio is 1. `response_mask` (default: the loss mask) marks all model tokens:
+    the ratio of a sequence is over them, whatever was rejected. `weights` (rollout correction) are detached and
+    multiply the result. `selected` is what `step_selection` gave for these rows; without it a step-wide loss takes
+    this call for the whole optimizer step. Values where the mask is False reach no result and no gradient. Options:
+    the fields of the loss's options record (`LOSSES.option_names(name)`).
+
+    Raises UnknownNameError, InvalidOptionError, InvalidInputError.
+    """
+    entry, traits = LOSSES[name], LOSSES.traits(name)
+    record = entry.make_options(f"loss {name!r}", options)
+    inputs = _loss_inputs(log_probs, old_log_probs, advantages, loss_mask, response_mask)
+    if traits.selection is None:
+        if selected is not None:
+            raise InvalidInputError(f"loss {name!r} selects no tokens: it takes no `selected`")
+    else:
+        if selected is None:
+            selected = traits.selection(inputs, record, _draws(inputs.mask, None, 0))
+        _check_shape("selected", selected, log_probs)
+        inputs = _with_selection(inputs, as_mask("selected", selected) & inputs.mask)
+    per_token, metrics = entry.function(inputs, record)
+    if weights is not None:
+        _check_shape("weights", weights, log_probs)
+        check_finite("weights", weights, inputs.mask)
+        per_token = per_token * torch.where(inputs.mask, weights.detach(), 0.0)
+    per_token = torch.where(inputs.mask, per_token, 0.0)
+    every = {**_ratio_metrics(inputs), **metrics}
+    return PolicyLoss(per_token=per_token, metrics={key: value.detach() for key, value in every.items()})
+
+
+@torch.no_grad()
+def step_selection(
+    name: str,
+    *,
+    log_probs: Tensor,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    keys: Tensor | None = None,
+    seed: int = 0,
+    **options: object,
+) -> Tensor:
+    """Which tokens a step-wide loss selects, [B, T] bool, from the rows of one *whole* optimizer step.
+
+    For losses with `LOSSES.traits(name).step_wide`: a statistics pass computes `log_probs` with the weights that the
+    step starts from, the rows of all micro-batches and ranks are gathered, this function is called on them, and each
+    micro-batch gives its rows of the result to `policy_loss(selected=...)`.
+
+    `keys` [B] int64 (default: the row number) name the trajectories, each another, so that a token's random number is
+    a function of (seed, key, position): neither the order of rows nor padding on the right changes the selection.
+
+    Raises AlgorithmError for a loss that selects nothing, and what `policy_loss` raises.
+    """
+    entry, traits = LOSSES[name], LOSSES.traits(name)
+    if traits.selection is None:
+        raise AlgorithmError(f"loss {name!r} selects no tokens over the step")
+    record = entry.make_options(f"loss {name!r}", options)
+    inputs = _loss_inputs(log_probs, old_log_probs, advantages, loss_mask, None)
+    return traits.selection(inputs, record, _draws(inputs.mask, keys, seed))
+
+
+def default_aggregation(loss: str, estimator: str) -> str:
+    """The aggregation that goes with a loss and an estimator, as their papers have it.
+
+    A loss that admits one alone decides; else the estimator, where its derivation asks for one (grpo, dr_grpo, the
+    optimal token baselines); else the loss.
+    """
+    traits = LOSSES.traits(loss)
+    wanted = _AGGREGATION_OF_ESTIMATOR.get(estimator, traits.aggregation)
+    return wanted if wanted in traits.aggregations else traits.aggregation
+
+
+def check_aggregation(loss: str, mode: str) -> None:
+    """Raise InvalidOptionError if the loss has no meaning under this aggregation (gspo and gmpo admit one only)."""
+    allowed = LOSSES.traits(loss).aggregations
+    if mode not in allowed:
+        check_choice(f"aggregation of loss {loss!r}", mode, allowed)
+
+
+def _draws(mask: Tensor, keys: Tensor | None, seed: int) -> Tensor:
+    rows, width = mask.shape
+    if keys is None:
+        keys = torch.arange(rows, device=mask.device)
+    if keys.shape != (rows,) or keys.dtype != torch.int64:
+        raise InvalidInputError(f"keys must be [{rows}] int64; got {tuple(keys.shape)} {keys.dtype}")
+    if keys.unique().numel() != rows:
+        raise InvalidInputError("keys must differ: they name the trajectories of the step")
+    return token_draws(keys, width, seed)
+
+
+def _loss_inputs(
+    log_probs: Tensor, old: Tensor | None, advantages: Tensor, loss_mask: Tensor, response_mask: Tensor | None
+) -> LossInputs:
+    if log_probs.ndim != 2 or not log_probs.is_floating_point():
+        raise InvalidInputError(f"log_probs must be [B, T] floating; got {tuple(log_probs.shape)} {log_probs.dtype}")
+    tensors = {"old_log_probs": old, "advantages": advantages, "loss_mask": loss_mask, "response_mask": response_mask}
+    for label, tensor in tensors.items():
+        if tensor is not None:
+            _check_shape(label, tensor, log_probs)
+    mask = as_mask("loss_mask", loss_mask)
+    model = mask if response_mask is None else as_mask("response_mask", response_mask)
+    if response_mask is not None and bool((mask & ~model).any()):
+        raise InvalidInputError("loss_mask holds tokens that response_mask does not")
+    _check_values({"log_probs": log_probs, "old_log_probs": old}, model)
+    _check_values({"advantages": advantages}, mask)
+    whole = torch.where(model, log_probs, 0.0)
+    reference = whole.detach() if old is None else torch.where(model, old.detach(), 0.0)
+    log_ratio = (whole - reference).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    lengths = model.sum(-1, keepdim=True).clamp(min=1)
+    sequence_log_ratio = log_ratio.detach().sum(-1, keepdim=True) / lengths
+    log_ratio = torch.where(mask, log_ratio, 0.0)
+    return LossInputs(
+        log_probs=torch.where(mask, whole, 0.0),
+        old_log_probs=torch.where(mask, reference, 0.0),
+        advantages=torch.where(mask, advantages.detach(), 0.0),
+        log_ratio=log_ratio,
+        ratio=log_ratio.exp(),
+        mask=mask,
+        sequence_log_ratio=sequence_log_ratio,
+    )
+
+
+def _with_selection(inputs: LossInputs, selected: Tensor) -> LossInputs:
+    return LossInputs(**{**vars(inputs), "selected": selected})
+
+
+def _check_shape(label: str, tensor: Tensor, log_probs: Tensor) -> None:
+    if tensor.shape != log_probs.shape:
+        raise InvalidInputError(
+            f"{label} must be [B, T] as log_probs; got {tuple(tensor.shape)} and {tuple(log_probs.shape)}"
+        )
+
+
+def _check_values(tensors: dict[str, Tensor | None], mask: Tensor) -> None:
+    for label, tensor in tensors.items():
+        if tensor is not None:
+            check_finite(label, tensor.detach(), mask)
+
+
+def _ratio_metrics(inputs: LossInputs) -> dict[str, Tensor]:
+    """Over an empty mask: means 0, extremes 1."""
+    ratio = inputs.ratio.detach()
+    count = inputs.mask.sum()
+    excess = torch.where(inputs.mask, ratio - 1 - ratio.log(), 0.0)
+    inside = ratio[inputs.mask] if bool(count) else ratio.new_ones(1)
+    return {
+        "ratio_mean": torch.where(inputs.mask, ratio, 0.0).sum() / count.clamp(min=1),
+        "ratio_max": inside.max(),
+        "ratio_min": inside.min(),
+        "approx_kl": excess.sum() / count.clamp(min=1),
+        "tokens": count,
+    }

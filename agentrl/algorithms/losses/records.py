@@ -1,0 +1,90 @@
+"""What a policy loss is given, what it gives, and the table of all of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor
+
+from agentrl.algorithms.aggregation import AGGREGATIONS
+from agentrl.algorithms.registry import NoOptions, Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss:
+    """`per_token` [B, T], to be aggregated over the loss mask; `metrics`: detached scalars over its tokens.
+
+    Metrics of every loss: `ratio_mean`, `ratio_max`, `ratio_min`, `approx_kl` (k3 of old || new) and `tokens`, by
+    which the means of micro-batches are to be weighed.
+    """
+
+    per_token: Tensor
+    metrics: dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossInputs:
+    """What a loss function sees: masked [B, T] tensors, 0 (ratio 1) where the loss mask is False."""
+
+    log_probs: Tensor  # carries the gradient
+    old_log_probs: Tensor  # detached
+    advantages: Tensor  # detached
+    log_ratio: Tensor  # log_probs - old_log_probs, carries the gradient; clamped to +-20
+    ratio: Tensor  # exp(log_ratio)
+    mask: Tensor  # bool, the loss mask
+    sequence_log_ratio: Tensor  # [B, 1] detached: the mean of log_ratio over the response mask, 0 without such a token
+    selected: Tensor | None = None  # bool, what the loss's selection chose; None for losses without one
+
+    def fraction(self, where: Tensor) -> Tensor:
+        """Share of the loss mask's tokens at which `where` is True."""
+        return (where & self.mask).sum() / self.mask.sum().clamp(min=1)
+
+
+LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+SelectionFunction = Callable[..., Tensor]
+F = TypeVar("F", bound=LossFunction)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTraits:
+    """What the trainer has to know of a loss beside its formula."""
+
+    aggregation: str = "token_mean"  # the default
+    aggregations: tuple[str, ...] = AGGREGATIONS  # those that give the loss its meaning
+    uses_ratio: bool = True  # whether the value depends on the old log-probabilities
+    selection: SelectionFunction | None = None  # (inputs, options, draws) -> bool [B, T] over a whole optimizer step
+
+    @property
+    def step_wide(self) -> bool:
+        """Whether tokens are selected over the whole step: a statistics pass has to come first."""
+        return self.selection is not None
+
+
+class LossRegistry(Registry[LossFunction]):
+    """A registry whose entries have LossTraits."""
+
+    def __init__(self) -> None:
+        super().__init__("loss")
+        self._traits: dict[str, LossTraits] = {}
+
+    def register(self, name: str, options: type = NoOptions, traits: LossTraits | None = None) -> Callable[[F], F]:  # type: ignore[override]
+        """Decorator: add a loss under `name`. AlgorithmError if the name is taken."""
+        add = super().register(name, options)
+
+        def add_with_traits(function: F) -> F:
+            add(function)
+            self._traits[name] = LossTraits() if traits is None else traits
+            return function
+
+        return add_with_traits
+
+    def traits(self, name: str) -> LossTraits:
+        """The traits of a loss; UnknownNameError if there is none of that name."""
+        self[name]
+        return self._traits[name]
+
+
+LOSSES = LossRegistry()
+register_loss = LOSSES.register
+
+SEQUENCE_MEAN = ("seq_mean_token_mean",)
