@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.errors import SettingsError
-from agentrl.kernels import TokenStatistics
+from agentrl.kernels import TokenStatistics, trajectory_energies
 from agentrl.models.head import FusedHead
 from agentrl.models.loading import attends_to_everything
 from agentrl.models.shared_prompts import response_hidden
@@ -66,6 +66,32 @@ class PolicyModel(nn.Module):
             selected = hidden[rows, prompt_lengths[rows] + columns - 1]  # [N, D]
         statistics = self.head(selected, response_ids[rows, columns], temperature)
         return statistics, selected.detach() if keep_hidden else None
+
+    def trajectory_energies(
+        self,
+        input_ids: Tensor,
+        prompt_lengths: Tensor,
+        response_mask: Tensor,
+        *,
+        importance_weights: Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """``||grad_theta sum_t rho_t ln p(y_t)||^2`` of every row [B], exact; one forward and one backward.
+
+        ``input_ids`` [B, S] left aligned, ``prompt_lengths`` [B], ``response_mask`` and ``importance_weights`` [B, T]
+        as in a batch. See :func:`agentrl.kernels.trajectory_energies`. Under ZeRO-3 every rank must call it.
+        """
+        rows, columns = response_mask.nonzero(as_tuple=True)
+        places = (rows, prompt_lengths[rows] + columns)
+        token_mask = torch.zeros_like(input_ids, dtype=torch.bool)
+        token_mask[places] = True
+        weights = None
+        if importance_weights is not None:
+            weights = torch.zeros(input_ids.shape, dtype=importance_weights.dtype, device=input_ids.device)
+            weights[places] = importance_weights[rows, columns]
+        return trajectory_energies(
+            self.causal_lm, input_ids, token_mask, importance_weights=weights, temperature=temperature
+        )
 
 
 def scatter_tokens(values: Tensor, mask: Tensor) -> Tensor:
