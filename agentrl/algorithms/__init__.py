@@ -17,7 +17,7 @@ from agentrl.algorithms.correction import (
 )
 from agentrl.algorithms.critic import ValueLoss, value_loss
 from agentrl.algorithms.diagnostics import HeadVariance, HeadVarianceAccumulator, diagonal_proxy, diagonal_proxy_power
-from agentrl.algorithms.energy import ENERGIES, logit_proxy_energy, realized_energy
+from agentrl.algorithms.energy import ENERGIES, cross_energy, logit_proxy_energy, realized_energy
 from agentrl.algorithms.entropy import entropy_bonus
 from agentrl.algorithms.errors import (
     AlgorithmError,
@@ -29,9 +29,11 @@ from agentrl.algorithms.errors import (
 from agentrl.algorithms.estimators import (
     ESTIMATORS,
     Estimate,
+    EstimatorNeeds,
     Rollouts,
     ScalarOptions,
     TokenBaselineOptions,
+    estimator_needs,
     register_estimator,
 )
 from agentrl.algorithms.kl import KL_ESTIMATORS, REWARD_KL_ESTIMATORS, RewardKL, kl_penalty, reward_kl
@@ -86,6 +88,7 @@ __all__ = [
     "DivergenceClipOptions",
     "DualClipOptions",
     "Estimate",
+    "EstimatorNeeds",
     "FixedKL",
     "GateOptions",
     "HeadVariance",
@@ -115,10 +118,12 @@ __all__ = [
     "compute_advantages",
     "correction_options",
     "correction_sums",
+    "cross_energy",
     "default_aggregation",
     "diagonal_proxy",
     "diagonal_proxy_power",
     "entropy_bonus",
+    "estimator_needs",
     "kl_penalty",
     "logit_proxy_energy",
     "loss_normalizer",

@@ -1,12 +1,16 @@
 """compute_advantages: from the rewards of grouped trajectories to one number a token."""
 
+from dataclasses import replace
+
 import torch
+from torch import Tensor
 
 from agentrl.algorithms.errors import InvalidInputError
-from agentrl.algorithms.estimators import ESTIMATORS, Estimate, Rollouts
-from agentrl.algorithms.normalization import normalize_by_group, whiten
+from agentrl.algorithms.estimators import ESTIMATORS, Estimate, EstimatorEntry, Rollouts
+from agentrl.algorithms.normalization import Moments, normalize_by_group
 from agentrl.algorithms.records import AdvantageInputs, Advantages
-from agentrl.algorithms.validation import as_mask, check_advantage_inputs, check_finite
+from agentrl.algorithms.rollouts import blocks_of_groups, take_rows
+from agentrl.algorithms.validation import as_mask, check_shapes
 
 
 @torch.no_grad()
@@ -15,35 +19,70 @@ def compute_advantages(estimator: str, inputs: AdvantageInputs, **options: objec
 
     Sums are in float64; the result is float32, or float64 if the rewards are. Options: the fields of the estimator's
     options record (`ESTIMATORS.option_names(name)`); what is left out has the record's default. All trajectories of a
-    group must be in one call. `normalize="whiten"` takes the rows of this call for the whole: pass the rows of all
-    ranks.
+    group must be in one call; where `estimator_needs(estimator, **options).step_wide` (whitening, and gpg's c) those of
+    the whole optimizer step, of all ranks.
 
     Raises UnknownNameError, InvalidOptionError, MissingInputError, InvalidInputError.
     """
     entry = ESTIMATORS[estimator]
     record = entry.make_options(f"estimator {estimator!r}", options)
-    check_advantage_inputs(inputs)
-    mask = as_mask("response_mask", inputs.response_mask)
-    if inputs.importance_weights is not None:
-        check_finite("importance_weights", inputs.importance_weights, mask)
-    rollouts = Rollouts.of(inputs, mask)
-    estimate = entry.function(rollouts, record)
-    return _finish(estimate, rollouts, getattr(record, "normalize", None))
+    check_shapes(inputs)
+    entry.check_inputs(estimator, inputs)
+    inputs = replace(inputs, response_mask=as_mask("response_mask", inputs.response_mask))
+    if inputs.loss_mask is not None:
+        inputs = replace(inputs, loss_mask=as_mask("loss_mask", inputs.loss_mask))
+    return _in_blocks(entry, record, inputs)
 
 
-def _finish(estimate: Estimate, rollouts: Rollouts, normalize: str | None) -> Advantages:
+def _in_blocks(entry: EstimatorEntry, record: object, inputs: AdvantageInputs) -> Advantages:
+    normalize = getattr(record, "normalize", None)
+    dtype = torch.float64 if inputs.rewards.dtype == torch.float64 else torch.float32
+    shape, device = inputs.rewards.shape, inputs.rewards.device
+    raw = torch.empty(shape, dtype=torch.float64 if normalize == "whiten" else dtype, device=device)
+    returns, baselines = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+    blocks = list(blocks_of_groups(inputs.groups, shape[1]))
+    whole = entry.function(Rollouts.of(inputs), record) if entry.step_wide and blocks else None
+    moments: Moments | None = None
+    for rows in blocks:
+        rollouts = Rollouts.of(take_rows(inputs, rows), rows)
+        estimate = entry.function(rollouts, record) if whole is None else whole.take(rows)
+        _check_weights(rollouts)
+        advantages = _advantages(estimate, rollouts, normalize)
+        if normalize == "whiten":
+            part = Moments.of(advantages, rollouts.mask)
+            moments = part if moments is None else moments.merge(part)
+        raw[rows] = advantages.to(raw.dtype)
+        returns[rows] = estimate.returns.to(dtype).masked_fill(~rollouts.mask, 0.0)
+        baselines[rows] = estimate.baselines.to(dtype).masked_fill(~rollouts.mask, 0.0)
+    if moments is not None:
+        raw = _whiten(raw, inputs.response_mask, moments, blocks, dtype)
+    return Advantages(advantages=raw, returns=returns, baselines=baselines)
+
+
+def _check_weights(rollouts: Rollouts) -> None:
+    """Importance weights that are given must be right, whether the estimator uses them or not."""
+    _ = rollouts.loss_ratio
+
+
+def _advantages(estimate: Estimate, rollouts: Rollouts, normalize: str | None) -> Tensor:
+    """[b, T] float64, 0 off the mask, all but whitened."""
     mask = rollouts.mask
-    dtype = torch.float64 if rollouts.inputs.rewards.dtype == torch.float64 else torch.float32
-    advantages = torch.where(mask, estimate.advantages, 0.0)
+    advantages = estimate.advantages.masked_fill(~mask, 0.0)
     if normalize == "group_std":
-        advantages = normalize_by_group(advantages, mask, rollouts.labels, rollouts.groups)
-    elif normalize == "whiten":
-        advantages = whiten(advantages, mask)
-    if not bool(torch.isfinite(advantages).all()):
-        row, position = (~torch.isfinite(advantages)).nonzero()[0].tolist()
-        raise InvalidInputError(f"the advantage in row {row} at position {position} is not finite: check the energies")
-    return Advantages(
-        advantages=advantages.to(dtype),
-        returns=torch.where(mask, estimate.returns, 0.0).to(dtype),
-        baselines=torch.where(mask, estimate.baselines, 0.0).to(dtype),
-    )
+        advantages = normalize_by_group(advantages, mask, rollouts.groups)
+    if not bool(torch.isfinite(advantages.sum())):
+        bad = ~torch.isfinite(advantages)
+        if bool(bad.any()):
+            row, position = bad.nonzero()[0].tolist()
+            raise InvalidInputError(
+                f"the advantage in row {int(rollouts.rows[row])} at position {position} is not finite: check the "
+                "energies"
+            )
+    return advantages
+
+
+def _whiten(raw: Tensor, mask: Tensor, moments: Moments, blocks: list[Tensor], dtype: torch.dtype) -> Tensor:
+    whitened = torch.empty(raw.shape, dtype=dtype, device=raw.device)
+    for rows in blocks:
+        whitened[rows] = moments.whiten(raw[rows], mask[rows]).to(dtype)
+    return whitened

@@ -1,115 +1,95 @@
-"""Optimal baselines column by column: the shared part of `otb` and `tir_otb`."""
+"""Optimal baselines column by column: the part that all weighted means over a group share."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.segments import segment_min, segment_sum
-
 TAILS = ("zero", "carry", "self")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Returns and weights laid out so that a column holds what shares one baseline within a group.
+    """J groups of N rows, laid out so that a column holds what shares one baseline within a group.
 
-    `valid` [B, C] marks the entries that exist, `returns` is G and `weights` W + eps there; `labels` [B] are groups 0
-    .. J-1.
+    `valid` marks the entries that exist, `returns` is G and `weights` W + eps there.
     """
 
-    returns: Tensor  # [B, C] float64
-    weights: Tensor  # [B, C] float64, positive where valid
-    valid: Tensor  # [B, C] bool
-    labels: Tensor  # [B] int64
-    groups: int  # J
+    returns: Tensor  # [J, N, C] float64
+    weights: Tensor  # [J, N, C] float64, positive where valid
+    valid: Tensor  # [J, N, C] bool
+    sizes: Tensor  # [J] rows of the group, at most N
 
 
 def column_baselines(columns: Columns, *, tail: str, leave_one_out: bool) -> Tensor:
-    """b [B, C]: sum W G / sum W over the group's entries of a column, 0 where invalid.
+    """b: sum W G / sum W over the group's entries of a column, [J, N, C], or [J, 1, C] where all rows share it.
 
     With `leave_one_out` every entry is left out of its own sums. Where an entry is alone in its column: 0 (`zero`), the
     row's last baseline in a column with two or more, 0 if there was none (`carry`), or G itself (`self`). A group
-    with one row has baseline 0 everywhere.
+    with one row has baseline 0 everywhere. Meaningless where not valid.
     """
     sums = _Sums.of(columns)
     shared = sums.excluding_own() if leave_one_out else sums.mean()
-    baselines = _apply_tail(columns, sums, shared, tail)
-    members = segment_sum(torch.ones_like(columns.labels), columns.labels, columns.groups)[columns.labels]
-    baselines = torch.where((members > 1).unsqueeze(-1), baselines, 0.0)
-    return torch.where(columns.valid, baselines, 0.0)
+    baselines = _with_tail(columns, sums.count, shared, tail)
+    return baselines.masked_fill_((columns.sizes == 1)[:, None, None], 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sums:
     """Group sums of every column, returns taken above the column's lowest: equal returns give exactly themselves."""
 
-    columns: Columns
-    weights: Tensor  # [B, C], 0 where invalid
-    above: Tensor  # [B, C] G - lowest, 0 where invalid
-    lowest: Tensor  # [J, C], 0 in empty columns
-    total: Tensor  # [J, C] sum of the weights
-    moment: Tensor  # [J, C] sum of weights * above
-    count: Tensor  # [J, C] contributors
+    weights: Tensor  # [J, N, C], 0 where invalid
+    above: Tensor  # [J, N, C] G - lowest, 0 where invalid
+    lowest: Tensor  # [J, 1, C], 0 in empty columns
+    count: Tensor  # [J, 1, C] contributors
+    valid: Tensor  # [J, N, C]
 
     @classmethod
     def of(cls, columns: Columns) -> "_Sums":
-        labels, groups = columns.labels, columns.groups
-        weights = torch.where(columns.valid, columns.weights, 0.0)
-        lowest = segment_min(torch.where(columns.valid, columns.returns, torch.inf), labels, groups)
-        lowest = torch.where(torch.isinf(lowest), 0.0, lowest)
-        above = torch.where(columns.valid, columns.returns - lowest[labels], 0.0)
+        invalid = ~columns.valid
+        lowest = columns.returns.masked_fill(invalid, torch.inf).amin(1, keepdim=True)
+        lowest = lowest.masked_fill_(lowest == torch.inf, 0.0)
         return cls(
-            columns=columns,
-            weights=weights,
-            above=above,
+            weights=columns.weights.masked_fill(invalid, 0.0),
+            above=(columns.returns - lowest).masked_fill_(invalid, 0.0),
             lowest=lowest,
-            total=segment_sum(weights, labels, groups),
-            moment=segment_sum(weights * above, labels, groups),
-            count=segment_sum(columns.valid.long(), labels, groups),
+            count=columns.valid.sum(1, keepdim=True),
+            valid=columns.valid,
         )
 
     def mean(self) -> Tensor:
-        """The weighted mean of the row's group in every column, [B, C]; 0 in empty columns."""
-        mean = self.lowest + self.moment / torch.where(self.count > 0, self.total, 1.0)
-        return mean[self.columns.labels]
+        """The weighted mean of every column, [J, 1, C]; 0 in empty columns."""
+        total = self.weights.sum(1, keepdim=True).masked_fill_(self.count == 0, 1.0)
+        return self.lowest + (self.weights * self.above).sum(1, keepdim=True) / total
 
     def excluding_own(self) -> Tensor:
-        """The same over the other rows of the group, [B, C]; meaningless where there is none.
+        """The same over the other rows, [J, N, C]; meaningless where there is none.
 
         Total minus own cancels where own is nearly all of it, so the sums without the heaviest row are formed on
         their own.
         """
-        labels, groups = self.columns.labels, self.columns.groups
-        heaviest = self._heaviest()
-        light = torch.where(heaviest, 0.0, self.weights)
-        total_light = segment_sum(light, labels, groups)[labels]
-        moment_light = segment_sum(light * self.above, labels, groups)[labels]
-        total = torch.where(heaviest, total_light, self.total[labels] - self.weights)
-        moment = torch.where(heaviest, moment_light, self.moment[labels] - self.weights * self.above)
-        others = self.count[labels] - self.columns.valid.long() > 0
-        return self.lowest[labels] + moment / torch.where(others, total, 1.0)
+        weighted = self.weights * self.above
+        heaviest = self.weights.max(1, keepdim=True).indices
+        total = self._without_own(self.weights, heaviest)
+        moment = self._without_own(weighted, heaviest)
+        others = self.count - self.valid.long()
+        return self.lowest + moment / total.masked_fill_(others == 0, 1.0)
 
-    def _heaviest(self) -> Tensor:
-        """[B, C] True at one row of every group and column: that with the largest weight, the first of equals."""
-        labels, groups = self.columns.labels, self.columns.groups
-        largest = -segment_min(-self.weights, labels, groups)
-        candidate = self.columns.valid & (self.weights == largest[labels])
-        row = torch.arange(labels.numel(), device=labels.device).unsqueeze(-1).to(self.weights.dtype)
-        chosen = segment_min(torch.where(candidate, row, torch.inf), labels, groups)
-        return candidate & (row == chosen[labels])
+    @staticmethod
+    def _without_own(terms: Tensor, heaviest: Tensor) -> Tensor:
+        rest = terms.scatter(1, heaviest, 0.0).sum(1, keepdim=True)
+        return (terms.sum(1, keepdim=True) - terms).scatter_(1, heaviest, rest)
 
 
-def _apply_tail(columns: Columns, sums: _Sums, shared: Tensor, tail: str) -> Tensor:
-    alone = (sums.count == 1)[columns.labels]
+def _with_tail(columns: Columns, count: Tensor, shared: Tensor, tail: str) -> Tensor:
+    alone = count == 1
     if tail == "zero":
-        return torch.where(alone, 0.0, shared)
+        return shared.masked_fill(alone, 0.0)
     if tail == "self":
         return torch.where(alone, columns.returns, shared)
     position = torch.arange(shared.shape[-1], device=shared.device)
-    last = torch.where(sums.count >= 2, position, -1)
+    last = torch.where(count >= 2, position, -1)  # [J, 1, C]
     if last.shape[-1]:
         last = last.cummax(-1).values  # the last column, so far, with two or more contributors
-    last = last[columns.labels]
-    carried = torch.where(last >= 0, shared.gather(-1, last.clamp(min=0)), 0.0)
+    carried = shared.gather(-1, last.clamp(min=0).expand_as(shared)).masked_fill_(last < 0, 0.0)
     return torch.where(alone, carried, shared)

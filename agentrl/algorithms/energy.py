@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.errors import MissingInputError, check_choice
-from agentrl.algorithms.records import AdvantageInputs
-from agentrl.algorithms.validation import check_finite, check_not_negative
+from agentrl.algorithms.errors import InvalidInputError, MissingInputError, check_choice
+from agentrl.algorithms.rollouts import Rollouts
 
 ENERGIES = ("logit_proxy", "length", "head_exact")
 
@@ -42,7 +41,32 @@ def realized_energy(
     return weighed.cumsum(-1)
 
 
-def token_energy(inputs: AdvantageInputs, mask: Tensor, energy: str) -> Tensor:
+@torch.no_grad()
+def cross_energy(log_p: Tensor, targets: Tensor, importance_weights: Tensor | None = None) -> Tensor:
+    """sum_{j <= k} rho_j rho_k max(0, <delta_j, delta_k>) of one trajectory's K model tokens, [K] float64.
+
+    log_p [K, V] are the log-probabilities of the whole vocabulary, targets [K] the sampled tokens, importance_weights
+    [K] the truncated rho times the loss mask (1 if None); delta = e_y - p (arXiv 2602.07078, Eq. 46 and 48). Memory and
+    time K^2 + K V, so this is for the laboratory: `AdvantageInputs.cross_energy` of the estimator `otb_cross`.
+
+    >>> both = torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log()
+    >>> [round(value, 6) for value in cross_energy(both, torch.tensor([0, 0])).tolist()]
+    [0.5, 1.0]
+    >>> [round(value, 6) for value in cross_energy(both, torch.tensor([0, 1])).tolist()]
+    [0.5, 0.5]
+    """
+    if log_p.ndim != 2 or targets.shape != log_p.shape[:1]:
+        raise InvalidInputError(f"log_p must be [K, V], targets [K]; got {tuple(log_p.shape)}, {tuple(targets.shape)}")
+    delta = -log_p.double().exp()
+    delta.scatter_add_(-1, targets.unsqueeze(-1), torch.ones_like(delta[:, :1]))
+    products = (delta @ delta.t()).clamp_(min=0.0)
+    if importance_weights is not None:
+        ratio = importance_weights.double()
+        products *= ratio * ratio.unsqueeze(-1)
+    return products.tril().sum(-1)
+
+
+def token_energy(rollouts: Rollouts, energy: str) -> Tensor:
     """w_t [B, T] in float64 of the kind `energy`, 0 off the mask.
 
     `logit_proxy`: the kernel's `token_energy`, else from log_probs and sum_pi_squared. `head_exact`: that times
@@ -53,35 +77,30 @@ def token_energy(inputs: AdvantageInputs, mask: Tensor, energy: str) -> Tensor:
     """
     check_choice("energy", energy, ENERGIES)
     if energy == "length":
-        return mask.double()
-    proxy = _proxy(inputs, mask, energy)
+        return rollouts.mask.double()
+    proxy = _proxy(rollouts, energy)
     if energy == "logit_proxy":
         return proxy
-    norms = _read(inputs, "hidden_norm_squared", mask, energy)
-    check_not_negative("hidden_norm_squared", norms, mask)
-    return proxy * norms
+    return proxy.mul_(_read(rollouts, "hidden_norm_squared", energy, negative=False))
 
 
-def _proxy(inputs: AdvantageInputs, mask: Tensor, energy: str) -> Tensor:
+def _proxy(rollouts: Rollouts, energy: str) -> Tensor:
+    inputs = rollouts.inputs
     if inputs.token_energy is not None:
-        given = _read(inputs, "token_energy", mask, energy)
-        check_not_negative("token_energy", given, mask)
-        return given
+        return _read(rollouts, "token_energy", energy, negative=False)
     if inputs.log_probs is None and inputs.sum_pi_squared is None:
         raise MissingInputError(
             f"energy={energy!r} needs token_energy (TokenStatistics.energy of the policy's forward), or log_probs and "
             "sum_pi_squared; energy='length' needs none"
         )
-    log_probs = _read(inputs, "log_probs", mask, energy)
-    sum_pi_squared = _read(inputs, "sum_pi_squared", mask, energy)
-    return torch.where(mask, logit_proxy_energy(log_probs, sum_pi_squared), 0.0)
+    log_probs = _read(rollouts, "log_probs", energy)
+    sum_pi_squared = _read(rollouts, "sum_pi_squared", energy)
+    return logit_proxy_energy(log_probs, sum_pi_squared).masked_fill_(~rollouts.mask, 0.0)
 
 
-def _read(inputs: AdvantageInputs, name: str, mask: Tensor, energy: str) -> Tensor:
-    tensor = getattr(inputs, name)
-    if tensor is None:
+def _read(rollouts: Rollouts, name: str, energy: str, *, negative: bool = True) -> Tensor:
+    if getattr(rollouts.inputs, name) is None:
         raise MissingInputError(
             f"energy={energy!r} needs {name} (TokenStatistics.{name} of the policy's forward); 'length' needs none"
         )
-    check_finite(name, tensor, mask)
-    return torch.where(mask, tensor.detach().double(), 0.0)
+    return rollouts.read(name, negative=negative)

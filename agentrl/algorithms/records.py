@@ -21,8 +21,12 @@ class AdvantageInputs:
     >>> compute_advantages("rloo", inputs).advantages.tolist()
     [[1.0, 1.0, 1.0, 0.0], [-1.0, -1.0, 0.0, -1.0]]
 
-    Values at positions outside the response mask reach no result, whatever they are. `importance_weights` is the
-    truncated ratio rho times the loss mask: zero where a model token was rejected from the loss.
+    Values at positions outside the response mask reach no result, whatever they are.
+
+    Energies count a token with `(importance_weights * loss_mask)^2`; what is missing of the two counts as 1 on every
+    model token. So a token rejected by a zero weight and one rejected by the loss mask give the same baseline. Rewards,
+    returns and compact indices are those of the response mask whatever is rejected. `cross_energy` and
+    `trajectory_energy` come with the weights already inside, because they do not factor.
     """
 
     rewards: Tensor  # [B, T] float
@@ -32,19 +36,22 @@ class AdvantageInputs:
     sum_pi_squared: Tensor | None = None  # [B, T]
     token_energy: Tensor | None = None  # [B, T] w_t as the kernel computes it; without it, formed from the two above
     hidden_norm_squared: Tensor | None = None  # [B, T] for head-exact energy
-    cross_energy: Tensor | None = None  # [B, T] sum_{k<=t} <delta_k, delta_t>^+, laboratory only
+    cross_energy: Tensor | None = None  # [B, T] sum_{k<=t} rho_k rho_t <delta_k, delta_t>^+, laboratory only
     importance_weights: Tensor | None = None  # [B, T] truncated rho, 0 where rejected from the loss
-    trajectory_energy: Tensor | None = None  # [B] exact ||grad log pi(tau)||^2
+    loss_mask: Tensor | None = None  # [B, T] bool, the response mask minus what is rejected from the loss
+    trajectory_energy: Tensor | None = None  # [B] exact ||sum_t rho_t grad log p_t||^2
     values: Tensor | None = None  # [B, T] critic
-    greedy_returns: Tensor | None = None  # [B]
+    bootstrap_values: Tensor | None = None  # [B] critic's V after the last token; 0, or None for all, where it ended
+    greedy_returns: Tensor | None = None  # [B] return of the problem's greedy rollout
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advantages:
     """Each [B, T], detached, 0 off model tokens; float64 if the rewards are, else float32.
 
-    `returns` holds G_k (token estimators) or R on every model token (scalar ones), `baselines` what was subtracted.
-    Without normalisation advantages = returns - baselines.
+    `returns` holds G_k (token estimators), R on every model token (scalar ones) or A + V (gae), `baselines` what was
+    subtracted. Without normalisation advantages = returns - baselines, times gpg's c for gpg and over the standard
+    deviation for grpo.
     """
 
     advantages: Tensor

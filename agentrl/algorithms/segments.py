@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_SCAN_WIDTH = 32
+
 
 @dataclass(frozen=True, kw_only=True)
 class Compact:
@@ -19,27 +21,32 @@ class Compact:
 
     mask: Tensor  # [B, T] bool: the positions that are kept
     index: Tensor  # [B, T] compact index of every position (that of the last model token before it; at least 0)
+    position: Tensor  # [B, K] where each entry came from; 0 for entries that do not exist
     valid: Tensor  # [B, K] bool: which entries of the compact layout exist
 
     @classmethod
     def of(cls, mask: Tensor) -> "Compact":
         """The compact layout of a boolean mask [B, T]."""
+        rows, width = mask.shape
         count = mask.sum(-1)
         longest = int(count.max()) if count.numel() else 0
         valid = torch.arange(longest, device=mask.device) < count.unsqueeze(-1)
-        return cls(mask=mask, index=(mask.cumsum(-1) - 1).clamp_(min=0), valid=valid)
+        index = (mask.cumsum(-1) - 1).clamp_(min=0)
+        # What is off the mask goes to one more entry at the end, which is cut off.
+        target = index.masked_fill(~mask, longest)
+        source = torch.arange(width, device=mask.device).expand(rows, width)
+        position = index.new_zeros(rows, longest + 1).scatter_(-1, target, source)[:, :longest]
+        return cls(mask=mask, index=index, position=position, valid=valid)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """[B, T] -> [B, K]; entries that do not exist are 0."""
-        result = tensor.new_zeros(self.valid.shape)
-        result[self.valid] = tensor[self.mask]
-        return result
+        return tensor.gather(-1, self.position).masked_fill_(~self.valid, 0)
 
     def scatter(self, tensor: Tensor) -> Tensor:
         """[B, K] -> [B, T]; 0 off the mask."""
-        result = tensor.new_zeros(self.mask.shape)
-        result[self.mask] = tensor[self.valid]
-        return result
+        if not tensor.shape[-1]:
+            return tensor.new_zeros(self.mask.shape)
+        return tensor.gather(-1, self.index).masked_fill_(~self.mask, 0)
 
 
 def relabel(groups: Tensor) -> tuple[Tensor, int]:
@@ -53,30 +60,27 @@ def segment_sum(values: Tensor, labels: Tensor, segments: int) -> Tensor:
     return values.new_zeros((segments, *values.shape[1:])).index_add_(0, labels, values)
 
 
-def segment_min(values: Tensor, labels: Tensor, segments: int) -> Tensor:
-    """Smallest value of every segment, values [n, ...] -> [segments, ...]; inf where a segment is empty."""
-    start = values.new_full((segments, *values.shape[1:]), torch.inf)
-    index = labels.reshape(-1, *[1] * (values.ndim - 1)).expand_as(values)
-    return start.scatter_reduce_(0, index, values, "amin")
-
-
-def group_mean(values: Tensor, labels: Tensor, groups: int) -> Tensor:
-    """Mean of values [B] in every group [J], exact where a group's values are all equal."""
-    lowest = segment_min(values, labels, groups)
-    count = segment_sum(torch.ones_like(values), labels, groups)
-    return lowest + segment_sum(values - lowest[labels], labels, groups) / count
-
-
 def reward_to_go(rewards: Tensor, gamma: float) -> Tensor:
     """G_k = sum_{j >= k} gamma^(j-k) r_j along the last dimension of compact rewards [B, K].
 
-    By doubling, so a long row neither overflows nor takes a loop over its tokens: after s rounds every entry holds
-    the sum of the next 2^s rewards.
+    A product with powers of gamma inside blocks, and the same over the blocks' sums: a long row neither overflows nor
+    takes a loop over its tokens.
     """
     if gamma == 1.0:
         return rewards.flip(-1).cumsum(-1).flip(-1)
-    result, step, factor = rewards.clone(), 1, gamma
-    while step < rewards.shape[-1] and factor != 0.0:
-        result[:, :-step] += factor * result[:, step:]
-        step, factor = 2 * step, factor * factor
-    return result
+    if gamma == 0.0:
+        return rewards.clone()
+    rows, width = rewards.shape
+    size = min(_SCAN_WIDTH, width)
+    if width == 0:
+        return rewards.clone()
+    blocks = -(-width // size)
+    padded = torch.nn.functional.pad(rewards, (0, blocks * size - width))
+    step = torch.arange(size, device=rewards.device)
+    distance = (step.unsqueeze(-1) - step).clamp(min=0)  # j - k at [j, k]
+    powers = (gamma ** distance.to(rewards.dtype)).tril()
+    inside = padded.view(rows, blocks, size) @ powers  # up to the block's end
+    if blocks > 1:
+        starts = reward_to_go(inside[..., 0].contiguous(), gamma**size)  # G at the start of every block
+        inside[:, :-1] += gamma ** (size - step).to(rewards.dtype) * starts[:, 1:, None]
+    return inside.view(rows, -1)[:, :width]

@@ -8,11 +8,12 @@ from torch import Tensor
 from agentrl.algorithms.errors import InvalidInputError
 from agentrl.algorithms.records import AdvantageInputs
 
-_PER_TRAJECTORY = ("groups", "trajectory_energy", "greedy_returns")
+_PER_TRAJECTORY = ("groups", "trajectory_energy", "bootstrap_values", "greedy_returns")
+_NOT_FLOATING = ("response_mask", "loss_mask", "groups")
 
 
-def check_advantage_inputs(inputs: AdvantageInputs) -> None:
-    """Raise InvalidInputError unless shapes, dtypes, the mask and the rewards are what the record promises."""
+def check_shapes(inputs: AdvantageInputs) -> None:
+    """Raise InvalidInputError unless shapes and dtypes are what the record promises."""
     if inputs.rewards.ndim != 2:
         raise InvalidInputError(f"rewards must be [B, T]; got {tuple(inputs.rewards.shape)}")
     shape = inputs.rewards.shape
@@ -23,19 +24,31 @@ def check_advantage_inputs(inputs: AdvantageInputs) -> None:
         expected = shape[:1] if field.name in _PER_TRAJECTORY else shape
         if tensor.shape != expected:
             raise InvalidInputError(f"{field.name} must be {tuple(expected)} as rewards; got {tuple(tensor.shape)}")
-        if field.name not in ("response_mask", "groups") and not tensor.is_floating_point():
+        if field.name not in _NOT_FLOATING and not tensor.is_floating_point():
             raise InvalidInputError(f"{field.name} must be floating; got {tensor.dtype}")
     if inputs.groups.dtype not in (torch.int64, torch.int32):
         raise InvalidInputError(f"groups must be int64; got {inputs.groups.dtype}")
-    mask = as_mask("response_mask", inputs.response_mask)
-    _check_rows(mask)
-    check_finite("rewards", inputs.rewards, mask)
-    misplaced = ~mask & torch.isfinite(inputs.rewards) & (inputs.rewards != 0)
+
+
+def check_rows(mask: Tensor, rows: Tensor) -> None:
+    """Raise InvalidInputError at the first row of mask [b, T] without a model token."""
+    empty = ~mask.any(-1)
+    if bool(empty.any()):
+        row = int(rows[empty.nonzero()[0]])
+        raise InvalidInputError(f"row {row} has no model token: such a trajectory is a bug where it was made")
+
+
+def check_rewards_placed(rewards: Tensor, mask: Tensor, rows: Tensor) -> None:
+    """Raise InvalidInputError at the first finite reward off the mask [b, T]."""
+    off = rewards.masked_fill(mask, 0)
+    if float(off.abs().sum()) == 0.0:
+        return
+    misplaced = torch.isfinite(off) & (off != 0)
     if bool(misplaced.any()):
         row, position = _first(misplaced)
         raise InvalidInputError(
-            f"rewards holds {float(inputs.rewards[row, position])} in row {row} at position {position}, which is no "
-            "model token: a reward stands on the last model token of its turn"
+            f"rewards holds {float(rewards[row, position])} in row {int(rows[row])} at position {position}, which is "
+            "no model token: a reward stands on the last model token of its turn"
         )
 
 
@@ -48,31 +61,32 @@ def as_mask(name: str, mask: Tensor) -> Tensor:
     return mask.bool()
 
 
-def check_finite(name: str, tensor: Tensor, mask: Tensor) -> None:
-    """Raise InvalidInputError at the first NaN or infinity where the mask is True."""
+def check_finite(name: str, tensor: Tensor, mask: Tensor, rows: Tensor | None = None) -> None:
+    """Raise InvalidInputError at the first NaN or infinity where the mask is True.
+
+    `rows` are the numbers by which the message names the rows, if they are not 0, 1, ...
+    """
     bad = mask & ~torch.isfinite(tensor)
     if bool(bad.any()):
         row, position = _first(bad)
         raise InvalidInputError(
-            f"{name} is {float(tensor[row, position])} at a model token: row {row}, position {position}"
+            f"{name} is {float(tensor[row, position])} at a model token: row {_name(row, rows)}, position {position}"
         )
 
 
-def check_not_negative(name: str, tensor: Tensor, mask: Tensor) -> None:
-    """Raise InvalidInputError at the first negative value where the mask is True."""
+def check_not_negative(name: str, tensor: Tensor, mask: Tensor, rows: Tensor | None = None) -> None:
+    """Raise InvalidInputError at the first negative value where the mask is True; `rows` as in `check_finite`."""
     bad = mask & (tensor < 0)
     if bool(bad.any()):
         row, position = _first(bad)
         raise InvalidInputError(
-            f"{name} is {float(tensor[row, position])} in row {row} at position {position}; it cannot be negative"
+            f"{name} is {float(tensor[row, position])} in row {_name(row, rows)} at position {position}; it cannot be "
+            "negative"
         )
 
 
-def _check_rows(mask: Tensor) -> None:
-    empty = ~mask.any(-1)
-    if bool(empty.any()):
-        row = int(empty.nonzero()[0])
-        raise InvalidInputError(f"row {row} has no model token: such a trajectory is a bug where it was made")
+def _name(row: int, rows: Tensor | None) -> int:
+    return row if rows is None else int(rows[row])
 
 
 def _first(where: Tensor) -> tuple[int, int]:

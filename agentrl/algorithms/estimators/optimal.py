@@ -1,0 +1,143 @@
+"""Optimal baselines: means over the group weighted by energies, of a trajectory (`ogb`, `eob`) or of a token (`otb`).
+
+Every weight is an energy W plus eps times the energy's scale, so the mean is exact for equal returns and becomes the
+plain one where energies vanish; sum (W + eps) A = 0 over whatever shares a baseline (FORMULAS 4).
+"""
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.baselines import Columns, column_baselines
+from agentrl.algorithms.energy import token_energy
+from agentrl.algorithms.estimators.options import (
+    CrossBaselineOptions,
+    ExactEnergyOptions,
+    GlobalBaselineOptions,
+    TokenBaselineOptions,
+)
+from agentrl.algorithms.estimators.registry import register_estimator
+from agentrl.algorithms.estimators.scalar import scalar_estimate, weighted_means
+from agentrl.algorithms.rollouts import Estimate, Rollouts
+
+
+@register_estimator("ogb", options=GlobalBaselineOptions, group_based=True)
+def ogb(rollouts: Rollouts, options: GlobalBaselineOptions) -> Estimate:
+    """A = R - b, b = sum (W_K + eps) R / sum (W_K + eps), W_K = sum_j (rho_j loss_mask_j)^2 w_j.
+
+    The Optimal Global Baseline with the proxy energy (arXiv 2602.07078, Eq. 21). A group of one: A = R.
+    """
+    energies = _weighed_energy(rollouts, options.energy).sum(-1, keepdim=True)
+    weights = _weights(rollouts, energies, options).squeeze(-1)
+    return scalar_estimate(rollouts.totals, weighted_means(rollouts, weights, leave_one_out=options.leave_one_out))
+
+
+@register_estimator("eob", options=ExactEnergyOptions, requires=("trajectory_energy",), group_based=True)
+def eob(rollouts: Rollouts, options: ExactEnergyOptions) -> Estimate:
+    """A = R - b, b = sum (E + eps) R / sum (E + eps), E = ||sum_t rho_t grad log p_t||^2 as given, exact.
+
+    The optimal constant baseline (Greensmith et al., JMLR 5, 2004). E comes in units of its own, so its scale, by which
+    eps is multiplied, is the group's mean weight. A group of one: A = R.
+    """
+    energy = rollouts.read_trajectories("trajectory_energy", negative=False)
+    if options.loss_aggregation == "seq_mean_token_mean":
+        energy = energy / rollouts.lengths.square()
+    scale = rollouts.groups.mean(energy)
+    weights = energy + options.epsilon * torch.where(scale > 0, scale, 1.0)
+    return scalar_estimate(rollouts.totals, weighted_means(rollouts, weights, leave_one_out=options.leave_one_out))
+
+
+@register_estimator("otb", options=TokenBaselineOptions, group_based=True)
+def otb(rollouts: Rollouts, options: TokenBaselineOptions) -> Estimate:
+    """A_t = G_t - b_t, b_t = sum (W_t + eps) G_t / sum (W_t + eps) over the group's model tokens in *column* t.
+
+    The Optimal Token Baseline (arXiv 2602.07078, Theorem 4.1) for left-aligned answers without observations. With
+    observations a column mixes model tokens of some trajectories with gaps of others: use `tir_otb`.
+    """
+    groups = rollouts.groups
+    returns = rollouts.returns(options.gamma)
+    energies = _weighed_energy(rollouts, options.energy).cumsum(-1)
+    columns = Columns(
+        returns=groups.stack(returns),
+        weights=groups.stack(_weights(rollouts, energies, options)),
+        valid=groups.stack(rollouts.mask) & groups.present.unsqueeze(-1),
+        sizes=groups.sizes,
+    )
+    baselines = groups.unstack(column_baselines(columns, tail=options.tail, leave_one_out=options.leave_one_out))
+    return Estimate(advantages=returns - baselines, returns=returns, baselines=baselines)
+
+
+@register_estimator("tir_otb", options=TokenBaselineOptions, group_based=True)
+def tir_otb(rollouts: Rollouts, options: TokenBaselineOptions) -> Estimate:
+    """A_k = G_k - b_k, b_k = sum (W_k + eps) G_k / sum (W_k + eps) over the group's trajectories with K > k.
+
+    The Optimal Token Baseline (arXiv 2602.07078) for tool-integrated reasoning: k counts model tokens, observations are
+    taken out before and put back after. Equals `otb` on contiguous, left-aligned masks.
+    """
+    energies = _weighed_energy(rollouts, options.energy).cumsum(-1)
+    return _by_compact_index(rollouts, energies, options)
+
+
+@register_estimator("otb_isolated", options=TokenBaselineOptions, group_based=True)
+def otb_isolated(rollouts: Rollouts, options: TokenBaselineOptions) -> Estimate:
+    """As `tir_otb` with the token's own energy (rho_k loss_mask_k)^2 w_k (arXiv 2602.07078, Eq. 52)."""
+    return _by_compact_index(rollouts, _weighed_energy(rollouts, options.energy), options)
+
+
+@register_estimator("otb_total", options=TokenBaselineOptions, group_based=True)
+def otb_total(rollouts: Rollouts, options: TokenBaselineOptions) -> Estimate:
+    """As `tir_otb` with the trajectory's whole energy W_K at every k: acausal (arXiv 2602.07078, Eq. 34)."""
+    energies = _weighed_energy(rollouts, options.energy).sum(-1, keepdim=True)
+    return _by_compact_index(rollouts, energies.expand(rollouts.mask.shape), options)
+
+
+@register_estimator("otb_cross", options=CrossBaselineOptions, requires=("cross_energy",), group_based=True)
+def otb_cross(rollouts: Rollouts, options: CrossBaselineOptions) -> Estimate:
+    """As `tir_otb` with sum_{j<=k} rho_j rho_k max(0, <delta_j, delta_k>) (arXiv 2602.07078, Eq. 46 and 48).
+
+    `cross_energy` holds that whole sum, the importance weights inside (`agentrl.algorithms.cross_energy` forms it):
+    `importance_weights` and `loss_mask` do not enter again.
+    """
+    return _by_compact_index(rollouts, rollouts.read("cross_energy", negative=False), options)
+
+
+def _by_compact_index(rollouts: Rollouts, energies: Tensor, options: CrossBaselineOptions) -> Estimate:
+    """G_k - b_k with the energies [B, T] of the model tokens, shared by compact index."""
+    layout, groups = rollouts.layout, rollouts.groups
+    returns = rollouts.returns(options.gamma)
+    columns = Columns(
+        returns=groups.stack(layout.gather(returns)),
+        weights=groups.stack(layout.gather(_weights(rollouts, energies, options))),
+        valid=groups.stack(layout.valid) & groups.present.unsqueeze(-1),
+        sizes=groups.sizes,
+    )
+    shared = column_baselines(columns, tail=options.tail, leave_one_out=options.leave_one_out)
+    baselines = layout.scatter(groups.unstack(shared))
+    return Estimate(advantages=returns - baselines, returns=returns, baselines=baselines)
+
+
+def _weighed_energy(rollouts: Rollouts, energy: str) -> Tensor:
+    """(rho_t loss_mask_t)^2 w_t on model tokens, [B, T]."""
+    energies = token_energy(rollouts, energy)
+    ratio = rollouts.loss_ratio
+    return energies if ratio is None else energies.mul_(ratio.square())
+
+
+def _weights(rollouts: Rollouts, energies: Tensor, options: CrossBaselineOptions | GlobalBaselineOptions) -> Tensor:
+    """W + eps from energies W [B, T] or [B, 1]: positive on model tokens.
+
+    A loss that averages every sequence over its own tokens multiplies a trajectory's gradient by 1 / K and so W by
+    1 / K^2.
+    """
+    if options.loss_aggregation == "seq_mean_token_mean":
+        energies = energies / rollouts.lengths.unsqueeze(-1).square()
+    if getattr(options, "energy", None) != "head_exact":
+        return energies + options.epsilon
+    return energies + options.epsilon * _hidden_scale(rollouts).unsqueeze(-1)
+
+
+def _hidden_scale(rollouts: Rollouts) -> Tensor:
+    """Mean ||h||^2 over the model tokens of the row's group [B], so that no other group changes the result."""
+    groups = rollouts.groups
+    sums = groups.sum(rollouts.read("hidden_norm_squared", negative=False).sum(-1))
+    scale = sums / groups.sum(rollouts.lengths)
+    return torch.where(scale > 0, scale, 1.0)

@@ -1,0 +1,133 @@
+"""Options of the estimators: frozen records whose defaults are *the* defaults. InvalidOptionError on a bad value."""
+
+import math
+from dataclasses import dataclass
+
+from agentrl.algorithms.aggregation import AGGREGATIONS
+from agentrl.algorithms.baselines import TAILS
+from agentrl.algorithms.energy import ENERGIES
+from agentrl.algorithms.errors import InvalidOptionError, check_choice
+from agentrl.algorithms.normalization import NORMALIZATIONS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalarOptions:
+    """Options of the estimators that put one number on a trajectory."""
+
+    normalize: str | None = None  # None, group_std or whiten: see FORMULAS 4
+
+    def __post_init__(self) -> None:
+        check_choice("normalize", self.normalize, NORMALIZATIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhitenedOptions(ScalarOptions):
+    """The same for those that are whitened by definition; `normalize=None` leaves the whitening out."""
+
+    normalize: str | None = "whiten"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiscountedOptions(WhitenedOptions):
+    """Options of `reinforce_pp`."""
+
+    gamma: float = 1.0  # discount a model token, in [0, 1]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_fraction("gamma", self.gamma)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaeOptions(DiscountedOptions):
+    """Options of `gae`."""
+
+    lam: float = 1.0  # in [0, 1]: 0 trusts the critic after one token, 1 the rewards alone
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_fraction("lam", self.lam)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedOptions(ScalarOptions):
+    """Options of `opo`: a weighted mean over the group."""
+
+    leave_one_out: bool = False  # leave a trajectory out of its own baseline: unbiased
+    epsilon: float = 1e-8  # added to the weights, in units of their scale
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_flag("leave_one_out", self.leave_one_out)
+        _check_positive("epsilon", self.epsilon)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactEnergyOptions(WeightedOptions):
+    """Options of `eob`."""
+
+    energy: str = "exact"  # by definition; with another energy this baseline is `ogb`
+    loss_aggregation: str = "token_mean"  # how the loss weighs tokens: seq_mean_token_mean makes the weights E / K^2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("energy", self.energy, ("exact",))
+        check_choice("loss_aggregation", self.loss_aggregation, AGGREGATIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalBaselineOptions(WeightedOptions):
+    """Options of `ogb`."""
+
+    energy: str = "logit_proxy"  # logit_proxy, length or head_exact
+    loss_aggregation: str = "token_mean"  # how the loss weighs tokens: seq_mean_token_mean makes the weights W / K^2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("energy", self.energy, ENERGIES)
+        check_choice("loss_aggregation", self.loss_aggregation, AGGREGATIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossBaselineOptions(WeightedOptions):
+    """Options of `otb_cross`, whose energy is given."""
+
+    tail: str = "zero"  # zero, carry or self: the baseline where one trajectory is alone
+    gamma: float = 1.0  # discount a model token, in [0, 1]
+    loss_aggregation: str = "token_mean"  # how the loss weighs tokens: seq_mean_token_mean makes the weights W / K^2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("tail", self.tail, TAILS)
+        _check_fraction("gamma", self.gamma)
+        check_choice("loss_aggregation", self.loss_aggregation, AGGREGATIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBaselineOptions(CrossBaselineOptions):
+    """Options of the other optimal token baselines."""
+
+    energy: str = "logit_proxy"  # logit_proxy, length or head_exact
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("energy", self.energy, ENERGIES)
+
+
+def _check_fraction(name: str, value: object) -> None:
+    if not _is_number(value) or not 0.0 <= float(value) <= 1.0:  # type: ignore[arg-type]
+        raise InvalidOptionError(f"{name}={value!r} lies outside [0, 1]")
+
+
+def _check_positive(name: str, value: object) -> None:
+    if not _is_number(value) or not 0.0 < float(value) < math.inf:  # type: ignore[arg-type]
+        raise InvalidOptionError(f"{name}={value!r} must be positive and finite")
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidOptionError(f"{name}={value!r} must be True or False")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

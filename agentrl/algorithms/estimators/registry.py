@@ -1,0 +1,127 @@
+"""The table of estimators, and what each needs: which inputs, and how much of the step at once.
+
+Add one with the decorator; its options are the fields of a frozen dataclass:
+
+    @register_estimator("mean", options=ScalarOptions)
+    def mean(rollouts: Rollouts, options: ScalarOptions) -> Estimate: ...
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+
+from agentrl.algorithms.errors import AlgorithmError, MissingInputError, UnknownNameError
+from agentrl.algorithms.records import AdvantageInputs
+from agentrl.algorithms.registry import Entry, NoOptions, Registry
+from agentrl.algorithms.rollouts import Estimate
+
+EstimatorFunction = Callable[..., Estimate]  # (Rollouts, options record) -> Estimate
+
+_INPUTS = tuple(field.name for field in fields(AdvantageInputs))
+_OF_ENERGY: Mapping[str, frozenset[str]] = {
+    "logit_proxy": frozenset({"token_energy"}),
+    "head_exact": frozenset({"token_energy", "hidden_norm_squared"}),
+    "length": frozenset(),
+    "exact": frozenset({"trajectory_energy"}),
+}
+_PROVIDERS: Mapping[str, str] = {
+    "values": "values [B, T] of a critic: in training the setting algorithm.estimator=gae brings one along (critic.*)",
+    "greedy_returns": "greedy_returns [B], the return of one greedy rollout a problem: in training the setting "
+    "algorithm.estimator=remax samples it",
+    "trajectory_energy": "trajectory_energy [B], the exact energies of agentrl.kernels.trajectory_energies: in "
+    "training the setting algorithm.estimator=eob computes them",
+    "cross_energy": "cross_energy [B, T], which only the laboratory computes: agentrl variance --estimators otb_cross",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatorNeeds:
+    """What an estimator with its options needs of whoever calls it.
+
+    `inputs`: names of AdvantageInputs beside the three that are always needed; `token_energy` may be replaced by
+    log_probs and sum_pi_squared. `step_wide`: the rows of the whole optimizer step, of all ranks, must be in one call;
+    otherwise those of each group. `reason` says why, and is empty if not step_wide.
+    """
+
+    inputs: frozenset[str]
+    step_wide: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class EstimatorEntry(Entry[EstimatorFunction]):
+    """A registered estimator."""
+
+    requires: frozenset[str] = frozenset()  # inputs that it needs whatever its options
+    step_wide: bool = False  # its rule looks beyond a trajectory's own group
+    group_based: bool = False  # its baseline comes from the group's trajectories: groups of one have baseline 0
+
+    def needs(self, record: object) -> EstimatorNeeds:
+        """With options as `make_options` gives them."""
+        energy = getattr(record, "energy", None)
+        inputs = self.requires | (_OF_ENERGY[energy] if energy is not None else frozenset())
+        reason = "its rule counts the groups of the whole step" if self.step_wide else ""
+        if getattr(record, "normalize", None) == "whiten":
+            reason = "whitening takes the mean over the whole step"
+        return EstimatorNeeds(inputs=inputs, step_wide=bool(reason), reason=reason)
+
+    def check_inputs(self, name: str, inputs: AdvantageInputs) -> None:
+        """Raise MissingInputError that says what provides the first input that is required and missing."""
+        for required in sorted(self.requires):
+            if getattr(inputs, required) is None:
+                what = _PROVIDERS.get(required, required)
+                raise MissingInputError(f"estimator {name!r} needs {what}")
+
+
+class EstimatorRegistry(Registry[EstimatorFunction]):
+    """Names -> estimators."""
+
+    def register(
+        self,
+        name: str,
+        options: type = NoOptions,
+        *,
+        requires: Iterable[str] = (),
+        step_wide: bool = False,
+        group_based: bool = False,
+    ) -> Callable[[EstimatorFunction], EstimatorFunction]:
+        """Decorator: add an estimator under `name`.
+
+        `requires` names the fields of AdvantageInputs that must be given. Without `step_wide` the function sees some
+        whole groups at a time, never a part of one. AlgorithmError if the name is taken, UnknownNameError if a required
+        input does not exist.
+        """
+        needed = frozenset(requires)
+        for each in sorted(needed):
+            if each not in _INPUTS:
+                raise UnknownNameError("input", each, _INPUTS, owner=f"AdvantageInputs, required by estimator {name!r}")
+
+        def add(function: EstimatorFunction) -> EstimatorFunction:
+            if name in self._entries:
+                raise AlgorithmError(f"{self.kind} {name!r} is already registered")
+            self._entries[name] = EstimatorEntry(
+                function, options, requires=needed, step_wide=step_wide, group_based=group_based
+            )
+            return function
+
+        return add
+
+    def __getitem__(self, name: str) -> EstimatorEntry:
+        entry = super().__getitem__(name)
+        assert isinstance(entry, EstimatorEntry)
+        return entry
+
+
+ESTIMATORS = EstimatorRegistry("estimator")
+register_estimator = ESTIMATORS.register
+
+
+def estimator_needs(name: str, **options: object) -> EstimatorNeeds:
+    """What the named estimator needs with these options; what is left out has the default of its record.
+
+    >>> estimator_needs("gae").step_wide, sorted(estimator_needs("gae", normalize=None).inputs)
+    (True, ['values'])
+
+    Raises UnknownNameError, InvalidOptionError.
+    """
+    entry = ESTIMATORS[name]
+    return entry.needs(entry.make_options(f"estimator {name!r}", options))
