@@ -310,9 +310,7 @@ class Driver:
             taken = len(merged.token_ids) if merged else 0
             piece = await self._engine.generate(
                 draft.context,
-                Sampling(
-                    max_tokens=limit - taken, stop=episode.stop, temperature=play.temperature_of(draft.sample)
-                ),
+                Sampling(max_tokens=limit - taken, stop=episode.stop, temperature=play.temperature_of(draft.sample)),
                 trajectory_id=draft.name,
                 request_id=request_id,
                 seed=sampling_key(self._seed, draft.step, draft.issue.index, draft.sample, turn, part),

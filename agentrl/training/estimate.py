@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from agentrl.training.objective_settings import ObjectiveSettings
 from agentrl.training.plan import PassPlan, plan_passes
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def planned_passes(settings: Settings) -> PassPlan:
     """The passes of a step whose groups are as long as they may be."""
     longest = settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens
     return plan_passes(
-        settings.algorithm,
+        ObjectiveSettings.of(settings),
         group_tokens=settings.rollout.group_size * longest,
         budget=settings.training.micro_batch_tokens,
     )

@@ -199,7 +199,9 @@ def test_gradient_checkpointing_changes_nothing(kind: str) -> None:
     model.train()
     assert_equal(energies(model, rows), wanted)
     assert_equal(energies(model, rows, side="left"), wanted)
-    frozen = [name for name, item in model.named_parameters() if "mlp" not in name and item.requires_grad_(False) is item]
+    frozen = [
+        name for name, item in model.named_parameters() if "mlp" not in name and item.requires_grad_(False) is item
+    ]
     assert frozen
     assert_equal(energies(model, rows), one_by_one(model.eval(), rows))
 

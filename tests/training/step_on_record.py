@@ -17,7 +17,15 @@ from agentrl.rollout.worker import Harvest
 from agentrl.training.batching import plan_step
 from agentrl.training.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.fidelity import BOUNDS, FidelityError
-from agentrl.training.settings import AlgorithmSettings, OptimizerSettings, TrainingSettings
+from agentrl.training.objective_settings import ObjectiveSettings
+from agentrl.training.settings import (
+    AlgorithmSettings,
+    CorrectionSettings,
+    KLSettings,
+    OptimizerSettings,
+    RewardSettings,
+    TrainingSettings,
+)
 from agentrl.training.trainer import Trainer
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl.weights.sources import full_parameters
@@ -33,6 +41,9 @@ class Case:
     """What differs between two steps on the same record."""
 
     algorithm: dict[str, Any] = field(default_factory=dict)
+    reward: dict[str, Any] = field(default_factory=dict)
+    kl: dict[str, Any] = field(default_factory=dict)
+    correction: dict[str, Any] = field(default_factory=dict)
     zero_stage: int = 0
     budget: int = 1_000_000
     tied: bool = True
@@ -42,8 +53,14 @@ class Case:
     dtype: torch.dtype = torch.float32
     learning_rate: float = 3.0
 
-    def settings(self) -> AlgorithmSettings:
-        return AlgorithmSettings(**{"fidelity_bound": 1e9, **self.algorithm})
+    def settings(self) -> ObjectiveSettings:
+        return ObjectiveSettings(
+            algorithm=AlgorithmSettings(**{"fidelity_bound": 1e9, "aggregation": "token_mean", **self.algorithm}),
+            reward=RewardSettings(**self.reward),
+            kl=KLSettings(**self.kl),
+            correction=CorrectionSettings(**self.correction),
+            response_tokens=20,
+        )
 
 
 _TWO_PASSES = {"estimator": "grpo", "normalize": "whiten"}
@@ -157,7 +174,7 @@ def tiny_model(*, tied: bool = True, gradient_checkpointing: bool = False, dtype
 
 def step(case: Case, *, groups: int = GROUPS) -> dict[str, Any]:
     """Train one step; the change of every parameter and the step's metrics."""
-    algorithm = case.settings()
+    settings = case.settings()
     model = tiny_model(tied=case.tied, gradient_checkpointing=case.gradient_checkpointing, dtype=case.dtype)
     before = _flat(model)
     policy = PolicyModel(model, share_prompts=case.share_prompts)
@@ -169,8 +186,8 @@ def step(case: Case, *, groups: int = GROUPS) -> dict[str, Any]:
         bfloat16=case.dtype == torch.bfloat16,
         updates=10,
     )
-    plans = plan_step(harvest(void=case.void, groups=groups), algorithm, budget=case.budget, ranks=engine.world_size)
-    trainer = Trainer(engine, algorithm, temperature=0.8, pad_id=0, fidelity_bound=1e9)
+    plans = plan_step(harvest(void=case.void, groups=groups), settings, budget=case.budget, ranks=engine.world_size)
+    trainer = Trainer(engine, settings, temperature=0.8, pad_id=0, fidelity_bound=1e9)
     metrics = trainer.train(plans[engine.rank])
     return {
         "delta": _flat(model) - before,
@@ -214,7 +231,7 @@ def gate(*, temperature: float = 0.8, other_weights: bool = False) -> dict[str, 
         with torch.no_grad():
             model.model.norm.weight.mul_(1.1)
     before = _flat(model)
-    algorithm = AlgorithmSettings()
+    settings = ObjectiveSettings(response_tokens=20)
     engine = TrainingEngine(
         PolicyModel(model),
         optimizer=OptimizerSettings(learning_rate=1e-3),
@@ -222,8 +239,8 @@ def gate(*, temperature: float = 0.8, other_weights: bool = False) -> dict[str, 
         bfloat16=False,
         updates=10,
     )
-    plan = plan_step(record, algorithm, budget=WHOLE_GROUPS, ranks=1)[0]
-    trainer = Trainer(engine, algorithm, temperature=0.8, pad_id=0, fidelity_bound=BOUNDS["float32"])
+    plan = plan_step(record, settings, budget=WHOLE_GROUPS, ranks=1)[0]
+    trainer = Trainer(engine, settings, temperature=0.8, pad_id=0, fidelity_bound=BOUNDS["float32"])
     try:
         metrics = trainer.train(plan)
     except FidelityError as error:
@@ -239,7 +256,7 @@ def main() -> None:
         if world == 1:
             results[f"{name}/whole"] = step(replace(case, zero_stage=0))
         results[f"{name}/groups"] = step(replace(case, budget=WHOLE_GROUPS))
-        if not case.settings().head_exact_every:
+        if not case.settings().algorithm.head_exact_every:
             results[f"{name}/rows"] = step(replace(case, budget=SINGLE_ROWS))
         if name in FEW_GROUPS:
             # One group for two ranks: one of them has dummies alone where groups stay whole.
