@@ -289,6 +289,26 @@ def critic_of(case: Case) -> Critic:
     return Critic(engine, CriticSettings(clip=0.3))
 
 
+def critic_learns(*, updates: int = 30) -> list[dict[str, float]]:
+    """Metrics of steps on the same record with a policy that hardly moves."""
+    settings = Case(algorithm={"estimator": "gae"}).settings()
+    engine, value_engine = (
+        TrainingEngine(
+            module,
+            optimizer=OptimizerSettings(learning_rate=rate, weight_decay=0.0),
+            training=TrainingSettings(zero_stage=0),
+            bfloat16=False,
+            updates=updates,
+        )
+        for module, rate in ((PolicyModel(tiny_model()), 1e-6), (ValueModel(tiny_model()), 3e-3))
+    )
+    trainer = Trainer(
+        engine, settings, temperature=0.8, pad_id=0, fidelity_bound=1e9, critic=Critic(value_engine, CriticSettings())
+    )
+    plan = plan_step(harvest(), settings, budget=1_000_000, ranks=1)[0]
+    return [trainer.train(plan) for _ in range(updates)]
+
+
 def _flat(model: Any) -> torch.Tensor:
     return torch.cat([value.double().flatten().clone() for _, value in full_parameters(model)])
 
@@ -358,6 +378,7 @@ def main() -> None:
     for stage in (0, 2):
         results[f"bfloat16/{stage}"] = step(Case(zero_stage=stage, budget=WHOLE_GROUPS, dtype=torch.bfloat16))
     if world == 1:
+        results["critic_learns"] = {"first": (learned := critic_learns())[0], "last": learned[-1]}
         results["gate/same"] = gate()
         results["gate/temperature"] = gate(temperature=1.0)
         results["gate/weights"] = gate(other_weights=True)

@@ -184,6 +184,14 @@ def test_what_the_settings_ask_for_takes_part(alone: Results) -> None:
     assert metrics("critic_zero3")["critic/value_clip_fraction"] > 0
 
 
+def test_the_critic_learns_what_the_record_returns(alone: Results) -> None:
+    first, last = alone["critic_learns"]["first"], alone["critic_learns"]["last"]
+    assert first["critic/explained_variance"] == 0.0
+    assert first["critic/value_mean"] == 0.0
+    assert last["critic/explained_variance"] > 0.5
+    assert last["critic/loss"] < first["critic/loss"] / 2
+
+
 def test_effective_sample_size_is_that_of_the_step_however_it_was_split(alone: Results, pair: Results) -> None:
     whole = alone["token_weights/whole"]["metrics"]["correction/ess"]
     assert 0.5 < whole < 0.999

@@ -113,6 +113,10 @@ def test_memory_is_shared_out_as_the_stage_says(tmp_path: Path, monkeypatch: pyt
     # float32: 4 bytes a weight and a gradient, 8 for Adam's two moments.
     assert parts == {0: (4000, 4000, 8000), 1: (4000, 4000, 2000), 2: (4000, 1000, 2000), 3: (1000, 1000, 2000)}
     assert planned_passes(load_settings()).one_forward
+    ppo = load_settings(overrides=["algorithm.estimator=gae", "kl.coefficient=0.1"])
+    more = estimate_memory(ppo, config, 1000)
+    assert (more.reference, more.critic) == (4000, 4000 + 4000 + 8000)
+    assert more.total == sum((more.weights, more.gradients, more.optimizer, more.activations, more.kv_cache, 20000))
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
