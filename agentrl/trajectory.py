@@ -206,11 +206,20 @@ def _fields_of(record: Trajectory | Segment) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The trajectories of one problem in one step; ``index`` is its issue number in the run."""
+    """The trajectories of one problem in one step; ``index`` is its issue number in the run.
+
+    ``greedy`` was sampled at temperature 0 for a baseline: graded, counted, and never trained.
+    """
 
     problem: Problem
     index: int
     trajectories: tuple[Trajectory, ...]
+    greedy: Trajectory | None = None
+
+    @property
+    def everyone(self) -> tuple[Trajectory, ...]:
+        """The trajectories and the greedy one."""
+        return self.trajectories if self.greedy is None else (*self.trajectories, self.greedy)
 
     def without(self, drop: Sequence[Trajectory]) -> Group:
         """The group with some trajectories left out."""
@@ -230,10 +239,13 @@ class Batch:
     prompt_lengths: Tensor  # [B] int64
     response_ids: Tensor  # [B, T] int64
     response_mask: Tensor  # [B, T] bool, True on model tokens
+    response_lengths: Tensor  # [B] int64, observations included
     loss_mask: Tensor  # [B, T] bool
     rewards: Tensor  # [B, T] float32
     rollout_log_probs: Tensor  # [B, T] float32, 0 off model tokens
     groups: Tensor  # [B] int64
+    samples: Tensor  # [B] int64, the row's number in its group
+    truncated: Tensor  # [B] bool, a limit ended the row
     versions: Tensor  # [B] int64, the oldest version of a row
 
     @classmethod
@@ -262,10 +274,13 @@ class Batch:
             prompt_lengths=torch.tensor([len(item.prompt_ids) for item in trajectories]),
             response_ids=response_ids,
             response_mask=response_mask,
+            response_lengths=torch.tensor([item.length - len(item.prompt_ids) for item in trajectories]),
             loss_mask=response_mask & kept[:, None],
             rewards=rewards,
             rollout_log_probs=log_probs,
             groups=torch.tensor([item.group for item in trajectories]),
+            samples=torch.tensor([item.sample for item in trajectories]),
+            truncated=torch.tensor([item.ended.is_truncation for item in trajectories]),
             versions=torch.tensor([item.oldest_version for item in trajectories]),
         )
 

@@ -20,6 +20,7 @@ from agentrl.config import (
     shipped_config,
     shipped_configs,
 )
+from agentrl.config.checks import GROUP_ESTIMATORS
 from agentrl.config.messages import known_keys, nearest_key
 from agentrl.config.overlays import parse_yaml
 from agentrl.errors import SettingsError
@@ -276,7 +277,27 @@ def test_everything_wrong_is_said_at_once() -> None:
         (["training.micro_batch_tokens=64"], "pass training.micro_batch_tokens=64: a micro-batch must hold a whole"),
         (["data.train=[]"], "data.train is empty: nothing to train on"),
         (["model.path=/no/such/folder"], "model.path='/no/such/folder': there is no such directory"),
-        (["algorithm.aggregation=seq_mean_token_sum_norm"], "aggregation seq_mean_token_sum_norm needs norm_length"),
+        (
+            ["kl.placement=reward", "kl.estimator=k1+"],
+            "kl (command line): estimator=k1+ differs from k1 in its gradient alone, and placement=reward has none",
+        ),
+        (["kl.controller=adaptive"], "kl (command line): controller=adaptive multiplies coefficient, which is 0"),
+        (["correction.self_normalize=true"], "self_normalize=true has no weights to normalise: set weights"),
+        (["correction.ratio_low=3"], "correction (command line): ratio_low=3.0 is above ratio_high=2.0"),
+        (
+            ["correction.weight_bound=icepop", "correction.weight_low=2.5"],
+            "correction (command line): weight_low=2.5 is above weight_high=2.0",
+        ),
+        (["reward.overlong_limit=8", "reward.overlong_buffer=9"], "overlong_buffer=9 is above overlong_limit=8"),
+        (["reward.overlong_buffer=200"], "reward.overlong_buffer=200 is above rollout.max_response_tokens=160"),
+        (
+            ["kl.coefficient=0.1", "kl.controller=adaptive", "kl.horizon=10"],
+            "kl.horizon=10 is not above a fifth of a step's 256 trajectories",
+        ),
+        (
+            ["correction.weights=tokn"],
+            'correction.weights="tokn" (command line): valid is one of token, sequence, geom',
+        ),
     ],
 )
 def test_contradictions(overrides: list[str], expected: str) -> None:
@@ -363,6 +384,27 @@ def test_a_group_of_one_is_a_warning_that_says_what_happens() -> None:
     kept = load_settings(overrides=["rollout.group_size=1", "algorithm.drop_zero_variance=false"])
     assert "its baseline is 0 and its advantages are the plain rewards" in settings_warnings(kept)[0]
     assert settings_warnings(load_settings()) == []
+
+
+def test_a_group_of_one_without_a_baseline_of_its_group() -> None:
+    one = ["rollout.group_size=1", "algorithm.estimator=gae"]
+    (said,) = settings_warnings(load_settings(overrides=one))
+    assert said.startswith("rollout.group_size=1: every group is a single trajectory without variance")
+    assert settings_warnings(load_settings(overrides=[*one, "algorithm.drop_zero_variance=false"])) == []
+    assert settings_warnings(load_settings(overrides=["rollout.group_size=1", "algorithm.estimator=remax"])) == []
+
+
+def test_the_group_estimators_are_those_that_say_so() -> None:
+    from agentrl.algorithms import ESTIMATORS
+
+    assert {name for name in ESTIMATORS.names() if ESTIMATORS[name].group_based} == GROUP_ESTIMATORS
+
+
+def test_an_inexact_penalty_in_the_reward_is_said() -> None:
+    given = ["kl.coefficient=0.1", "kl.placement=reward"]
+    assert settings_warnings(load_settings(overrides=given)) == []
+    (said,) = settings_warnings(load_settings(overrides=[*given, "kl.estimator=k3"]))
+    assert said.startswith("kl.placement=reward with kl.estimator=k3: in the reward only k1")
 
 
 def test_other_surprises() -> None:

@@ -16,7 +16,8 @@ GROUP_ESTIMATORS = frozenset(
     {"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "gpg", "opo", "ogb", "eob"}
     | {"otb", "tir_otb", "otb_isolated", "otb_total", "otb_cross"}
 )
-"""Estimators whose baseline comes from the other trajectories of the group."""
+"""Estimators whose baseline comes from the other trajectories of the group (`ESTIMATORS[name].group_based`, which is
+not read here: settings are checked without torch)."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -26,14 +27,24 @@ Command = Literal["train", "coldstart", "eval"]
 
 def check_settings(settings: Settings, command: Command = "train") -> None:
     """Raise SettingsError that lists, one a line, every contradiction and everything ``command`` needs and lacks."""
-    found = [*_lacking(settings, command), *_length_contradictions(settings), *_model_problems(settings)]
+    found = [
+        *_lacking(settings, command),
+        *_length_contradictions(settings),
+        *_objective_contradictions(settings),
+        *_model_problems(settings),
+    ]
     if found:
         raise SettingsError("\n".join(found))
 
 
 def settings_warnings(settings: Settings) -> list[str]:
     """One sentence for each setting that is allowed and surprises."""
-    return [*_group_of_one(settings), *_unreproducible(settings), *_late_warmup(settings)]
+    return [
+        *_group_of_one(settings),
+        *_inexact_reward_kl(settings),
+        *_unreproducible(settings),
+        *_late_warmup(settings),
+    ]
 
 
 def _length_contradictions(settings: Settings) -> Iterator[str]:
@@ -62,6 +73,21 @@ def _length_contradictions(settings: Settings) -> Iterator[str]:
         yield (
             f"{lengths} together pass training.micro_batch_tokens={settings.training.micro_batch_tokens}: a "
             f"micro-batch must hold a whole trajectory; valid: at least {whole}"
+        )
+
+
+def _objective_contradictions(settings: Settings) -> Iterator[str]:
+    reward, kl, rollout = settings.reward, settings.kl, settings.rollout
+    if reward.overlong_limit is None and reward.overlong_buffer > rollout.max_response_tokens:
+        yield (
+            f"reward.overlong_buffer={reward.overlong_buffer} is above "
+            f"rollout.max_response_tokens={rollout.max_response_tokens}: the penalty cannot begin below 0 tokens"
+        )
+    trajectories = rollout.problems_per_step * rollout.group_size
+    if kl.controller == "adaptive" and 5 * kl.horizon <= trajectories:
+        yield (
+            f"kl.horizon={kl.horizon} is not above a fifth of a step's {trajectories} trajectories: the coefficient "
+            "could become negative"
         )
 
 
@@ -109,7 +135,15 @@ def _model_problems(settings: Settings) -> Iterator[str]:
 
 
 def _group_of_one(settings: Settings) -> Iterator[str]:
-    if settings.rollout.group_size > 1 or settings.algorithm.estimator not in GROUP_ESTIMATORS:
+    name = settings.algorithm.estimator
+    if settings.rollout.group_size > 1 or name == "remax":  # whose greedy rollout gives variance
+        return
+    if name not in GROUP_ESTIMATORS:
+        if settings.algorithm.drop_zero_variance:
+            yield (
+                "rollout.group_size=1: every group is a single trajectory without variance, so "
+                "algorithm.drop_zero_variance=true drops them all and nothing is trained"
+            )
         return
     happens = "every group is a single trajectory, its baseline is 0 and its advantages are the plain rewards"
     if settings.algorithm.drop_zero_variance:
@@ -117,10 +151,16 @@ def _group_of_one(settings: Settings) -> Iterator[str]:
             "every group is a single trajectory without variance, so algorithm.drop_zero_variance=true drops them all "
             "and nothing is trained"
         )
-    yield (
-        f"rollout.group_size=1 with the group estimator algorithm.estimator={settings.algorithm.estimator}: {happens}; "
-        "usual are 8 or 16"
-    )
+    yield (f"rollout.group_size=1 with the group estimator algorithm.estimator={name}: {happens}; usual are 8 or 16")
+
+
+def _inexact_reward_kl(settings: Settings) -> Iterator[str]:
+    kl = settings.kl
+    if kl.coefficient > 0 and kl.placement == "reward" and kl.resolved_estimator != "k1":
+        yield (
+            f"kl.placement=reward with kl.estimator={kl.estimator}: in the reward only k1 gives the gradient of the "
+            "KL divergence"
+        )
 
 
 def _unreproducible(settings: Settings) -> Iterator[str]:

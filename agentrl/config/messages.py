@@ -37,7 +37,10 @@ def known_keys(env: str) -> list[str]:
 
 
 def nearest_key(key: str, env: str) -> str:
-    """The known key that looks most like ``key``: as a whole, by its last part, or by initials (``lr``)."""
+    """The known key that looks most like ``key``: as a whole, by its last part, or by initials (``lr``).
+
+    A key without a section says nothing of it: of equal last parts the first is taken.
+    """
     last = key.rpartition(".")[2]
 
     def likeness(known: str) -> float:
@@ -45,7 +48,8 @@ def nearest_key(key: str, env: str) -> str:
         whole = difflib.SequenceMatcher(None, key, known).ratio()
         ending = difflib.SequenceMatcher(None, last, known_last).ratio()
         initials = "".join(word[0] for word in known_last.split("_") if word) == last
-        return max(whole, 0.98 * ending + 0.01 * whole, 0.9 * initials)
+        section = 0.01 * whole if "." in key else 0.0
+        return max(whole, 0.98 * ending + section, 0.9 * initials)
 
     return max(known_keys(env), key=likeness)
 

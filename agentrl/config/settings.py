@@ -12,8 +12,12 @@ from agentrl.training.settings import (
     AlgorithmSettings,
     CheckpointSettings,
     ColdstartSettings,
+    CorrectionSettings,
+    CriticSettings,
     EvaluationSettings,
+    KLSettings,
     OptimizerSettings,
+    RewardSettings,
     TrainingSettings,
 )
 from agentrl_envs.grading.settings import GraderSettings
@@ -62,6 +66,10 @@ class Settings(BaseModel):
     rollout: RolloutSettings = RolloutSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
+    reward: RewardSettings = RewardSettings()
+    kl: KLSettings = KLSettings()
+    correction: CorrectionSettings = CorrectionSettings()
+    critic: CriticSettings = CriticSettings()
     training: TrainingSettings = TrainingSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     coldstart: ColdstartSettings = ColdstartSettings()

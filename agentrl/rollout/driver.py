@@ -50,8 +50,12 @@ class _Play:
 
     step: int
     temperature: float
+    greedy_sample: int | None  # the number of the sample that is played at temperature 0
     rounds: Rounds | None
     turnstile: Turnstile
+
+    def temperature_of(self, sample: int) -> float:
+        return 0.0 if sample == self.greedy_sample else self.temperature
 
 
 @dataclass(slots=True)
@@ -130,14 +134,25 @@ class Driver:
             await episode.close()
 
     async def play(
-        self, issues: Sequence[Issue], *, step: int, group_size: int, temperature: float | None = None
+        self,
+        issues: Sequence[Issue],
+        *,
+        step: int,
+        group_size: int,
+        temperature: float | None = None,
+        greedy: bool = False,
     ) -> AsyncIterator[Group]:
-        """Groups of ``group_size`` trajectories, each as soon as its last trajectory has ended."""
-        work = iter([(issue, sample) for issue in issues for sample in range(group_size)])
-        players = min(self._settings.concurrency, len(issues) * group_size)
+        """Groups of ``group_size`` trajectories, each as soon as its last trajectory has ended.
+
+        ``greedy`` plays one more of each problem, at temperature 0.
+        """
+        samples = group_size + int(greedy)
+        work = iter([(issue, sample) for issue in issues for sample in range(samples)])
+        players = min(self._settings.concurrency, len(issues) * samples)
         play = _Play(
             step=step,
             temperature=self._settings.temperature if temperature is None else temperature,
+            greedy_sample=group_size if greedy else None,
             rounds=Rounds(players) if self._deterministic else None,
             turnstile=Turnstile(),
         )
@@ -149,7 +164,7 @@ class Driver:
         # those pauses of the event loop are longer than all others.
         gc.freeze()
         try:
-            async for group in self._grouped(issues, group_size, finished):
+            async for group in self._grouped(issues, samples, play.greedy_sample, finished):
                 yield group
         finally:
             gc.unfreeze()
@@ -158,7 +173,11 @@ class Driver:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _grouped(
-        self, issues: Sequence[Issue], group_size: int, finished: asyncio.Queue[Trajectory | asyncio.Task[None]]
+        self,
+        issues: Sequence[Issue],
+        samples: int,
+        greedy_sample: int | None,
+        finished: asyncio.Queue[Trajectory | asyncio.Task[None]],
     ) -> AsyncIterator[Group]:
         """Whole groups out of finished trajectories. A player that crashed comes as its task and raises here."""
         problems = {issue.index: issue.problem for issue in issues}
@@ -170,12 +189,14 @@ class Driver:
                 continue
             part = parts[trajectory.group]
             part.append(trajectory)
-            if len(part) == group_size:
+            if len(part) == samples:
                 del parts[trajectory.group]
+                part.sort(key=lambda item: item.sample)
                 yield Group(
                     problem=problems[trajectory.group],
                     index=trajectory.group,
-                    trajectories=tuple(sorted(part, key=lambda item: item.sample)),
+                    trajectories=tuple(item for item in part if item.sample != greedy_sample),
+                    greedy=next((item for item in part if item.sample == greedy_sample), None),
                 )
 
     async def _player(
@@ -289,7 +310,7 @@ class Driver:
             taken = len(merged.token_ids) if merged else 0
             piece = await self._engine.generate(
                 draft.context,
-                Sampling(max_tokens=limit - taken, stop=episode.stop, temperature=play.temperature),
+                Sampling(max_tokens=limit - taken, stop=episode.stop, temperature=play.temperature_of(draft.sample)),
                 trajectory_id=draft.name,
                 request_id=request_id,
                 seed=sampling_key(self._seed, draft.step, draft.issue.index, draft.sample, turn, part),

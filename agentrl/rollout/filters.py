@@ -12,6 +12,9 @@ from agentrl_envs.types import Ended
 # Rewards closer than this count as equal.
 _TOLERANCE = 1e-8
 
+COUNTS = ("no_data", "void", "dropped_empty", "dropped_no_greedy", "dropped_accuracy", "dropped_zero_variance")
+"""Why trajectories (the first two) and groups are not trained, as they are counted."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FilterRules:
@@ -34,8 +37,11 @@ class Filtered:
 
 
 def filter_groups(groups: Iterable[Group], rules: FilterRules) -> Filtered:
-    """Apply the rules in order: no data, void turns, accuracy, variance, nothing left to train."""
-    counts = dict.fromkeys(("no_data", "void", "dropped_empty", "dropped_accuracy", "dropped_zero_variance"), 0)
+    """Apply the rules in order: no data, void turns, nothing left to train, greedy rollout, accuracy, variance.
+
+    A greedy rollout that is no data takes its group along; its reward counts in the group's variance alone.
+    """
+    counts = dict.fromkeys(COUNTS, 0)
     kept: list[Group] = []
     no_loss: set[tuple[int, int]] = set()
     for group in groups:
@@ -45,7 +51,7 @@ def filter_groups(groups: Iterable[Group], rules: FilterRules) -> Filtered:
         counts["void"] += len(void)
         if rules.void_turns == "remove":
             data = [item for item in data if item.ended is not Ended.VOID_TURN]
-        verdict = _verdict([item.reward for item in data], len(data) - len(void), rules)
+        verdict = _verdict(group, [item.reward for item in data], len(data) - len(void), rules)
         if verdict is not None:
             counts[verdict] += 1
             continue
@@ -54,14 +60,17 @@ def filter_groups(groups: Iterable[Group], rules: FilterRules) -> Filtered:
     return Filtered(groups=tuple(kept), no_loss=frozenset(no_loss), counts=counts)
 
 
-def _verdict(rewards: list[float], trainable: int, rules: FilterRules) -> str | None:
+def _verdict(group: Group, rewards: list[float], trainable: int, rules: FilterRules) -> str | None:
     """Why a group is dropped, or None."""
     if not rewards or (rules.void_turns == "loss_only" and trainable <= 0):
         return "dropped_empty"
+    if group.greedy is not None and group.greedy.no_data:
+        return "dropped_no_greedy"
     if rules.accuracy_range is not None:
         low, high = rules.accuracy_range
         if not low <= sum(rewards) / len(rewards) <= high:
             return "dropped_accuracy"
-    if rules.drop_zero_variance and max(rewards) - min(rewards) <= _TOLERANCE:
+    compared = rewards if group.greedy is None else [*rewards, group.greedy.reward]
+    if rules.drop_zero_variance and max(compared) - min(compared) <= _TOLERANCE:
         return "dropped_zero_variance"
     return None

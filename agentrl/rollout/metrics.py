@@ -10,7 +10,7 @@ from agentrl.trajectory import Group, Trajectory
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Averages over trajectories; the standard error takes groups as clusters."""
+    """Averages over trajectories, greedy ones not among them; the standard error takes groups as clusters."""
     played = [item for group in groups for item in group.trajectories]
     data = [item for item in played if not item.no_data]
     metrics: dict[str, float] = {
@@ -22,6 +22,10 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         metrics[f"rollout/ended/{ended}"] = count
     for outcome, count in Counter(call.outcome for item in played for call in item.tool_calls).items():
         metrics[f"rollout/tool_outcome/{outcome}"] = count
+    greedy = [group.greedy for group in groups if group.greedy is not None]
+    if greedy:
+        graded = [item.reward for item in greedy if not item.no_data]
+        metrics |= {"rollout/greedy": len(greedy), "reward/greedy_mean": _mean(graded) if graded else math.nan}
     if not data:
         return metrics
     metrics |= {

@@ -16,6 +16,12 @@ class RolloutSettings(BaseModel):
     problems_per_step: int = Field(128, ge=1, description="groups trained in a step")
     group_size: int = Field(16, ge=1, description="trajectories of one problem")
     oversampling: float = Field(1.0, ge=1.0, description="groups generated over groups trained, before filters")
+    max_extra_rounds: int = Field(
+        0,
+        ge=0,
+        description="dynamic sampling: further rounds of rollouts in a step while the filters leave fewer than "
+        "problems_per_step groups",
+    )
     temperature: float = Field(1.0, gt=0, description="of sampling, and of the log-probabilities that are trained")
     max_prompt_tokens: int = Field(2048, ge=1, description="problems with longer prompts are skipped and counted")
     max_turn_tokens: int = Field(8192, ge=1, description="model tokens in one turn")

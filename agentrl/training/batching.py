@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.rollout.worker import Harvest
+from agentrl.training.objective_settings import ObjectiveSettings
 from agentrl.training.plan import PassPlan, plan_passes
-from agentrl.training.settings import AlgorithmSettings
 from agentrl.trajectory import Group, Trajectory
 
 
@@ -22,22 +22,29 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePlan:
-    """One optimizer update of one rank. ``tokens`` and ``sequences`` are the loss mask's, over all ranks."""
+    """One optimizer update of one rank. Over all ranks, ``tokens`` and ``sequences`` are those that the filters leave
+    to the loss, ``model_tokens`` all of the model's."""
 
     micro_batches: tuple[MicroBatch, ...]
     tokens: int
     sequences: int
+    model_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """What one rank computes in one step; every rank's plan has the same number of micro-batches."""
+    """What one rank computes in one step; every rank's plan has the same number of micro-batches.
+
+    ``trajectories`` are those of all ranks; ``greedy_returns`` the reward of each group's greedy rollout, if any.
+    """
 
     step: int
     passes: PassPlan
     updates: tuple[UpdatePlan, ...]
     head_exact: bool
     no_loss: frozenset[tuple[int, int]]
+    trajectories: int
+    greedy_returns: dict[int, float]
     metrics: dict[str, float]
 
 
@@ -68,11 +75,11 @@ def pack(units: Sequence[Sequence[Trajectory]], budget: int, *, ranks: int) -> l
     return [plan + [filler] * (most - len(plan)) for plan in plans]
 
 
-def plan_step(harvest: Harvest, algorithm: AlgorithmSettings, *, budget: int, ranks: int) -> list[RankPlan]:
+def plan_step(harvest: Harvest, settings: ObjectiveSettings, *, budget: int, ranks: int) -> list[RankPlan]:
     """The plan of every rank for one harvest; no updates if no group is left to train."""
-    groups = harvest.groups
+    groups, algorithm = harvest.groups, settings.algorithm
     largest = max((len(group.trajectories) * _width(group.trajectories) for group in groups), default=0)
-    passes = plan_passes(algorithm, group_tokens=largest, budget=budget)
+    passes = plan_passes(settings, group_tokens=largest, budget=budget)
     # The head-exact diagnostic needs whole groups too; where they do not fit it is left out of the step.
     head_exact = due(harvest.step, algorithm.head_exact_every) and largest <= budget
     updates: list[list[UpdatePlan]] = [[] for _ in range(ranks)]
@@ -86,6 +93,7 @@ def plan_step(harvest: Harvest, algorithm: AlgorithmSettings, *, budget: int, ra
                     micro_batches=tuple(micro_batches),
                     tokens=sum(row.model_tokens for row in trained),
                     sequences=len(trained),
+                    model_tokens=sum(row.model_tokens for row in rows),
                 )
             )
     return [
@@ -95,6 +103,8 @@ def plan_step(harvest: Harvest, algorithm: AlgorithmSettings, *, budget: int, ra
             updates=tuple(updates[rank]),
             head_exact=head_exact,
             no_loss=harvest.no_loss,
+            trajectories=sum(len(group.trajectories) for group in groups),
+            greedy_returns={group.index: group.greedy.reward for group in groups if group.greedy is not None},
             metrics=harvest.metrics if rank == 0 else {},
         )
         for rank in range(ranks)

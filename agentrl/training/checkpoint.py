@@ -5,6 +5,7 @@
     checkpoints/step-000050/
       engine/           parameters, optimizer, schedule (DeepSpeed)
       random-RANK.pt    the random state of each rank
+      critic/           the same of the critic, where there is one
       state.json        the run's and the rollout worker's position; written last: where it is, all is
 
 A kill at any moment leaves a complete newest checkpoint: one is written beside the others under a hidden name and is
@@ -16,9 +17,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.telemetry.files import atomic_write, world_errors
@@ -31,16 +33,27 @@ _NAME = re.compile(r"step-(\d{6,})|\.step-(\d{6,})\.partial")
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """``step`` steps with ``updates`` optimizer updates are done by ``ranks`` ranks; ``worker`` is the worker's
-    position and ledger, ``evaluations`` the scores so far as they stand in ``summary.json``."""
+    position and ledger, ``evaluations`` the scores so far as they stand in ``summary.json``, ``trainer`` what the
+    trainer adapts, ``reference`` where the reference policy lies."""
 
     step: int
     updates: int
     ranks: int
     worker: dict[str, Any]
     evaluations: list[dict[str, Any]]
+    trainer: dict[str, Any] = field(default_factory=dict)
+    reference: str | None = None
 
 
-def save_checkpoint(root: Path, engine: TrainingEngine, state: RunState, *, keep: int) -> Path:
+class Saved(Protocol):
+    """What writes itself into a directory that exists, on all ranks at once."""
+
+    def save(self, directory: Path) -> None: ...
+
+
+def save_checkpoint(
+    root: Path, engine: TrainingEngine[Any], state: RunState, *, keep: int, also: Sequence[Saved] = ()
+) -> Path:
     """Write ``root/step-N``, complete or not at all, and delete all but the newest ``keep``. Collective."""
     final = root / f"step-{state.step:06d}"
     partial = root / f".{final.name}.partial"
@@ -51,6 +64,8 @@ def save_checkpoint(root: Path, engine: TrainingEngine, state: RunState, *, keep
     engine.barrier()
     with world_errors(partial, "write a checkpoint to"):
         engine.save(partial)
+        for other in also:
+            other.save(partial)
     engine.barrier()
     if engine.rank == 0:
         atomic_write(partial / _STATE, lambda out: out.writelines([json.dumps(vars(state)).encode()]))
@@ -92,6 +107,15 @@ def read_state(checkpoint: Path, *, ranks: int) -> RunState:
             f"resume with training.num_processes={state.ranks}"
         )
     return state
+
+
+def check_reference(checkpoint: Path, state: RunState, path: str | None) -> None:
+    """Raise SettingsError unless ``path`` is the reference policy that the run has had so far."""
+    if state.reference != path:
+        raise SettingsError(
+            f"the checkpoint {checkpoint} was trained against the reference policy {state.reference}, which would now "
+            f"be {path}: it must stay where it was (kl.reference)"
+        )
 
 
 def _step(path: Path) -> int:

@@ -6,9 +6,10 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed
@@ -20,6 +21,7 @@ from agentrl.models.policy import PolicyModel
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 
 _Value = TypeVar("_Value")
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 def learning_rate_factor(step: int, settings: OptimizerSettings, total: int) -> float:
@@ -97,8 +99,8 @@ def gather_from_ranks(value: _Value) -> list[_Value]:
     return values
 
 
-class TrainingEngine:
-    """A module under DeepSpeed. ``backward`` accumulates; ``step`` clips, updates and clears.
+class TrainingEngine(Generic[_Module]):
+    """A module under DeepSpeed, a policy or another. ``backward`` accumulates; ``step`` clips, updates and clears.
 
     Gradients are averaged over ranks by DeepSpeed: a loss that is normalised over all ranks is multiplied by
     :attr:`world_size` before :meth:`backward`.
@@ -106,7 +108,7 @@ class TrainingEngine:
 
     def __init__(
         self,
-        module: PolicyModel,
+        module: _Module,
         *,
         optimizer: OptimizerSettings,
         training: TrainingSettings,
@@ -136,18 +138,15 @@ class TrainingEngine:
             gradient_clip=0.0 if self._clips_here else optimizer.gradient_clip,
             world_size=self.world_size,
         )
-        # DeepSpeed's hooks, which gather a sharded weight again for the backward pass, see tensors in tuples and
-        # dictionaries only: between these two hooks of ours the head's output is a dictionary.
-        module.head.register_forward_hook(_statistics_as_dictionary)
-        self._engine, *_ = deepspeed.initialize(
-            model=module,
-            optimizer=adamw,
-            lr_scheduler=lambda wrapped: torch.optim.lr_scheduler.LambdaLR(
-                wrapped, lambda step: learning_rate_factor(step, optimizer, updates)
-            ),
-            config=config,
-        )
-        module.head.register_forward_hook(_statistics_from_dictionary)
+        with _visible_statistics(module):
+            self._engine, *_ = deepspeed.initialize(
+                model=module,
+                optimizer=adamw,
+                lr_scheduler=lambda wrapped: torch.optim.lr_scheduler.LambdaLR(
+                    wrapped, lambda step: learning_rate_factor(step, optimizer, updates)
+                ),
+                config=config,
+            )
         self.module = module
         self.device = self._engine.device
 
@@ -181,6 +180,12 @@ class TrainingEngine:
             torch.distributed.all_reduce(values)
         return values
 
+    def all_reduce_largest(self, values: Tensor) -> Tensor:
+        """The largest of each of ``values`` over ranks, in place."""
+        if self.world_size > 1:
+            torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
+        return values
+
     def barrier(self) -> None:
         if self.world_size > 1:
             torch.distributed.barrier()
@@ -199,6 +204,37 @@ class TrainingEngine:
         torch.set_rng_state(state["cpu"])
         if "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"])
+
+
+def frozen(module: nn.Module, *, zero_stage: int, bfloat16: bool) -> Callable[..., Any]:
+    """The forward of a module that is never trained, on this rank's device; ZeRO 3 shards its parameters."""
+    import deepspeed
+
+    module.requires_grad_(False).eval()
+    if zero_stage < 3:
+        device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+        return module.to(device)
+    world_size = torch.distributed.get_world_size()
+    config = deepspeed_config(zero_stage=3, bfloat16=bfloat16, gradient_clip=0.0, world_size=world_size)
+    with _visible_statistics(module):
+        engine, *_ = deepspeed.initialize(model=module, config=config)
+    engine.eval()
+    forward: Callable[..., Any] = engine
+    return forward
+
+
+@contextmanager
+def _visible_statistics(module: nn.Module) -> Iterator[None]:
+    """Around DeepSpeed's set-up, which hangs hooks on every module of a policy.
+
+    Those that gather a sharded weight again for the backward pass see tensors in tuples and dictionaries only: between
+    two hooks of ours, the first before and the second after DeepSpeed's, the head's output is a dictionary.
+    """
+    if isinstance(module, PolicyModel):
+        module.head.register_forward_hook(_statistics_as_dictionary)
+    yield
+    if isinstance(module, PolicyModel):
+        module.head.register_forward_hook(_statistics_from_dictionary)
 
 
 def _statistics_as_dictionary(head: nn.Module, inputs: object, output: Any) -> Any:

@@ -10,85 +10,56 @@ from torch import Tensor
 
 from agentrl.algorithms import HeadVarianceAccumulator, diagonal_proxy, mismatch_metrics
 from agentrl.models.head import FusedHead
+from agentrl.training.meter import Meter
 from agentrl.trajectory import Batch
 from agentrl.weights.sources import gathered
 
 Reduce = Callable[[Tensor], Tensor]
 
-# Sums over model tokens, then sums over trajectories, then the counts that turn them into means.
-_TOKEN_KEYS = (
-    "policy/entropy",
-    "policy/sum_pi_squared",
-    "policy/energy",
-    "policy/kl_engine_k1",
-    "policy/kl_engine_k3",
-    "policy/engine_abs_diff",
-)
 _FROM_MISMATCH = {
     "policy/kl_engine_k1": "kl_k1",
     "policy/kl_engine_k3": "kl_k3",
     "policy/engine_abs_diff": "mean_abs_difference",
 }
-_ROW_KEYS = ("variance/diagonal_proxy", "policy/log_ppl_gap")
-_LOSS_KEYS = ("clip_fraction_low", "clip_fraction_high", "dual_clip_fraction", "approx_kl", "ratio_mean")
 
 
-class StepMeter:
-    """Sums of one rank; :meth:`reduce` gives the averages over all ranks."""
+def measure_forward(
+    meter: Meter, batch: Batch, statistics: dict[str, Tensor], advantages: Tensor, counted: bool
+) -> None:
+    """The first forward over a micro-batch's trajectories; not ``counted`` if they weigh nothing."""
+    mask = batch.response_mask & counted
+    tokens, rows = mask.sum(), mask.any(-1).sum()
+    meter.total("policy/tokens", tokens)
+    for name in ("entropy", "sum_pi_squared", "energy"):
+        meter.mean(f"policy/{name}", _mean(statistics[name], mask), tokens)
+    mismatch = mismatch_metrics(statistics["log_probs"], batch.rollout_log_probs, mask)
+    for name, key in _FROM_MISMATCH.items():
+        meter.mean(name, mismatch[key], tokens)
+    meter.mean("policy/log_ppl_gap", mismatch["log_ppl_gap"], rows)
+    proxies = diagonal_proxy(statistics["energy"], advantages, mask)
+    meter.mean("variance/diagonal_proxy", proxies.sum() / rows.clamp(min=1), rows)
 
-    def __init__(self, device: torch.device) -> None:
-        names = (*_TOKEN_KEYS, *_ROW_KEYS, "tokens", "rows", "policy/loss", *_LOSS_KEYS, "loss_tokens")
-        self._index = {name: place for place, name in enumerate(names)}
-        self._sums = torch.zeros(len(names), dtype=torch.float64, device=device)
-        self._loss_keys: set[str] = set()  # those that the loss reports
 
-    def add_tokens(self, batch: Batch, statistics: dict[str, Tensor], advantages: Tensor) -> None:
-        """Account for the first forward over a micro-batch's trajectories."""
-        mask = batch.response_mask
-        tokens = mask.sum()
-        self._add("tokens", tokens)
-        self._add("rows", torch.tensor(len(mask)))
-        for name in ("entropy", "sum_pi_squared", "energy"):
-            self._add(f"policy/{name}", torch.where(mask, statistics[name].double(), 0.0).sum())
-        mismatch = mismatch_metrics(statistics["log_probs"], batch.rollout_log_probs, mask)
-        for name, key in _FROM_MISMATCH.items():
-            self._add(name, mismatch[key] * tokens)
-        self._add("policy/log_ppl_gap", mismatch["log_ppl_gap"] * len(mask))
-        self._add("variance/diagonal_proxy", diagonal_proxy(statistics["energy"], advantages, mask).sum())
+def measure_loss(meter: Meter, value: Tensor, metrics: dict[str, Tensor], mask: Tensor) -> None:
+    """A micro-batch's part of the loss, and what the loss says of the tokens of ``mask``."""
+    tokens = mask.sum()
+    meter.total("policy/loss", value)
+    measure(meter, "policy", metrics, tokens)
 
-    def add_loss(self, value: Tensor, metrics: dict[str, Tensor], mask: Tensor) -> None:
-        """Account for a micro-batch's part of the loss."""
-        tokens = mask.sum()
-        self._add("policy/loss", value)
-        self._add("loss_tokens", tokens)
-        for name in _LOSS_KEYS:
-            if name in metrics:
-                self._loss_keys.add(name)
-                self._add(name, metrics[name] * tokens)
 
-    def fidelity(self, reduce: Reduce) -> float:
-        """Mean |log-prob difference| to the engine over all ranks' tokens so far."""
-        pair = torch.stack([self._get("policy/engine_abs_diff"), self._get("tokens")])
-        difference, tokens = reduce(pair).tolist()
-        return difference / max(tokens, 1.0)
+def measure(meter: Meter, prefix: str, metrics: dict[str, Tensor], weight: Tensor | float) -> None:
+    """What an algorithm reports of ``weight`` tokens: extremes by the ends of their names, all others means."""
+    for name, number in metrics.items():
+        if name.endswith("_max"):
+            meter.largest(f"{prefix}/{name}", number, weight)
+        elif name.endswith("_min"):
+            meter.smallest(f"{prefix}/{name}", number, weight)
+        elif name != "tokens":
+            meter.mean(f"{prefix}/{name}", number, weight)
 
-    def reduce(self, reduce: Reduce) -> dict[str, float]:
-        """Averages over tokens, trajectories and the loss's tokens of all ranks; none of them without a token."""
-        sums = dict(zip(self._index, reduce(self._sums.clone()).tolist(), strict=True))
-        if not sums["tokens"]:
-            return {"policy/tokens": 0.0}
-        metrics = {name: sums[name] / sums["tokens"] for name in _TOKEN_KEYS}
-        metrics |= {name: sums[name] / sums["rows"] for name in _ROW_KEYS}
-        metrics |= {f"policy/{name}": sums[name] / max(sums["loss_tokens"], 1.0) for name in sorted(self._loss_keys)}
-        metrics["policy/loss"] = sums["policy/loss"]
-        metrics["policy/tokens"] = sums["tokens"]
-        return metrics
 
-    def _add(self, name: str, value: Tensor) -> None:
-        self._sums[self._index[name]] += value.to(self._sums)
-
-    def _get(self, name: str) -> Tensor:
-        return self._sums[self._index[name]]
+def _mean(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, values.double(), 0.0).sum() / mask.sum().clamp(min=1)
 
 
 class HeadExactMonitor:

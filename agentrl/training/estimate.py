@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from agentrl.training.objective_settings import ObjectiveSettings
+from agentrl.training.options import needs
 from agentrl.training.plan import PassPlan, plan_passes
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
 
+_PARTS = ("weights", "gradients", "optimizer", "activations", "kv_cache", "reference", "critic")
+_SOMETIMES = ("reference", "critic")
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -23,15 +27,17 @@ class MemoryEstimate:
     optimizer: int
     activations: int
     kv_cache: int
+    reference: int  # the frozen weights of a KL penalty
+    critic: int  # weights, gradients and optimizer of estimator gae's
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.kv_cache
+        return sum(getattr(self, name) for name in _PARTS)
 
     def lines(self) -> list[str]:
         """For the console, in MiB."""
-        parts = ("weights", "gradients", "optimizer", "activations", "kv_cache", "total")
-        return [f"  {name:<12} {getattr(self, name) / 2**20:12,.1f} MiB" for name in parts]
+        named = [name for name in _PARTS if name not in _SOMETIMES or getattr(self, name)]
+        return [f"  {name:<12} {getattr(self, name) / 2**20:12,.1f} MiB" for name in (*named, "total")]
 
 
 def estimate_memory(settings: Settings, config: Any, parameters: int) -> MemoryEstimate:
@@ -53,11 +59,17 @@ def estimate_memory(settings: Settings, config: Any, parameters: int) -> MemoryE
     rows = min(settings.rollout.concurrency, settings.rollout.problems_per_step * settings.rollout.group_size)
     longest = settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens
     slots = min(settings.rollout.kv_cache_tokens, rows * longest)
+    weights = parameters * size // (ranks if stage == 3 else 1)
+    gradients = parameters * size // (ranks if stage >= 2 else 1)
+    optimizer = parameters * (8 + master) // (ranks if stage >= 1 else 1)
+    with_critic = "values" in needs(ObjectiveSettings.of(settings)).inputs
     return MemoryEstimate(
         parameters=parameters,
-        weights=parameters * size // (ranks if stage == 3 else 1),
-        gradients=parameters * size // (ranks if stage >= 2 else 1),
-        optimizer=parameters * (8 + master) // (ranks if stage >= 1 else 1),
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        reference=weights if settings.kl.coefficient else 0,
+        critic=weights + gradients + optimizer if with_critic else 0,
         activations=tokens * kept * config.num_hidden_layers * size,
         kv_cache=slots * 2 * config.num_hidden_layers * heads * head_dim * size,
     )
@@ -67,7 +79,7 @@ def planned_passes(settings: Settings) -> PassPlan:
     """The passes of a step whose groups are as long as they may be."""
     longest = settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens
     return plan_passes(
-        settings.algorithm,
+        ObjectiveSettings.of(settings),
         group_tokens=settings.rollout.group_size * longest,
         budget=settings.training.micro_batch_tokens,
     )

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import FILE_KINDS, load_source
 from agentrl.training.coldstart import read_cold_demonstrations
-from agentrl.training.options import estimator_options, loss_options
+from agentrl.training.objective_settings import ObjectiveSettings
+from agentrl.training.options import loss_options, needs
 from agentrl_envs.registry import resolve_environment
 
 if TYPE_CHECKING:
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 def check_inputs(settings: Settings) -> list[str]:
     """One line for each problem file that was read. Raises SettingsError, ProblemError or EnvironmentLookupError."""
     resolve_environment(settings.env)  # first: its module may register an estimator or a loss
-    estimator_options(settings.algorithm)
-    loss_options(settings.algorithm)
+    objective = ObjectiveSettings.of(settings)
+    needs(objective)
+    loss_options(objective)
     if settings.model.path is None or settings.coldstart.demonstrations is not None:
         read_cold_demonstrations(settings)
     reports = [

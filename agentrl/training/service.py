@@ -23,6 +23,8 @@ from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.worker import Harvest, RolloutWorker
 from agentrl.training.batching import RankPlan, plan_step
+from agentrl.training.objective_settings import ObjectiveSettings
+from agentrl.training.options import needs
 from agentrl_envs.episode import Environment
 
 if TYPE_CHECKING:
@@ -86,6 +88,7 @@ class LocalService:
         self._codec = codec
         mixture, self._reports = load_mixture(settings.data.train, seed=settings.seed)
         self._held_out = held_out_problems(settings)
+        self._objective = ObjectiveSettings.of(settings)
         algorithm = settings.algorithm
         self._worker = RolloutWorker(
             driver=self._driver,
@@ -96,6 +99,7 @@ class LocalService:
                 accuracy_range=algorithm.accuracy_range,
                 drop_zero_variance=algorithm.drop_zero_variance,
             ),
+            greedy="greedy_returns" in needs(self._objective).inputs,
         )
 
     def describe(self) -> list[str]:
@@ -116,7 +120,7 @@ class LocalService:
         self._harvest = self._run(self._worker.harvest(step))
         plans = plan_step(
             self._harvest,
-            self._settings.algorithm,
+            self._objective,
             budget=self._settings.training.micro_batch_tokens,
             ranks=self._ranks,
         )

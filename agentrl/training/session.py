@@ -17,11 +17,22 @@ from agentrl.rollout.environment import build_environment
 from agentrl.telemetry.console import Console, RunProgress
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.batching import due
-from agentrl.training.checkpoint import RunState, latest_checkpoint, read_state, save_checkpoint, settle
+from agentrl.training.checkpoint import (
+    RunState,
+    check_reference,
+    latest_checkpoint,
+    read_state,
+    save_checkpoint,
+    settle,
+)
+from agentrl.training.critic import open_critic
 from agentrl.training.deepspeed_engine import TrainingEngine, from_rank_zero
 from agentrl.training.fidelity import BOUNDS
+from agentrl.training.objective_settings import ObjectiveSettings
+from agentrl.training.options import needs
 from agentrl.training.outcome import evaluation_record, finish_run
 from agentrl.training.policy import starting_policy
+from agentrl.training.reference import read_reference, reference_path
 from agentrl.training.service import InterruptedRunError, LocalService, RolloutService, StepPlan
 from agentrl.training.trainer import Trainer
 from agentrl.weights.sources import full_parameters
@@ -68,19 +79,25 @@ class Session:
             backend=settings.training.head_backend,
             share_prompts=settings.training.share_prompts,
         )
+        objective = ObjectiveSettings.of(settings)
+        updates = settings.training.steps * settings.algorithm.updates_per_step
         self._engine = TrainingEngine(
             self._policy,
             optimizer=settings.optimizer,
             training=settings.training,
             bfloat16=settings.model.dtype == "bfloat16",
-            updates=settings.training.steps * settings.algorithm.updates_per_step,
+            updates=updates,
         )
+        self._reference_path = reference_path(settings, path)
+        self._critic = open_critic(settings, path, updates=updates) if "values" in needs(objective).inputs else None
         self._trainer = Trainer(
             self._engine,
-            settings.algorithm,
+            objective,
             temperature=settings.rollout.temperature,
             pad_id=codec.pad_id,
             fidelity_bound=BOUNDS[settings.model.dtype],
+            reference=None if self._reference_path is None else read_reference(settings, self._reference_path),
+            critic=self._critic,
         )
         self._service = self._open_service(path, codec)
 
@@ -187,7 +204,7 @@ class Session:
 
     def _write(self, run: RunDirectory, step: int, plan: StepPlan, metrics: dict[str, Any]) -> None:
         if plan.harvest is not None and due(step, self._settings.telemetry.trajectories_every):
-            rows = (item.to_record() for group in plan.harvest.played for item in group.trajectories)
+            rows = (item.to_record() for group in plan.harvest.played for item in group.everyone)
             run.write_trajectories(step, rows)
         run.append_metrics(metrics)
 
@@ -244,8 +261,11 @@ class Session:
             ranks=self._world,
             worker=self._service.state_dict(),
             evaluations=self._done.evaluations,
+            trainer=self._trainer.state_dict(),
+            reference=self._reference_path,
         )
-        save_checkpoint(self._checkpoints, self._engine, state, keep=self._settings.checkpoint.keep)
+        also = [] if self._critic is None else [self._critic]
+        save_checkpoint(self._checkpoints, self._engine, state, keep=self._settings.checkpoint.keep, also=also)
 
     def _restore(self) -> None:
         if self.rank == 0:
@@ -253,7 +273,11 @@ class Session:
         newest = from_rank_zero(latest_checkpoint(self._checkpoints) if self.rank == 0 else None)
         if newest is not None:
             state = read_state(newest, ranks=self._world)
+            check_reference(newest, state, self._reference_path)
             self._engine.load(newest)
+            if self._critic is not None:
+                self._critic.load(newest)
+            self._trainer.load_state_dict(state.trainer)
             self._service.load_state_dict(state.worker)
             self._done = _Progress(step=state.step, updates=state.updates, evaluations=state.evaluations)
             self._service.update_weights(full_parameters(self._policy.causal_lm), state.updates)
@@ -304,6 +328,7 @@ class Session:
 _WHY_DROPPED = {
     "dropped_zero_variance": "groups with equal rewards (algorithm.drop_zero_variance)",
     "dropped_accuracy": "groups outside algorithm.accuracy_range",
+    "dropped_no_greedy": "groups whose greedy rollout is no data",
     "dropped_empty": "groups without a trajectory to train",
     "no_data": "trajectories that are no data (infrastructure failures, cancelled, grader timeouts)",
     "void": "trajectories with a void turn",

@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 
+Option = bool | int | float | str | None
+
 
 class _Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -17,9 +19,13 @@ class AlgorithmSettings(_Settings):
     """Estimator, loss and filters."""
 
     estimator: str = Field(
-        "tir_otb", description="rule that gives advantages: tir_otb, otb, grpo, rloo or a registered one"
+        "tir_otb",
+        description="rule that gives advantages: tir_otb, otb, otb_isolated, otb_total, ogb, eob, opo, grpo, dr_grpo, "
+        "rloo, gpg, reinforce_pp, reinforce_pp_baseline, remax (plays each problem once more, greedily), gae (trains a "
+        "critic) or a registered one",
     )
     gamma: float = Field(1.0, gt=0, le=1, description="discount of later rewards, per token")
+    lam: float = Field(1.0, ge=0, le=1, description="how far gae looks ahead of the critic: 0 one token, 1 to the end")
     leave_one_out: bool = Field(False, description="a trajectory is left out of its own baseline")
     tail: Literal["zero", "carry", "self"] = Field(
         "zero", description="baseline where all others of the group have ended: 0, the last one, or the own return"
@@ -28,14 +34,34 @@ class AlgorithmSettings(_Settings):
         "logit_proxy", description="per-token squared gradient norm that weights the optimal baselines"
     )
     normalize: Literal["group_std", "whiten"] | None = Field(
-        None, description="divide advantages by the group's standard deviation, or whiten them over the batch"
+        None,
+        description="divide advantages by the group's standard deviation, or whiten them over the batch; none: as the "
+        "estimator is defined (estimator_options={normalize: null} takes its whitening away)",
     )
-    loss: str = Field("reinforce", description="reinforce, ppo, dual_clip or a registered one")
-    clip_low: float = Field(0.2, ge=0, lt=1, description="ratios below 1 - clip_low are clipped (ppo)")
-    clip_high: float = Field(0.28, ge=0, description="ratios above 1 + clip_high are clipped (ppo)")
-    dual_clip: float = Field(3.0, gt=1, description="bound of the loss at negative advantages (dual_clip)")
-    aggregation: Aggregation = Field("token_mean", description="how token losses become one number")
-    norm_length: int | None = Field(None, ge=1, description="the constant L of seq_mean_token_sum_norm")
+    loss: str = Field(
+        "reinforce",
+        description="reinforce, ppo, dual_clip, gspo, cispo, gmpo, sapo, dppo_tv, dppo_kl, clip_cov, kl_cov or a "
+        "registered one",
+    )
+    clip_low: float | None = Field(
+        None, ge=0, description="lower bound of the loss's clipping (ppo: ratios below 1 - clip_low); none: its own"
+    )
+    clip_high: float | None = Field(
+        None, ge=0, description="upper bound of the loss's clipping (ppo: ratios above 1 + clip_high); none: its own"
+    )
+    dual_clip: float | None = Field(
+        None, gt=1, description="bound of the loss at negative advantages (dual_clip); none: its own"
+    )
+    estimator_options: dict[str, Option] = Field(
+        {}, description="further options of the estimator by name, such as {epsilon: 1e-6}"
+    )
+    loss_options: dict[str, Option] = Field({}, description="further options of the loss by name")
+    aggregation: Aggregation | None = Field(
+        None, description="how token losses become one number; none: what the loss and the estimator are defined with"
+    )
+    norm_length: int | None = Field(
+        None, ge=1, description="the constant L of seq_mean_token_sum_norm; none: rollout.max_response_tokens"
+    )
     entropy_coefficient: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     updates_per_step: int = Field(1, ge=1, description="optimizer updates on one step's trajectories")
     void_turns: Literal["remove", "loss_only"] = Field(
@@ -52,11 +78,133 @@ class AlgorithmSettings(_Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> AlgorithmSettings:
-        if self.aggregation == "seq_mean_token_sum_norm" and self.norm_length is None:
-            raise ValueError("aggregation seq_mean_token_sum_norm needs norm_length, the constant L")
         if self.accuracy_range is not None and not 0 <= self.accuracy_range[0] < self.accuracy_range[1] <= 1:
             raise ValueError("accuracy_range needs 0 <= low < high <= 1")
         return self
+
+
+class RewardSettings(_Settings):
+    """What is added to the environment's reward before advantages. Filters see the environment's reward alone."""
+
+    overlong_buffer: int = Field(
+        0,
+        ge=0,
+        description="soft penalty for length (DAPO): 0 up to overlong_limit - overlong_buffer model tokens, then "
+        "falling to -1 at overlong_limit; 0: none",
+    )
+    overlong_limit: int | None = Field(
+        None, ge=1, description="model tokens from which the penalty is full; none: rollout.max_response_tokens"
+    )
+    overlong_factor: float = Field(1.0, ge=0, description="what the penalty is multiplied by")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RewardSettings:
+        if self.overlong_limit is not None and self.overlong_buffer > self.overlong_limit:
+            raise ValueError(
+                f"overlong_buffer={self.overlong_buffer} is above overlong_limit={self.overlong_limit}: the penalty "
+                "cannot begin below 0 tokens"
+            )
+        return self
+
+
+class KLSettings(_Settings):
+    """A penalty for leaving a frozen reference policy."""
+
+    coefficient: float = Field(
+        0.0, ge=0, description="weight of the penalty, that of the first step if it is adapted; 0: no reference policy"
+    )
+    placement: Literal["loss", "reward"] = Field(
+        "loss", description="in the loss, or in each token's reward before advantages"
+    )
+    estimator: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"] | None = Field(
+        None,
+        description="of KL(policy || reference) at a token; X+ has the value of X and the gradient of k2, and is for "
+        "the loss only; none: k1+ in the loss, k1 in the reward",
+    )
+    controller: Literal["fixed", "adaptive"] = Field(
+        "fixed", description="adaptive: the coefficient grows while the mean penalty is above target, else it falls"
+    )
+    target: float = Field(0.1, gt=0, description="mean penalty a token that the adaptive controller aims at")
+    horizon: int = Field(10000, ge=1, description="trajectories over which the adaptive controller reacts")
+    reference: str | None = Field(
+        None, description="directory or Hugging Face id of the reference policy; none: the policy training starts from"
+    )
+
+    @property
+    def in_loss(self) -> bool:
+        return self.coefficient > 0 and self.placement == "loss"
+
+    @property
+    def resolved_estimator(self) -> str:
+        """The estimator that is set, or that of the placement."""
+        return self.estimator or ("k1+" if self.placement == "loss" else "k1")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> KLSettings:
+        if self.placement == "reward" and self.resolved_estimator.endswith("+"):
+            raise ValueError(
+                f"estimator={self.estimator} differs from {self.resolved_estimator[:-1]} in its gradient "
+                "alone, and placement=reward has none; valid: k1 (the only exact one there), abs, k2, k3"
+            )
+        if self.controller == "adaptive" and self.coefficient == 0:
+            raise ValueError("controller=adaptive multiplies coefficient, which is 0: give a first coefficient above 0")
+        return self
+
+
+class CorrectionSettings(_Settings):
+    """Correcting for tokens that the engine sampled with other probabilities than the trainer computes."""
+
+    weights: Literal["token", "sequence", "geometric"] | None = Field(
+        None, description="importance weights of the loss: of the token, its sequence's product or geometric mean"
+    )
+    weight_bound: Literal["truncate", "icepop"] = Field(
+        "truncate", description="truncate: at most weight_high; icepop: 0 outside weight_low and weight_high"
+    )
+    weight_low: float = Field(0.5, ge=0, description="lower bound of icepop")
+    weight_high: float = Field(2.0, gt=0, description="upper bound of the weights")
+    self_normalize: bool = Field(False, description="divide the weights by their mean over the optimizer step")
+    ratio_mask: Literal["token", "sequence", "geometric"] | None = Field(
+        None, description="keep in the loss what has this ratio within ratio_low and ratio_high"
+    )
+    ratio_low: float = Field(0.5, ge=0, description="lower bound of ratio_mask")
+    ratio_high: float = Field(2.0, gt=0, description="upper bound of ratio_mask")
+    divergence_mask: Literal["k2", "k3"] | None = Field(
+        None, description="keep in the loss what has at most divergence_high of this divergence from the engine"
+    )
+    divergence_level: Literal["token", "sequence_mean", "sequence_max"] = Field(
+        "token", description="whose divergence: the token's, or the mean or largest of its sequence"
+    )
+    divergence_high: float = Field(0.1, gt=0, description="upper bound of divergence_mask")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CorrectionSettings:
+        if self.weight_bound == "icepop" and self.weight_low > self.weight_high:
+            raise ValueError(f"weight_low={self.weight_low} is above weight_high={self.weight_high}")
+        if self.ratio_low > self.ratio_high:
+            raise ValueError(f"ratio_low={self.ratio_low} is above ratio_high={self.ratio_high}")
+        if self.self_normalize and self.weights is None:
+            raise ValueError("self_normalize=true has no weights to normalise: set weights")
+        return self
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is weighed or masked."""
+        return self.weights is not None or self.masks
+
+    @property
+    def masks(self) -> bool:
+        """Whether the loss mask depends on the forward."""
+        return self.ratio_mask is not None or self.divergence_mask is not None
+
+
+class CriticSettings(_Settings):
+    """The value network of estimator gae: a transformer of the policy's architecture with a value head."""
+
+    learning_rate: float = Field(1e-5, gt=0, description="of the critic; its schedule is the optimizer's")
+    clip: float = Field(0.5, gt=0, description="how far a value may move from that of the rollout before it is clipped")
+    path: str | None = Field(
+        None, description="directory or Hugging Face id its transformer starts from; none: the policy's start"
+    )
 
 
 class OptimizerSettings(_Settings):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from rollout.fakes import played, problem
 
-from agentrl.rollout.filters import Filtered, FilterRules, filter_groups
+from agentrl.rollout.filters import COUNTS, Filtered, FilterRules, filter_groups
 from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.types import Ended, Verdict
 
 KEEP_ALL: dict[str, Any] = {"void_turns": "remove", "accuracy_range": None, "drop_zero_variance": False}
-NOTHING = {"no_data": 0, "void": 0, "dropped_empty": 0, "dropped_accuracy": 0, "dropped_zero_variance": 0}
+NOTHING = dict.fromkeys(COUNTS, 0)
 
 
 def group(*trajectories: Trajectory, index: int = 0) -> Group:
@@ -99,3 +100,19 @@ def test_groups_without_variance_teach_nothing() -> None:
 def test_a_singleton_has_no_variance() -> None:
     assert len(apply(rewarded(1.0)).groups) == 1
     assert apply(rewarded(1.0), drop_zero_variance=True).counts["dropped_zero_variance"] == 1
+
+
+def test_a_greedy_rollout_gives_variance_and_takes_its_group_along_where_it_is_no_data() -> None:
+    def with_greedy(reward: float, ended: Ended = Ended.ANSWERED, *, index: int) -> Group:
+        greedy = played(reward, group=index, sample=9, ended=ended)
+        return replace(rewarded(1.0, 1.0, index=index), greedy=greedy)
+
+    groups = [
+        with_greedy(1.0, index=0),
+        with_greedy(0.0, index=1),
+        with_greedy(0.0, Ended.INFRASTRUCTURE_FAILURE, index=2),
+    ]
+    filtered = apply(*groups, drop_zero_variance=True)
+    assert [kept.index for kept in filtered.groups] == [1]
+    assert filtered.counts == {**NOTHING, "dropped_zero_variance": 1, "dropped_no_greedy": 1}
+    assert [item.sample for item in filtered.groups[0].trajectories] == [0, 1]

@@ -87,3 +87,12 @@ def test_keys_differ_where_requests_do() -> None:
     assert all(0 <= key < 2**64 for key in keys)
     assert sampling_key(1, 23) != sampling_key(12, 3)
     assert sampling_key(0, 1, 2) == sampling_key(0, 1, 2)
+
+
+def test_temperature_zero_takes_the_likeliest_token_with_certainty() -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0], [0.0, 3.0, 2.0], [1.0, 1.0, -torch.inf]])
+    points = torch.tensor([0.0, 0.0, BELOW_ONE], dtype=torch.float64)
+    tokens, log_probs = sample_tokens(logits, torch.tensor([0.0, 1.0, 0.0]), points)
+    assert tokens.tolist() == [1, 0, 0]
+    assert log_probs[[0, 2]].tolist() == [0.0, 0.0]
+    assert float(log_probs[1]) < -3

@@ -30,6 +30,7 @@ def worker(
     prompt: Callable[[Problem], str] = lambda _: "P",
     answer: Callable[[], Any] = lambda: TURN,
     zero_variance: bool = False,
+    greedy: bool = False,
     **changes: Any,
 ) -> RolloutWorker:
     settings = RolloutSettings(**{"problems_per_step": 3, "group_size": 2, **changes})
@@ -39,7 +40,11 @@ def worker(
     )
     rules = FilterRules(void_turns="remove", accuracy_range=None, drop_zero_variance=zero_variance)
     return RolloutWorker(
-        driver=driver, sampler=ProblemSampler(ArithmeticSource(seed=1), seed=2), settings=settings, rules=rules
+        driver=driver,
+        sampler=ProblemSampler(ArithmeticSource(seed=1), seed=2),
+        settings=settings,
+        rules=rules,
+        greedy=greedy,
     )
 
 
@@ -139,3 +144,52 @@ async def test_past_the_step_deadline_it_says_what_is_missing_and_keeps_the_ledg
         await slow.harvest(4)
     assert len(slow.state_dict()["ledger"]) == 3
     assert len(asyncio.all_tasks()) == 1
+
+
+def useful_from(first: int) -> Callable[[Problem, int], Step]:
+    """Both trajectories of a problem are right before the ``first``-th one to come up, then every second one."""
+    seen: list[str] = []
+
+    def step(problem: Problem, _: int) -> Step:
+        seen.append(problem.id)
+        distinct = list(dict.fromkeys(seen))
+        useless = distinct.index(problem.id) < first
+        return ends(reward=1.0 if useless else float(seen.count(problem.id) % 2))
+
+    return step
+
+
+async def test_dynamic_sampling_plays_on_until_the_batch_is_full() -> None:
+    one = worker(step=useful_from(2), zero_variance=True, max_extra_rounds=5, concurrency=1)
+    harvest = await one.harvest(0)
+    # One of three is kept; two more would take six more, but a round is never larger than the first.
+    assert [group.index for group in harvest.groups] == [2, 3, 4]
+    assert [group.index for group in harvest.played] == [0, 1, 2, 3, 4, 5]
+    assert (harvest.metrics["groups/extra_rounds"], harvest.metrics["groups/surplus"]) == (1, 1)
+    assert (harvest.metrics["groups/issued"], harvest.metrics["groups/dropped_zero_variance"]) == (6, 2)
+    one.confirm(harvest)
+    assert one.state_dict()["ledger"] == []
+
+
+async def test_dynamic_sampling_gives_up_after_its_rounds() -> None:
+    one = worker(step=useful_from(99), zero_variance=True, max_extra_rounds=2)
+    harvest = await one.harvest(0)
+    assert (len(harvest.played), harvest.groups, harvest.metrics["groups/extra_rounds"]) == (9, (), 2)
+    # Killed here, the same problems are played again, in as many rounds.
+    resumed = worker(step=useful_from(99), zero_variance=True, max_extra_rounds=2)
+    resumed.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert ids(await resumed.harvest(0)) == ids(harvest)
+
+
+async def test_a_greedy_rollout_is_played_beside_the_group_and_is_none_of_it() -> None:
+    one = worker(greedy=True, problems_per_step=1)
+    harvest = await one.harvest(0)
+    (group,) = harvest.played
+    assert [item.sample for item in group.trajectories] == [0, 1]
+    assert group.greedy is not None
+    assert (group.greedy.sample, group.greedy.group) == (2, group.index)
+    assert [item.sample for item in group.everyone] == [0, 1, 2]
+    assert (harvest.metrics["reward/count"], harvest.metrics["rollout/greedy"]) == (2, 1)
+    assert harvest.metrics["reward/greedy_mean"] == group.greedy.reward
+    temperatures = [request[2].temperature for request in one._driver._engine.requests]  # type: ignore[attr-defined]
+    assert sorted(temperatures) == [0.0, 1.0, 1.0]

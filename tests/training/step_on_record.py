@@ -14,11 +14,23 @@ import torch
 
 from agentrl.kernels import Backend, triton_obstacle
 from agentrl.models.policy import PolicyModel
+from agentrl.models.value import ValueModel
 from agentrl.rollout.worker import Harvest
 from agentrl.training.batching import plan_step
-from agentrl.training.deepspeed_engine import TrainingEngine, start_distributed
+from agentrl.training.critic import Critic
+from agentrl.training.deepspeed_engine import TrainingEngine, frozen, start_distributed
 from agentrl.training.fidelity import BOUNDS, FidelityError
-from agentrl.training.settings import AlgorithmSettings, OptimizerSettings, TrainingSettings
+from agentrl.training.objective_settings import ObjectiveSettings
+from agentrl.training.reference import Reference
+from agentrl.training.settings import (
+    AlgorithmSettings,
+    CorrectionSettings,
+    CriticSettings,
+    KLSettings,
+    OptimizerSettings,
+    RewardSettings,
+    TrainingSettings,
+)
 from agentrl.training.trainer import Trainer
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl.weights.sources import full_parameters
@@ -34,6 +46,10 @@ class Case:
     """What differs between two steps on the same record."""
 
     algorithm: dict[str, Any] = field(default_factory=dict)
+    reward: dict[str, Any] = field(default_factory=dict)
+    kl: dict[str, Any] = field(default_factory=dict)
+    correction: dict[str, Any] = field(default_factory=dict)
+    near: bool = False  # the engine's log-probabilities are near the trainer's
     zero_stage: int = 0
     budget: int = 1_000_000
     tied: bool = True
@@ -44,12 +60,19 @@ class Case:
     dtype: torch.dtype = torch.float32
     learning_rate: float = 3.0
 
-    def settings(self) -> AlgorithmSettings:
-        return AlgorithmSettings(**{"fidelity_bound": 1e9, **self.algorithm})
+    def settings(self) -> ObjectiveSettings:
+        return ObjectiveSettings(
+            algorithm=AlgorithmSettings(**{"fidelity_bound": 1e9, "aggregation": "token_mean", **self.algorithm}),
+            reward=RewardSettings(**self.reward),
+            kl=KLSettings(**self.kl),
+            correction=CorrectionSettings(**self.correction),
+            response_tokens=20,
+        )
 
 
 _TWO_PASSES = {"estimator": "grpo", "normalize": "whiten"}
 _PPO = {"estimator": "grpo", "loss": "ppo", "updates_per_step": 2}
+_SELECTED = {"covariance_fraction": 0.2, "covariance_low": 0.0, "covariance_high": 100.0}
 CASES = {
     "token_mean": Case(zero_stage=1, algorithm={"head_exact_every": 1}),
     "token_sum": Case(zero_stage=0, algorithm={"aggregation": "token_sum"}),
@@ -72,6 +95,50 @@ CASES = {
     "two_updates": Case(zero_stage=1, learning_rate=0.5, algorithm=_PPO),
     "void_rows": Case(zero_stage=2, void=True, algorithm={"void_turns": "loss_only"}),
     "void_rows_two_passes": Case(zero_stage=3, void=True, algorithm={"void_turns": "loss_only", **_TWO_PASSES}),
+    "kl_loss": Case(zero_stage=2, kl={"coefficient": 0.5, "estimator": "k2"}),
+    "kl_loss_two_updates": Case(zero_stage=0, learning_rate=0.5, kl={"coefficient": 0.5}, algorithm=_PPO),
+    "kl_reward": Case(
+        zero_stage=3, kl={"coefficient": 0.1, "placement": "reward", "controller": "adaptive", "horizon": 100}
+    ),
+    "token_weights": Case(zero_stage=1, near=True, correction={"weights": "token", "weight_high": 1.1}),
+    "icepop_void": Case(
+        zero_stage=0,
+        near=True,
+        void=True,
+        algorithm={"void_turns": "loss_only"},
+        correction={"weights": "geometric", "weight_bound": "icepop", "weight_low": 0.9, "weight_high": 1.1},
+    ),
+    "normalized_weights": Case(zero_stage=2, near=True, correction={"weights": "sequence", "self_normalize": True}),
+    "masks": Case(
+        zero_stage=1,
+        near=True,
+        algorithm={"aggregation": "seq_mean_token_mean"},
+        correction={"ratio_mask": "token", "ratio_low": 0.8, "ratio_high": 1.2, "divergence_mask": "k3"}
+        | {"divergence_level": "sequence_max", "weights": "token"},
+    ),
+    "gspo": Case(zero_stage=0, learning_rate=0.5, algorithm={**_PPO, "loss": "gspo", "aggregation": None}),
+    "gmpo": Case(zero_stage=0, algorithm={"loss": "gmpo", "aggregation": None}),
+    "clip_cov": Case(
+        zero_stage=2, learning_rate=0.5, algorithm={**_PPO, "loss": "clip_cov", "loss_options": _SELECTED}
+    ),
+    "kl_cov": Case(
+        zero_stage=0,
+        learning_rate=0.5,
+        algorithm={**_PPO, "loss": "kl_cov", "loss_options": {"covariance_fraction": 0.1}},
+    ),
+    "gpg": Case(zero_stage=1, algorithm={"estimator": "gpg"}),
+    "reinforce_pp": Case(zero_stage=0, algorithm={"estimator": "reinforce_pp"}),
+    "dr_grpo": Case(zero_stage=0, algorithm={"estimator": "dr_grpo", "aggregation": None}),
+    "remax": Case(zero_stage=0, algorithm={"estimator": "remax"}),
+    "eob": Case(zero_stage=3, near=True, algorithm={"estimator": "eob"}, correction={"weights": "token"}),
+    "overlong": Case(zero_stage=0, reward={"overlong_buffer": 6, "overlong_limit": 10}),
+    "critic": Case(zero_stage=2, algorithm={"estimator": "gae", "lam": 0.9, "gamma": 0.9}),
+    "critic_zero3": Case(
+        zero_stage=3,
+        learning_rate=0.5,
+        kl={"coefficient": 0.1, "placement": "reward"},
+        algorithm={"estimator": "gae", "loss": "ppo", "updates_per_step": 2},
+    ),
 }
 """Each is trained whole (one rank, one micro-batch, ZeRO 0) and in parts, and must come out the same."""
 
@@ -88,8 +155,11 @@ WHOLE_GROUPS, SINGLE_ROWS = 160, 40
 """Token budgets: one group of at most 4 x 40 tokens, one trajectory."""
 
 
-def harvest(*, void: bool = False, groups: int = GROUPS) -> Harvest:
-    """A fixed step's rollouts: up to three turns of random tokens with observations between, rewards 0 and 1."""
+def harvest(*, void: bool = False, greedy: bool = False, groups: int = GROUPS) -> Harvest:
+    """A fixed step's rollouts: up to three turns of random tokens with observations between, rewards 0 and 1.
+
+    Nobody is right in the fourth group; a limit ended the third trajectory of each.
+    """
     draw = random.Random(7)
     prompts = [_tokens(draw, draw.randint(2, 10)) for _ in range(groups)]
     made = tuple(
@@ -97,6 +167,7 @@ def harvest(*, void: bool = False, groups: int = GROUPS) -> Harvest:
             problem=_problem(index),
             index=index,
             trajectories=tuple(_trajectory(draw, index, sample, prompt) for sample in range(GROUP_SIZE)),
+            greedy=_trajectory(random.Random(index), index, 1 + index % 2, prompt) if greedy else None,
         )
         for index, prompt in enumerate(prompts)
     )
@@ -112,7 +183,7 @@ def _trajectory(draw: random.Random, group: int, sample: int, prompt: tuple[int,
     segments = []
     turns = draw.randint(1, 3)
     for turn in range(turns):
-        reward = float(sample % 2) if turn == turns - 1 else 0.0
+        reward = float(sample % 2) if turn == turns - 1 and group != 3 else 0.0
         tokens = _tokens(draw, draw.randint(1, 6))
         segments.append(
             Segment(
@@ -133,7 +204,7 @@ def _trajectory(draw: random.Random, group: int, sample: int, prompt: tuple[int,
         sample=sample,
         prompt_ids=prompt,
         segments=tuple(segments),
-        ended=Ended.ANSWERED,
+        ended=Ended.TOKEN_LIMIT if sample == 2 else Ended.ANSWERED,
     )
 
 
@@ -166,9 +237,12 @@ def tiny_model(*, tied: bool = True, gradient_checkpointing: bool = False, dtype
 
 def step(case: Case, *, groups: int = GROUPS) -> dict[str, Any]:
     """Train one step; the change of every parameter and the step's metrics."""
-    algorithm = case.settings()
+    settings = case.settings()
     model = tiny_model(tied=case.tied, gradient_checkpointing=case.gradient_checkpointing, dtype=case.dtype)
     before = _flat(model)
+    record = harvest(void=case.void, greedy=settings.algorithm.estimator == "remax", groups=groups)
+    if case.near:
+        record = sampled_by(tiny_model(tied=case.tied), temperature=0.8, record=record, noise=0.4)
     policy = PolicyModel(model, backend=case.backend, share_prompts=case.share_prompts)
     engine = TrainingEngine(
         policy,
@@ -178,23 +252,79 @@ def step(case: Case, *, groups: int = GROUPS) -> dict[str, Any]:
         bfloat16=case.dtype == torch.bfloat16,
         updates=10,
     )
-    plans = plan_step(harvest(void=case.void, groups=groups), algorithm, budget=case.budget, ranks=engine.world_size)
-    trainer = Trainer(engine, algorithm, temperature=0.8, pad_id=0, fidelity_bound=1e9)
+    plans = plan_step(record, settings, budget=case.budget, ranks=engine.world_size)
+    critic = critic_of(case) if settings.algorithm.estimator == "gae" else None
+    trainer = Trainer(
+        engine,
+        settings,
+        temperature=0.8,
+        pad_id=0,
+        fidelity_bound=1e9,
+        reference=reference_of(case) if case.kl else None,
+        critic=critic,
+    )
+    critic_before = _flat(critic.engine.module) if critic is not None else torch.zeros(())
     metrics = trainer.train(plans[engine.rank])
     return {
         "delta": _flat(model) - before,
+        "critic_delta": _flat(critic.engine.module) - critic_before if critic is not None else torch.zeros(()),
+        "state": trainer.state_dict(),
         "metrics": metrics,
         "micro_batches": [len(update.micro_batches) for update in plans[0].updates],
         "one_forward": plans[0].passes.one_forward,
     }
 
 
+def reference_of(case: Case) -> Reference:
+    """The policy it starts from with one layer a little different."""
+    model = tiny_model(tied=case.tied)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+    policy = PolicyModel(model, share_prompts=case.share_prompts)
+    return Reference(frozen(policy, zero_stage=case.zero_stage, bfloat16=False), temperature=0.8)
+
+
+def critic_of(case: Case) -> Critic:
+    """A critic of the same transformer whose values are not all 0."""
+    model = ValueModel(tiny_model(tied=case.tied))
+    torch.nn.init.normal_(model.value_head.weight, std=0.3, generator=torch.Generator().manual_seed(5))
+    engine = TrainingEngine(
+        model,
+        optimizer=OptimizerSettings(learning_rate=0.5, epsilon=1.0, weight_decay=0.0, gradient_clip=1e9),
+        training=TrainingSettings(zero_stage=case.zero_stage),
+        bfloat16=False,
+        updates=10,
+    )
+    return Critic(engine, CriticSettings(clip=0.3))
+
+
+def critic_learns(*, updates: int = 30) -> list[dict[str, float]]:
+    """Metrics of steps on the same record with a policy that hardly moves."""
+    settings = Case(algorithm={"estimator": "gae"}).settings()
+    engine, value_engine = (
+        TrainingEngine(
+            module,
+            optimizer=OptimizerSettings(learning_rate=rate, weight_decay=0.0),
+            training=TrainingSettings(zero_stage=0),
+            bfloat16=False,
+            updates=updates,
+        )
+        for module, rate in ((PolicyModel(tiny_model()), 1e-6), (ValueModel(tiny_model()), 3e-3))
+    )
+    trainer = Trainer(
+        engine, settings, temperature=0.8, pad_id=0, fidelity_bound=1e9, critic=Critic(value_engine, CriticSettings())
+    )
+    plan = plan_step(harvest(), settings, budget=1_000_000, ranks=1)[0]
+    return [trainer.train(plan) for _ in range(updates)]
+
+
 def _flat(model: Any) -> torch.Tensor:
     return torch.cat([value.double().flatten().clone() for _, value in full_parameters(model)])
 
 
-def sampled_by(model: Any, *, temperature: float) -> Harvest:
-    """The record with the log-probabilities that ``model`` gives it."""
+def sampled_by(model: Any, *, temperature: float, record: Harvest | None = None, noise: float = 0.0) -> Harvest:
+    """The record with the log-probabilities that ``model`` gives it, give or take some noise."""
+    draw = random.Random(11)
 
     def told(item: Trajectory) -> Trajectory:
         ids = torch.tensor([item.prompt_ids + item.response_ids])
@@ -205,12 +335,12 @@ def sampled_by(model: Any, *, temperature: float) -> Harvest:
         segments = []
         for segment in item.segments:
             count = len(segment.token_ids)
-            own = tuple(log_probs[place : place + count])
+            own = tuple(min(0.0, value + draw.uniform(-noise, noise)) for value in log_probs[place : place + count])
             segments.append(replace(segment, log_probs=own) if segment.origin == "model" else segment)
             place += count
         return replace(item, segments=tuple(segments))
 
-    made = harvest()
+    made = record or harvest()
     groups = tuple(replace(one, trajectories=tuple(map(told, one.trajectories))) for one in made.groups)
     return replace(made, played=groups, groups=groups)
 
@@ -223,7 +353,7 @@ def gate(*, temperature: float = 0.8, other_weights: bool = False) -> dict[str, 
         with torch.no_grad():
             model.model.norm.weight.mul_(1.1)
     before = _flat(model)
-    algorithm = AlgorithmSettings()
+    settings = ObjectiveSettings(response_tokens=20)
     engine = TrainingEngine(
         PolicyModel(model),
         optimizer=OptimizerSettings(learning_rate=1e-3),
@@ -231,8 +361,8 @@ def gate(*, temperature: float = 0.8, other_weights: bool = False) -> dict[str, 
         bfloat16=False,
         updates=10,
     )
-    plan = plan_step(record, algorithm, budget=WHOLE_GROUPS, ranks=1)[0]
-    trainer = Trainer(engine, algorithm, temperature=0.8, pad_id=0, fidelity_bound=BOUNDS["float32"])
+    plan = plan_step(record, settings, budget=WHOLE_GROUPS, ranks=1)[0]
+    trainer = Trainer(engine, settings, temperature=0.8, pad_id=0, fidelity_bound=BOUNDS["float32"])
     try:
         metrics = trainer.train(plan)
     except FidelityError as error:
@@ -248,7 +378,7 @@ def main() -> None:
         if world == 1:
             results[f"{name}/whole"] = step(replace(case, zero_stage=0))
         results[f"{name}/groups"] = step(replace(case, budget=WHOLE_GROUPS))
-        if not case.settings().head_exact_every:
+        if not case.settings().algorithm.head_exact_every:
             results[f"{name}/rows"] = step(replace(case, budget=SINGLE_ROWS))
         if name in FEW_GROUPS:
             # One group for two ranks: one of them has dummies alone where groups stay whole.
@@ -257,6 +387,7 @@ def main() -> None:
     for stage in (0, 2):
         results[f"bfloat16/{stage}"] = step(Case(zero_stage=stage, budget=WHOLE_GROUPS, dtype=torch.bfloat16))
     if world == 1:
+        results["critic_learns"] = {"first": (learned := critic_learns())[0], "last": learned[-1]}
         results["gate/same"] = gate()
         results["gate/temperature"] = gate(temperature=1.0)
         results["gate/weights"] = gate(other_weights=True)

@@ -1,17 +1,24 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.rollout.worker import Harvest
 from agentrl.training.batching import MicroBatch, pack, plan_step, split_updates
+from agentrl.training.objective_settings import ObjectiveSettings
 from agentrl.training.plan import plan_passes
-from agentrl.training.settings import AlgorithmSettings
+from agentrl.training.settings import AlgorithmSettings, CorrectionSettings
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
 
 PROBLEM = Problem(id="p", statement="?", answer="1", source="made")
+
+
+def objective(**algorithm: Any) -> ObjectiveSettings:
+    return ObjectiveSettings(algorithm=AlgorithmSettings(**algorithm), response_tokens=20)
 
 
 def row(length: int, *, group: int = 0, sample: int = 0) -> Trajectory:
@@ -103,7 +110,7 @@ def test_every_row_is_once_in_the_plan_whole_within_the_budget(
 
 def test_tokens_and_sequences_are_those_of_all_ranks_and_of_the_loss() -> None:
     made = harvest(group(0, 5, 4), group(1, 3, 7), no_loss=frozenset({(1, 1)}))
-    plans = plan_step(made, AlgorithmSettings(), budget=100, ranks=2)
+    plans = plan_step(made, objective(), budget=100, ranks=2)
     # Model tokens 4 + 3 + 2; the row of 6 model tokens is out of the loss.
     assert [(update.tokens, update.sequences) for plan in plans for update in plan.updates] == [(9, 3), (9, 3)]
     assert [plan.metrics for plan in plans] == [{"reward/mean": 0.5}, {}]
@@ -111,14 +118,14 @@ def test_tokens_and_sequences_are_those_of_all_ranks_and_of_the_loss() -> None:
 
 
 def test_a_group_over_the_budget_needs_a_statistics_pass_and_no_head_exact_diagnostic() -> None:
-    settings = AlgorithmSettings(head_exact_every=1)
+    settings = objective(head_exact_every=1)
     fits, split = (plan_step(harvest(group(0, 5, 5)), settings, budget=size, ranks=1)[0] for size in (10, 9))
     assert (fits.passes.one_forward, fits.head_exact, len(fits.updates[0].micro_batches)) == (True, True, 1)
     assert (split.passes.one_forward, split.head_exact, len(split.updates[0].micro_batches)) == (False, False, 2)
 
 
 def test_no_groups_make_no_updates() -> None:
-    plans = plan_step(harvest(), AlgorithmSettings(head_exact_every=1), budget=10, ranks=2)
+    plans = plan_step(harvest(), objective(head_exact_every=1), budget=10, ranks=2)
     assert [plan.updates for plan in plans] == [(), ()]
 
 
@@ -132,12 +139,59 @@ def test_updates_share_the_groups(groups: int, updates: int, sizes: list[int]) -
     assert [item for part in parts for item in part] == made
 
 
-def test_reasons_for_a_statistics_pass() -> None:
-    def reasons(budget: int = 100, **changed: object) -> list[str]:
-        plan = plan_passes(AlgorithmSettings(**changed), group_tokens=50, budget=budget)  # type: ignore[arg-type]
-        return [reason.split()[0] for reason in plan.reasons]
+def reasons(settings: ObjectiveSettings, budget: int = 100) -> tuple[str, ...]:
+    plan = plan_passes(settings, group_tokens=50, budget=budget)
+    assert plan.one_forward == (not plan.reasons)
+    return plan.reasons
 
-    assert reasons() == []
-    assert reasons(updates_per_step=2) == ["2"]
-    assert reasons(normalize="whiten", budget=49) == ["whitening", "a"]
-    assert plan_passes(AlgorithmSettings(), group_tokens=0, budget=1).describe().startswith("one forward")
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {},
+        *({"loss": loss} for loss in ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl")),
+        *({"estimator": name} for name in ("grpo", "rloo", "opo", "ogb", "remax", "otb_total", "dr_grpo")),
+    ],
+)
+def test_one_forward_where_everything_lies_in_a_group(algorithm: dict[str, str]) -> None:
+    assert reasons(objective(**algorithm)) == ()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "reason"),
+    [
+        ({"updates_per_step": 2}, "2 updates on the same trajectories"),
+        ({"normalize": "whiten"}, "whitening takes the mean over the whole step"),
+        ({"estimator": "reinforce_pp"}, "whitening takes the mean over the whole step"),
+        ({"estimator": "gpg"}, "its rule counts the groups of the whole step"),
+        ({"estimator": "eob"}, "exact energies take a forward and a backward"),
+        ({"loss": "clip_cov"}, "the loss clip_cov selects tokens over the whole step"),
+        ({"loss": "kl_cov"}, "the loss kl_cov selects tokens over the whole step"),
+        ({"estimator": "gae", "estimator_options": {"normalize": None}}, "the critic's values are those before"),
+    ],
+)
+def test_a_statistics_pass_where_an_algorithm_needs_the_step(algorithm: dict[str, Any], reason: str) -> None:
+    (said,) = reasons(objective(**algorithm))
+    assert said.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("correction", "passes"),
+    [
+        ({"weights": "token"}, 1),
+        ({"weights": "sequence", "weight_bound": "icepop"}, 1),
+        ({"weights": "token", "self_normalize": True}, 2),
+        ({"ratio_mask": "geometric"}, 2),
+        ({"divergence_mask": "k3"}, 2),
+    ],
+)
+def test_a_correction_needs_the_step_where_it_masks_or_normalises(correction: dict[str, Any], passes: int) -> None:
+    settings = ObjectiveSettings(correction=CorrectionSettings(**correction), response_tokens=20)
+    assert len(reasons(settings)) == passes - 1
+
+
+def test_a_group_that_is_too_large_is_said_beside_other_reasons() -> None:
+    first, second = reasons(objective(normalize="whiten"), budget=49)
+    assert first.startswith("whitening")
+    assert second == "a group of 50 tokens does not fit one micro-batch (training.micro_batch_tokens=49)"
+    assert plan_passes(objective(), group_tokens=0, budget=1).describe().startswith("one forward")

@@ -31,7 +31,27 @@ CASES = (
     "two_updates",
     "void_rows",
     "void_rows_two_passes",
+    "kl_loss",
+    "kl_loss_two_updates",
+    "kl_reward",
+    "token_weights",
+    "icepop_void",
+    "normalized_weights",
+    "masks",
+    "gspo",
+    "gmpo",
+    "clip_cov",
+    "kl_cov",
+    "gpg",
+    "reinforce_pp",
+    "dr_grpo",
+    "remax",
+    "eob",
+    "overlong",
+    "critic",
+    "critic_zero3",
 )
+CRITIC = ("critic", "critic_zero3")
 FEW_GROUPS = ("token_mean", "token_sum", "shared_prompts", "seq_mean_token_sum_norm", "whitened_zero3")
 HEAD_EXACT = ("token_mean", "seq_mean_token_sum")
 Results = dict[str, dict[str, Any]]
@@ -85,6 +105,9 @@ def assert_same_step(one: dict[str, Any], other: dict[str, Any]) -> None:
     distance = float((one["delta"] - other["delta"]).norm() / one["delta"].norm())
     assert distance < bound
     assert float(one["delta"].norm()) > 1e-2
+    assert one["state"].get("kl", {}) == pytest.approx(other["state"].get("kl", {}), rel=bound)
+    if float(one["critic_delta"].norm()) > 0:
+        assert float((one["critic_delta"] - other["critic_delta"]).norm() / one["critic_delta"].norm()) < bound
     for name, value in one["metrics"].items():
         assert other["metrics"][name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
     norms = [item["metrics"]["policy/gradient_norm"] for item in (one, other)]
@@ -137,6 +160,53 @@ def test_one_forward_is_taken_where_it_serves(alone: Results) -> None:
     assert alone["void_rows/groups"]["one_forward"]
     assert not alone["whitened/whole"]["one_forward"]
     assert alone["two_updates/whole"]["metrics"]["policy/updates"] == 2
+
+
+def test_what_the_settings_ask_for_takes_part(alone: Results) -> None:
+    """Each of these would pass the tests above by doing nothing."""
+    plain = alone["token_mean/whole"]["delta"]
+
+    def metrics(case: str) -> dict[str, float]:
+        return alone[f"{case}/whole"]["metrics"]
+
+    def moved(case: str, other: torch.Tensor = plain) -> bool:
+        return float((alone[f"{case}/whole"]["delta"] - other).norm() / other.norm()) > 0.01
+
+    for case in ("kl_loss", "kl_reward", "token_weights", "normalized_weights", "masks", "gpg", "remax", "overlong"):
+        assert moved(case), case
+    assert metrics("kl_loss")["kl/mean"] > 0.01
+    assert metrics("kl_reward")["kl/coefficient"] == 0.1
+    # Below the target by more than the largest step: 0.1 * (1 - 0.2 * 28 / 100). (No policy sampled the record, so k1
+    # may be negative.)
+    assert metrics("kl_reward")["kl/mean"] < 0.08
+    assert alone["kl_reward/whole"]["state"] == {"kl": {"beta": pytest.approx(0.0944)}}
+    assert 0.1 < metrics("token_weights")["correction/truncated_fraction"] < 0.9
+    assert 0.1 < metrics("masks")["correction/masked_fraction"] < 0.9
+    assert 0.05 < metrics("clip_cov")["policy/selected_fraction"] < 0.25
+    assert 0.05 < metrics("kl_cov")["policy/selected_fraction"] < 0.15
+    assert metrics("gspo")["policy/clip_fraction_high"] > 0
+    assert metrics("overlong")["reward/overlong_penalty"] < -0.1
+    assert 0 < metrics("overlong")["reward/overlong_share"] < 1
+    for case in CRITIC:
+        assert float(alone[f"{case}/whole"]["critic_delta"].norm()) > 0.01
+        assert metrics(case)["critic/loss"] > 0
+        assert metrics(case)["critic/explained_variance"] < 1
+    assert metrics("critic_zero3")["critic/value_clip_fraction"] > 0
+
+
+def test_the_critic_learns_what_the_record_returns(alone: Results) -> None:
+    first, last = alone["critic_learns"]["first"], alone["critic_learns"]["last"]
+    assert first["critic/explained_variance"] == 0.0
+    assert first["critic/value_mean"] == 0.0
+    assert last["critic/explained_variance"] > 0.5
+    assert last["critic/loss"] < first["critic/loss"] / 2
+
+
+def test_effective_sample_size_is_that_of_the_step_however_it_was_split(alone: Results, pair: Results) -> None:
+    whole = alone["token_weights/whole"]["metrics"]["correction/ess"]
+    assert 0.5 < whole < 0.999
+    for results in (alone, pair):
+        assert results["token_weights/groups"]["metrics"]["correction/ess"] == pytest.approx(whole, rel=1e-6)
 
 
 def test_head_exact_variance_is_that_of_all_ranks_groups(alone: Results, pair: Results) -> None:

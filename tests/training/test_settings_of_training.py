@@ -3,35 +3,91 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from agentrl.algorithms import ESTIMATORS, LOSSES
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.models.loading import read_config
 from agentrl.training.dry_run import dry_run
 from agentrl.training.estimate import estimate_memory, planned_passes
 from agentrl.training.launch import launch
-from agentrl.training.options import estimator_options, loss_options
+from agentrl.training.objective_settings import ObjectiveSettings
+from agentrl.training.options import estimator_options, loss_options, needs
 from agentrl.training.settings import AlgorithmSettings
 
 
-def test_options_are_those_that_the_estimator_and_the_loss_know() -> None:
-    assert estimator_options(AlgorithmSettings(tail="carry"))["tail"] == "carry"
-    assert loss_options(AlgorithmSettings(loss="ppo", clip_high=0.3)) == {"clip_low": 0.2, "clip_high": 0.3}
-    assert loss_options(AlgorithmSettings()) == {}
+def objective(**algorithm: Any) -> ObjectiveSettings:
+    return ObjectiveSettings(algorithm=AlgorithmSettings(**algorithm), response_tokens=77)
+
+
+def test_options_are_those_that_were_changed_and_that_the_estimator_and_the_loss_know() -> None:
+    assert estimator_options(objective(tail="carry")) == {"tail": "carry", "loss_aggregation": "token_mean"}
+    assert loss_options(objective(loss="ppo", clip_high=0.3)) == {"clip_high": 0.3}
+    assert loss_options(objective()) == {}
+    assert estimator_options(objective(estimator="gae", estimator_options={"normalize": None})) == {"normalize": None}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS.names())
+def test_every_estimator_has_its_defaults(name: str) -> None:
+    if name == "otb_cross":
+        with pytest.raises(SettingsError, match=r"algorithm\.estimator=otb_cross: it needs cross_energy"):
+            needs(objective(estimator=name))
+    else:
+        assert needs(objective(estimator=name)).inputs <= {
+            "token_energy", "values", "greedy_returns", "trajectory_energy"
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES.names())
+def test_every_loss_has_its_defaults(name: str) -> None:
+    settings = objective(loss=name, estimator="rloo")
+    assert loss_options(settings) == {}
+    assert settings.aggregation == LOSSES.traits(name).aggregation
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "aggregation"),
+    [
+        ({}, "token_mean"),
+        ({"estimator": "grpo"}, "seq_mean_token_mean"),
+        ({"estimator": "dr_grpo", "loss": "ppo"}, "seq_mean_token_sum_norm"),
+        ({"estimator": "tir_otb", "loss": "ppo"}, "token_mean"),
+        ({"estimator": "tir_otb", "loss": "gspo"}, "seq_mean_token_mean"),
+        ({"estimator": "grpo", "loss": "ppo", "aggregation": "token_mean"}, "token_mean"),
+    ],
+)
+def test_the_aggregation_is_the_one_that_is_set_or_that_of_the_papers(
+    algorithm: dict[str, str], aggregation: str
+) -> None:
+    settings = objective(**algorithm)
+    assert settings.aggregation == aggregation
+    assert settings.norm_length == 77
+
+
+def test_an_aggregation_that_the_loss_forbids_is_an_error() -> None:
+    with pytest.raises(SettingsError, match=r"algorithm\.aggregation=token_mean: .*gspo.*seq_mean_token_mean"):
+        _ = objective(loss="gspo", aggregation="token_mean").aggregation
 
 
 def test_a_changed_option_that_the_estimator_lacks_is_an_error() -> None:
     with pytest.raises(SettingsError, match=r"algorithm\.tail=carry: the estimator 'grpo' has no such option; it has"):
-        estimator_options(AlgorithmSettings(estimator="grpo", tail="carry"))
+        estimator_options(objective(estimator="grpo", tail="carry"))
     with pytest.raises(SettingsError, match=r"algorithm\.clip_low=0\.1: the loss 'reinforce' has no such option"):
-        loss_options(AlgorithmSettings(clip_low=0.1))
+        loss_options(objective(clip_low=0.1))
+    with pytest.raises(SettingsError, match=r"algorithm\.loss=gmpo: .*clip_hi.*clip_high"):
+        loss_options(objective(loss="gmpo", loss_options={"clip_hi": 1.0}))
+    with pytest.raises(SettingsError, match=r"algorithm\.clip_low=0\.1 and algorithm\.loss_options\.clip_low=0\.2"):
+        loss_options(objective(loss="ppo", clip_low=0.1, loss_options={"clip_low": 0.2}))
+    with pytest.raises(SettingsError, match=r"algorithm\.loss=ppo: clip_low=3\.0 lies outside \[0, 1\]"):
+        loss_options(objective(loss="ppo", clip_low=3.0))
 
 
 def test_an_unknown_name_comes_with_the_nearest() -> None:
     with pytest.raises(SettingsError, match=r"algorithm\.estimator=tir_ot[^b].*tir_otb"):
-        estimator_options(AlgorithmSettings(estimator="tir_ot"))
+        estimator_options(objective(estimator="tir_ot"))
 
 
 def test_dry_run_says_settings_passes_and_memory(
@@ -57,6 +113,10 @@ def test_memory_is_shared_out_as_the_stage_says(tmp_path: Path, monkeypatch: pyt
     # float32: 4 bytes a weight and a gradient, 8 for Adam's two moments.
     assert parts == {0: (4000, 4000, 8000), 1: (4000, 4000, 2000), 2: (4000, 1000, 2000), 3: (1000, 1000, 2000)}
     assert planned_passes(load_settings()).one_forward
+    ppo = load_settings(overrides=["algorithm.estimator=gae", "kl.coefficient=0.1"])
+    more = estimate_memory(ppo, config, 1000)
+    assert (more.reference, more.critic) == (4000, 4000 + 4000 + 8000)
+    assert more.total == sum((more.weights, more.gradients, more.optimizer, more.activations, more.kv_cache, 20000))
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How to sample one turn. The distribution is the tempered one over the whole vocabulary."""
+    """How to sample one turn. The distribution is the tempered one over the whole vocabulary; 0 is greedy."""
 
     max_tokens: int
     stop: tuple[str, ...] = ()

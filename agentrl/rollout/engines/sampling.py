@@ -40,10 +40,14 @@ def sample_tokens(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tup
     """Draw one token a row by inverting the cumulative distribution.
 
     ``logits`` [n, V], ``temperatures`` [n], ``uniforms`` [n] float64 in [0, 1) give token ids [n] and their
-    log-probabilities [n] (float32) under ``softmax(logits / temperature)``, the distribution sampled from.
+    log-probabilities [n] (float32) under ``softmax(logits / temperature)``, the distribution sampled from. At
+    temperature 0 that is the likeliest token, the first of equals, with log-probability 0.
     """
-    log_probs = torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)  # [n, V]
+    greedy = temperatures == 0
+    divisors = torch.where(greedy, 1.0, temperatures)
+    log_probs = torch.log_softmax(logits.float() / divisors[:, None], dim=-1)  # [n, V]
     cumulative = log_probs.double().exp_().cumsum_(dim=-1)
     threshold = uniforms[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logits.shape[-1] - 1)  # [n, 1]
-    return tokens[:, 0], log_probs.gather(1, tokens)[:, 0]
+    drawn = log_probs.gather(1, tokens)[:, 0]
+    return torch.where(greedy, log_probs.argmax(dim=-1), tokens[:, 0]), torch.where(greedy, 0.0, drawn)

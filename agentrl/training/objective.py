@@ -1,0 +1,158 @@
+"""The policy's loss of a micro-batch, such that the parts of a step add up to the step's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms import LOSSES, aggregate, kl_penalty, loss_normalizer, policy_loss, step_selection
+from agentrl.training.deepspeed_engine import TrainingEngine
+from agentrl.training.evidence import Rows, gathered_over_ranks
+from agentrl.training.objective_settings import ObjectiveSettings
+from agentrl.training.options import loss_options
+from agentrl.training.targets import Targets
+
+# As the losses clamp the logarithm of a ratio.
+_LOG_RATIO_LIMIT = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Normalizers:
+    """What the loss mask of one update leaves, over all ranks."""
+
+    tokens: int
+    sequences: int
+
+    @classmethod
+    def over_ranks(cls, targets: Sequence[Targets], engine: TrainingEngine[Any]) -> Normalizers:
+        """Counted. Collective."""
+        modes = ("token_mean", "seq_mean_token_mean")
+        own = [sum(int(loss_normalizer(part.loss_mask, mode)) for part in targets) for mode in modes]
+        tokens, sequences = engine.all_reduce(torch.tensor(own, dtype=torch.int64, device=engine.device)).tolist()
+        return cls(tokens=tokens, sequences=sequences)
+
+    def of(self, mode: str) -> int | None:
+        """The count that an aggregation divides by; None if by nothing."""
+        if mode == "token_sum":
+            return None
+        return self.tokens if mode == "token_mean" else self.sequences
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """``value``: a micro-batch's part of the step's loss. ``metrics``: means over the loss mask's tokens."""
+
+    value: Tensor
+    metrics: dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Candidates(Rows):
+    """What a selection over the whole step looks at."""
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    loss_mask: Tensor
+    keys: Tensor
+
+
+class PolicyObjective:
+    """Policy loss, entropy bonus and KL penalty under one aggregation."""
+
+    def __init__(self, settings: ObjectiveSettings) -> None:
+        """Raises SettingsError if the loss is not known or lacks a setting that was changed."""
+        self._algorithm = settings.algorithm
+        self._options = loss_options(settings)
+        self._mode = settings.aggregation
+        self._length = settings.norm_length if self._mode == "seq_mean_token_sum_norm" else None
+        self._kl_estimator = settings.kl.resolved_estimator if settings.kl.in_loss else None
+        self.selects = LOSSES.traits(settings.algorithm.loss).step_wide
+
+    def loss(
+        self,
+        log_probs: Tensor,
+        entropy: Tensor,
+        targets: Targets,
+        normalizers: Normalizers,
+        *,
+        beta: float,
+        fresh: bool,
+        selected: Tensor | None = None,
+    ) -> Loss:
+        """``log_probs`` and ``entropy`` [B, T] carry the graph. ``fresh``: they are those that the targets are made of,
+        so every ratio is 1. ``selected``: this micro-batch's rows of :meth:`selection`."""
+        mask = targets.loss_mask
+        made = policy_loss(
+            self._algorithm.loss,
+            log_probs=log_probs,
+            old_log_probs=None if fresh else targets.log_probs,
+            advantages=targets.advantages,
+            loss_mask=mask,
+            response_mask=targets.response_mask,
+            weights=targets.weights,
+            selected=selected,
+            **self._options,
+        )
+        value = self._aggregated(made.per_token, mask, normalizers)
+        metrics = made.metrics
+        if self._algorithm.entropy_coefficient:
+            bonus = self._aggregated(entropy, mask, normalizers)
+            value = value - self._algorithm.entropy_coefficient * bonus
+        if self._kl_estimator is not None and targets.reference_log_probs is not None:
+            ratio = None if fresh else _ratio(log_probs, targets)
+            penalty = kl_penalty(log_probs, targets.reference_log_probs, self._kl_estimator, mask=mask, ratio=ratio)
+            value = value + beta * self._aggregated(penalty, mask, normalizers)
+        return Loss(value=value, metrics=metrics)
+
+    @torch.no_grad()
+    def selection(
+        self, log_probs: Sequence[Tensor], targets: Sequence[Targets], engine: TrainingEngine[Any], *, seed: int
+    ) -> list[Tensor]:
+        """Which tokens of one update the loss selects: [B, T] bool for each micro-batch. Collective.
+
+        ``log_probs`` are those of the weights that the update starts from.
+        """
+        real = [bool(part.response_mask.any()) for part in targets]
+        own = [
+            _Candidates(
+                log_probs=now,
+                old_log_probs=part.log_probs,
+                advantages=part.advantages,
+                loss_mask=part.loss_mask,
+                keys=part.keys,
+            )
+            for now, part, counts in zip(log_probs, targets, real, strict=True)
+            if counts
+        ]
+        whole, row = gathered_over_ranks(own, engine)
+        chosen = step_selection(
+            self._algorithm.loss,
+            log_probs=whole.log_probs,
+            old_log_probs=whole.old_log_probs,
+            advantages=whole.advantages,
+            loss_mask=whole.loss_mask,
+            keys=whole.keys,
+            seed=seed,
+            **self._options,
+        )
+        parts = []
+        for part, counts in zip(targets, real, strict=True):
+            rows, steps = part.loss_mask.shape
+            parts.append(chosen[row : row + rows, :steps] if counts else torch.zeros_like(part.loss_mask))
+            row += rows if counts else 0
+        return parts
+
+    def _aggregated(self, per_token: Tensor, mask: Tensor, normalizers: Normalizers) -> Tensor:
+        normalizer = normalizers.of(self._mode)
+        return aggregate(per_token, mask, self._mode, normalizer=normalizer, length=self._length)
+
+
+def _ratio(log_probs: Tensor, targets: Targets) -> Tensor:
+    """Of the present policy to the one before the step's updates, detached, 1 where nothing counts [B, T]."""
+    log_ratio = torch.where(targets.loss_mask, log_probs.detach() - targets.log_probs, 0.0)
+    return log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()

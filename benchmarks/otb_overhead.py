@@ -1,0 +1,143 @@
+"""What the optimal token baseline costs a training step more than GRPO. Target: at most 3 %.
+
+    python benchmarks/otb_overhead.py --repetitions 20
+
+One rank trains the embedded tiny policy on random conversations of up to three turns, with the micro-batches of the
+tiny preset. Steps of both estimators alternate on the same trajectories; a step is the forward, the advantages, the
+backward pass and the update, without rollouts, which cost both the same. Both read their statistics from the same
+kernel, so what differs is how advantages are formed. Read the median ratio of CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+
+import torch
+
+from agentrl.models.policy import PolicyModel
+from agentrl.models.settings import TinyModelSettings
+from agentrl.models.tiny import tiny_config
+from agentrl.rollout.worker import Harvest
+from agentrl.training.batching import RankPlan, plan_step
+from agentrl.training.deepspeed_engine import TrainingEngine, start_distributed
+from agentrl.training.objective_settings import ObjectiveSettings
+from agentrl.training.settings import AlgorithmSettings, OptimizerSettings, TrainingSettings
+from agentrl.training.trainer import Trainer
+from agentrl.trajectory import Group, Segment, Trajectory
+from agentrl_envs.types import Ended, Problem
+
+ESTIMATORS = ("grpo", "tir_otb")
+MICRO_BATCH_TOKENS = 4096
+VOCABULARY = 512
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=32)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--repetitions", type=int, default=20, help="pairs of steps, after two to warm up")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    start_distributed()
+    record = harvest(options.groups, options.group_size)
+    sides = {name: side(name, record) for name in ESTIMATORS}
+    pairs = [{name: timed(*sides[name]) for name in _order(turn)} for turn in range(options.repetitions + 2)][2:]
+    for place, clock in enumerate(("CPU", "wall")):
+        grpo, otb = ([pair[name][place] for pair in pairs] for name in ESTIMATORS)
+        ratios = [one / other - 1 for one, other in zip(otb, grpo, strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4)
+        print(
+            f"{clock} seconds a step: grpo {statistics.median(grpo):.4f}, tir_otb {statistics.median(otb):.4f}; extra, "
+            f"median of {len(ratios)} pairs: {statistics.median(ratios):+.2%} (quartiles {low:+.2%}, {high:+.2%})"
+        )
+
+
+def side(estimator: str, record: Harvest) -> tuple[Trainer, RankPlan]:
+    """A trainer and its plan."""
+    settings = ObjectiveSettings(
+        algorithm=AlgorithmSettings(estimator=estimator, aggregation="token_mean", fidelity_bound=1e9),
+        response_tokens=160,
+    )
+    engine = TrainingEngine(
+        PolicyModel(tiny_model()),
+        optimizer=OptimizerSettings(),
+        training=TrainingSettings(),
+        bfloat16=False,
+        updates=10**6,
+    )
+    (plan,) = plan_step(record, settings, budget=MICRO_BATCH_TOKENS, ranks=1)
+    return Trainer(engine, settings, temperature=1.0, pad_id=0, fidelity_bound=1e9), plan
+
+
+def timed(trainer: Trainer, plan: RankPlan) -> tuple[float, float]:
+    """CPU and wall seconds of one step."""
+    began, cpu = time.perf_counter(), time.process_time()
+    trainer.train(plan)
+    return time.process_time() - cpu, time.perf_counter() - began
+
+
+def _order(turn: int) -> tuple[str, ...]:
+    """Neither side always comes first."""
+    return ESTIMATORS if turn % 2 else ESTIMATORS[::-1]
+
+
+def tiny_model() -> object:
+    """The embedded policy, untrained."""
+    from transformers import Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(tiny_config(TinyModelSettings(vocabulary_size=VOCABULARY)))
+
+
+def harvest(groups: int, group_size: int) -> Harvest:
+    """Random trajectories of 60 prompt tokens and 40 to 160 response tokens."""
+    draw = random.Random(1)
+    made = tuple(
+        Group(
+            problem=(problem := Problem(id=f"random-{index}", statement="?", answer="1", source="random")),
+            index=index,
+            trajectories=tuple(_trajectory(draw, problem, index, sample) for sample in range(group_size)),
+        )
+        for index in range(groups)
+    )
+    return Harvest(step=1, played=made, groups=made, no_loss=frozenset(), metrics={})
+
+
+def _trajectory(draw: random.Random, problem: Problem, group: int, sample: int) -> Trajectory:
+    segments = []
+    turns = draw.randint(1, 3)
+    for turn in range(turns):
+        tokens = _tokens(draw, draw.randint(25, 48))
+        segments.append(
+            Segment(
+                origin="model",
+                token_ids=tokens,
+                text="",
+                log_probs=(-1.0,) * len(tokens),
+                version_spans=((0, len(tokens)),),
+                reward=float(draw.random() < 0.5) if turn == turns - 1 else 0.0,
+            )
+        )
+        if turn < turns - 1:
+            segments.append(Segment(origin="observation", token_ids=_tokens(draw, draw.randint(3, 8)), text=""))
+    return Trajectory(
+        problem=problem,
+        step=1,
+        group=group,
+        sample=sample,
+        prompt_ids=_tokens(draw, 60),
+        segments=tuple(segments),
+        ended=Ended.ANSWERED,
+    )
+
+
+def _tokens(draw: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(draw.randrange(VOCABULARY) for _ in range(count))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Whole runs of small policies, one after the other: ``POLICY FOLDER NAME...``. Run by test_algorithms_train.py.
+
+The libraries take longer to load than a run.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from agentrl.config import load_settings
+from agentrl.training.run import train
+
+_SHORT = [
+    "model.dtype=float32",
+    "data.train.0.path=builtin:arithmetic",
+    "optimizer.learning_rate=1e-3",
+    "rollout.problems_per_step=3",
+    "rollout.group_size=4",
+    "rollout.max_prompt_tokens=300",
+    "rollout.max_turn_tokens=12",
+    "rollout.max_response_tokens=64",
+    "training.deterministic=true",
+    "training.threads=1",
+    "training.steps=2",
+    "telemetry.plots=false",
+]
+_PPO = [
+    "algorithm.estimator=gae",
+    "algorithm.loss=ppo",
+    "algorithm.updates_per_step=2",
+    "algorithm.drop_zero_variance=false",
+    "rollout.problems_per_step=12",
+    "rollout.group_size=1",
+    "kl.coefficient=0.05",
+    "kl.placement=reward",
+    "kl.controller=adaptive",
+    "kl.target=1e-4",
+    "kl.horizon=100",
+    "training.steps=3",
+]
+RUNS = {
+    "ppo": _PPO,
+    "ppo_in_two": [*_PPO, "training.steps=2"],
+    "dapo": [
+        "algorithm.estimator=grpo",
+        "algorithm.loss=ppo",
+        "algorithm.clip_high=0.28",
+        "algorithm.accuracy_range=[0.06, 0.5]",
+        "rollout.max_extra_rounds=2",
+        "rollout.problems_per_step=6",
+        "rollout.group_size=2",
+        "reward.overlong_buffer=8",
+        "reward.overlong_limit=20",
+    ],
+    "remax": ["algorithm.estimator=remax", "rollout.group_size=1"],
+    "eob": ["algorithm.estimator=eob", "correction.weights=token"],
+    "kl_cov": ["algorithm.estimator=gpg", "algorithm.loss=kl_cov", "kl.coefficient=0.1", "correction.ratio_mask=token"],
+}
+
+
+def main() -> None:
+    policy, folder, *names = sys.argv[1:]
+    place = [f"model.path={policy}", f"runs_dir={folder}"]
+    for name in names:
+        settings = load_settings("counting_env:CountingEnv", overrides=[*place, *_SHORT, *RUNS[name], f"name={name}"])
+        assert train(settings, resume=False) == 0
+    resumed = load_settings(overrides=["name=ppo_in_two", f"runs_dir={folder}", "training.steps=3"], resume=True)
+    assert train(resumed, resume=True) == 0
+
+
+if __name__ == "__main__":
+    main()

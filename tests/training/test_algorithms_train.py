@@ -1,0 +1,108 @@
+"""Algorithms end to end: rollouts, greedy rollouts, rounds of sampling, critic, reference policy, and resuming."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from agentrl.telemetry.run_directory import RunDirectory
+
+SCRIPT = Path(__file__).with_name("runs_in_one_process.py")
+NAMES = ("ppo", "ppo_in_two", "dapo", "remax", "eob", "kl_cov")
+TIMINGS = ("time/", "tokens_per_s", "rollout/seconds")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, random_policy: Path) -> Path:
+    """The folder of all runs."""
+    folder = tmp_path_factory.mktemp("algorithms")
+    paths = [str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(random_policy), str(folder), *NAMES],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "Warning" not in done.stdout
+    return folder
+
+
+def steps(run: Path) -> list[dict[str, Any]]:
+    return [row for row in RunDirectory(run).metrics() if "policy/updates" in row]
+
+
+def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if not key.startswith(TIMINGS)} for row in rows]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "policy" / "model.safetensors")
+
+
+def test_ppo_trains_a_critic_and_adapts_its_penalty(runs: Path) -> None:
+    rows = steps(runs / "ppo")
+    assert [row["policy/updates"] for row in rows] == [2, 2, 2]
+    assert rows[0]["critic/explained_variance"] == 0.0  # the value head starts at 0
+    assert all(row["critic/explained_variance"] != 0.0 for row in rows[1:])
+    assert all(row["critic/loss"] > 0 and row["critic/gradient_norm"] > 0 for row in rows)
+    # At first the policy is the reference: the distance is below the target, and the weight falls by most it may.
+    assert rows[0]["kl/mean"] == 0.0
+    coefficients = [row["kl/coefficient"] for row in rows]
+    assert coefficients[:2] == [0.05, pytest.approx(0.05 * (1 - 0.2 * 12 / 100))]
+    assert all(abs(row["kl/mean"]) > 0 for row in rows[1:])
+
+
+def test_a_resumed_run_continues_critic_reference_and_penalty_bit_by_bit(runs: Path) -> None:
+    whole, resumed = runs / "ppo", runs / "ppo_in_two"
+    assert untimed(steps(resumed)) == untimed(steps(whole))
+    one, other = weights(whole), weights(resumed)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    state = json.loads((resumed / "checkpoints" / "step-000003" / "state.json").read_text())
+    assert state["reference"].endswith("policy")
+    assert state["trainer"]["kl"]["beta"] != 0.05
+    assert (resumed / "checkpoints" / "step-000003" / "critic" / "engine").is_dir()
+
+
+def test_dapo_samples_on_and_penalises_length(runs: Path) -> None:
+    rows = steps(runs / "dapo")
+    assert sum(row["groups/extra_rounds"] for row in rows) >= 1
+    for row in rows:
+        assert (row["groups/issued"] > 6) == (row["groups/extra_rounds"] > 0)
+        ends = ("trained", "surplus", "dropped_accuracy", "dropped_zero_variance")
+        assert sum(row[f"groups/{end}"] for end in ends) == row["groups/issued"]
+        assert -1 <= row["reward/overlong_penalty"] < 0
+        assert row["policy/updates"] == 1
+
+
+def test_remax_plays_each_problem_once_more_and_trains_the_others(runs: Path) -> None:
+    for row in steps(runs / "remax"):
+        assert (row["rollout/greedy"], row["reward/count"], row["groups/issued"]) == (3, 3, 3)
+    first = next(iter(RunDirectory(runs / "remax").trajectory_steps()))
+    rows = list(RunDirectory(runs / "remax").read_trajectories(first))
+    greedy = [row for row in rows if row["sample"] == 1]
+    assert len(greedy) == 3
+    assert all(value == 0.0 for row in greedy for part in row["segments"] for value in part["log_probs"])
+
+
+def test_exact_energies_and_step_wide_losses_train(runs: Path) -> None:
+    for name in ("eob", "kl_cov"):
+        rows = steps(runs / name)
+        assert [row["policy/updates"] for row in rows] == [1, 1]
+        assert all(row["policy/gradient_norm"] > 0 for row in rows)
+        assert all(row["correction/ess"] == pytest.approx(1.0, abs=1e-6) for row in rows)
+    last = steps(runs / "kl_cov")[-1]
+    assert last["policy/selected_fraction"] > 0
+    assert last["kl/mean"] != 0
+    assert last["correction/masked_fraction"] == 0
