@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -54,6 +54,17 @@ class Corrector:
         return self._apply(evidence).importance_weights
 
     def _apply(self, evidence: Evidence) -> Correction:
+        whole = self._over(evidence)
+        if not self._settings.self_normalize:
+            return whole
+        # Each update is an optimizer step of its own: its weights have mean 1.
+        weights = whole.weights.clone()
+        for update in evidence.updates.unique():
+            rows = evidence.updates == update
+            weights[rows] = self._over(evidence.take(rows)).weights
+        return replace(whole, weights=weights)
+
+    def _over(self, evidence: Evidence) -> Correction:
         return rollout_correction(
             evidence.log_probs,
             evidence.rollout_log_probs,

@@ -35,6 +35,10 @@ class Rows:
         """``rows`` rows from ``start`` on, with ``steps`` response positions."""
         return self.map(lambda value: value[start : start + rows, :steps] if value.dim() > 1 else value[start:][:rows])
 
+    def take(self: _Rows, rows: Tensor) -> _Rows:
+        """The rows that an index or a mask [B] names."""
+        return self.map(lambda value: value[rows])
+
     @classmethod
     def joined(cls: type[_Rows], parts: Sequence[_Rows]) -> _Rows:
         """All rows below one another, padded with zeros to the longest; a tensor is in all parts or in none."""
@@ -51,6 +55,7 @@ class Evidence(Rows):
     loss_mask: Tensor  # [B, T] bool, what the filters left
     groups: Tensor  # [B] int64
     samples: Tensor  # [B] int64
+    updates: Tensor  # [B] int64, the number of the step's update that trains the row
     truncated: Tensor  # [B] bool
     rollout_log_probs: Tensor  # [B, T] the engine's
     log_probs: Tensor  # [B, T] those of the weights before the step's updates
@@ -64,14 +69,15 @@ class Evidence(Rows):
     trajectory_energy: Tensor | None = None  # [B]
 
     @classmethod
-    def of(cls, batch: Batch, statistics: dict[str, Tensor], **more: Tensor | None) -> Evidence:
-        """From a batch and the statistics of its forward."""
+    def of(cls, batch: Batch, statistics: dict[str, Tensor], *, update: int, **more: Tensor | None) -> Evidence:
+        """From a batch, the statistics of its forward, and the number of the update that it belongs to."""
         return cls(
             rewards=batch.rewards,
             response_mask=batch.response_mask,
             loss_mask=batch.loss_mask,
             groups=batch.groups,
             samples=batch.samples,
+            updates=torch.full_like(batch.samples, update),
             truncated=batch.truncated,
             rollout_log_probs=batch.rollout_log_probs,
             log_probs=statistics["log_probs"],

@@ -99,8 +99,8 @@ class Trainer:
             plan=plan, meter=meter, monitor=self._monitor(plan), beta=self._kl.beta, before_update=before_update
         )
         if plan.updates and plan.passes.one_forward:
-            for update in plan.updates:
-                self._one_forward(step, update)
+            for number, update in enumerate(plan.updates):
+                self._one_forward(step, update, number)
         elif plan.updates:
             self._two_passes(step)
         metrics = {"policy/tokens": 0.0} | meter.reduce(self._engine)
@@ -119,12 +119,12 @@ class Trainer:
 
     # -- passes ---------------------------------------------------------------------------------------------------
 
-    def _one_forward(self, step: _Step, update: UpdatePlan) -> None:
+    def _one_forward(self, step: _Step, update: UpdatePlan, number: int) -> None:
         """Micro-batches of whole groups: the forward that is back-propagated also gives the targets."""
         normalizers = Normalizers(tokens=update.tokens, sequences=update.sequences)
         for micro in update.micro_batches:
             scored = self._score(micro, step, keep_hidden=step.monitor is not None)
-            evidence = self._evidence(scored, step)
+            evidence = self._evidence(scored, step, number)
             targets = self._targets.make(evidence, beta=step.beta, meter=step.meter, counted=not micro.dummy)
             self._account(step, scored, targets, counted=not micro.dummy)
             self._backward(step, scored, targets, normalizers, fresh=True)
@@ -132,10 +132,13 @@ class Trainer:
 
     def _two_passes(self, step: _Step) -> None:
         """A statistics pass over the whole step, its results gathered over ranks, then the updates."""
-        micros = [micro for update in step.plan.updates for micro in update.micro_batches]
+        numbered = [
+            (number, micro) for number, update in enumerate(step.plan.updates) for micro in update.micro_batches
+        ]
+        micros = [micro for _, micro in numbered]
         with torch.no_grad():
             scored = [self._score(micro, step, keep_hidden=step.monitor is not None) for micro in micros]
-            evidence = [self._evidence(item, step) for item in scored]
+            evidence = [self._evidence(item, step, number) for item, (number, _) in zip(scored, numbered, strict=True)]
             targets = self._targets_over_ranks(step, micros, evidence)
         for micro, item, own in zip(micros, scored, targets, strict=True):
             self._account(step, item, own, counted=not micro.dummy)
@@ -184,7 +187,7 @@ class Trainer:
         detached = {name: scatter_tokens(getattr(flat, name).detach(), batch.response_mask) for name in _DETACHED}
         return _Scored(batch=batch, flat=flat, hidden=hidden, statistics=detached)
 
-    def _evidence(self, scored: _Scored, step: _Step) -> Evidence:
+    def _evidence(self, scored: _Scored, step: _Step, update: int) -> Evidence:
         """What is known before the update. Collective under ZeRO-3."""
         batch = scored.batch
         values = final = greedy = None
@@ -196,6 +199,7 @@ class Trainer:
         evidence = Evidence.of(
             batch,
             scored.statistics,
+            update=update,
             reference_log_probs=None if self._reference is None else self._reference.log_probs(batch),
             values=values,
             final_values=final,

@@ -1,0 +1,86 @@
+"""Rollout correction within a step: what it leaves to the loss, what it gives to energies, over which rows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl.training.correction import Corrector, effective_sample_size
+from agentrl.training.evidence import Evidence
+from agentrl.training.meter import Meter
+from agentrl.training.settings import CorrectionSettings
+
+
+def evidence(ratios: list[list[float]], *, updates: list[int], out: list[tuple[int, int]] = ()) -> Evidence:  # type: ignore[assignment]
+    """Rows whose tokens the trainer finds ``ratios`` times as likely as the engine; those in ``out`` have no loss."""
+    log_probs = torch.tensor(ratios, dtype=torch.float64).log() - 3
+    mask = torch.ones_like(log_probs, dtype=torch.bool)
+    left = mask.clone()
+    for row, place in out:
+        left[row, place] = False
+    rows = torch.arange(len(ratios))
+    return Evidence(
+        rewards=torch.zeros_like(log_probs),
+        response_mask=mask,
+        loss_mask=left,
+        groups=rows,
+        samples=rows * 0,
+        updates=torch.tensor(updates),
+        truncated=rows < 0,
+        rollout_log_probs=torch.full_like(log_probs, -3.0),
+        log_probs=log_probs,
+        sum_pi_squared=log_probs.exp(),
+        energy=log_probs.exp(),
+        hidden_norm_squared=log_probs.exp(),
+    )
+
+
+def correct(rows: Evidence, meter: Meter | None = None, **settings: Any) -> Any:
+    meter = meter or Meter(torch.device("cpu"))
+    return Corrector(CorrectionSettings(**settings)).correct(rows, meter=meter, counted=True)
+
+
+def test_nothing_is_weighed_unless_asked() -> None:
+    result = correct(evidence([[1.5, 0.5]], updates=[0]))
+    assert (result.weights, result.energy_weights) == (None, None)
+    rejected = correct(evidence([[1.5, 0.5]], updates=[0], out=[(0, 1)]))
+    assert rejected.weights is None
+    assert rejected.energy_weights.tolist() == [[1.0, 0.0]]
+
+
+def test_truncated_weights_enter_the_loss_and_where_it_is_left_the_energies() -> None:
+    result = correct(evidence([[1.8, 0.6, 1.2]], updates=[0], out=[(0, 2)]), weights="token", weight_high=1.5)
+    assert result.weights.tolist() == [pytest.approx([1.5, 0.6, 1.2])]
+    assert result.energy_weights.tolist() == [pytest.approx([1.5, 0.6, 0.0])]
+
+
+def test_a_mask_takes_from_the_loss_mask() -> None:
+    result = correct(
+        evidence([[1.8, 0.6, 1.0]], updates=[0], out=[(0, 2)]), ratio_mask="token", ratio_low=0.5, ratio_high=1.5
+    )
+    assert result.loss_mask.tolist() == [[False, True, False]]
+    assert result.energy_weights.tolist() == [[0.0, 1.0, 0.0]]
+
+
+def test_weights_are_normalised_over_each_update() -> None:
+    rows = evidence([[1.0, 3.0], [0.5, 0.5], [1.0, 1.0]], updates=[0, 1, 0], out=[(2, 0)])
+    result = correct(rows, weights="token", weight_high=10.0, self_normalize=True)
+    # The first update's weights left to the loss are 1, 3 and 1; the second's are equal.
+    mean = 5 / 3
+    assert result.weights[[0, 2]].flatten().tolist() == pytest.approx([1 / mean, 3 / mean, 1 / mean, 1 / mean])
+    assert result.weights[1].tolist() == pytest.approx([1.0, 1.0])
+
+
+def test_effective_sample_size_from_the_means() -> None:
+    rho = [1.8, 0.6, 1.2]
+    metrics = {
+        "correction/chi2": sum(value**2 for value in rho) / 3 - 1,
+        "correction/kl_k1": -sum(map(math.log, rho)) / 3,
+        "correction/kl_k3": sum(value - math.log(value) - 1 for value in rho) / 3,
+    }
+    exact = sum(rho) ** 2 / (3 * sum(value**2 for value in rho))
+    assert effective_sample_size(metrics) == {"correction/ess": pytest.approx(exact)}
+    assert effective_sample_size({}) == {}
