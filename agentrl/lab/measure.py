@@ -1,8 +1,11 @@
 """Exact moments of the gradient estimate, problem by problem, estimator by estimator, group size by group size.
 
 For problem j and group size N: g_m the gradient of group m (mean over its N trajectories of sum_t A_t grad ln p_t),
-M disjoint groups in a partition, several partitions. g* is the reference: the unbiased leave-one-out gradient over the
-problem's whole sample.
+M disjoint groups in a partition, several partitions. The reference for group m is g*_m: the unbiased leave-one-out
+gradient (REINFORCE with the mean of the others) over all of the problem's sample that is not in the group. Inner
+products are taken between independent rows only (g_m with g*_m, g_m with g_m' of the same partition), so they are
+unbiased for those of the expectations: a reference that holds the group's own rows shares its noise, the more so the
+noisier the estimator.
 """
 
 from __future__ import annotations
@@ -30,9 +33,10 @@ class Moments:
 
     variance: float  # of one group's gradient: mean over partitions of sum_m ||g_m - mean g||^2 / (M - 1)
     power: float  # mean ||g_m||^2
-    mean_squared: float  # ||mean_m g_m||^2
-    along: float  # <mean_m g_m, g*>
-    reference_squared: float  # ||g*||^2
+    drawn_squared: float  # ||mean_m g_m||^2, of the groups drawn
+    mean_squared: float  # of the expectation: mean <g_m, g_m'>, m != m'
+    along: float  # of the expectation with the true gradient: mean <g_m, g*_m>
+    reference_squared: float  # of the true gradient: mean <leave-one-out gradient of group m, g*_m>
     head_variance: float  # the variance of the head's gradient alone, exact
     diagonal: float  # mean over groups of sum_i sum_t w_t A_t^2 / N^2, the diagonal proxy of the power
 
@@ -52,16 +56,17 @@ class Spread:
 
     def __init__(self, size: int) -> None:
         self.total = torch.zeros(size)
-        self._power = self._variance = 0.0
+        self._power = self._variance = self._along = 0.0
         self._groups = self._partitions = 0
 
-    def add_partition(self, vectors: Sequence[Tensor]) -> None:
-        """The gradients of disjoint groups. At least two."""
+    def add_partition(self, vectors: Sequence[Tensor], references: Sequence[Tensor]) -> None:
+        """The gradients of disjoint groups, at least two, and the reference of each."""
         count = len(vectors)
         whole = torch.stack(list(vectors)).sum(0)
         power = sum(float(item.double().square().sum()) for item in vectors)
         self._variance += (power - float(whole.double().square().sum()) / count) / (count - 1)
         self._power += power
+        self._along += sum(float(a.double() @ b.double()) for a, b in zip(vectors, references, strict=True))
         self.total += whole
         self._groups += count
         self._partitions += 1
@@ -77,6 +82,15 @@ class Spread:
     @property
     def variance(self) -> float:
         return max(0.0, self._variance / self._partitions)
+
+    @property
+    def mean_squared(self) -> float:
+        """The squared norm of the expectation: what of the power is not variance."""
+        return self.power - self._variance / self._partitions
+
+    @property
+    def along(self) -> float:
+        return self._along / self._groups
 
 
 def measure(
@@ -112,20 +126,21 @@ def measure(
     for index, sample in enumerate(samples):
         gradients = Gradients(policy, sample.batch, temperature=temperature, score_memory=settings.score_memory)
         hidden = gradients.hidden(torch.arange(sample.size)).split(sample.lengths.tolist())
-        reference = reference_gradient(gradients, sample, settings.micro_batch_tokens)
+        references = References(gradients, sample, settings.micro_batch_tokens)
         for size, drawn in partitions.items():
             own = {label: [given[index] for given in found] for label, found in advantages[size].items()}
             rows = [one.rows[index] for one in drawn]
-            spreads = spread_of(gradients, rows, own)
+            true, spreads = spread_of(gradients, references, rows, own)
             for label, spread in spreads.items():
                 mean = spread.mean
                 head, diagonal = proxies_of(policy, hidden, sample, rows, own[label], temperature)
                 found = Moments(
                     variance=spread.variance,
                     power=spread.power,
-                    mean_squared=float(mean.double().square().sum()),
-                    along=float(mean.double() @ reference.double()),
-                    reference_squared=float(reference.double().square().sum()),
+                    drawn_squared=float(mean.double().square().sum()),
+                    mean_squared=spread.mean_squared,
+                    along=spread.along,
+                    reference_squared=true.along,
                     head_variance=head,
                     diagonal=diagonal,
                 )
@@ -137,29 +152,55 @@ def measure(
     return result
 
 
-def reference_gradient(gradients: Gradients, sample: ProblemSample, budget: int) -> Tensor:
-    """(1/S) sum_i (R_i - mean of the others) grad ln p(tau_i): unbiased, over the whole sample of S."""
-    returns = sample.returns.double()
-    size = sample.size
-    advantages = (returns - returns.mean()) * size / (size - 1)
-    values = torch.where(sample.batch.response_mask, advantages.unsqueeze(-1), 0.0)
-    return gradients.sum_over_all(values, budget) / size
+class References:
+    """Leave-one-out gradients of parts of one problem's sample.
+
+    Over n rows that is (1/n) sum_i (R_i - mean of the others) s_i = n/(n-1) (mean R s - mean R mean s), s_i the
+    gradient of ln p(tau_i); so sums of R s and s over all rows and over a group give that of the group and of all
+    others.
+    """
+
+    def __init__(self, gradients: Gradients, sample: ProblemSample, budget: int) -> None:
+        self._gradients = gradients
+        self._returns = sample.returns
+        self._width = sample.batch.response_mask.shape[1]
+        ones = torch.ones(sample.size, self._width)
+        self._weighed = gradients.sum_over_all(ones * self._returns[:, None], budget)
+        self._plain = gradients.sum_over_all(ones, budget)
+
+    def of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(the gradient over `rows`, the gradient over all rows but those), independent of each other."""
+        count, others = len(rows), len(self._returns) - len(rows)
+        ones = torch.ones(count, self._width)
+        weighed, plain = self._gradients.weighed(rows, [ones * self._returns[rows][:, None], ones])
+        total = self._returns[rows].sum()
+        rest = (self._weighed - count * weighed) / others, (self._plain - count * plain) / others
+        own = (weighed - total / count * plain) * count / (count - 1)
+        return own, (rest[0] - (self._returns.sum() - total) / others * rest[1]) * others / (others - 1)
 
 
 def spread_of(
-    gradients: Gradients, rows: Sequence[Tensor], advantages: Mapping[str, Sequence[Tensor]]
-) -> dict[str, Spread]:
-    """The spread of every estimator's group gradients; ``rows`` [M, N] and ``advantages`` [M, N, T] a partition."""
-    spreads = {label: Spread(gradients.size) for label in advantages}
+    gradients: Gradients, references: References, rows: Sequence[Tensor], advantages: Mapping[str, Sequence[Tensor]]
+) -> tuple[Spread, dict[str, Spread]]:
+    """(of the leave-one-out gradient, of every estimator's): the spread of group gradients.
+
+    `rows` [M, N] and `advantages` [M, N, T], one for each partition.
+    """
+    true, spreads = Spread(gradients.size), {label: Spread(gradients.size) for label in advantages}
     for place, groups in enumerate(rows):
         vectors: dict[str, list[Tensor]] = {label: [] for label in advantages}
+        own, others = [], []
         for group, chosen in enumerate(groups):
             found = gradients.weighed(chosen, [values[place][group] for values in advantages.values()])
             for label, vector in zip(advantages, found, strict=True):
                 vectors[label].append(vector)
+            inside, outside = references.of(chosen)
+            own.append(inside)
+            others.append(outside)
+        true.add_partition(own, others)
         for label, spread in spreads.items():
-            spread.add_partition(vectors[label])
-    return spreads
+            spread.add_partition(vectors[label], others)
+    return true, spreads
 
 
 def proxies_of(

@@ -31,7 +31,8 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One estimator at one group size, sums over problems j: V_j, g_j (mean gradient), g*_j (reference)."""
+    """One estimator at one group size. Sums over problems j of unbiased estimates: V_j the variance of a group's
+    gradient, g_j its expectation, g*_j the true gradient."""
 
     estimator: str
     group_size: int
@@ -67,7 +68,7 @@ def summarise(measured: Measurement, *, resamples: int, seed: int) -> list[Line]
                     noise=_interval(noises[label]),
                     cosine=_interval(_cosine(found, weights)),
                     bias=_interval(_bias(found, weights)),
-                    to_best=_interval(noises[label] / noises[best]),
+                    to_best=_interval(_relative(noises[label], noises[best])),
                     step_variance=_step_variance(found, measured.signal[size][label]),
                     head_variance=float(found["head_variance"].mean()),
                     diagonal=float(found["diagonal"].mean()),
@@ -83,6 +84,9 @@ def verdicts(lines: Sequence[Line]) -> list[str]:
     for size in sorted({line.group_size for line in lines}):
         ranked = [line for line in lines if line.group_size == size]
         best, rest = ranked[0], ranked[1:]
+        if not math.isfinite(best.noise.value):
+            said.append(f"N={size}: no gradient can be told from noise here; take more problems or samples")
+            continue
         close = [line.estimator for line in rest if line.to_best.low <= 1.0]
         text = f"N={size}: {best.estimator} has the least noise ({best.noise})"
         if close:
@@ -148,17 +152,24 @@ def _ratio(above: Floats, below: Floats) -> Floats:
     return np.divide(above, below, out=np.full_like(above, np.inf), where=below > 0)
 
 
+def _relative(noise: Floats, best: Floats) -> Floats:
+    """Noise over noise; not a number where both are infinite."""
+    with np.errstate(invalid="ignore"):
+        return noise / best
+
+
 def _scale(found: dict[str, Floats], weights: Floats) -> Floats:
     return _ratio(weights @ found["along"], weights @ found["reference_squared"])
 
 
 def _noise(found: dict[str, Floats], weights: Floats) -> Floats:
-    signal = _scale(found, weights) ** 2 * (weights @ found["reference_squared"])
-    return _ratio(weights @ found["variance"], signal)
+    along, true = weights @ found["along"], weights @ found["reference_squared"]
+    return np.where(true > 0, _ratio((weights @ found["variance"]) * true, along**2), np.inf)
 
 
 def _cosine(found: dict[str, Floats], weights: Floats) -> Floats:
-    lengths = np.sqrt((weights @ found["mean_squared"]) * (weights @ found["reference_squared"]))
+    own, true = weights @ found["mean_squared"], weights @ found["reference_squared"]
+    lengths = np.sqrt(np.maximum(own, 0.0) * np.maximum(true, 0.0))
     return _ratio(weights @ found["along"], lengths)
 
 
@@ -171,7 +182,7 @@ def _step_variance(found: dict[str, Floats], signal: float) -> float:
     """(P - S)/(J - 1) averaged over every way to take one group a problem: E||mean_j g_j||^2 is that of the means plus
     the groups' own spread, (1/J^2) sum_j (P_j - ||g_j||^2)."""
     problems = len(found["power"])
-    expected = signal + float((found["power"] - found["mean_squared"]).sum()) / problems**2
+    expected = signal + float((found["power"] - found["drawn_squared"]).sum()) / problems**2
     return (float(found["power"].mean()) - expected) / (problems - 1)
 
 

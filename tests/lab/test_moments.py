@@ -14,11 +14,11 @@ from agentrl.errors import SettingsError
 from agentrl.lab.choices import EXCLUDED, read_choices
 from agentrl.lab.gradients import Gradients
 from agentrl.lab.groups import Partition, advantages_in, draw_partitions
-from agentrl.lab.measure import Moments, Spread, measure, spread_of
+from agentrl.lab.measure import Moments, References, Spread, measure, spread_of
 from agentrl.lab.run import check_lab, lab_settings
 from agentrl.lab.sample import ProblemSample, inputs_of, look_at, usable
 from agentrl.lab.settings import LabSettings
-from agentrl.lab.summary import Estimate, Line, summarise, verdicts
+from agentrl.lab.summary import Estimate, Line, as_records, summarise, verdicts
 from agentrl.models.policy import PolicyModel
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
@@ -118,7 +118,9 @@ def test_a_bandits_variance_is_that_of_enumeration(estimator: str) -> None:
     (choice,) = read_choices([estimator])
     (advantages,) = advantages_in([sample], partition, choice, drop_zero_variance=False)
     gradients = Gradients(policy, sample.batch, temperature=1.0, score_memory=0)
-    spread = spread_of(gradients, partition.rows, {estimator: [advantages]})[estimator]
+    references = References(gradients, sample, 64)
+    _, spreads = spread_of(gradients, references, partition.rows, {estimator: [advantages]})
+    spread = spreads[estimator]
 
     expected = []
     for first, second in itertools.product(range(3), repeat=2):
@@ -202,23 +204,31 @@ def test_everything_the_measurement_says_is_that_of_loops() -> None:
         for choice in choices:
             means = []
             for index, sample in enumerate(samples):
-                reference = _slow_reference(policy, sample)
-                by_partition = []
+                by_partition, along, true = [], [], []
                 for one in drawn:
                     values = advantages_in(samples, one, choice, drop_zero_variance=True)[index]
                     rows = one.rows[index].tolist()
                     by_partition.append(
                         [slow_gradient(policy, sample, r, v) for r, v in zip(rows, values, strict=True)]
                     )
+                    for group, vector in zip(rows, by_partition[-1], strict=True):
+                        others = [row for row in range(8) if row not in group]
+                        reference = leave_one_out(policy, sample, others)
+                        along.append(float(vector @ reference))
+                        true.append(float(leave_one_out(policy, sample, group) @ reference))
                 groups = torch.stack([vector for part in by_partition for vector in part])
                 means.append(groups.mean(0))
                 found = measured.moments[size][choice.label][index]
                 variances = [torch.stack(part).var(0).sum() for part in by_partition]
                 assert found.variance == pytest.approx(float(sum(variances) / 2), rel=1e-3)
                 assert found.power == pytest.approx(float(groups.square().sum(1).mean()), rel=1e-3)
-                assert found.mean_squared == pytest.approx(float(means[-1].square().sum()), rel=1e-3)
-                assert found.along == pytest.approx(float(means[-1] @ reference), rel=1e-3)
-                assert found.reference_squared == pytest.approx(float(reference.square().sum()), rel=1e-3)
+                assert found.drawn_squared == pytest.approx(float(means[-1].square().sum()), rel=1e-3)
+                products = [float(a @ b) for part in by_partition for a, b in itertools.permutations(part, 2)]
+                assert found.mean_squared == pytest.approx(sum(products) / len(products), rel=1e-3, abs=1e-5)
+                assert found.along == pytest.approx(sum(along) / len(along), rel=1e-3, abs=1e-5)
+                assert found.reference_squared == pytest.approx(sum(true) / len(true), rel=1e-3, abs=1e-5)
+                if choice.name == "rloo":
+                    assert found.along == pytest.approx(found.reference_squared, rel=1e-3, abs=1e-5)
                 head = slice(groups.shape[1] - policy.head.weight.numel(), None)  # untied: the last parameter
                 heads = [torch.stack(part)[:, head].var(0).sum() for part in by_partition]
                 assert found.head_variance == pytest.approx(float(sum(heads) / 2), rel=1e-3)
@@ -226,12 +236,12 @@ def test_everything_the_measurement_says_is_that_of_loops() -> None:
             assert measured.signal[size][choice.label] == pytest.approx(signal, rel=1e-3)
 
 
-def _slow_reference(policy: PolicyModel, sample: ProblemSample) -> Tensor:
-    returns = sample.returns.tolist()
-    count = len(returns)
-    rest = [value - (sum(returns) - value) / (count - 1) for value in returns]
-    values = torch.tensor(rest)[:, None].expand(count, sample.batch.response_mask.shape[1])
-    return slow_gradient(policy, sample, list(range(count)), values)
+def leave_one_out(policy: PolicyModel, sample: ProblemSample, rows: list[int]) -> Tensor:
+    """The gradient with the mean of the other rows as baseline."""
+    returns = [float(sample.returns[row]) for row in rows]
+    rest = [value - (sum(returns) - value) / (len(rows) - 1) for value in returns]
+    values = torch.tensor(rest)[:, None].expand(len(rows), sample.batch.response_mask.shape[1])
+    return slow_gradient(policy, sample, rows, values)
 
 
 def test_spread_is_unbiased_over_all_partitions() -> None:
@@ -239,9 +249,11 @@ def test_spread_is_unbiased_over_all_partitions() -> None:
     vectors = torch.tensor([[1.0, 0.0], [3.0, 1.0], [-2.0, 4.0], [0.0, 0.5]])
     spread = Spread(2)
     for pairs in (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2))):
-        spread.add_partition([vectors[list(pair)].mean(0) for pair in pairs])
+        means = [vectors[list(pair)].mean(0) for pair in pairs]
+        spread.add_partition(means, means[::-1])
     assert spread.variance == pytest.approx(float(vectors.var(0).sum()) / 2)
     torch.testing.assert_close(spread.mean, vectors.mean(0))
+    assert spread.along == pytest.approx(spread.mean_squared)  # both are the mean product of two disjoint groups
 
 
 def test_summary_by_hand() -> None:
@@ -250,7 +262,13 @@ def test_summary_by_hand() -> None:
     samples = [make_sample(policy, group=group) for group in range(2)]
     measured = measure(policy, samples, read_choices(["rloo"]), LabSettings(samples=8, group_sizes=(2,)),
                        temperature=0.8, seed=0)  # fmt: skip
-    base: dict[str, Any] = {"head_variance": 1.0, "diagonal": 2.0, "mean_squared": 4.0, "reference_squared": 1.0}
+    base: dict[str, Any] = {
+        "head_variance": 1.0,
+        "diagonal": 2.0,
+        "mean_squared": 4.0,
+        "drawn_squared": 4.0,
+        "reference_squared": 1.0,
+    }
     found = [Moments(variance=6.0, power=7.0, along=2.0, **base), Moments(variance=2.0, power=5.0, along=2.0, **base)]
     measured.moments = {2: {"a": found, "b": [Moments(**{**vars(m), "variance": 8.0}) for m in found]}}
     measured.signal = {2: {"a": 3.0, "b": 3.0}}
@@ -263,6 +281,19 @@ def test_summary_by_hand() -> None:
     assert best.step_variance == pytest.approx((6 - 4) / 1)
     assert (best.to_best.value, other.to_best.value) == (1.0, pytest.approx(2.0))
     assert other.to_best.low == pytest.approx(8 / 6)  # the first problem twice
+
+
+def test_a_gradient_lost_in_noise_is_said_to_be(recwarn: pytest.WarningsRecorder) -> None:
+    policy = make_policy(vocabulary=7)
+    samples = [make_sample(policy, group=group) for group in range(2)]
+    measured = measure(policy, samples, read_choices(["rloo", "grpo"]), LabSettings(samples=8, group_sizes=(2,)),
+                       temperature=0.8, seed=0)  # fmt: skip
+    for name, found in measured.moments[2].items():
+        measured.moments[2][name] = [Moments(**{**vars(item), "reference_squared": -1.0}) for item in found]
+    lines = summarise(measured, resamples=100, seed=0)
+    assert verdicts(lines) == ["N=2: no gradient can be told from noise here; take more problems or samples"]
+    assert as_records(lines)[0]["noise"]["value"] is None
+    assert not recwarn.list
 
 
 def make_line(name: str, ratio: float, low: float) -> Line:
