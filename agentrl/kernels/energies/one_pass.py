@@ -46,8 +46,8 @@ def trajectory_energies(
 
     Under ZeRO-3 this is collective: every rank calls it, with as many rows as it likes. The head runs once.
 
-    Opacus computes the same norms (ghost clipping) but wraps the module, takes neither a head that is tied to the
-    embedding, whose cross term it drops, nor one that never forms all logits; so it is not used.
+    Opacus (ghost clipping) adds up one norm a parameter, without the cross term of a head tied to the embedding, and
+    its hooks need a head that has formed all logits; so it is not used.
 
     Raises KernelInputError for a model with trainable parameters that have no closed form here (the message names the
     module), reentrant gradient checkpointing, and inputs that do not fit together.
