@@ -23,8 +23,8 @@ def check_inputs(settings: Settings) -> list[str]:
     """One line for each problem file that was read. Raises SettingsError, ProblemError or EnvironmentLookupError."""
     resolve_environment(settings.env)  # first: its module may register an estimator or a loss
     objective = ObjectiveSettings.of(settings)
+    loss_options(objective)  # first: an estimator may ask how its loss weighs tokens
     needs(objective)
-    loss_options(objective)
     if settings.model.path is None or settings.coldstart.demonstrations is not None:
         read_cold_demonstrations(settings)
     reports = [

@@ -353,4 +353,5 @@ def test_inputs_hold_everything_that_rollouts_have() -> None:
     policy = make_policy(vocabulary=7)
     sample = make_sample(policy)
     inputs: AdvantageInputs = inputs_of([sample], [torch.tensor([1, 4])])
-    assert [name for name, value in vars(inputs).items() if value is None] == ["importance_weights", "values"]
+    missing = {name for name, value in vars(inputs).items() if value is None}
+    assert missing == {"importance_weights", "loss_mask", "values", "bootstrap_values"}  # on-policy, without a critic
