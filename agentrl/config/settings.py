@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentrl.evaluation.settings import EvaluationSettings
 from agentrl.models.settings import ModelSettings
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.rollout.settings import RolloutSettings
@@ -12,7 +13,6 @@ from agentrl.training.settings import (
     AlgorithmSettings,
     CheckpointSettings,
     ColdstartSettings,
-    EvaluationSettings,
     OptimizerSettings,
     TrainingSettings,
 )

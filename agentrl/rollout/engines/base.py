@@ -12,11 +12,12 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How to sample one turn. The distribution is the tempered one over the whole vocabulary."""
+    """How to sample one turn: from the tempered distribution, cut to its likeliest tokens of probability ``top_p``."""
 
     max_tokens: int
     stop: tuple[str, ...] = ()
     temperature: float = 1.0
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
