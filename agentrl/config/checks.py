@@ -21,12 +21,16 @@ GROUP_ESTIMATORS = frozenset(
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-Command = Literal["train", "coldstart", "eval"]
+Command = Literal["train", "coldstart", "eval", "regrade"]
 
 
 def check_settings(settings: Settings, command: Command = "train") -> None:
     """Raise SettingsError that lists, one a line, every contradiction and everything ``command`` needs and lacks."""
-    found = [*_lacking(settings, command), *_length_contradictions(settings), *_model_problems(settings)]
+    if command == "regrade":
+        return  # no model, no rollouts
+    found = [*_lacking(settings, command), *_model_problems(settings)]
+    if settings.evaluation.endpoint.url is None or command != "eval":  # an endpoint has limits of its own
+        found += _length_contradictions(settings)
     if found:
         raise SettingsError("\n".join(found))
 
@@ -70,6 +74,13 @@ def _lacking(settings: Settings, command: Command) -> Iterator[str]:
         yield (
             "coldstart.demonstrations is not set: nothing to learn from; valid: a JSONL file, builtin:arithmetic or "
             "formula:FILE (--demonstrations)"
+        )
+    if command == "eval" and settings.model.path is None and settings.evaluation.endpoint.url is None:
+        yield "there is nothing to evaluate: give --model DIRECTORY or OWNER/NAME, or an endpoint with --base-url URL"
+    if command == "eval" and settings.evaluation.endpoint.url is not None and settings.evaluation.chat_template:
+        yield (
+            "evaluation.chat_template=true is for models that are read here; an endpoint applies its own with "
+            "evaluation.endpoint.api=chat"
         )
     if command != "train":
         return

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from torch import Tensor
 
 from agentrl.evaluation.evaluate import EvaluationReport, evaluate_policy
-from agentrl.evaluation.run import held_out_problems
+from agentrl.evaluation.problem_sets import held_out_problems
 from agentrl.models.tokenizer import TextCodec
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.problems.sources import load_mixture

@@ -1,0 +1,89 @@
+"""The problems of an evaluation: named benchmarks, files, or the held-out sources of a run's settings."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.errors import SettingsError
+from agentrl.evaluation.benchmarks import load_benchmark
+from agentrl.problems.sources import evaluation_set, load_source
+from agentrl_envs.types import Problem
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+HELD_OUT = "held-out"
+FALSIFIED = " (observations falsified)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProblemSet:
+    """Problems that are scored together. ``sha256`` is that of ids, statements, answers and setups, in order."""
+
+    name: str
+    problems: tuple[Problem, ...]
+    revision: str
+    falsified: bool = False
+
+    @property
+    def sha256(self) -> str:
+        digest = hashlib.sha256()
+        for problem in self.problems:
+            digest.update(repr((problem.id, problem.statement, problem.answer, problem.setup)).encode())
+        return digest.hexdigest()
+
+    def record(self) -> dict[str, Any]:
+        """What identifies the set in results."""
+        return {"revision": self.revision, "sha256": self.sha256, "problems": len(self.problems)}
+
+
+def problem_sets(settings: Settings, names: Sequence[str], data_dir: Path | None) -> list[ProblemSet]:
+    """The benchmarks of ``names``, or what ``data.eval`` holds out; with ``evaluation.falsified`` once more falsified.
+
+    Raises SettingsError where nothing is named, a name comes twice, or a benchmark cannot be had as it must be.
+    """
+    repeated = {name for name in names if names.count(name) > 1}
+    if repeated:
+        raise SettingsError(f"--benchmarks names {', '.join(sorted(repeated))} more than once")
+    if names:
+        sets = [_benchmark(name, data_dir) for name in names]
+    else:
+        held_out = tuple(held_out_problems(settings))
+        sets = [ProblemSet(name=HELD_OUT, problems=held_out, revision="data.eval")]
+    if not any(one.problems for one in sets):
+        raise SettingsError("nothing to evaluate on: name benchmarks (--benchmarks aime24,math500) or set data.eval")
+    return sets + (_falsified(sets) if settings.evaluation.falsified else [])
+
+
+def held_out_problems(settings: Settings) -> list[Problem]:
+    """The first ``evaluation.problems`` of each source in ``data.eval``."""
+    sources = [load_source(entry, seed=settings.seed).source for entry in settings.data.eval]
+    return [problem for source in sources for problem in evaluation_set(source, settings.evaluation.problems)]
+
+
+def problem_records(sets: Sequence[ProblemSet], prompts: dict[tuple[str, str], str]) -> list[dict[str, Any]]:
+    """A record a problem, for the run's directory: with it rollouts are read and graded again without the data."""
+    return [
+        {"benchmark": one.name, "falsified": one.falsified, **asdict(problem), "prompt": prompts[one.name, problem.id]}
+        for one in sets
+        for problem in one.problems
+    ]
+
+
+def _benchmark(name: str, data_dir: Path | None) -> ProblemSet:
+    problems = tuple(load_benchmark(name, data_dir=data_dir))
+    return ProblemSet(name=name, problems=problems, revision="")
+
+
+def _falsified(sets: Sequence[ProblemSet]) -> list[ProblemSet]:
+    """The problems that reveal a value by execution, to be shown false numbers."""
+    revealing = [(one, tuple(problem for problem in one.problems if problem.setup)) for one in sets]
+    return [
+        ProblemSet(name=one.name + FALSIFIED, problems=problems, revision=one.revision, falsified=True)
+        for one, problems in revealing
+        if problems
+    ]
