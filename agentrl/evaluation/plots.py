@@ -106,4 +106,4 @@ def _endings(axes: Axes, benchmarks: Mapping[str, Any]) -> None:
     axes.set_ylim(0, 1)
     axes.set_ylabel("share of rollouts that hold data")
     axes.set_title("How rollouts ended", loc="left", fontsize=11, fontweight="bold")
-    axes.legend(fontsize=8, frameon=True, framealpha=0.9, edgecolor="none")
+    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -60,11 +60,17 @@ def provenance(
             "trajectory_deadline": settings.rollout.trajectory_deadline,
         },
         "sandbox": {name: getattr(settings.sandbox, name) for name in _SANDBOX},
-        "grader": {"math_verify": _version("math-verify"), **settings.grader.model_dump(mode="json")},
+        "grader": grader_record(settings),
         "environment": {line.partition(":")[0]: line.partition(":")[2].strip() for line in environment},
         "packages": {name: _version(name) for name in _PACKAGES},
         "seed": settings.seed,
     }
+
+
+def grader_record(settings: Settings) -> dict[str, Any]:
+    """The grader's version and what may change a verdict: not how many processes it has."""
+    limits = settings.grader.model_dump(mode="json", include={"deadline", "memory_mb", "max_length", "max_depth"})
+    return {"math_verify": _version("math-verify"), **limits}
 
 
 def differences(

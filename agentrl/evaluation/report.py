@@ -33,6 +33,7 @@ KINDS = {
 }
 """What a rollout came to, in the order of the report's filter."""
 
+_EXCERPT = 120  # characters of a statement in the list of problems
 _PLACES = ("scores.png", "pass_at_k.png", "problems.png", "endings.png")
 
 
@@ -133,7 +134,7 @@ def _index(
         data = [kind for kind in samples.values() if kind != "no_data"]
         share = f"{data.count('correct')}/{len(data)}"
         places = range(max(samples, default=-1) + 1)
-        row = {"benchmark": one.name, "id": problem.id, "share": share}
+        row = {"benchmark": one.name, "id": problem.id, "statement": problem.statement[:_EXCERPT], "share": share}
         rows.append(row | {"kinds": [samples.get(place, "no_data") for place in places], "open": chosen.get(key, [])})
     counts = Counter(kind for part in kinds.values() for kind in part.values())
     return {"kinds": KINDS, "counts": counts, "problems": rows}

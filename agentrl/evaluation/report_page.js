@@ -77,8 +77,8 @@ async function open(row, place, cell, sample) {
 
 function drawProblem(problem, place) {
   const row = element("div", "problem");
-  const name = element("span", "name", `${problem.benchmark} · ${problem.id}`);
-  name.title = problem.id;
+  const name = element("span", "name", `${problem.benchmark} · ${problem.statement}`);
+  name.title = `${problem.id}: ${problem.statement}`;
   const bar = element("div", "bar");
   const letters = [...problem.kinds];
   letters.forEach((kind, sample) => {

@@ -11,7 +11,6 @@ from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import agentrl
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.directory import EvaluationDirectory
 from agentrl.evaluation.engines import OpenedEngine, open_engine
@@ -22,9 +21,10 @@ from agentrl.evaluation.plots import draw_results
 from agentrl.evaluation.problem_sets import ProblemSet, problem_records, problem_sets
 from agentrl.evaluation.provenance import provenance
 from agentrl.evaluation.report import write_report
+from agentrl.evaluation.results import make_results
 from agentrl.evaluation.rollout_log import RolloutLog
 from agentrl.evaluation.tables import result_tables
-from agentrl.evaluation.tally import Ledger, benchmark_results, default_ks
+from agentrl.evaluation.tally import Ledger, default_ks
 from agentrl.evaluation.transcript import Transcript
 from agentrl.rollout.environment import build_environment
 from agentrl.telemetry.console import Console
@@ -35,7 +35,6 @@ from agentrl_envs.types import Ended
 if TYPE_CHECKING:
     from agentrl.config import Settings
 
-FORMAT = 1
 _DISPLAY_EVERY = (1.0, 15.0)  # seconds between two updates of a live display, and between two plain lines
 _FAILURES_IN_A_ROW = 100
 
@@ -207,7 +206,7 @@ def finish(
     for transcript in directory.transcripts():
         ledger.add(transcript)
     ks = request.ks or default_ks(settings.evaluation.samples)
-    results = asyncio.run(make_results(directory, settings, sets, ledger, ks))
+    results = asyncio.run(_results(directory, settings, sets, ledger, ks))
     directory.write_json(directory.results_file, results)
     tables = result_tables(results)
     directory.write_text("table.md", "\n".join(table.markdown() for table in tables))
@@ -222,29 +221,14 @@ def finish(
     return results
 
 
-async def make_results(
+async def _results(
     directory: EvaluationDirectory, settings: Settings, sets: Sequence[ProblemSet], ledger: Ledger, ks: Sequence[int]
 ) -> dict[str, Any]:
-    """``results.json``. Raises WorldError where a benchmark has no rollout that holds data."""
     grader = Grader(settings.grader)
-    benchmarks: dict[str, Any] = {}
     try:
-        for one in sets:
-            try:
-                benchmarks[one.name] = await benchmark_results(one, ledger, ks=ks, grader=grader)
-            except ValueError as error:
-                raise WorldError(
-                    f"{one.name}: no rollout holds data, every one failed for reasons outside the policy; "
-                    "the same command plays them again"
-                ) from error
+        return await make_results(directory.provenance(), sets, ledger, ks, grader)
     finally:
         await grader.close()
-    return {
-        "format": FORMAT,
-        "agentrl": agentrl.__version__,
-        "provenance": directory.provenance(),
-        "benchmarks": benchmarks,
-    }
 
 
 def default_output(settings: Settings, sets: Sequence[ProblemSet]) -> Path:
