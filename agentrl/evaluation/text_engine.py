@@ -211,9 +211,9 @@ class TextEngine:
                 on=_backoff,
                 attempts=None,
                 timeout=self._settings.patience,
-                wait_initial=0.5,
+                wait_initial=0.1,
                 wait_max=_LONGEST_WAIT,
-                wait_jitter=0.5,
+                wait_jitter=0.2,
             ):
                 with attempt:
                     self.retries += attempt.num > 1
