@@ -65,14 +65,11 @@ class EvaluationDirectory:
             directory._lock = take_lock(path / "lock", f"another process is using {path}", deadline=LOCK_DEADLINE)
         except OSError as error:
             raise SettingsError(f"cannot write to {path}: {error.strerror}; choose another --output") from error
-        if directory._provenance.is_file():
-            directory._refuse_other(provenance)
-            return directory
-        foreign = sorted(entry.name for entry in path.iterdir() if not _is_debris(entry.name))
-        if foreign:
-            raise SettingsError(f"{path} holds something else ({', '.join(foreign[:5])}); choose another --output")
-        directory._write(directory._problems, lambda out: out.writelines(json_line(row) for row in problems))
-        directory.write_json(directory._provenance, provenance)  # last: from here on it can be continued
+        try:
+            directory._prepare(provenance, problems)
+        except BaseException:
+            directory.close()
+            raise
         return directory
 
     def close(self) -> None:
@@ -127,6 +124,16 @@ class EvaluationDirectory:
     def write_json(self, path: Path, value: Mapping[str, Any]) -> None:
         """Write an object whole."""
         self.write_text(path.name, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def _prepare(self, provenance: Mapping[str, Any], problems: Sequence[Mapping[str, Any]]) -> None:
+        if self._provenance.is_file():
+            self._refuse_other(provenance)
+            return
+        foreign = sorted(entry.name for entry in self.path.iterdir() if not _is_debris(entry.name))
+        if foreign:
+            raise SettingsError(f"{self.path} holds something else ({', '.join(foreign[:5])}); choose another --output")
+        self._write(self._problems, lambda out: out.writelines(json_line(row) for row in problems))
+        self.write_json(self._provenance, provenance)  # last: from here on it can be continued
 
     def _write(self, path: Path, write: Any) -> None:
         with world_errors(path, "write"):

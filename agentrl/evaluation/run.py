@@ -130,7 +130,7 @@ class Evaluation:
             for attempt in range(self._settings.rollout.retries + 1):
                 missing = ledger.missing(self._sets, n)
                 if attempt and missing:
-                    await asyncio.sleep(min(2.0**attempt, 30.0))
+                    await asyncio.sleep(min(2.0 ** (attempt - 1), 30.0))
                 for lies in (False, True):
                     part = [sample for sample in missing if (sample.benchmark in falsified) is lies]
                     if not part:
