@@ -30,7 +30,13 @@ def problem_set(count: int = 4, name: str = "toy", **changes: Any) -> ProblemSet
 
 
 def settings(*overrides: str) -> Settings:
-    given = ["model.path=toy/model", "evaluation.samples=4", "telemetry.console=off", "rollout.retries=2", *overrides]
+    given = [
+        "model.path=toy/model",
+        "evaluation.samples=4",
+        "telemetry.console=off",
+        "telemetry.plots=false",
+        *overrides,
+    ]
     return evaluation_settings(load_settings("simpletir", None, given, command="eval"))
 
 
