@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agentrl.rollout.settings import RolloutSettings
-
 if TYPE_CHECKING:
     from agentrl.config import Settings
+    from agentrl.rollout.settings import RolloutSettings
 
 
 def evaluation_rollout(settings: Settings) -> RolloutSettings:

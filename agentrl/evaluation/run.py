@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.directory import EvaluationDirectory
-from agentrl.evaluation.engines import OpenedEngine, open_engine
 from agentrl.evaluation.falsified import FalsifiedEnvironment
 from agentrl.evaluation.limits import evaluation_settings
 from agentrl.evaluation.options import EvaluationRequest
@@ -26,7 +25,6 @@ from agentrl.evaluation.rollout_log import RolloutLog
 from agentrl.evaluation.tables import result_tables
 from agentrl.evaluation.tally import Ledger, default_ks
 from agentrl.evaluation.transcript import Transcript
-from agentrl.rollout.environment import build_environment
 from agentrl.telemetry.console import Console
 from agentrl_envs.episode import Environment
 from agentrl_envs.grading import Grader
@@ -34,6 +32,7 @@ from agentrl_envs.types import Ended
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
+    from agentrl.evaluation.engines import OpenedEngine
 
 _DISPLAY_EVERY = (1.0, 15.0)  # seconds between two updates of a live display, and between two plain lines
 _FAILURES_IN_A_ROW = 100
@@ -105,6 +104,8 @@ class Evaluation:
     async def _environment(self, stack: AsyncExitStack) -> Environment:
         if self._given_environment is not None:
             return self._given_environment
+        from agentrl.rollout.environment import build_environment  # heavy: not before the problems are found good
+
         environment = build_environment(self._settings)
         stack.push_async_callback(environment.close)
         await environment.open()
@@ -113,6 +114,8 @@ class Evaluation:
     async def _engine(self, stack: AsyncExitStack) -> OpenedEngine:
         if self._given_engine is not None:
             return self._given_engine
+        from agentrl.evaluation.engines import open_engine
+
         engine = await open_engine(self._settings)
         stack.push_async_callback(engine.close)
         return engine

@@ -12,10 +12,12 @@ True
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from agentrl.trajectory import Trajectory
 from agentrl_envs.types import Ended, Problem, ToolCall, Verdict
+
+if TYPE_CHECKING:
+    from agentrl.trajectory import Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -89,9 +89,7 @@ async def test_nothing_comes_from_outside_and_only_its_own_script_runs(page: str
 
 async def test_the_last_attempt_is_what_is_shown(tmp_path: Path) -> None:
     def write(sample: Sample) -> Any:
-        return (
-            failed(sample) if sample.attempt == 0 and sample.number == 0 else transcript(sample, ended=Ended.ANSWERED)
-        )
+        return failed(sample) if sample.attempt == 0 and sample.number == 0 else transcript(sample)
 
     sets = [problem_set(1)]
     await play(WrittenEngine(write), tmp_path, sets, "rollout.retries=1")
