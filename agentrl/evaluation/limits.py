@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from agentrl_envs.episode import Environment
+from agentrl_envs.simpletir import SimpleTIREnvironment
+
 if TYPE_CHECKING:
     from agentrl.config import Settings
     from agentrl.rollout.settings import RolloutSettings
@@ -34,3 +37,11 @@ def evaluation_settings(settings: Settings) -> Settings:
     if settings.env == "simpletir" and turns is not None:
         update["environment"] = settings.environment.model_copy(update={"max_turns": turns})
     return settings.model_copy(update=update)
+
+
+def evaluation_environment(environment: Environment, settings: Settings) -> Environment:
+    """An open ``environment`` with evaluation's turns in place of its own; what it shares stays its to close."""
+    turns = settings.evaluation.max_turns
+    if turns is None or not isinstance(environment, SimpleTIREnvironment):
+        return environment
+    return environment.with_turns(turns)

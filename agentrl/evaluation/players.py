@@ -48,7 +48,7 @@ class TokenPlayer:
         top_p: float,
         seed: int,
     ) -> None:
-        self._engine = _NucleusEngine(engine, top_p)
+        self._engine = NucleusEngine(engine, top_p)
         self._driver = Driver(
             environment=environment,
             engine=self._engine,
@@ -71,7 +71,7 @@ class TokenPlayer:
                 yield Transcript.of(by_index[group.index], trajectory, failure=failure)
 
 
-class _NucleusEngine:
+class NucleusEngine:
     """An engine that samples with ``top_p`` and remembers why it last failed."""
 
     def __init__(self, engine: Engine, top_p: float) -> None:
