@@ -98,6 +98,9 @@ def evaluate(
         int, typer.Option(help="conversations of each problem in report.html", metavar="N", min=0)
     ] = 4,
     falsified: Annotated[bool, typer.Option("--falsified", help="also with falsified observations")] = False,
+    check_data: Annotated[
+        bool, typer.Option("--check-data", help="only grade every gold answer against itself; needs no model")
+    ] = False,
     config: Annotated[
         str | None, typer.Option(help="YAML file or shipped name; none: of the run the model lies in", metavar="FILE")
     ] = None,
@@ -108,7 +111,7 @@ def evaluate(
 
     given = overrides_of(model=model, base_url=base_url, preset=preset, n=n, falsified=falsified)
     found = None if model is None or base_url is not None else run_config_of(model)
-    settings = _load("eval", env, config or found, [*given, *(overrides or [])])
+    settings = _load("check-data" if check_data else "eval", env, config or found, [*given, *(overrides or [])])
     request = EvaluationRequest(
         benchmarks=tuple(name.strip() for name in benchmarks.split(",") if name.strip()),
         data_dir=data_dir,
@@ -116,6 +119,11 @@ def evaluate(
         ks=whole_numbers("--k", k),
         conversations=conversations,
     )
+    if check_data:
+        from agentrl.evaluation.data_check import check_data_command
+
+        check_data_command(settings, request)
+        return
     from agentrl.evaluation.run import evaluate_command
 
     evaluate_command(settings, request)

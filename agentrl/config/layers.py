@@ -53,7 +53,7 @@ def load_settings(
     if resume:
         return _resumed(find_run(asked), files, top)
     # What is evaluated is named, or served elsewhere: never the embedded policy.
-    preset = [] if command in ("eval", "regrade") else _preset(asked, {layer.origin for layer in files})
+    preset = [] if command in ("eval", "check-data", "regrade") else _preset(asked, {layer.origin for layer in files})
     settings = _validate([*preset, *files], top, command)
     if settings.name is not None:
         return settings

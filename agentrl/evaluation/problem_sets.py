@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import SettingsError
-from agentrl.evaluation.benchmarks import load_benchmark
+from agentrl.evaluation.benchmarks import BENCHMARKS, load_benchmark
 from agentrl.problems.sources import evaluation_set, load_source
 from agentrl_envs.types import Problem
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
 
-HELD_OUT = "held-out"
 FALSIFIED = " (observations falsified)"
 
 
@@ -49,20 +49,32 @@ def problem_sets(settings: Settings, names: Sequence[str], data_dir: Path | None
     repeated = {name for name in names if names.count(name) > 1}
     if repeated:
         raise SettingsError(f"--benchmarks names {', '.join(sorted(repeated))} more than once")
-    if names:
-        sets = [_benchmark(name, data_dir) for name in names]
-    else:
-        held_out = tuple(held_out_problems(settings))
-        sets = [ProblemSet(name=HELD_OUT, problems=held_out, revision="data.eval")]
+    sets = [_benchmark(name, data_dir) for name in names] if names else _held_out(settings)
     if not any(one.problems for one in sets):
         raise SettingsError("nothing to evaluate on: name benchmarks (--benchmarks aime24,math500) or set data.eval")
+    for one in sets:
+        number = Counter(problem.id for problem in one.problems)
+        repeated_ids = [f"{name!r} ({count} times)" for name, count in number.items() if count > 1]
+        if repeated_ids:
+            raise SettingsError(f"{one.name}: problems share an id: {', '.join(repeated_ids[:3])}; ids must be unique")
     return sets + (_falsified(sets) if settings.evaluation.falsified else [])
 
 
 def held_out_problems(settings: Settings) -> list[Problem]:
-    """The first ``evaluation.problems`` of each source in ``data.eval``."""
-    sources = [load_source(entry, seed=settings.seed).source for entry in settings.data.eval]
-    return [problem for source in sources for problem in evaluation_set(source, settings.evaluation.problems)]
+    """``evaluation.problems`` problems of each source in ``data.eval``."""
+    return [problem for one in _held_out(settings) for problem in one.problems]
+
+
+def _held_out(settings: Settings) -> list[ProblemSet]:
+    """A set for each source of ``data.eval``, by its name; a name that comes twice gets a number."""
+    found: dict[str, ProblemSet] = {}
+    for entry in settings.data.eval:
+        source = load_source(entry, seed=settings.seed).source
+        problems = tuple(evaluation_set(source, settings.evaluation.problems))
+        same = sum(name == source.name or name.startswith(f"{source.name} #") for name in found)
+        name = f"{source.name} #{same + 1}" if same else source.name
+        found[name] = ProblemSet(name=name, problems=problems, revision=entry.revision or "")
+    return list(found.values())
 
 
 def problem_records(sets: Sequence[ProblemSet], prompts: dict[tuple[str, str], str]) -> list[dict[str, Any]]:
@@ -75,8 +87,12 @@ def problem_records(sets: Sequence[ProblemSet], prompts: dict[tuple[str, str], s
 
 
 def _benchmark(name: str, data_dir: Path | None) -> ProblemSet:
+    """One benchmark; of a user's file, its name is the file's."""
     problems = tuple(load_benchmark(name, data_dir=data_dir))
-    return ProblemSet(name=name, problems=problems, revision="")
+    known = BENCHMARKS.get(name)
+    if known is None:
+        return ProblemSet(name=Path(name).stem, problems=problems, revision="")
+    return ProblemSet(name=name, problems=problems, revision=known.revision or "")
 
 
 def _falsified(sets: Sequence[ProblemSet]) -> list[ProblemSet]:

@@ -203,7 +203,7 @@ async def test_falsified_observations_are_a_benchmark_of_their_own(tmp_path: Pat
     assert [one.name for one in problem_sets(chosen, ["aime24"], tmp_path)] == ["aime24"]  # nothing reveals a value
     held_out = settings("evaluation.falsified=true", "evaluation.problems=64", "data.eval.0.path=builtin:arithmetic")
     plain, lies = problem_sets(held_out, [], None)
-    assert (plain.falsified, lies.falsified, lies.name) == (False, True, "held-out (observations falsified)")
+    assert (plain.falsified, lies.falsified, lies.name) == (False, True, f"{plain.name} (observations falsified)")
     assert 0 < len(lies.problems) < len(plain.problems)
     assert all(problem.setup for problem in lies.problems)
 
