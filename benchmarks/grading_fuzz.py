@@ -93,9 +93,9 @@ def tokens(text: str) -> list[str]:
     Left out are the names of commands that set text or fractions, units and other words behind a number (math-verify's
     published leniency), and what stands left of an equals sign.
     """
-    text = re.sub(r"(?<=[\d}])\s*\\(?:text|mbox|mathrm|textbf)\b.*", "", respelled(text), flags=re.DOTALL)
+    text = re.sub(r"(?<=[\da-z}])\s*\\(?:text|mbox|mathrm|textbf)\b.*", "", respelled(text), flags=re.DOTALL)
     text = re.sub(r"\\(?:text|mathrm|textbf|circ|begin|end|boxed|cdot|d?frac)(?![a-zA-Z])", " ", text)
-    text = text.rpartition("=")[2]
+    text = re.sub(r"(?<!\d)\.(?=\d)", "0.", text.rpartition("=")[2].replace("$", ""))
     text = re.sub(r"(?<![\d.])0+(?=\d)|(?<=\d)\.0+(?!\d)", "", text)
     return re.findall(r"\d+(?:\.\d+)?|[a-z%|!]", text.casefold())
 

@@ -9,6 +9,7 @@ EQUAL: dict[str, str] = {
     "fractions": r"""
         \frac\pi2 | \frac{\pi}{2}
         \frac{3}4 | 0.75
+        \frac4 3 | \frac{4}{3}
         \dfrac{3}{4} | \frac{3}{4}
         \tfrac34 | \frac{3}{4}
         -\frac{3}{4} | \frac{-3}{4}
@@ -206,6 +207,7 @@ DIFFERENT: dict[str, str] = {
         I think 3 or maybe 5 | 5
         the answer is 5 or 4 | 4
         4 5 | 45
+        17 0 | 0
         x=4, x=5 | 5
         x=5 or x=4 | 4
         x=4 \text{ or } x=5 | 5
@@ -280,6 +282,8 @@ DIFFERENT: dict[str, str] = {
         90 | \frac{\pi}{2}
         180^\circ | \pi
         10_2 | 10_3
+        3120_431 | 3120_4
+        16 | 1_6
         1e3 | 100
         1.5e3 | 15
         2^3 | 23

@@ -37,7 +37,8 @@ _ONLY_A_NUMBER = re.compile(
     r"[+-]?[$€£¥]? ?(?:\d+|\d{1,3}(?:[, ]\d{3})+)?(?:\.\d+)? ?(?:[$€£¥%]|percent|pct)?", re.ASCII
 )
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+", re.ASCII)
-_NUMERAL = re.compile(r"(?P<digits>[0-9A-Za-z]+)_\{?(?P<base>\d{1,2})\}?", re.ASCII)
+_SIDE_BY_SIDE = re.compile(r"(?<![_^\d.])\d[\d.]*\s+\d")  # two numbers: to math-verify a product, and "17 0" would be 0
+_NUMERAL = re.compile(r"(?P<digits>[0-9A-Za-z]+)_\{?(?P<base>\d+)\}?", re.ASCII)
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _MEANT = re.compile(
     r"\b(?:(?:hundred|thousand|million|billion|trillion|dozen|third|fourth|fifth|sixth|tenth)s?|half|halves|squared|cubed"
@@ -100,7 +101,7 @@ def _any_equal(gold_forms: list[Any], answer_forms: list[Any]) -> bool:
 def _forms(text: str) -> list[Any]:
     """Every reading of a text; a text that cannot be read is among its readings as it stands."""
     text = respelled(text)
-    if not _braces_balance(text):
+    if not _braces_balance(text) or _SIDE_BY_SIDE.search(text):
         return [text]
     forms = _latex(text, _NORMAL) or _latex(text, _WITHOUT_UNITS)  # the last letter may be no unit: sin t
     in_python = python_notation(text)

@@ -35,8 +35,8 @@ class _Unsupported(Exception):
 
 
 def python_notation(text: str) -> Any | None:
-    """The SymPy object that the text writes in Python notation, or None. A comment is no notation."""
-    if "#" in text:
+    """The SymPy object that the text writes in Python notation, or None. Comments and 1_000 are no notation."""
+    if "#" in text or "_" in text:
         return None
     try:
         return _build(ast.parse(text.strip(), mode="eval").body)

@@ -49,6 +49,7 @@ _REWRITTEN: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\!", ""),
         (r"\\frac\s*\\pi(?![A-Za-z])", r"\\frac{\\pi}"),
         (r"\\frac\{([^{}]*)\}\s*(\\pi(?![A-Za-z])|[0-9A-Za-z])", r"\\frac{\1}{\2}"),
+        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\phantom\s*(?:\{[^{}]*\}|[^{}\s])", ""),
         (r"^(?:\\approx(?![A-Za-z])|=)\s*", ""),
         (r"(?<!\\)\\(?:[,;:]|(?= ))|~", " "),
