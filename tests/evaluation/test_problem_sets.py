@@ -53,7 +53,7 @@ def test_each_held_out_source_is_scored_by_itself(tmp_path: Path) -> None:
 
 def test_ids_are_unique_in_what_is_held_out(tmp_path: Path) -> None:
     file = write(tmp_path / "mine.jsonl", row(1), row(2, id="q1"))
-    with pytest.raises(SettingsError, match=r"problems share an id: 'q1' \(2 times\); ids must be unique"):
+    with pytest.raises(SettingsError, match="two different problems have the id 'q1'"):
         problem_sets(settings(f"data.eval=[{{path: '{file}'}}]"), [], None)
 
 
@@ -65,6 +65,6 @@ def test_golds_that_cannot_be_graded_are_named(tmp_path: Path, capsys: pytest.Ca
     bad = write(tmp_path / "bad.jsonl", row(1), row(2, answer="(" * 200 + "1" + ")" * 200))
     with pytest.raises(SettingsError, match=r"data errors: .*bad\.jsonl 1 \(listed above\)"):
         check_data_command(chosen, EvaluationRequest(benchmarks=(good, bad)))
-    assert "bad.jsonl, line 2: the answer '(((" in capsys.readouterr().out
+    assert "bad.jsonl:2: the answer '(((" in capsys.readouterr().out
     with pytest.raises(SettingsError, match="--check-data needs --benchmarks"):
         check_data_command(chosen, EvaluationRequest())
