@@ -21,7 +21,10 @@ FALSIFIED = " (observations falsified)"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProblemSet:
-    """Problems that are scored together; their ids are unique (what loads them sees to it). ``sha256`` is that of ids, statements, answers and setups, in order."""
+    """Problems that are scored together; their ids are unique (what loads them sees to it).
+
+    ``sha256`` is that of ids, statements, answers and setups, in order.
+    """
 
     name: str
     problems: tuple[Problem, ...]
