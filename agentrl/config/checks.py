@@ -28,9 +28,9 @@ def check_settings(settings: Settings, command: Command = "train") -> None:
     """Raise SettingsError that lists, one a line, every contradiction and everything ``command`` needs and lacks."""
     if command in ("check-data", "regrade"):
         return  # no model, no rollouts
-    found = [*_lacking(settings, command), *_model_problems(settings)]
-    if command != "eval":  # which trains nothing, and looks at its prompts and its model before it plays
-        found += _length_contradictions(settings)
+    # An evaluation trains nothing, and looks at its prompts and its model before it plays.
+    lengths = [] if command == "eval" else _length_contradictions(settings)
+    found = [*_lacking(settings, command), *lengths, *_model_problems(settings)]
     if found:
         raise SettingsError("\n".join(found))
 
