@@ -68,8 +68,10 @@ def coldstart(
     config: Config = None,
 ) -> None:
     """Teach a model the protocol by supervised training on demonstrations."""
-    extra = [] if demonstrations is None else [_quoted("coldstart.demonstrations", demonstrations)]
-    extra += [] if model is None else [_quoted("model.path", model)]
+    from agentrl.evaluation.options import quoted
+
+    extra = [] if demonstrations is None else [quoted("coldstart.demonstrations", demonstrations)]
+    extra += [] if model is None else [quoted("model.path", model)]
     settings = _load("coldstart", None, config, [*(overrides or []), *extra])
     from agentrl.training.policy import coldstart_command
 
@@ -78,29 +80,83 @@ def coldstart(
 
 @app.command(name="eval")
 def evaluate(
-    model: Annotated[str, typer.Option(help="model directory, for example runs/tiny-1/policy", metavar="PATH")],
     overrides: Overrides = None,
+    env: Annotated[str | None, typer.Option(help="environment: simpletir, or module:Class", metavar="NAME")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="directory or Hugging Face id; with --base-url its name there", metavar="MODEL")
+    ] = None,
+    base_url: Annotated[str | None, typer.Option(help="an OpenAI-compatible endpoint samples", metavar="URL")] = None,
     benchmarks: Annotated[
         str, typer.Option(help="names or files, separated by commas; none: the sources of data.eval", metavar="NAMES")
     ] = "",
     data_dir: Annotated[Path | None, typer.Option(help="where the benchmarks' files lie", metavar="DIR")] = None,
     n: Annotated[int | None, typer.Option("--n", help="samples of each problem (avg@n)", metavar="N")] = None,
+    k: Annotated[str, typer.Option("--k", help="of pass@k, separated by commas; none: 1, 2, 4 .. n", metavar="K")] = "",
+    preset: Annotated[str | None, typer.Option(help="simpletir or otb-paper", metavar="NAME")] = None,
+    output: Annotated[Path | None, typer.Option(help="directory; none: evaluations/MODEL-HASH", metavar="DIR")] = None,
+    conversations: Annotated[
+        int, typer.Option(help="conversations of each problem in report.html", metavar="N", min=0)
+    ] = 4,
     falsified: Annotated[bool, typer.Option("--falsified", help="also with falsified observations")] = False,
+    check_data: Annotated[
+        bool, typer.Option("--check-data", help="only grade every gold answer against itself; needs no model")
+    ] = False,
     config: Annotated[
         str | None, typer.Option(help="YAML file or shipped name; none: of the run the model lies in", metavar="FILE")
     ] = None,
 ) -> None:
-    """Evaluate a model on held-out problems or benchmark files: avg@n with a 95 % interval."""
+    """Score a model on benchmarks: avg@n with intervals, pass@k, maj@n, every conversation. Continues what it began."""
     from agentrl.config import run_config_of
+    from agentrl.evaluation.options import EvaluationRequest, overrides_of, whole_numbers
 
-    extra = [] if n is None else [f"evaluation.samples={n}"]
-    extra += ["evaluation.falsified=true"] if falsified else []
-    extra = [*(overrides or []), _quoted("model.path", model), *extra]
-    settings = _load("eval", None, config or run_config_of(model), extra)
+    given = overrides_of(model=model, base_url=base_url, preset=preset, n=n, falsified=falsified)
+    found = None if model is None or base_url is not None else run_config_of(model)
+    settings = _load("check-data" if check_data else "eval", env, config or found, [*given, *(overrides or [])])
+    request = EvaluationRequest(
+        benchmarks=tuple(name.strip() for name in benchmarks.split(",") if name.strip()),
+        data_dir=data_dir,
+        output=output,
+        ks=whole_numbers("--k", k),
+        conversations=conversations,
+    )
+    if check_data:
+        from agentrl.evaluation.data_check import check_data_command
+
+        check_data_command(settings, request)
+        return
     from agentrl.evaluation.run import evaluate_command
 
-    names = [name.strip() for name in benchmarks.split(",") if name.strip()]
-    evaluate_command(settings, model, names, data_dir, settings.evaluation.samples)
+    evaluate_command(settings, request)
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="directory of an evaluation", metavar="A")],
+    second: Annotated[Path, typer.Argument(help="directory of an evaluation", metavar="B")],
+) -> None:
+    """Compare two evaluations, B against A: the difference of each benchmark, paired by problem."""
+    from agentrl.evaluation.comparison import compare_command
+
+    compare_command(first, second)
+
+
+@app.command()
+def regrade(
+    run: Annotated[Path, typer.Argument(help="directory of an evaluation", metavar="RUN")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="settings, for example grader.deadline=10", show_default=False),
+    ] = None,
+    grader: Annotated[
+        str | None,
+        typer.Option(help="a function (answer, gold) -> bool; none: the built-in one", metavar="MODULE:NAME"),
+    ] = None,
+) -> None:
+    """Grade the stored answers of an evaluation again, without generating, and show what changed."""
+    settings = _load("regrade", None, None, list(overrides or []))
+    from agentrl.evaluation.regrade import regrade_command
+
+    regrade_command(run, settings, grader)
 
 
 @app.command()
@@ -127,8 +183,9 @@ def variance(
 ) -> None:
     """Measure the exact variance of every estimator's gradient on real rollouts of a small model."""
     from agentrl.config import run_config_of
+    from agentrl.evaluation.options import quoted
 
-    extra = [] if model is None else [_quoted("model.path", model), "coldstart.demonstrations=null"]
+    extra = [] if model is None else [quoted("model.path", model), "coldstart.demonstrations=null"]
     settings = _load("eval", None, config or (run_config_of(model) if model else None), [*(overrides or []), *extra])
     from agentrl.lab.run import prepare, variance_command
     from agentrl.telemetry.console import Console
@@ -206,12 +263,6 @@ def _load(
     for warning in settings_warnings(settings) if command == "train" else []:
         typer.echo(f"warning: {warning}", err=True)
     return settings
-
-
-def _quoted(key: str, text: str) -> str:
-    """``key=text`` that YAML reads as this very text."""
-    escaped = text.replace("'", "''")
-    return f"{key}='{escaped}'"
 
 
 def _errors_of_other_packages() -> tuple[type[Exception], ...]:

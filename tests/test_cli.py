@@ -93,17 +93,41 @@ def test_eval(monkeypatch: pytest.MonkeyPatch, work: Recorder, tmp_path: Path) -
     model.mkdir()
     (model / "config.json").write_text("{}")
     (model / "tokenizer.json").write_text("{}")
-    arguments = ["eval", "--model", str(model), "--benchmarks", "aime24, amc23", "--n", "4", "--falsified"]
-    assert run(monkeypatch, *arguments, "--data-dir", "d") == 0
-    ((name, settings, given, benchmarks, data_dir, samples),) = work.calls
-    assert (name, given, benchmarks, data_dir, samples) == (
-        "evaluate_command",
+    arguments = [
+        "eval",
+        "--model",
         str(model),
-        ["aime24", "amc23"],
+        "--benchmarks",
+        "aime24, amc23",
+        "--n",
+        "4",
+        "--falsified",
+        "--k",
+        "4,1",
+    ]
+    assert run(monkeypatch, *arguments, "--data-dir", "d", "--output", "o", "--preset", "simpletir", "seed=3") == 0
+    ((name, settings, request),) = work.calls
+    assert name == "evaluate_command"
+    assert (request.benchmarks, request.data_dir, request.output, request.ks) == (
+        ("aime24", "amc23"),
         Path("d"),
-        4,
+        Path("o"),
+        (1, 4),
     )
-    assert (settings.evaluation.samples, settings.evaluation.falsified) == (4, True)
+    evaluation = settings.evaluation
+    assert (evaluation.samples, evaluation.falsified, evaluation.top_p, settings.seed) == (4, True, 1.0, 3)
+    assert (evaluation.max_turns, evaluation.max_response_tokens) == (10, 36000)
+
+
+def test_eval_of_an_endpoint_needs_no_model(monkeypatch: pytest.MonkeyPatch, work: Recorder) -> None:
+    url = "http://localhost:8000/v1"
+    assert run(monkeypatch, "eval", "--base-url", url, "--model", "served", "--env", "simpletir") == 0
+    ((_, settings, _),) = work.calls
+    assert (settings.evaluation.endpoint.url, settings.evaluation.endpoint.model) == (url, "served")
+    assert settings.model.path is None
+    published = settings.evaluation
+    assert (published.samples, published.temperature, published.top_p) == (32, 1.0, 0.95)
+    assert settings.environment.max_turns == 10
 
 
 def test_a_warning_is_said_and_the_run_goes_on(
@@ -153,6 +177,16 @@ def test_a_bug_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch, work: Recorde
         (["train", "--resume"], "error: --resume: there is no run in runs"),
         (["coldstart", "--model", "/nope", "--output", "o"], "error: coldstart.demonstrations is not set"),
         (["eval", "--model", "/nope"], "error: model.path='/nope': there is no such directory"),
+        (["eval"], "error: there is nothing to evaluate: give --model DIRECTORY or OWNER/NAME, or an endpoint"),
+        (["eval", "--base-url", "localhost:8000"], "error: evaluation.endpoint.url="),
+        (["eval", "--model", "a/b", "--preset", "simpletri"], "did you mean 'simpletir'?"),
+        (["eval", "--model", "a/b", "--n", "4", "--k", "8"], "error: --k=8 is above --n=4"),
+        (["eval", "--model", "a/b", "--k", "one"], "error: --k=one: valid are whole numbers from 1 on"),
+        (["eval", "--model", "a/b", "--benchmarks", "aime42"], "error: unknown benchmark 'aime42'; valid: aime24"),
+        (["eval", "--model", "a/b", "--benchmarks", "aime24", "--data-dir", "gone"], "aime24.jsonl: no such file"),
+        (["eval", "--model", "a/b", "evaluation.top_p=0"], "error: evaluation.top_p=0 (command line): valid is"),
+        (["compare", "a", "b"], "error: a is no evaluation"),
+        (["regrade", "a"], "error: a is no evaluation"),
         (["train", "--stepz", "3"], "No such option: --stepz"),
         (["tarin"], "No such command 'tarin'"),
     ],

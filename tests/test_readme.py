@@ -30,6 +30,7 @@ SHORTENED = (  # (what a command looks like, what is added to it); the first tha
     (r"agentrl train --resume", "training.steps=3 telemetry.plots=true"),
     (r"agentrl train", SHORT),
     (r"agentrl eval", "--n 2 evaluation.problems=4"),
+    (r"agentrl (compare|regrade)", ""),
     (r"agentrl coldstart", COLD),
     (r"agentrl doctor", ""),
 )
@@ -109,9 +110,11 @@ def test_the_commands_on_real_problems_run(shell: Shell, data_dir: Path) -> None
     said = {
         command: shell.run(shortened(command)) for command in commands() if any(word in command for word in NEEDS_DATA)
     }
-    (evaluation,) = (text for command, text in said.items() if command.startswith("agentrl eval"))
-    assert "aime24" in evaluation
-    assert "amc23" in evaluation
+    evaluations = [text for command, text in said.items() if command.startswith("agentrl eval")]
+    (compared,) = (text for command, text in said.items() if command.startswith("agentrl compare"))
+    assert len(evaluations) == 2
+    assert all(name in text for text in (*evaluations, compared) for name in ("aime24", "amc23"))
+    assert (shell.folder / "scores" / "math_tiny" / "report.html").is_file()
     (published,) = (text for command, text in said.items() if "simpletir_7b" in command)
     assert "learning_rate: 1.0e-06" in published
     for name in ("word_problems-1", "math_tiny-1"):

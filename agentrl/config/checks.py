@@ -22,17 +22,16 @@ not read here: settings are checked without torch)."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-Command = Literal["train", "coldstart", "eval"]
+Command = Literal["train", "coldstart", "eval", "check-data", "regrade"]
 
 
 def check_settings(settings: Settings, command: Command = "train") -> None:
     """Raise SettingsError that lists, one a line, every contradiction and everything ``command`` needs and lacks."""
-    found = [
-        *_lacking(settings, command),
-        *_length_contradictions(settings),
-        *_objective_contradictions(settings),
-        *_model_problems(settings),
-    ]
+    if command in ("check-data", "regrade"):
+        return  # no model, no rollouts
+    # An evaluation trains nothing, and looks at its prompts and its model before it plays.
+    training = [] if command == "eval" else [*_length_contradictions(settings), *_objective_contradictions(settings)]
+    found = [*_lacking(settings, command), *training, *_model_problems(settings)]
     if found:
         raise SettingsError("\n".join(found))
 
@@ -96,6 +95,13 @@ def _lacking(settings: Settings, command: Command) -> Iterator[str]:
         yield (
             "coldstart.demonstrations is not set: nothing to learn from; valid: a JSONL file, builtin:arithmetic or "
             "formula:FILE (--demonstrations)"
+        )
+    if command == "eval" and settings.model.path is None and settings.evaluation.endpoint.url is None:
+        yield "there is nothing to evaluate: give --model DIRECTORY or OWNER/NAME, or an endpoint with --base-url URL"
+    if command == "eval" and settings.evaluation.endpoint.url is not None and settings.evaluation.chat_template:
+        yield (
+            "evaluation.chat_template=true is for models that are read here; an endpoint applies its own with "
+            "evaluation.endpoint.api=chat"
         )
     if command != "train":
         return

@@ -52,7 +52,8 @@ def load_settings(
     asked = _basics(files, top)
     if resume:
         return _resumed(find_run(asked), files, top)
-    preset = _preset(asked, {layer.origin for layer in files})
+    # What is evaluated is named, or served elsewhere: never the embedded policy.
+    preset = [] if command in ("eval", "check-data", "regrade") else _preset(asked, {layer.origin for layer in files})
     settings = _validate([*preset, *files], top, command)
     if settings.name is not None:
         return settings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentrl.evaluation.settings import EvaluationSettings
 from agentrl.models.settings import ModelSettings
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.rollout.settings import RolloutSettings
@@ -14,7 +15,6 @@ from agentrl.training.settings import (
     ColdstartSettings,
     CorrectionSettings,
     CriticSettings,
-    EvaluationSettings,
     KLSettings,
     OptimizerSettings,
     RewardSettings,

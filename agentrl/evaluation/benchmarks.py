@@ -1,59 +1,117 @@
-"""The public benchmarks by name: where their problems are, and how many there must be.
+"""The public benchmarks by name, and a user's own by path: where their problems are, and how many there must be.
 
-A wrong number of problems or a repeated one would make every score wrong, so both are errors.
+A wrong number of problems, a repeated one or one without an answer would make every score wrong, so all are errors.
+`check_benchmark` lists what is wrong with the data instead of stopping at the first, unreadable gold answers included.
+
+``revision`` is the Hugging Face commit a benchmark is pinned to; none is, because none could be verified when this was
+written: what was scored is identified by the hash of the problems that results record.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from agentrl.problems.errors import ProblemError, did_you_mean
 from agentrl.problems.settings import FieldName, ProblemSourceSettings
-from agentrl.problems.sources import read_problems
-from agentrl_envs.types import Problem
+from agentrl.problems.sources import FILE_KINDS, read_places
+from agentrl_envs.types import Problem, Verdict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark:
-    """One benchmark: its file name in a data folder, and its Hugging Face id for where there is none."""
+    """One benchmark: its file in a data folder (without ``.jsonl`` or ``.parquet``), or its place on Hugging Face."""
 
     name: str
     file: str
     hub_id: str
     split: str
     problems: int
-    subset: str | None = None
     fields: Mapping[FieldName, str]
+    subset: str | None = None
+    revision: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataError:
+    """Something wrong with a benchmark's data. ``place`` is a file with its line, a data set with its row."""
+
+    place: str
+    reason: str
+
+    def describe(self) -> str:
+        """One line for the console."""
+        return f"{self.place}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedBenchmark:
+    """The problems as they stand in the data, with their places, and what is wrong with them but for their answers."""
+
+    name: str
+    path: str
+    revision: str | None
+    problems: tuple[Problem, ...]
+    places: tuple[str, ...]
+    errors: tuple[DataError, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataCheck:
+    """All that is wrong with a benchmark's data. ``timeouts`` are gold answers that the grader had no time for."""
+
+    name: str
+    problems: int
+    errors: tuple[DataError, ...]
+    timeouts: tuple[DataError, ...] = field(default=())
+
+    def describe(self) -> list[str]:
+        """Lines for the console."""
+        wrong = [*self.errors, *self.timeouts]
+        head = f"{self.name}: {self.problems} problems, {len(wrong) or 'no'} data error{'' if len(wrong) == 1 else 's'}"
+        return [head, *(f"  {error.describe()}" for error in wrong)]
+
+
+class ChecksGold(Protocol):
+    """What is needed of a grader."""
+
+    async def check_gold(self, gold: str) -> Verdict:
+        """Whether a gold answer can be read and equals itself."""
+        ...
 
 
 _PROBLEM: Mapping[FieldName, str] = {"problem": "problem", "answer": "answer"}
 _QUESTION: Mapping[FieldName, str] = {"problem": "question", "answer": "answer"}
+_FINAL_ANSWER: Mapping[FieldName, str] = {"problem": "question", "answer": "final_answer.0"}
 
 _ALL = (
     Benchmark(
-        name="aime24",
-        file="aime24.jsonl",
-        hub_id="HuggingFaceH4/aime_2024",
-        split="train",
-        problems=30,
-        fields=_PROBLEM,
+        name="aime24", file="aime24", hub_id="HuggingFaceH4/aime_2024", split="train", problems=30, fields=_PROBLEM
     ),
-    Benchmark(name="aime25", file="aime25.jsonl", hub_id="math-ai/aime25", split="test", problems=30, fields=_PROBLEM),
-    Benchmark(name="amc23", file="amc23.jsonl", hub_id="math-ai/amc23", split="test", problems=40, fields=_QUESTION),
+    Benchmark(name="aime25", file="aime25", hub_id="math-ai/aime25", split="test", problems=30, fields=_PROBLEM),
+    Benchmark(name="amc23", file="amc23", hub_id="math-ai/amc23", split="test", problems=40, fields=_QUESTION),
     Benchmark(
-        name="math500",
-        file="math500.jsonl",
-        hub_id="HuggingFaceH4/MATH-500",
-        split="test",
-        problems=500,
-        fields=_PROBLEM,
+        name="math500", file="math500", hub_id="HuggingFaceH4/MATH-500", split="test", problems=500, fields=_PROBLEM
+    ),
+    Benchmark(
+        name="hmmt25", file="hmmt25", hub_id="MathArena/hmmt_feb_2025", split="train", problems=30, fields=_PROBLEM
+    ),
+    Benchmark(
+        name="olympiadbench",
+        file="olympiadbench",
+        hub_id="Hothan/OlympiadBench",
+        subset="OE_TO_maths_en_COMP",  # open-ended, text only, mathematics, English, competition
+        split="train",
+        problems=674,
+        fields=_FINAL_ANSWER,
     ),
     Benchmark(
         name="gsm8k",
-        file="gsm8k_test.jsonl",
+        file="gsm8k_test",
         hub_id="openai/gsm8k",
         subset="main",
         split="test",
@@ -66,27 +124,109 @@ BENCHMARKS: Mapping[str, Benchmark] = {benchmark.name: benchmark for benchmark i
 
 
 def load_benchmark(name: str, *, data_dir: str | Path | None = None) -> list[Problem]:
-    """The problems of a benchmark, from its file in ``data_dir`` or, without one, from its Hugging Face id.
+    """The problems of a benchmark, without data errors.
 
-    Raises ProblemError on an unknown name (it says the nearest), a missing file, a problem without answer, a number of
-    problems other than the benchmark's, and a repeated statement.
+    ``name`` is one of `BENCHMARKS`, read from its file in ``data_dir`` or, without one, from Hugging Face; or a user's
+    ``.jsonl`` or ``.parquet`` file. Raises ProblemError on an unknown name (it says the nearest), a missing file,
+    fields that are not there (it says which are), a number of problems other than the benchmark's, and a problem that
+    is repeated, has another's id or has no answer.
     """
-    if name not in BENCHMARKS:
+    loaded = read_benchmark(name, data_dir=data_dir)
+    if loaded.errors:
+        more = len(loaded.errors) - 1
+        rest = f" (and {more} more: agentrl eval --check-data lists them)" if more else ""
+        raise ProblemError(loaded.errors[0].describe() + rest)
+    return list(loaded.problems)
+
+
+def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBenchmark:
+    """As `load_benchmark`, but what is wrong with single rows is listed; rows without an answer are left out.
+
+    Raises ProblemError where there is nothing to list: unknown names, missing or broken files, missing fields.
+    """
+    benchmark = BENCHMARKS.get(name)
+    settings = _source_of_file(name) if benchmark is None else _source(benchmark, data_dir)
+    problems, places, unanswered = [], [], []
+    for place, problem in read_places(settings):
+        if problem is None:
+            unanswered.append(DataError(place=place, reason="the problem has no answer"))
+        else:
+            problems.append(problem)
+            places.append(place)
+    rows = len(problems) + len(unanswered)
+    return LoadedBenchmark(
+        name=name,
+        path=settings.path,
+        revision=settings.revision,
+        problems=tuple(problems),
+        places=tuple(places),
+        errors=(
+            *_miscounted(name, settings.path, rows, None if benchmark is None else benchmark.problems),
+            *unanswered,
+            *_repeated(places, [problem.statement.strip() for problem in problems], "the problem"),
+            *_repeated(places, [problem.id for problem in problems], "the id"),
+        ),
+    )
+
+
+async def check_benchmark(name: str, grader: ChecksGold, *, data_dir: str | Path | None = None) -> DataCheck:
+    """Everything that is wrong with a benchmark's data, each gold answer graded against itself included."""
+    loaded = read_benchmark(name, data_dir=data_dir)
+    verdicts = await asyncio.gather(*(grader.check_gold(problem.answer) for problem in loaded.problems))
+    unreadable, timeouts = [], []
+    for place, problem, verdict in zip(loaded.places, loaded.problems, verdicts, strict=True):
+        answer = problem.answer if len(problem.answer) <= 60 else problem.answer[:60] + "..."
+        if verdict is Verdict.GRADER_TIMEOUT:
+            timeouts.append(DataError(place=place, reason=f"grading the answer {answer!r} took too long"))
+        elif verdict is not Verdict.CORRECT:
+            unreadable.append(DataError(place=place, reason=f"the answer {answer!r} cannot be read ({verdict.value})"))
+    errors = (*loaded.errors, *unreadable)
+    return DataCheck(name=name, problems=len(loaded.problems), errors=errors, timeouts=tuple(timeouts))
+
+
+def _source(benchmark: Benchmark, data_dir: str | Path | None) -> ProblemSourceSettings:
+    if data_dir is None:
+        return ProblemSourceSettings(
+            path=benchmark.hub_id,
+            split=benchmark.split,
+            subset=benchmark.subset,
+            revision=benchmark.revision,
+            fields=dict(benchmark.fields),
+            skip_unanswered=True,
+        )
+    # Copies in a data folder mostly say ``problem`` and ``answer``, whatever the original's fields: the usual names.
+    files = [Path(data_dir) / (benchmark.file + kind) for kind in FILE_KINDS]
+    found = next((file for file in files if file.exists()), files[0])
+    return ProblemSourceSettings(path=str(found), skip_unanswered=True)
+
+
+def _source_of_file(path: str) -> ProblemSourceSettings:
+    if Path(path).suffix.lower() not in FILE_KINDS:
         raise ProblemError(
-            f"unknown benchmark {name!r}; valid: {', '.join(BENCHMARKS)}{did_you_mean(name, BENCHMARKS)}"
+            f"unknown benchmark {path!r}; valid: {', '.join(BENCHMARKS)}, or a file ending in {' or '.join(FILE_KINDS)}"
+            f"{did_you_mean(path, BENCHMARKS)}"
         )
-    benchmark = BENCHMARKS[name]
-    if data_dir is not None:
-        # The copies in a data folder all say ``problem`` and ``answer``, whatever the original's fields.
-        settings = ProblemSourceSettings(path=str(Path(data_dir) / benchmark.file))
-    else:
-        settings = ProblemSourceSettings(
-            path=benchmark.hub_id, split=benchmark.split, subset=benchmark.subset, fields=dict(benchmark.fields)
+    return ProblemSourceSettings(path=path, skip_unanswered=True)
+
+
+def _miscounted(name: str, path: str, rows: int, expected: int | None) -> list[DataError]:
+    if expected is None:
+        return [] if rows else [DataError(place=path, reason="there is no problem in it")]
+    if rows == expected:
+        return []
+    return [DataError(place=path, reason=f"{name} has {expected} problems, found {rows}")]
+
+
+def _repeated(places: Sequence[str], keys: Iterable[str], what: str) -> list[DataError]:
+    """An error for each key that several rows have, at the place of the second."""
+    rows: dict[str, list[int]] = defaultdict(list)
+    for row, key in enumerate(keys):
+        rows[key].append(row)
+    return [
+        DataError(
+            place=places[same[1]],
+            reason=f"{what} {key[:60]!r} stands there {len(same)} times, first in {places[same[0]]}",
         )
-    problems = read_problems(settings)
-    if len(problems) != benchmark.problems:
-        raise ProblemError(f"{settings.path}: {name} has {benchmark.problems} problems, found {len(problems)}")
-    statement, times = Counter(problem.statement.strip() for problem in problems).most_common(1)[0]
-    if times > 1:
-        raise ProblemError(f"{settings.path}: {name} holds a problem {times} times: {statement[:60]!r}")
-    return problems
+        for key, same in rows.items()
+        if len(same) > 1
+    ]

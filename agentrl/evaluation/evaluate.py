@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from agentrl.errors import WorldError
+from agentrl.evaluation.falsified import FalsifiedEnvironment
 from agentrl.evaluation.scores import Score, avg_at_k
 from agentrl.rollout.driver import Driver, Issue
 from agentrl.trajectory import Group
-from agentrl_envs.episode import Environment, Episode
-from agentrl_envs.falsified import FalsifiedObservations
+from agentrl_envs.episode import Environment
 from agentrl_envs.types import Problem
 
 
@@ -42,26 +42,6 @@ class EvaluationReport:
         return row | {f"{prefix}/family/{name}": score.mean for name, score in self.families.items()}
 
 
-class _FalsifiedEnvironment:
-    """The same environment with every observation's numbers replaced by others before the model reads them."""
-
-    def __init__(self, environment: Environment, seed: int) -> None:
-        self._environment = environment
-        self._seed = seed
-
-    async def open(self) -> None:
-        """The environment under it is open already."""
-
-    def episode(self, problem: Problem) -> Episode:
-        return FalsifiedObservations(self._environment.episode(problem), seed=self._seed)
-
-    async def close(self) -> None:
-        """The environment under it is closed by its owner."""
-
-    def describe(self) -> list[str]:
-        return [*self._environment.describe(), "observations are falsified"]
-
-
 async def evaluate_policy(
     problems: Sequence[Problem],
     *,
@@ -80,7 +60,7 @@ async def evaluate_policy(
     """
     if falsified:
         problems = [problem for problem in problems if problem.setup]
-        environment = _FalsifiedEnvironment(environment, seed)
+        environment = FalsifiedEnvironment(environment, seed)
     issues = [Issue(index=index, problem=problem) for index, problem in enumerate(problems)]
     played = driver_for(environment).play(issues, step=step, group_size=samples, temperature=temperature)
     groups = sorted([group async for group in played], key=lambda group: group.index)

@@ -7,11 +7,8 @@ Two 95 % intervals answer two questions. *This benchmark*: these P problems stay
 like these*: other problems are drawn from where these came. Both are Wilson's score interval with an effective number
 of samples ``mean (1 - mean) / variance``, so they neither leave [0, 1] nor shrink to nothing at 0 and 1.
 
-Coverage in simulations with P in {30, 128, 500}, n in {1, 4, 8, 32} and success rates equal (0.01, 0.5, 0.97) or drawn
-from six beta distributions: *this benchmark* 0.94 to 0.98 for n >= 2. With n = 1 the variance cannot be estimated and
-is bounded, which covers more (up to always, when each problem is nearly always or nearly never solved). *Problems like
-these* 0.93 to 0.98, but only 0.89 to 0.93 when 30 problems come from a population nearly all of which is always (or
-never) solved and the rest varies: so few problems rarely show the rest. ``tests/evaluation`` holds a shortened run.
+``benchmarks/coverage.py`` measures how often they hold the truth; ``docs/results.md`` has its table. With n = 1 the
+variance within a problem cannot be estimated and is bounded: *this benchmark* then covers more than 95 %, up to always.
 """
 
 from __future__ import annotations
@@ -66,7 +63,7 @@ def avg_at_k(samples: ArrayLike, correct: ArrayLike) -> Score:
     >>> score.mean, score.problems, score.problems_without_samples
     (0.5, 3, 1)
     """
-    n, c = _counts(samples, correct)
+    n, c = counts_of(samples, correct)
     kept = n > 0
     if not kept.any():
         raise ValueError("no problem has a sample: there is nothing to score")
@@ -74,7 +71,7 @@ def avg_at_k(samples: ArrayLike, correct: ArrayLike) -> Score:
     mean = float((c_P / n_P).mean())
     return Score(
         mean=mean,
-        this_benchmark=_this_benchmark(n_P, c_P, mean),
+        this_benchmark=this_benchmark_interval(n_P, c_P),
         problems_like_these=_problems_like_these(n_P, c_P, mean),
         problems=len(n_P),
         samples=int(n_P.sum()),
@@ -90,7 +87,7 @@ def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> float:
     >>> pass_at_k([4, 4], [1, 4], 2)
     0.75
     """
-    n, c = _counts(samples, correct)
+    n, c = counts_of(samples, correct)
     if k < 1 or len(n) == 0 or n.min() < k:
         least = int(n.min()) if len(n) else 0
         raise ValueError(f"pass@{k} needs k >= 1 and at least k samples of every problem; the fewest are {least}")
@@ -98,7 +95,23 @@ def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> float:
     return 1.0 - math.fsum(missed) / len(missed)
 
 
-def _counts(samples: ArrayLike, correct: ArrayLike) -> tuple[Floats, Floats]:
+def pass_at_powers(samples: ArrayLike, correct: ArrayLike) -> dict[int, float]:
+    """pass@k for k = 1, 2, 4, ... and the fewest samples that any problem has; problems without any are left out.
+
+    >>> {k: round(share, 3) for k, share in pass_at_powers([6, 6], [1, 3]).items()}
+    {1: 0.333, 2: 0.567, 4: 0.833, 6: 1.0}
+    """
+    n, c = counts_of(samples, correct)
+    kept = n > 0
+    if not kept.any():
+        raise ValueError("no problem has a sample: there is nothing to score")
+    fewest = int(n[kept].min())
+    powers = [1 << exponent for exponent in range(fewest.bit_length())]
+    return {k: pass_at_k(n[kept], c[kept], k) for k in sorted({*powers, fewest})}
+
+
+def counts_of(samples: ArrayLike, correct: ArrayLike) -> tuple[Floats, Floats]:
+    """Both as vectors of floats. Raises ValueError on impossible counts."""
     n, c = np.asarray(samples, dtype=np.float64), np.asarray(correct, dtype=np.float64)
     if n.ndim != 1 or n.shape != c.shape:
         raise ValueError(f"samples and correct must be vectors of equal length, got shapes {n.shape} and {c.shape}")
@@ -108,8 +121,8 @@ def _counts(samples: ArrayLike, correct: ArrayLike) -> tuple[Floats, Floats]:
     return n, c
 
 
-def _this_benchmark(n_P: Floats, c_P: Floats, mean: float) -> Interval:
-    """Binomial within each problem.
+def this_benchmark_interval(n_P: Floats, c_P: Floats) -> Interval:
+    """Of problems that all have samples: binomial within each problem.
 
     The unbiased variance of the mean, ``sum p(1-p)/(n-1) / P^2``, is zero when every problem is always or never solved,
     and too small on average where few are in between: half a sample that disagrees is added, and one is the least.
@@ -117,6 +130,7 @@ def _this_benchmark(n_P: Floats, c_P: Floats, mean: float) -> Interval:
     """
     problems, per_problem = len(n_P), float(n_P.mean())
     share = c_P / n_P
+    mean = float(share.mean())
     often = n_P > 1
     within = np.where(often, share * (1 - share) / np.where(often, n_P - 1, 1), mean * (1 - mean))
     one = 1 / per_problem**2

@@ -119,9 +119,14 @@ def load_problems(path: str | Path, *, seed: int = 0) -> list[Problem]:
 
 def read_problems(settings: ProblemSourceSettings) -> list[Problem]:
     """Every row of a file or data set as a problem, in order, repeats included; splits and limits are not applied."""
+    return [problem for _, problem in read_places(settings) if problem is not None]
+
+
+def read_places(settings: ProblemSourceSettings) -> Iterator[tuple[str, Problem | None]]:
+    """`read_problems` with the place of each row; None for a row that ``skip_unanswered`` leaves out."""
     path = expand(settings.path)
     name = _name(settings, path)
-    return [problem for problem in _answered(settings, path, name) if problem is not None]
+    return _answered(settings, path, name)
 
 
 def evaluation_set(source: ProblemSource, count: int) -> list[Problem]:
@@ -182,7 +187,7 @@ def _read(settings: ProblemSourceSettings, path: str, name: str) -> _Read:
     """The different problems of a source; rows repeated hundreds of times are never held together in memory."""
     problems: dict[tuple[str, str], Problem] = {}
     rows = unanswered = 0
-    for problem in _answered(settings, path, name):
+    for _, problem in _answered(settings, path, name):
         rows += 1
         if problem is None:
             unanswered += 1
@@ -192,13 +197,13 @@ def _read(settings: ProblemSourceSettings, path: str, name: str) -> _Read:
     return _Read(problems=kept, rows=rows, unanswered=unanswered, repeated=rows - unanswered - len(kept))
 
 
-def _answered(settings: ProblemSourceSettings, path: str, name: str) -> Iterator[Problem | None]:
-    """Every row's problem; None for a row that the settings leave out for want of an answer."""
+def _answered(settings: ProblemSourceSettings, path: str, name: str) -> Iterator[tuple[str, Problem | None]]:
+    """Every row's place and problem; None for a row that the settings leave out for want of an answer."""
     for place, row in _rows(settings, path):
         problem = problem_of(row, place, source=name, fields=settings.fields)
         if problem is None and not settings.skip_unanswered:
             raise ProblemFieldError(f"{place}: the problem has no answer; skip_unanswered=true leaves such rows out")
-        yield problem
+        yield place, problem
 
 
 def _rows(settings: ProblemSourceSettings, path: str) -> Iterator[tuple[str, Row]]:

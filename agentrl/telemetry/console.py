@@ -101,6 +101,8 @@ def describe(metrics: Mapping[str, Any], average_reward: float | None) -> str:
     if "reward/mean" in metrics:
         average = "" if average_reward is None else f" (avg {average_reward:.3f})"
         parts.append(f"reward {metrics['reward/mean']:.3f}{average}")
+    if "eval/correct" in metrics:
+        parts.append(f"correct {metrics['eval/correct']:.3f}")
     if "policy/loss" in metrics and "reward/mean" not in metrics:
         parts.append(f"loss {metrics['policy/loss']:.3f}")
     if "policy/entropy" in metrics:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from agentrl.errors import WorldError
+from agentrl.errors import SettingsError, WorldError
+
+LOCK_DEADLINE = 10.0  # seconds: a killed run's children may hold a lock for a moment
 
 
 @contextmanager
@@ -34,6 +38,26 @@ def atomic_write(path: Path, write: Callable[[IO[bytes]], None]) -> None:
         finally:
             partial.unlink(missing_ok=True)
         _sync_folder(path.parent)
+
+
+def take_lock(path: Path, busy: str, *, deadline: float) -> int:
+    """Lock the file ``path``, which is made if it is not there; returns the open handle, whose end gives the lock back.
+
+    Waits ``deadline`` seconds, then raises SettingsError that
+    says ``busy``. Raises OSError where the file cannot be made. Not guarded: file systems without ``flock``.
+    """
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    end = time.monotonic() + deadline
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() < end:
+                time.sleep(0.05)
+                continue
+            os.close(lock)
+            raise SettingsError(f"{busy} (waited {deadline:.0f} s)") from error
+        return lock
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 
 BLUE, ORANGE, GREEN, RED, VIOLET, GREY = "#2563a8", "#d9762b", "#2f8f5b", "#bf3b3b", "#7a55a3", "#8a8f98"
-_CYCLE = (BLUE, ORANGE, GREEN, VIOLET, RED, GREY, "#b59a2c", "#3aa6a6")
+CYCLE = (BLUE, ORANGE, GREEN, VIOLET, RED, GREY, "#b59a2c", "#3aa6a6")
 _DOTS_PER_INCH = 140
 _WINDOW = 15  # steps of the running mean
 
@@ -142,7 +142,7 @@ def _evaluation(axes: Axes, rows: Sequence[Row]) -> bool:
     for place, key in enumerate(families):
         steps, values = series(evaluations, key)
         name = key.removeprefix("eval/family/")
-        color = _CYCLE[(place + 1) % len(_CYCLE)]
+        color = CYCLE[(place + 1) % len(CYCLE)]
         axes.plot(steps, values, color=color, linewidth=1.0, marker=".", alpha=0.75,
                   label=name if len(families) <= 7 else None)  # fmt: skip
     steps, means = series(evaluations, "eval/avg_at_k")
@@ -216,7 +216,7 @@ def _endings(axes: Axes, rows: Sequence[Row]) -> bool:
         running_mean([row.get(name, 0.0) / whole for row, whole in zip(steps, totals, strict=True)]) for name in names
     ]
     labels = [name.removeprefix(prefix).replace("_", " ") for name in names]
-    axes.stackplot([row["step"] for row in steps], shares, labels=labels, colors=_CYCLE, alpha=0.85)
+    axes.stackplot([row["step"] for row in steps], shares, labels=labels, colors=CYCLE, alpha=0.85)
     axes.set_ylim(0, 1)
     axes.set_ylabel("share of trajectories")
     return True

@@ -15,11 +15,9 @@ file systems without ``flock``, and other programs that write there.
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -27,9 +25,15 @@ from types import TracebackType
 from typing import IO, Any
 
 from agentrl.errors import SettingsError, WorldError
-from agentrl.telemetry.files import append_line, atomic_write, json_line, repair_torn_line, world_errors
-
-_LOCK_DEADLINE = 10.0  # seconds: a killed run's children may hold the lock for a moment
+from agentrl.telemetry.files import (
+    LOCK_DEADLINE,
+    append_line,
+    atomic_write,
+    json_line,
+    repair_torn_line,
+    take_lock,
+    world_errors,
+)
 
 
 class RunDirectory:
@@ -192,21 +196,10 @@ class RunDirectory:
                     left.unlink()
 
     def _take_lock(self) -> None:
-        lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        deadline = time.monotonic() + _LOCK_DEADLINE
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                if time.monotonic() < deadline:
-                    time.sleep(0.05)
-                    continue
-                os.close(lock)
-                raise SettingsError(
-                    f"another process is using the run directory {self.path} (waited {_LOCK_DEADLINE:.0f} s)"
-                ) from error
-            self._unlock = weakref.finalize(self, os.close, lock)
-            return
+        lock = take_lock(
+            self.path / "lock", f"another process is using the run directory {self.path}", deadline=LOCK_DEADLINE
+        )
+        self._unlock = weakref.finalize(self, os.close, lock)
 
 
 def _is_debris(name: str) -> bool:

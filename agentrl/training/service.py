@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from torch import Tensor
 
 from agentrl.evaluation.evaluate import EvaluationReport, evaluate_policy
-from agentrl.evaluation.run import held_out_problems
+from agentrl.evaluation.limits import evaluation_environment, evaluation_rollout
+from agentrl.evaluation.players import NucleusEngine
+from agentrl.evaluation.problem_sets import held_out_problems
 from agentrl.models.tokenizer import TextCodec
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.problems.sources import load_mixture
@@ -148,8 +150,8 @@ class LocalService:
         return self._run(
             evaluate_policy(
                 self._held_out,
-                environment=self._environment,
-                driver_for=lambda environment: self._driver_for(environment, self._codec),
+                environment=evaluation_environment(self._environment, self._settings),
+                driver_for=self._evaluation_driver,
                 step=step,
                 samples=self._settings.evaluation.samples,
                 temperature=self._settings.evaluation.temperature,
@@ -190,6 +192,17 @@ class LocalService:
             engine=self._engine,
             codec=codec,
             settings=self._settings.rollout,
+            seed=self._settings.seed,
+            deterministic=self._settings.training.deterministic,
+        )
+
+    def _evaluation_driver(self, environment: Environment) -> Driver:
+        """As for training, with the limits and the sampling of evaluation."""
+        return Driver(
+            environment=environment,
+            engine=NucleusEngine(self._engine, self._settings.evaluation.top_p),
+            codec=self._codec,
+            settings=evaluation_rollout(self._settings),
             seed=self._settings.seed,
             deterministic=self._settings.training.deterministic,
         )

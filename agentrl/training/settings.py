@@ -1,4 +1,4 @@
-"""Settings of training: algorithm, optimizer, passes, checkpoints, cold start and evaluation during a run."""
+"""Settings of training: algorithm, optimizer, passes, checkpoints and cold start."""
 
 from __future__ import annotations
 
@@ -274,13 +274,3 @@ class ColdstartSettings(_Settings):
     learning_rate: float = Field(2e-3, gt=0, description="peak; a cosine follows the warm-up")
     warmup_steps: int = Field(20, ge=0, description="updates of linear warm-up")
     seed: int | None = Field(None, description="none: the run's seed")
-
-
-class EvaluationSettings(_Settings):
-    """Evaluation before, during and after training."""
-
-    samples: int = Field(8, ge=1, description="k of avg@k")
-    problems: int = Field(128, ge=1, description="problems taken from each evaluation source")
-    every: int = Field(0, ge=0, description="steps between evaluations; 0: before and after only")
-    temperature: float = Field(1.0, gt=0, description="of sampling in evaluation")
-    falsified: bool = Field(False, description="also evaluate the end with falsified observations")

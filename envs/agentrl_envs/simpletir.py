@@ -6,6 +6,7 @@ of sequence are the driver's; what the episode sees is text.
 
 from __future__ import annotations
 
+import copy
 import logging
 
 from agentrl_envs.episode import EpisodeUsageError
@@ -152,6 +153,12 @@ class SimpleTIREnvironment:
         if self._sandbox is not None and self._given is None:
             sandbox, self._sandbox = self._sandbox, None
             await sandbox.close()
+
+    def with_turns(self, max_turns: int) -> SimpleTIREnvironment:
+        """Episodes of up to ``max_turns`` on this environment's sandbox and grader, which stay its own to close."""
+        twin = copy.copy(self)
+        twin.settings = self.settings.model_copy(update={"max_turns": max_turns})
+        return twin
 
     def describe(self) -> list[str]:
         """The protocol's limits, the sandbox's isolation and how answers are graded."""

@@ -35,7 +35,20 @@ from agentrl_envs.types import Verdict
         ("-3", "3", Verdict.INCORRECT),
         ("26", "27.0", Verdict.INCORRECT),
         ("1,23", "123", None),
-        ("0.5", "1/2", None),
+        ("0.5", "1/2", Verdict.CORRECT),
+        (r"-\dfrac{6}{8}", r"\frac{-3}{4}", Verdict.CORRECT),
+        ("2/3", "3/2", Verdict.INCORRECT),
+        ("0.33", "1/3", Verdict.INCORRECT),
+        ("0.333333", "1/3", Verdict.CORRECT),
+        ("0.3333", "1/3", Verdict.INCORRECT),
+        ("3.9999999999999996", "4", Verdict.CORRECT),
+        ("0.00000012", "0.0000001", Verdict.INCORRECT),
+        ("1/0", "5", None),
+        (r"\left( 1,\, 2 \right)", "(1,2)", Verdict.CORRECT),
+        ("1 2", "12", None),
+        (r"\textbf{Evelyn}", r"\text{Evelyn}", Verdict.CORRECT),
+        ("Carla", r"\text{Evelyn}", Verdict.INCORRECT),
+        ("June 21", r"\text{June 20}", None),
         ("٣", "3", None),
         ("", "", None),
     ],
@@ -111,11 +124,11 @@ async def test_answers_out_of_bounds_reach_no_process(grader: Grader, answer: st
 
 async def test_a_comparison_past_the_deadline_is_a_timeout_and_its_process_is_gone() -> None:
     grader = Grader(GraderSettings(workers=1, deadline=1.0))
-    assert await grader.grade("1/3", "1/2") is Verdict.INCORRECT
+    assert await grader.grade("sqrt(1)/3", "1/2") is Verdict.INCORRECT
     (pid,) = grader.worker_pids
     assert await grader.grade("10^{10^{10}}", "1/2") is Verdict.GRADER_TIMEOUT
     assert not alive(pid)
-    assert await grader.grade("2/4", "1/2") is Verdict.CORRECT  # a fresh process
+    assert await grader.grade("sqrt(4)/4", "1/2") is Verdict.CORRECT  # a fresh process
     await grader.close()
 
 
@@ -132,21 +145,21 @@ async def test_hostile_answers_get_a_verdict(answer: str) -> None:
 
 async def test_equal_questions_share_one_comparison() -> None:
     grader = Grader(GraderSettings(workers=4))
-    verdicts = await asyncio.gather(*(grader.grade("2/4", "1/2") for _ in range(20)))
+    verdicts = await asyncio.gather(*(grader.grade("sqrt(4)/4", "1/2") for _ in range(20)))
     assert set(verdicts) == {Verdict.CORRECT}
     assert len(grader.worker_pids) == 1
     await grader.close()
 
 
 async def test_a_killed_process_is_replaced(grader: Grader) -> None:
-    await grader.grade("2/4", "1/2")
+    await grader.grade("sqrt(4)/4", "1/2")
     os.kill(grader.worker_pids[0], signal.SIGKILL)
-    assert await grader.grade("3/6", "1/2") is Verdict.CORRECT
+    assert await grader.grade("sqrt(9)/6", "1/2") is Verdict.CORRECT
 
 
 async def test_cancelling_one_caller_leaves_the_other_its_verdict(grader: Grader) -> None:
-    first = asyncio.create_task(grader.grade("2/4", "1/2"))
-    second = asyncio.create_task(grader.grade("2/4", "1/2"))
+    first = asyncio.create_task(grader.grade("sqrt(4)/4", "1/2"))
+    second = asyncio.create_task(grader.grade("sqrt(4)/4", "1/2"))
     await asyncio.sleep(0)
     first.cancel()
     assert await second is Verdict.CORRECT
@@ -155,7 +168,7 @@ async def test_cancelling_one_caller_leaves_the_other_its_verdict(grader: Grader
 async def test_a_process_that_cannot_start_is_an_error_with_its_reason() -> None:
     grader = Grader(GraderSettings(workers=1, memory_mb=256, start_deadline=0.001))
     with pytest.raises(GraderError, match="start_deadline"):
-        await grader.grade("2/4", "1/2")
+        await grader.grade("sqrt(4)/4", "1/2")
     await grader.close()
     with pytest.raises(GraderError, match="closed"):
         await grader.grade("1", "1")
@@ -163,7 +176,7 @@ async def test_a_process_that_cannot_start_is_an_error_with_its_reason() -> None
 
 async def test_workers_get_no_secrets(grader: Grader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "hush")
-    await grader.grade("2/4", "1/2")
+    await grader.grade("sqrt(4)/4", "1/2")
     environment = Path(f"/proc/{grader.worker_pids[0]}/environ").read_bytes()
     assert b"SECRET_TOKEN" not in environment
 
@@ -174,7 +187,7 @@ from agentrl_envs.grading import Grader, GraderSettings
 
 async def main():
     grader = Grader(GraderSettings(workers=2, deadline=3.0))
-    await grader.grade("2/4", "1/2")
+    await grader.grade("sqrt(4)/4", "1/2")
     print(*grader.worker_pids, flush=True)
     await grader.grade(sys.argv[1], "1/2") if sys.argv[1] else await asyncio.sleep(600)
 

@@ -1,45 +1,153 @@
-"""Benchmarks: the right number of problems, each once, or an error."""
+"""Benchmarks: the right number of problems, each once and with an answer that can be read, or an error."""
+
+from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-from agentrl.evaluation.benchmarks import BENCHMARKS, load_benchmark
+from agentrl.evaluation.benchmarks import BENCHMARKS, DataCheck, check_benchmark, load_benchmark, read_benchmark
 from agentrl.problems.errors import ProblemError
+from agentrl.problems.fields import problem_of
+from agentrl_envs.grading import Grader, GraderSettings
+from agentrl_envs.types import Verdict
+
+LOCAL = [("aime24", 30), ("aime25", 30), ("amc23", 40), ("math500", 500), ("gsm8k", 1319)]
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [("aime24", 30), ("aime25", 30), ("amc23", 40), ("math500", 500), ("gsm8k", 1319)]
-)
-def test_the_real_files_are_complete(data_dir: Path, name: str, count: int):
+@pytest.mark.parametrize(("name", "count"), LOCAL)
+def test_the_real_files_are_complete(data_dir: Path, name: str, count: int) -> None:
     problems = load_benchmark(name, data_dir=data_dir)
     assert len({problem.id for problem in problems}) == len({problem.statement for problem in problems}) == count
     assert BENCHMARKS[name].problems == count
 
 
-def test_whole_floats_of_amc_are_integers(data_dir: Path):
+def test_whole_floats_of_amc_are_integers(data_dir: Path) -> None:
     assert all("." not in problem.answer for problem in load_benchmark("amc23", data_dir=data_dir))
 
 
-def write(folder: Path, count: int, *, repeated: bool = False) -> Path:
-    rows = [{"id": f"q{i}", "problem": f"What is {i} + {i}?", "answer": 2 * i} for i in range(count)]
-    if repeated:
-        rows[-1] = {**rows[0], "id": "again"}
-    (folder / "aime24.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    return folder
+def test_the_registry_knows_the_published_ones() -> None:
+    assert {*BENCHMARKS} == {"aime24", "aime25", "amc23", "math500", "hmmt25", "olympiadbench", "gsm8k"}
+    assert all(name == benchmark.name and "/" in benchmark.hub_id for name, benchmark in BENCHMARKS.items())
 
 
-def test_wrong_counts_and_repeats_are_errors(tmp_path: Path):
-    assert load_benchmark("aime24", data_dir=write(tmp_path, 30))[3].answer == "6"
+def test_olympiadbench_lists_its_answers() -> None:
+    row = {"id": 1606, "question": "What is $1 + 1$?", "final_answer": ["$2$"], "solution": ["It is 2."]}
+    fields = BENCHMARKS["olympiadbench"].fields
+    problem = problem_of(row, "row 0", source="olympiadbench", fields=fields)
+    assert problem is not None
+    assert (problem.id, problem.statement, problem.answer) == ("1606", "What is $1 + 1$?", "$2$")
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    return [{"id": f"q{i}", "problem": f"What is {i} + {i}?", "answer": 2 * i} for i in range(count)]
+
+
+def write(path: Path, content: list[dict[str, Any]]) -> Path:
+    path.write_text("\n".join(map(json.dumps, content)), encoding="utf-8")
+    return path
+
+
+def test_wrong_counts_and_repeats_are_errors(tmp_path: Path) -> None:
+    file = write(tmp_path / "aime24.jsonl", rows(30))
+    assert load_benchmark("aime24", data_dir=tmp_path)[3].answer == "6"
+    write(file, rows(960))
     with pytest.raises(ProblemError, match=r"aime24\.jsonl: aime24 has 30 problems, found 960"):
-        load_benchmark("aime24", data_dir=write(tmp_path, 960))
-    with pytest.raises(ProblemError, match=r"holds a problem 2 times: 'What is 0 \+ 0\?'"):
-        load_benchmark("aime24", data_dir=write(tmp_path, 30, repeated=True))
+        load_benchmark("aime24", data_dir=tmp_path)
+    write(file, [*rows(29), {**rows(1)[0], "id": "again"}])
+    first = r"problem 'What is 0 \+ 0\?' stands there 2 times, first in .*aime24\.jsonl:1"
+    with pytest.raises(ProblemError, match=r"aime24\.jsonl:30: the " + first):
+        load_benchmark("aime24", data_dir=tmp_path)
+    write(file, [*rows(29), {**rows(30)[29], "id": "q7"}])
+    with pytest.raises(ProblemError, match=r"aime24\.jsonl:30: the id 'q7' stands there 2 times"):
+        load_benchmark("aime24", data_dir=tmp_path)
+    write(file, [*rows(28), {**rows(29)[28], "answer": ""}, {**rows(30)[29], "answer": None}])
+    with pytest.raises(ProblemError, match=r"aime24\.jsonl:29: the problem has no answer \(and 1 more: .*--check-data"):
+        load_benchmark("aime24", data_dir=tmp_path)
 
 
-def test_unknown_names_and_missing_files(tmp_path: Path):
+def test_unknown_names_and_missing_files(tmp_path: Path) -> None:
     with pytest.raises(ProblemError, match=r"unknown benchmark 'aime2024'; valid: .*; did you mean 'aime24'\?"):
         load_benchmark("aime2024", data_dir=tmp_path)
     with pytest.raises(ProblemError, match=r"math500\.jsonl: no such file"):
         load_benchmark("math500", data_dir=tmp_path)
+    write(tmp_path / "yours.jsonl", rows(1))
+    with pytest.raises(ProblemError, match=r"mine\.jsonl: no such file; in that folder: yours\.jsonl"):
+        load_benchmark(str(tmp_path / "mine.jsonl"))
+
+
+def test_wrong_fields_show_those_there_are(tmp_path: Path) -> None:
+    file = write(tmp_path / "mine.jsonl", [{"text": "What is 1 + 1?", "result": 2}])
+    with pytest.raises(ProblemError, match=r"mine\.jsonl:1: no field for the .*; fields there: result, text"):
+        load_benchmark(str(file))
+
+
+def test_a_users_own_benchmark_is_a_file(tmp_path: Path) -> None:
+    jsonl = write(tmp_path / "mine.jsonl", rows(3))
+    parquet = tmp_path / "mine.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows(3)), parquet)
+    answers = ["0", "2", "4"]
+    assert [problem.answer for problem in load_benchmark(str(jsonl))] == answers
+    assert [problem.answer for problem in load_benchmark(str(parquet))] == answers
+    write(jsonl, [])
+    with pytest.raises(ProblemError, match=r"mine\.jsonl: there is no problem in it"):
+        load_benchmark(str(jsonl))
+
+
+def test_a_data_folder_may_hold_parquet(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows(30)), tmp_path / "hmmt25.parquet")
+    assert len(load_benchmark("hmmt25", data_dir=tmp_path)) == 30
+
+
+async def checked(name: str, data_dir: Path | None = None) -> DataCheck:
+    grader = Grader(GraderSettings(workers=1, deadline=60))
+    check = await check_benchmark(name, grader, data_dir=data_dir)
+    await grader.close()
+    return check
+
+
+async def test_a_check_lists_every_error_with_its_place(tmp_path: Path) -> None:
+    bad = [
+        *rows(3),
+        {"problem": "a?", "answer": ""},
+        {"problem": "b?", "answer": r"\frac{1"},
+        {**rows(1)[0], "id": "z"},
+    ]
+    check = await checked(str(write(tmp_path / "mine.jsonl", bad)))
+    assert check.problems == 5
+    assert [error.describe().rpartition("/")[2] if "first" not in error.reason else "" for error in check.errors] == [
+        "mine.jsonl:4: the problem has no answer",
+        "",
+        r"mine.jsonl:5: the answer '\\frac{1' cannot be read (unparsable_gold)",
+    ]
+    assert "mine.jsonl:6: the problem 'What is 0 + 0?' stands there 2 times, first in " in check.errors[1].describe()
+    assert check.describe()[0].endswith("mine.jsonl: 5 problems, 3 data errors")
+
+
+@pytest.mark.parametrize("name", [name for name, _ in LOCAL])
+async def test_the_benchmarks_have_no_data_errors(data_dir: Path, name: str) -> None:
+    check = await checked(name, data_dir)
+    assert (check.errors, check.timeouts) == ((), ())
+    assert check.describe() == [f"{name}: {BENCHMARKS[name].problems} problems, no data errors"]
+
+
+def test_the_training_problems_have_two_without_an_answer_and_repeat_nine(data_dir: Path) -> None:
+    loaded = read_benchmark(str(data_dir / "math35_train.jsonl"))
+    unanswered = [error for error in loaded.errors if error.reason == "the problem has no answer"]
+    assert (len(loaded.problems), len(unanswered)) == (8521, 2)
+    repeated = [error for error in loaded.errors if error.reason.startswith("the problem '")]
+    assert len(repeated) == len(loaded.errors) - 2
+
+
+async def test_a_grader_without_time_is_reported_apart(tmp_path: Path) -> None:
+    class Slow:
+        async def check_gold(self, gold: str) -> Verdict:
+            return Verdict.GRADER_TIMEOUT
+
+    check = await check_benchmark(str(write(tmp_path / "mine.jsonl", rows(1))), Slow())
+    assert (check.errors, len(check.timeouts)) == ((), 1)
+    assert check.describe()[1].endswith("mine.jsonl:1: grading the answer '0' took too long")

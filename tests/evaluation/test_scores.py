@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.evaluation.scores import Interval, avg_at_k, pass_at_k, student_quantile
+from agentrl.evaluation.scores import Interval, avg_at_k, pass_at_k, pass_at_powers, student_quantile
 
 
 def wilson(mean: float, samples: float, quantile: float) -> tuple[float, float]:
@@ -80,6 +80,39 @@ def test_coverage(problems: int, samples: int, shape: tuple[float, float]):
         like += score.problems_like_these.low <= expected <= score.problems_like_these.high
     assert 0.93 <= ours / rounds <= 0.97
     assert 0.93 <= like / rounds <= 0.97
+
+
+@pytest.mark.parametrize("rates", [[0.01] * 30, [0.99] * 30, [0.0] * 28 + [0.5, 0.03], [1.0] * 27 + [0.9, 0.9, 0.1]])
+def test_coverage_on_this_benchmark_near_nothing_and_everything(rates: list[float]):
+    """2,000 evaluations of 30 problems x 32 samples; at least nine successes and nine failures are expected."""
+    rng = np.random.default_rng(1)
+    samples = np.full(30, 32)
+    held = 0
+    for _ in range(2000):
+        interval = avg_at_k(samples, rng.binomial(32, rates)).this_benchmark
+        held += interval.low <= np.mean(rates) <= interval.high
+    assert 0.93 <= held / 2000 <= 0.97
+
+
+def test_a_scripted_sampler_gives_the_closed_forms():
+    """Known success rates, 4,000 evaluations of 2 problems x 4 samples: the means are the expectations."""
+    rates, rng = np.array([0.3, 0.8]), np.random.default_rng(0)
+    runs = [rng.binomial(4, rates) for _ in range(4000)]
+    samples = [4, 4]
+    assert np.mean([avg_at_k(samples, correct).mean for correct in runs]) == pytest.approx(0.55, abs=0.01)
+    at_2 = np.mean([pass_at_k(samples, correct, 2) for correct in runs])
+    assert at_2 == pytest.approx(1 - (0.7**2 + 0.2**2) / 2, abs=0.01)
+    at_4 = np.mean([pass_at_k(samples, correct, 4) for correct in runs])
+    assert at_4 == pytest.approx(1 - (0.7**4 + 0.2**4) / 2, abs=0.01)
+
+
+def test_pass_at_powers_stops_at_the_fewest_samples():
+    table = pass_at_powers([32, 31, 0], [32, 1, 0])
+    assert list(table) == [1, 2, 4, 8, 16, 31]
+    assert table[1] == pytest.approx((1 + 1 / 31) / 2)
+    assert table[31] == 1.0
+    with pytest.raises(ValueError, match="no problem has a sample"):
+        pass_at_powers([0], [0])
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(6, 2, 3), (5, 0, 2), (5, 5, 5), (7, 1, 7), (6, 4, 3)])

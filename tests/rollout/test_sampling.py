@@ -96,3 +96,25 @@ def test_temperature_zero_takes_the_likeliest_token_with_certainty() -> None:
     assert tokens.tolist() == [1, 0, 0]
     assert log_probs[[0, 2]].tolist() == [0.0, 0.0]
     assert float(log_probs[1]) < -3
+
+
+def test_the_nucleus_is_the_smallest_set_that_reaches_top_p() -> None:
+    probabilities = torch.tensor([0.1, 0.4, 0.2, 0.3])
+    logits = probabilities.log().expand(6, 4)
+    top_ps = torch.tensor([0.3, 0.4, 0.69, 0.71, 1.0, 1e-9])
+    kept = [[1], [1], [1, 3], [1, 2, 3], [0, 1, 2, 3], [1]]
+    for point in (0.0, 0.3, 0.6, BELOW_ONE):
+        tokens, log_probs = sample_tokens(logits, torch.ones(6), torch.full((6,), point, dtype=torch.float64), top_ps)
+        for token, log_prob, allowed in zip(tokens.tolist(), log_probs.tolist(), kept, strict=True):
+            assert token in allowed
+            share = probabilities[token] / probabilities[allowed].sum()
+            torch.testing.assert_close(torch.tensor(log_prob).exp(), share)
+
+
+def test_equal_probabilities_at_the_edge_of_the_nucleus_are_cut_by_their_place() -> None:
+    logits = torch.zeros(1, 4)
+    tokens = {
+        sample_tokens(logits, torch.ones(1), torch.tensor([u], dtype=torch.float64), torch.tensor([0.5]))[0].item()
+        for u in (0.0, 0.26, 0.51, 0.76, BELOW_ONE)
+    }
+    assert tokens == {0, 1}

@@ -94,7 +94,7 @@ def test_resume_needs_a_run(tmp_path: Path) -> None:
 
 
 def test_one_process_at_a_time(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_directory, "_LOCK_DEADLINE", 0.1)
+    monkeypatch.setattr(run_directory, "LOCK_DEADLINE", 0.1)
     with pytest.raises(SettingsError, match="another process is using the run directory"):
         RunDirectory.resume(run.path)
     assert reopened(run).config.read_text() == CONFIG

@@ -12,11 +12,15 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How to sample one turn. The distribution is the tempered one over the whole vocabulary; 0 is greedy."""
+    """How to sample one turn: from the tempered distribution, cut to its likeliest tokens of probability ``top_p``.
+
+    Temperature 0 is greedy.
+    """
 
     max_tokens: int
     stop: tuple[str, ...] = ()
     temperature: float = 1.0
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -322,7 +322,8 @@ class Batcher:
         places = np.array([len(request.sampled) for request in requests], dtype=np.uint64)
         temperatures = torch.tensor([request.sampling.temperature for request in requests], device=self._device)
         uniforms = torch.from_numpy(keyed_uniform(keys, places)).to(self._device)
-        tokens, log_probs = sample_tokens(logits, temperatures, uniforms)
+        top_ps = torch.tensor([request.sampling.top_p for request in requests], device=self._device)
+        tokens, log_probs = sample_tokens(logits, temperatures, uniforms, top_ps)
         ended = []
         for index, request, token, log_prob in zip(indices, requests, tokens.tolist(), log_probs.tolist(), strict=True):
             request.sampled.append(token)

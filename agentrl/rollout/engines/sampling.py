@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFFFFFFFFFF
+_ROUNDING = 1e-6  # of float32 probabilities: a set that reaches top_p but for this reaches it
 
 
 def sampling_key(*parts: int | str) -> int:
@@ -36,18 +37,41 @@ def keyed_uniform(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return (z >> np.uint64(11)).astype(np.float64) / float(1 << 53)
 
 
-def sample_tokens(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+def sample_tokens(
+    logits: Tensor, temperatures: Tensor, uniforms: Tensor, top_ps: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Draw one token a row by inverting the cumulative distribution.
 
-    ``logits`` [n, V], ``temperatures`` [n], ``uniforms`` [n] float64 in [0, 1) give token ids [n] and their
-    log-probabilities [n] (float32) under ``softmax(logits / temperature)``, the distribution sampled from. At
-    temperature 0 that is the likeliest token, the first of equals, with log-probability 0.
+    ``logits`` [n, V], ``temperatures`` [n], ``uniforms`` [n] float64 in [0, 1), ``top_ps`` [n] in (0, 1] (None: all 1)
+    give token ids [n] and their log-probabilities [n] (float32) under the distribution sampled from:
+    ``softmax(logits / temperature)``, cut to its nucleus and renormalised. At temperature 0 that is the likeliest
+    token, the first of equals, with log-probability 0.
     """
     greedy = temperatures == 0
     divisors = torch.where(greedy, 1.0, temperatures)
     log_probs = torch.log_softmax(logits.float() / divisors[:, None], dim=-1)  # [n, V]
+    if top_ps is not None and bool((top_ps < 1).any()):
+        log_probs = nucleus(log_probs, top_ps)
     cumulative = log_probs.double().exp_().cumsum_(dim=-1)
     threshold = uniforms[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logits.shape[-1] - 1)  # [n, 1]
     drawn = log_probs.gather(1, tokens)[:, 0]
     return torch.where(greedy, log_probs.argmax(dim=-1), tokens[:, 0]), torch.where(greedy, 0.0, drawn)
+
+
+def nucleus(log_probs: Tensor, top_ps: Tensor) -> Tensor:
+    """Each row's smallest set of likeliest tokens whose probability reaches ``top_p``, renormalised; the rest -inf.
+
+    Rows with ``top_p`` 1 keep every token (Holtzman et al. 2020).
+
+    >>> nucleus(torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([0.6])).exp()
+    tensor([[0.6250, 0.3750, 0.0000]])
+    """
+    ordered, places = log_probs.sort(dim=-1, descending=True, stable=True)  # [n, V]
+    probabilities = ordered.double().exp()
+    before = probabilities.cumsum(dim=-1) - probabilities
+    cut = (before >= top_ps[:, None] - _ROUNDING) & (top_ps < 1)[:, None]
+    cut[:, 0] = False
+    outside = torch.zeros_like(cut).scatter(1, places, cut)
+    kept = log_probs.masked_fill(outside, -torch.inf)
+    return torch.where((top_ps < 1)[:, None], torch.log_softmax(kept, dim=-1), log_probs)

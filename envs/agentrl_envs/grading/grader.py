@@ -6,12 +6,14 @@ import asyncio
 import logging
 from collections import OrderedDict
 
-from agentrl_envs.grading.fast import quick_verdict, within_bounds
+from agentrl_envs.grading.fast import is_plain_number, quick_verdict, within_bounds
 from agentrl_envs.grading.process import GraderError, GradingProcess, WorkerDied
 from agentrl_envs.grading.settings import GraderSettings
 from agentrl_envs.types import Verdict
 
 __all__ = ["Grader", "GraderError"]
+
+_Question = tuple[str, str | None]  # gold and answer; without an answer, is the gold one readable?
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +30,8 @@ class Grader:
 
     def __init__(self, settings: GraderSettings) -> None:
         self._settings = settings
-        self._verdicts: OrderedDict[tuple[str, str], Verdict] = OrderedDict()
-        self._in_flight: dict[tuple[str, str], asyncio.Task[Verdict]] = {}
+        self._verdicts: OrderedDict[_Question, Verdict] = OrderedDict()
+        self._in_flight: dict[_Question, asyncio.Task[Verdict]] = {}
         self._idle: list[GradingProcess] = []
         self._slots = asyncio.Semaphore(settings.workers)
         self._closed = False
@@ -40,10 +42,17 @@ class Grader:
             raise GraderError("the grader is closed")
         if answer is None or not answer.strip():
             return Verdict.NO_ANSWER
-        verdict = quick_verdict(answer, gold)
-        if verdict is None:
-            verdict = self._out_of_bounds(answer, gold)
+        verdict = self._out_of_bounds(answer, gold) or quick_verdict(answer, gold)
         return verdict if verdict is not None else await self._by_algebra(gold, answer)
+
+    async def check_gold(self, gold: str) -> Verdict:
+        """`Verdict.CORRECT` where a gold answer can be read and equals itself, else what is wrong with it."""
+        if self._closed:
+            raise GraderError("the grader is closed")
+        unusable = self._out_of_bounds("", gold)
+        if unusable is not None:
+            return unusable
+        return Verdict.CORRECT if is_plain_number(gold) else await self._by_algebra(gold, None)
 
     async def close(self) -> None:
         """Stop the comparisons in flight and end every process. May be called more than once."""
@@ -72,7 +81,7 @@ class Grader:
             return Verdict.UNPARSABLE_GOLD
         return None if within_bounds(answer, **bounds) else Verdict.UNPARSABLE_ANSWER
 
-    async def _by_algebra(self, gold: str, answer: str) -> Verdict:
+    async def _by_algebra(self, gold: str, answer: str | None) -> Verdict:
         key = (gold, answer)
         if key in self._verdicts:
             self._verdicts.move_to_end(key)
@@ -83,12 +92,12 @@ class Grader:
             task.add_done_callback(lambda done: self._forget(key, done))
         return await asyncio.shield(task)  # a caller that is cancelled takes no other caller's verdict with it
 
-    def _forget(self, key: tuple[str, str], done: asyncio.Task[Verdict]) -> None:
+    def _forget(self, key: _Question, done: asyncio.Task[Verdict]) -> None:
         del self._in_flight[key]
         if not done.cancelled():
             done.exception()  # marks it as seen: every caller may be gone by now
 
-    async def _compare(self, key: tuple[str, str]) -> Verdict:
+    async def _compare(self, key: _Question) -> Verdict:
         gold, answer = key
         async with self._slots:
             verdict = await self._attempt(answer, gold) or await self._attempt(answer, gold) or Verdict.GRADER_TIMEOUT
@@ -98,7 +107,7 @@ class Grader:
                 self._verdicts.popitem(last=False)
         return verdict
 
-    async def _attempt(self, answer: str, gold: str) -> Verdict | None:
+    async def _attempt(self, answer: str | None, gold: str) -> Verdict | None:
         """One comparison in one process; None when the process died. A process that did not answer is not kept."""
         process = self._idle.pop() if self._idle else await GradingProcess.start(self._settings)
         kept = False

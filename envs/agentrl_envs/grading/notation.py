@@ -35,7 +35,9 @@ class _Unsupported(Exception):
 
 
 def python_notation(text: str) -> Any | None:
-    """The SymPy object that the text writes in Python notation, or None."""
+    """The SymPy object that the text writes in Python notation, or None. Comments and 1_000 are no notation."""
+    if "#" in text or "_" in text:
+        return None
     try:
         return _build(ast.parse(text.strip(), mode="eval").body)
     except (_Unsupported, SyntaxError, ValueError, TypeError, ArithmeticError, RecursionError, MemoryError):
@@ -50,6 +52,8 @@ def _build(node: ast.expr) -> Any:
             return sympy.Integer(value)
         case ast.Constant(value=float() as value):
             return sympy.Rational(repr(value))
+        case ast.Constant(value=complex() as value) if value.real == 0:
+            return sympy.Rational(repr(value.imag)) * sympy.I
         case ast.Name(id=name) if name in _NAMES:
             return _NAMES[name]
         case ast.Name(id=name) if len(name) == 1:
@@ -60,6 +64,8 @@ def _build(node: ast.expr) -> Any:
             return _build(operand)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             return _operate(type(op), _build(left), _build(right))
+        case ast.Call(func=ast.Name(id="Matrix" | "array"), args=[ast.List(elts=rows)], keywords=[]):
+            return sympy.ImmutableMatrix([_row(row) for row in rows])
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
             return _FUNCTIONS[name](*_all(args))
         case ast.Tuple(elts=items) | ast.List(elts=items):
@@ -67,6 +73,10 @@ def _build(node: ast.expr) -> Any:
         case ast.Set(elts=items):
             return sympy.FiniteSet(*_all(items))
     raise _Unsupported
+
+
+def _row(node: ast.expr) -> list[Any]:
+    return _all(node.elts) if isinstance(node, ast.List) else [_build(node)]
 
 
 def _all(nodes: Iterable[ast.expr]) -> list[Any]:

@@ -68,8 +68,10 @@ class GradingProcess:
         """The process id."""
         return self._process.pid
 
-    async def compare(self, answer: str, gold: str) -> Verdict:
-        """One comparison. Raises `TimeoutError` at the deadline and `WorkerDied`; kill the process after either."""
+    async def compare(self, answer: str | None, gold: str) -> Verdict:
+        """One comparison; without an answer, a check of the gold answer.
+
+        Raises `TimeoutError` at the deadline and `WorkerDied`; kill the process after either."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"answer": answer, "gold": gold}).encode() + b"\n")

@@ -1,0 +1,39 @@
+"""A prompt as a user's message in the model's own chat template, with untrusted text kept plain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentrl.errors import SettingsError
+from agentrl.models.tokenizer import TextCodec
+
+_PLACE = "\ue000the prompt\ue000"  # private use: no template and no problem holds it
+
+
+class TemplatedCodec(TextCodec):
+    """Encodes a prompt between what the template writes before and after a user's message, up to the reply.
+
+    The template's special tokens are special, those that stand in the prompt are split into plain text. Where the
+    tokenizer would merge a character of the template with one of the prompt, they stay two tokens.
+    """
+
+    def __init__(self, tokenizer: Any, name: str) -> None:
+        """Raises SettingsError where the tokenizer of the model ``name`` has no template, or one that alters text."""
+        super().__init__(tokenizer)
+        if not tokenizer.chat_template:
+            raise SettingsError(
+                f"evaluation.chat_template=true, but the tokenizer of {name} has no chat template; leave it out for a "
+                "base model"
+            )
+        rendered = tokenizer.apply_chat_template(
+            [{"role": "user", "content": _PLACE}], tokenize=False, add_generation_prompt=True
+        )
+        if rendered.count(_PLACE) != 1:
+            raise SettingsError(f"the chat template of {name} does not write a user's message once as it is")
+        before, after = rendered.split(_PLACE)
+        self._before = tuple(tokenizer(before, add_special_tokens=False)["input_ids"])
+        self._after = tuple(tokenizer(after, add_special_tokens=False)["input_ids"])
+
+    def encode_prompt(self, text: str) -> tuple[int, ...]:
+        """Token ids up to where the model's reply begins."""
+        return self._before + self.encode(text) + self._after

@@ -1,0 +1,47 @@
+"""Evaluation's own turns and tokens, put in the place of those of training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agentrl_envs.episode import Environment
+from agentrl_envs.simpletir import SimpleTIREnvironment
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+    from agentrl.rollout.settings import RolloutSettings
+
+
+def evaluation_rollout(settings: Settings) -> RolloutSettings:
+    """``settings.rollout`` with the token limits and the temperature of evaluation."""
+    own = settings.evaluation
+    rollout = settings.rollout
+    whole = rollout.max_response_tokens if own.max_response_tokens is None else own.max_response_tokens
+    turn = rollout.max_turn_tokens if own.max_turn_tokens is None else own.max_turn_tokens
+    return rollout.model_copy(
+        update={
+            "temperature": own.temperature,
+            "max_response_tokens": whole,
+            "max_turn_tokens": min(turn, whole),
+        }
+    )
+
+
+def evaluation_settings(settings: Settings) -> Settings:
+    """``settings`` whose environment and rollouts have the limits of evaluation.
+
+    ``evaluation.max_turns`` is for simpletir; other environments bring a limit of their own.
+    """
+    update: dict[str, object] = {"rollout": evaluation_rollout(settings)}
+    turns = settings.evaluation.max_turns
+    if settings.env == "simpletir" and turns is not None:
+        update["environment"] = settings.environment.model_copy(update={"max_turns": turns})
+    return settings.model_copy(update=update)
+
+
+def evaluation_environment(environment: Environment, settings: Settings) -> Environment:
+    """An open ``environment`` with evaluation's turns in place of its own; what it shares stays its to close."""
+    turns = settings.evaluation.max_turns
+    if turns is None or not isinstance(environment, SimpleTIREnvironment):
+        return environment
+    return environment.with_turns(turns)

@@ -1,0 +1,62 @@
+"""What the command line of ``agentrl eval`` says, as settings; light to import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.errors import SettingsError
+from agentrl.evaluation.settings import PRESETS
+from agentrl.problems.errors import did_you_mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRequest:
+    """What was asked for beside the settings. ``ks`` empty: 1, 2, 4 .. n. ``conversations`` are those in the report."""
+
+    benchmarks: tuple[str, ...] = ()
+    data_dir: Path | None = None
+    output: Path | None = None
+    ks: tuple[int, ...] = ()
+    conversations: int = 4
+
+
+def overrides_of(
+    *, model: str | None, base_url: str | None, preset: str | None, n: int | None, falsified: bool
+) -> list[str]:
+    """The options as ``key=value``, weakest first. SettingsError for an unknown preset.
+
+    >>> overrides_of(model="it's", base_url=None, preset=None, n=4, falsified=True)
+    ["model.path='it''s'", 'evaluation.samples=4', 'evaluation.falsified=true']
+    """
+    found = []
+    if preset is not None:
+        if preset not in PRESETS:
+            hint = did_you_mean(preset, PRESETS)
+            raise SettingsError(f"--preset {preset}: no such preset; valid: {', '.join(PRESETS)}{hint}")
+        found += [f"{key}={value}" for key, value in PRESETS[preset].items()]
+    if base_url is not None:
+        found.append(quoted("evaluation.endpoint.url", base_url))
+    if model is not None:
+        found.append(quoted("model.path" if base_url is None else "evaluation.endpoint.model", model))
+    found += [] if n is None else [f"evaluation.samples={n}"]
+    found += ["evaluation.falsified=true"] if falsified else []
+    return found
+
+
+def whole_numbers(option: str, text: str) -> tuple[int, ...]:
+    """Positive whole numbers separated by commas, ascending and each once. SettingsError for anything else.
+
+    >>> whole_numbers("--k", "8, 1,8")
+    (1, 8)
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise SettingsError(f"{option}={text}: valid are whole numbers from 1 on, separated by commas")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def quoted(key: str, text: str) -> str:
+    """``key=text`` that YAML reads as this very text."""
+    escaped = text.replace("'", "''")
+    return f"{key}='{escaped}'"

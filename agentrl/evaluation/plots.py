@@ -1,0 +1,109 @@
+"""Pictures of an evaluation: scores with both intervals, pass@k, each problem's share, and how rollouts ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from agentrl.telemetry.files import atomic_write
+from agentrl.telemetry.plots import BLUE, CYCLE, GREEN, GREY, ORANGE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_DOTS_PER_INCH = 140
+
+
+def draw_results(results: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Draw ``scores``, ``pass_at_k``, ``problems`` and ``endings`` as PNG files into ``folder``; returns them."""
+    benchmarks = results["benchmarks"]
+    n = results["provenance"]["sampling"]["n"]
+    panels: dict[str, Callable[[Axes], None]] = {
+        "scores.png": lambda axes: _scores(axes, benchmarks, n),
+        "pass_at_k.png": lambda axes: _passes(axes, benchmarks),
+        "problems.png": lambda axes: _problems(axes, benchmarks),
+        "endings.png": lambda axes: _endings(axes, benchmarks),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    return [_save(folder / file, draw) for file, draw in panels.items()]
+
+
+def _save(path: Path, draw: Callable[[Axes], None]) -> Path:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.0), dpi=_DOTS_PER_INCH, layout="constrained")
+    axes = figure.add_subplot()
+    draw(axes)
+    axes.grid(axis="y", color="#e3e5e8", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GREY)
+
+    def write(out: IO[bytes]) -> None:
+        figure.savefig(out, format="png")
+
+    atomic_write(path, write)
+    return path
+
+
+def _scores(axes: Axes, benchmarks: Mapping[str, Any], n: int) -> None:
+    for place, one in enumerate(benchmarks.values()):
+        mean = one["avg"]["mean"]
+        for name, color, shift in (("this_benchmark", BLUE, -0.08), ("problems_like_these", ORANGE, 0.08)):
+            interval = one["avg"][name]
+            error = [[mean - interval["low"]], [interval["high"] - mean]]
+            label = f"95 % {name.replace('_', ' ')}" if place == 0 else None
+            axes.errorbar([place + shift], [mean], yerr=error, color=color, fmt="o", capsize=4, label=label)
+        axes.plot(
+            [place], [one["maj"]], marker="D", color=GREEN, linestyle="", label=f"maj@{n}" if place == 0 else None
+        )
+    axes.set_xticks(range(len(benchmarks)), list(benchmarks))
+    axes.set_xlim(-0.6, len(benchmarks) - 0.4)
+    axes.set_ylim(-0.03, 1.03)
+    axes.set_ylabel(f"avg@{n}")
+    axes.set_title("Scores", loc="left", fontsize=11, fontweight="bold")
+    axes.legend(fontsize=8, frameon=False)
+
+
+def _passes(axes: Axes, benchmarks: Mapping[str, Any]) -> None:
+    ticks: set[int] = set()
+    for place, (name, one) in enumerate(benchmarks.items()):
+        found = {int(k): value["value"] for k, value in one["pass"].items() if value is not None}
+        axes.plot(list(found), list(found.values()), marker="o", color=CYCLE[place % len(CYCLE)], label=name)
+        ticks |= set(found)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted(ticks), [str(tick) for tick in sorted(ticks)])
+    axes.minorticks_off()
+    axes.set_ylim(-0.03, 1.03)
+    axes.set_xlabel("k")
+    axes.set_ylabel("pass@k")
+    axes.set_title("pass@k, unbiased", loc="left", fontsize=11, fontweight="bold")
+    axes.legend(fontsize=8, frameon=False)
+
+
+def _problems(axes: Axes, benchmarks: Mapping[str, Any]) -> None:
+    for place, (name, one) in enumerate(benchmarks.items()):
+        played = [part for part in one["per_problem"].values() if part["samples"]]
+        shares = sorted((part["correct"] / part["samples"] for part in played), reverse=True)
+        steps = [(rank + 0.5) / len(shares) for rank in range(len(shares))]
+        axes.step(steps, shares, where="mid", color=CYCLE[place % len(CYCLE)], label=name)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(-0.03, 1.03)
+    axes.set_xlabel("share of the problems, easiest first")
+    axes.set_ylabel("share of samples correct")
+    axes.set_title("Problems by how often they are solved", loc="left", fontsize=11, fontweight="bold")
+    axes.legend(fontsize=8, frameon=False)
+
+
+def _endings(axes: Axes, benchmarks: Mapping[str, Any]) -> None:
+    kinds = sorted({kind for one in benchmarks.values() for kind in one["ended"]})
+    bottom = [0.0] * len(benchmarks)
+    for place, kind in enumerate(kinds):
+        shares = [one["ended"].get(kind, 0) / sum(one["ended"].values()) for one in benchmarks.values()]
+        axes.bar(list(benchmarks), shares, 0.6, bottom, color=CYCLE[place % len(CYCLE)], label=kind.replace("_", " "))
+        bottom = [low + share for low, share in zip(bottom, shares, strict=True)]
+    axes.set_ylim(0, 1)
+    axes.set_ylabel("share of rollouts that hold data")
+    axes.set_title("How rollouts ended", loc="left", fontsize=11, fontweight="bold")
+    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))

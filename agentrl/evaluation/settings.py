@@ -1,0 +1,94 @@
+"""Settings of evaluation: how many samples, sampled how, under which limits, and from which endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class EndpointSettings(BaseModel):
+    """An OpenAI-compatible endpoint that serves the model; its key stands in an environment variable, never here."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str | None = Field(
+        None,
+        pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?$",
+        description="for example http://localhost:8000/v1; none: an engine of rollout.engine samples",
+    )
+    model: str | None = Field(None, min_length=1, description="its name there; none: the only model that is served")
+    api: Literal["chat", "completions"] = Field(
+        "chat",
+        description="chat: turns and observations are messages, the endpoint applies its chat template; completions: "
+        "one growing text, as for a base model",
+    )
+    key_variable: str = Field("OPENAI_API_KEY", min_length=1, description="environment variable that holds the key")
+    concurrency: int = Field(64, ge=1, description="conversations in flight")
+    requests_per_minute: float | None = Field(None, gt=0, description="at most so many requests; none: no limit here")
+    patience: float = Field(
+        600.0, gt=0, description="seconds a request is tried again while the endpoint is down, busy or refuses"
+    )
+    silence: float = Field(300.0, gt=0, description="seconds without a token after which a request is tried again")
+
+
+class EvaluationSettings(BaseModel):
+    """Evaluation by ``agentrl eval`` and before, during and after training. The defaults are the published ones."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    samples: int = Field(32, ge=1, description="n of avg@n: samples of each problem")
+    problems: int = Field(128, ge=1, description="problems taken from each source of data.eval")
+    every: int = Field(0, ge=0, description="training steps between evaluations; 0: before and after only")
+    temperature: float = Field(1.0, gt=0, description="of sampling in evaluation")
+    top_p: float = Field(
+        0.95, gt=0, le=1, description="sample from the likeliest tokens that together have this probability"
+    )
+    max_turns: int | None = Field(
+        None, ge=1, description="turns of a simpletir episode in evaluation; none: environment.max_turns"
+    )
+    max_turn_tokens: int | None = Field(
+        None, ge=1, description="model tokens in one turn of an evaluation; none: rollout.max_turn_tokens"
+    )
+    max_response_tokens: int | None = Field(
+        None, ge=1, description="model and observation tokens in evaluation; none: rollout.max_response_tokens"
+    )
+    chat_template: bool = Field(
+        False, description="agentrl eval gives the prompt as a user's message in the model's chat template"
+    )
+    falsified: bool = Field(False, description="also evaluate the end with falsified observations")
+    endpoint: EndpointSettings = EndpointSettings()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EvaluationSettings:
+        turn, whole = self.max_turn_tokens, self.max_response_tokens
+        if turn is not None and whole is not None and turn > whole:
+            raise ValueError(
+                f"max_turn_tokens={turn} is above max_response_tokens={whole}: a turn cannot be longer than its "
+                "conversation"
+            )
+        return self
+
+
+PRESETS: Mapping[str, Mapping[str, str]] = {
+    # SimpleTIR's published evaluation: ten turns, 12000 tokens a turn, 36000 in all, the whole distribution.
+    "simpletir": {
+        "evaluation.samples": "32",
+        "evaluation.temperature": "1.0",
+        "evaluation.top_p": "1.0",
+        "evaluation.max_turns": "10",
+        "evaluation.max_turn_tokens": "12000",
+        "evaluation.max_response_tokens": "36000",
+    },
+    # The optimal-token-baseline paper's: avg@32 at temperature 1 and top_p 0.95, in the limits of its training.
+    "otb-paper": {
+        "evaluation.samples": "32",
+        "evaluation.temperature": "1.0",
+        "evaluation.top_p": "0.95",
+        "evaluation.max_turns": "5",
+        "evaluation.max_turn_tokens": "8192",
+        "evaluation.max_response_tokens": "8192",
+    },
+}
+"""``agentrl eval --preset NAME``: values under what else the command line says."""

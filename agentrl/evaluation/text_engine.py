@@ -1,0 +1,423 @@
+"""An OpenAI-compatible endpoint as an engine of text: no token ids, no log-probabilities, for evaluation only.
+
+A turn ends where its protocol says so, and no list of stop strings can say that (see
+:meth:`agentrl_envs.episode.Episode.turn_complete`). So turns are streamed and the connection is closed where the turn
+is complete; an endpoint that does not stream is cut there afterwards.
+
+What is down, busy or broken (no connection, 408, 409, 425, 429, 5xx, a stream that breaks off or falls silent, garbage)
+is tried again with growing, jittered waits for ``patience`` seconds, then it is an EngineError. A ``Retry-After`` holds
+back every request of this engine. A refused key, an unknown model and a missing chat template are the user's to mend.
+
+Not guaranteed: exact token counts. They are the endpoint's where a turn ran to its end and it tells; else the number
+of pieces it sent, which is less where a piece holds several tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+import httpx
+import stamina
+
+from agentrl.errors import SettingsError, WorldError
+from agentrl.evaluation.settings import EndpointSettings
+from agentrl.rollout.engines.base import EngineError
+
+_AGAIN = frozenset({408, 409, 425, 429, *range(500, 600)})
+_LONGEST_WAIT = 60.0
+_CONTEXT = ("context length", "context_length", "maximum context", "max_model_len", "longest sequence")
+_TEMPLATE = ("chat template", "chat_template")
+
+Sleep = Callable[[float], Awaitable[object]]
+
+
+class ContextFullError(EngineError):
+    """The conversation is longer than the endpoint's model can read."""
+
+
+class RefusedError(EngineError):
+    """The endpoint does not answer this request, however often it is asked."""
+
+
+class _AgainError(Exception):
+    """Worth another try; ``wait`` seconds if the endpoint said how long."""
+
+    def __init__(self, message: str, wait: float | None = None) -> None:
+        super().__init__(message)
+        self.wait = wait
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextCompletion:
+    """One turn: ``eos`` where the model ended it, ``stop`` where it was complete, ``length`` at the token limit."""
+
+    text: str
+    tokens: int
+    prompt_tokens: int | None
+    finish_reason: Literal["eos", "stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextSampling:
+    """How a turn is sampled, and where it is over: ``complete`` is asked after each of the strings in ``stop``."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+    stop: tuple[str, ...]
+    complete: Callable[[str], bool]
+
+
+class TextEngine:
+    """Asks one endpoint. Thousands of calls may be made; how many are in flight is the caller's to decide."""
+
+    def __init__(
+        self,
+        settings: EndpointSettings,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+        sleep: Sleep = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``transport``, ``sleep`` and ``clock`` are for tests. SettingsError where ``settings`` name no endpoint."""
+        if settings.url is None:
+            raise SettingsError("evaluation.endpoint.url is not set: there is no endpoint to ask (--base-url)")
+        key = os.environ.get(settings.key_variable)
+        self._settings = settings
+        self._client = httpx.AsyncClient(
+            base_url=settings.url.rstrip("/") + "/",
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(settings.silence, connect=min(30.0, settings.silence), pool=None),
+            limits=httpx.Limits(max_connections=settings.concurrency + 4),
+            transport=transport,
+        )
+        self._sleep, self._clock = sleep, clock
+        self._not_before = 0.0  # by the clock
+        self._usage = True
+        self._model: str | None = settings.model
+        self._served: Mapping[str, Any] = {}
+        self._fingerprints: set[str] = set()
+        self.retries = 0
+
+    async def open(self) -> None:
+        """Find the model and sample one token from it. SettingsError for what the user must mend, WorldError if down.
+
+        An endpoint without a list of models needs ``evaluation.endpoint.model``.
+        """
+        try:
+            await self._find_model()
+            await self.generate(
+                ["Hello"],
+                TextSampling(max_tokens=1, temperature=1.0, top_p=1.0, seed=0, stop=(), complete=lambda text: False),
+            )
+        except RefusedError as error:
+            raise SettingsError(f"the endpoint {self._settings.url} refuses the request: {error}") from error
+        except EngineError as error:
+            raise WorldError(f"the endpoint {self._settings.url} does not serve: {error}") from error
+
+    @property
+    def model(self) -> str:
+        """The model's name at the endpoint."""
+        if self._model is None:
+            raise SettingsError("the endpoint's model is not known: open the engine, or set evaluation.endpoint.model")
+        return self._model
+
+    def fingerprint(self) -> str:
+        """What the endpoint tells of the weights it serves, which is seldom enough to tell two versions apart."""
+        told = [f"system_fingerprint {name}" for name in sorted(self._fingerprints)]
+        root = self._served.get("root")
+        told += [f"root {root}"] if isinstance(root, str) and root != self._model else []
+        return ", ".join(told) or "not told by the endpoint"
+
+    async def generate(
+        self, conversation: Sequence[str], sampling: TextSampling, *, waits: Callable[[bool], None] = lambda waits: None
+    ) -> TextCompletion:
+        """One turn after ``conversation``: the prompt, a turn, its observation, a turn, its observation ...
+
+        ``waits`` is told whether the endpoint is being waited for or answers.
+        Raises ContextFullError, RefusedError, EngineError (not to be had within ``patience``) and SettingsError.
+        """
+        body = self._body(conversation, sampling)
+        path = "chat/completions" if self._settings.api == "chat" else "completions"
+
+        async def once() -> TextCompletion:
+            waits(True)
+            return await self._stream(path, body | self._options(), sampling, waits)
+
+        return await self._tried(once)
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._client.aclose()
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def _body(self, conversation: Sequence[str], sampling: TextSampling) -> dict[str, Any]:
+        if self._settings.api == "chat":
+            roles = ("user", "assistant")
+            said: dict[str, Any] = {
+                "messages": [{"role": roles[place % 2], "content": text} for place, text in enumerate(conversation)]
+            }
+        else:
+            said = {"prompt": "".join(conversation)}
+        return said | {
+            "model": self.model,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+            "stream": True,
+        }
+
+    def _options(self) -> dict[str, Any]:
+        return {"stream_options": {"include_usage": True}} if self._usage else {}
+
+    async def _find_model(self) -> None:
+        async def once() -> list[Mapping[str, Any]]:
+            await self._turn()
+            response = await self._client.get("models")
+            if response.status_code in (404, 405) and self._model is not None:
+                return []
+            await self._check(response)
+            return _listed(response)
+
+        served = await self._tried(once)
+        names = [str(entry["id"]) for entry in served]
+        if self._model is None:
+            if len(names) != 1:
+                raise SettingsError(
+                    f"the endpoint {self._settings.url} serves {len(names)} models ({', '.join(names) or 'none'}): "
+                    "name one with --model"
+                )
+            self._model = names[0]
+        elif served and self._model not in names:
+            raise SettingsError(
+                f"the endpoint {self._settings.url} does not serve {self._model!r}; it serves: {', '.join(names)}"
+            )
+        self._served = next((entry for entry in served if entry["id"] == self._model), {})
+
+    async def _tried(self, once: Callable[[], Awaitable[Any]]) -> Any:
+        """``once`` until it succeeds, for ``patience`` seconds."""
+        try:
+            async for attempt in stamina.retry_context(
+                on=_backoff,
+                attempts=None,
+                timeout=self._settings.patience,
+                wait_initial=0.1,
+                wait_max=_LONGEST_WAIT,
+                wait_jitter=0.2,
+            ):
+                with attempt:
+                    self.retries += attempt.num > 1
+                    try:
+                        return await once()
+                    except _AgainError as error:
+                        if error.wait is not None:
+                            self._not_before = max(self._not_before, self._clock() + error.wait)
+                        raise
+        except (_AgainError, httpx.TransportError) as error:
+            said = str(error) or type(error).__name__
+            raise EngineError(
+                f"{said} (tried for evaluation.endpoint.patience={self._settings.patience:g} s)"
+            ) from error
+        raise AssertionError("a retry neither succeeded nor failed")
+
+    async def _turn(self) -> None:
+        """Wait until a request may be sent: after a ``Retry-After``, and no faster than ``requests_per_minute``."""
+        rate = self._settings.requests_per_minute
+        while (wait := self._not_before - self._clock()) > 0:
+            await self._sleep(wait)
+        if rate is not None:
+            self._not_before = max(self._not_before, self._clock()) + 60.0 / rate
+
+    async def _stream(
+        self, path: str, body: Mapping[str, Any], sampling: TextSampling, waits: Callable[[bool], None]
+    ) -> TextCompletion:
+        await self._turn()
+        async with self._client.stream("POST", path, json=body) as response:
+            await self._check(response)
+            waits(False)
+            if "text/event-stream" not in response.headers.get("content-type", ""):
+                await response.aread()
+                return self._whole(_json(response.text), sampling)
+            return await self._pieces(_events(response), sampling)
+
+    async def _check(self, response: httpx.Response) -> None:
+        """Raise what the status asks for."""
+        status = response.status_code
+        if status == 200:
+            return
+        await response.aread()
+        said = f"{status} {response.reason_phrase}: {_message(response.text)}"
+        if status in _AGAIN:
+            raise _AgainError(said, _retry_after(response.headers.get("retry-after")))
+        if status in (401, 403):
+            variable = self._settings.key_variable
+            given = "refuses the key in" if os.environ.get(variable) else "wants a key in"
+            raise SettingsError(f"the endpoint {self._settings.url} {given} ${variable}: {said}")
+        if status == 404:
+            raise SettingsError(f"the endpoint {self._settings.url} knows no such address or model: {said}")
+        self._refuse(response.text.lower(), said)
+
+    def _refuse(self, text: str, said: str) -> NoReturn:
+        if self._usage and "stream_options" in text:
+            self._usage = False
+            raise _AgainError(said, 0.0)
+        if any(words in text for words in _CONTEXT):
+            raise ContextFullError(said)
+        if any(words in text for words in _TEMPLATE):
+            raise SettingsError(
+                f"the endpoint {self._settings.url} has no chat template for {self._model}: {said}; a base model is "
+                "asked with evaluation.endpoint.api=completions"
+            )
+        raise RefusedError(said)
+
+    # -- answers --------------------------------------------------------------------------------------------------
+
+    async def _pieces(self, events: AsyncIterator[Mapping[str, Any]], sampling: TextSampling) -> TextCompletion:
+        text, pieces, reason = "", 0, None
+        usage: Mapping[str, Any] = {}
+        async for event in events:
+            self._remember(event)
+            usage = event.get("usage") or usage
+            choice = _choice(event)
+            if choice is None:
+                continue
+            piece, thought = _said(choice.get("delta") or choice)
+            pieces += bool(piece or thought)
+            reason = choice.get("finish_reason") or reason
+            before, text = len(text), text + piece
+            cut = _complete(text, before, sampling)
+            if cut is not None:
+                return _completion(text[:cut], pieces, usage, "stop")
+        if reason is None:
+            raise _AgainError("the stream broke off")
+        return _completion(text, pieces, usage, "length" if reason == "length" else "eos")
+
+    def _whole(self, answer: Mapping[str, Any], sampling: TextSampling) -> TextCompletion:
+        self._remember(answer)
+        choice = _choice(answer)
+        if choice is None:
+            raise _AgainError(f"an answer without a choice: {json.dumps(answer)[:200]}")
+        text, _ = _said(choice.get("message") or choice)
+        usage = answer.get("usage") or {}
+        cut = _complete(text, 0, sampling)
+        if cut is not None:
+            return _completion(text[:cut], 0, usage, "stop")
+        return _completion(text, 0, usage, "length" if choice.get("finish_reason") == "length" else "eos")
+
+    def _remember(self, event: Mapping[str, Any]) -> None:
+        told = event.get("system_fingerprint")
+        if isinstance(told, str):
+            self._fingerprints.add(told)
+
+
+def _backoff(error: Exception) -> bool | float:
+    """Whether to try again; with a ``Retry-After`` at once, because the engine's own gate waits."""
+    if isinstance(error, _AgainError):
+        return True if error.wait is None else 0.0
+    return isinstance(error, httpx.TransportError)
+
+
+def _complete(text: str, before: int, sampling: TextSampling) -> int | None:
+    """Where the turn is complete, if it is; only what came after ``before`` can have completed it."""
+    longest = max(map(len, sampling.stop), default=0)
+    start = max(0, before - longest + 1)
+    places = set()
+    for stop in sampling.stop:
+        place = text.find(stop, start)
+        while place >= 0:
+            places.add(place + len(stop))
+            place = text.find(stop, place + 1)
+    return next((place for place in sorted(places) if place > before and sampling.complete(text[:place])), None)
+
+
+def _completion(
+    text: str, pieces: int, usage: Mapping[str, Any], reason: Literal["eos", "stop", "length"]
+) -> TextCompletion:
+    told, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
+    return TextCompletion(
+        text=text,
+        tokens=told if isinstance(told, int) else pieces,
+        prompt_tokens=prompt if isinstance(prompt, int) else None,
+        finish_reason=reason,
+    )
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
+    """The objects of a stream of server-sent events, up to its ``[DONE]``."""
+    async for line in response.aiter_lines():
+        data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+        if data == "[DONE]":
+            return
+        if data:
+            event = _json(data)
+            if "error" in event:
+                raise _AgainError(f"the stream broke off: {_message(data)}")
+            yield event
+
+
+def _json(text: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise _AgainError(f"the answer is no JSON: {text[:200]!r}") from error
+    if not isinstance(value, dict):
+        raise _AgainError(f"the answer is no JSON object: {text[:200]!r}")
+    return value
+
+
+def _listed(response: httpx.Response) -> list[Mapping[str, Any]]:
+    listed = _json(response.text).get("data")
+    if not isinstance(listed, list) or not all(isinstance(entry, dict) and "id" in entry for entry in listed):
+        raise _AgainError(f"the answer is no list of models: {response.text[:200]!r}")
+    return listed
+
+
+def _choice(answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    choices = answer.get("choices")
+    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
+
+
+def _said(message: Mapping[str, Any]) -> tuple[str, str]:
+    """What was written, and what was thought where the endpoint keeps that apart."""
+    text = message.get("content") if "content" in message else message.get("text")
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    return (text if isinstance(text, str) else ""), (thought if isinstance(thought, str) else "")
+
+
+def _message(text: str) -> str:
+    """The error's own words in an answer of any shape."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return " ".join(text.split())[:300]
+    error = value.get("error", value) if isinstance(value, dict) else value
+    said = error.get("message", error) if isinstance(error, dict) else error
+    return str(said)[:300]
+
+
+def _retry_after(value: str | None) -> float | None:
+    """Seconds, from a number or a date; None where there is neither.
+
+    >>> _retry_after("1.5"), _retry_after("soon"), _retry_after("Wed, 21 Oct 2015 07:28:00 GMT")
+    (1.5, None, 0.0)
+    """
+    if value is None:
+        return None
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return None

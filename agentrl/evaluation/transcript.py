@@ -1,0 +1,127 @@
+"""What an evaluation stores of a rollout: the conversation as text, how it ended, and what the grader said.
+
+>>> turns = (Turn(origin="model", text="So \\\\boxed{5}.", tokens=6),)
+>>> one = Transcript(benchmark="toy", problem="toy-0", sample=0, turns=turns, ended=Ended.ANSWERED,
+...                  verdict=Verdict.CORRECT, answer="5", reward=1.0, prompt_tokens=9)
+>>> one.correct, one.no_data, one.model_turns, one.tokens
+(True, False, 1, 6)
+>>> Transcript.from_record(one.to_record()) == one
+True
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from agentrl_envs.types import Ended, Problem, ToolCall, Verdict
+
+if TYPE_CHECKING:
+    from agentrl.trajectory import Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One rollout to play: the ``number``-th of a problem of a benchmark. ``attempt`` counts fresh starts from 0."""
+
+    benchmark: str
+    problem: Problem
+    number: int
+    attempt: int = 0
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return (self.benchmark, self.problem.id, self.number)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """What the model wrote in one go, or what it was shown. ``tokens`` as the engine counts them."""
+
+    origin: Literal["model", "observation"]
+    text: str
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transcript:
+    """One finished rollout. ``problem`` is the problem's id; its statement and gold answer are stored once a run."""
+
+    benchmark: str
+    problem: str
+    sample: int
+    turns: tuple[Turn, ...]
+    ended: Ended
+    prompt_tokens: int
+    attempt: int = 0
+    verdict: Verdict | None = None
+    answer: str | None = None
+    reward: float = 0.0
+    tool_calls: tuple[ToolCall, ...] = ()
+    seconds: float = 0.0
+    failure: str | None = None
+
+    @classmethod
+    def of(cls, sample: Sample, trajectory: Trajectory, *, failure: str | None = None) -> Transcript:
+        """The text of a trajectory of tokens."""
+        return cls(
+            benchmark=sample.benchmark,
+            problem=sample.problem.id,
+            sample=sample.number,
+            attempt=sample.attempt,
+            turns=tuple(
+                Turn(origin=part.origin, text=part.text, tokens=len(part.token_ids)) for part in trajectory.segments
+            ),
+            ended=trajectory.ended,
+            prompt_tokens=len(trajectory.prompt_ids),
+            verdict=trajectory.verdict,
+            answer=trajectory.answer,
+            reward=trajectory.reward,
+            tool_calls=trajectory.tool_calls,
+            seconds=trajectory.seconds,
+            failure=failure,
+        )
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return (self.benchmark, self.problem, self.sample)
+
+    @property
+    def correct(self) -> bool:
+        """By the grader; where the environment does not grade answers, by a reward of at least 1."""
+        return self.reward >= 1.0 if self.verdict is None else self.verdict is Verdict.CORRECT
+
+    @property
+    def no_data(self) -> bool:
+        """It failed for reasons outside the policy: in no average, but counted."""
+        return self.ended.is_no_data or self.verdict in (Verdict.GRADER_TIMEOUT, Verdict.UNPARSABLE_GOLD)
+
+    @property
+    def model_turns(self) -> int:
+        return sum(turn.origin == "model" for turn in self.turns)
+
+    @property
+    def model_tokens(self) -> int:
+        return sum(turn.tokens for turn in self.turns if turn.origin == "model")
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole response, observations included."""
+        return sum(turn.tokens for turn in self.turns)
+
+    def to_record(self) -> dict[str, Any]:
+        """A JSON-able record."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Transcript:
+        """The inverse of :meth:`to_record`, also through JSON. KeyError, TypeError or ValueError where it is none."""
+        return cls(
+            **{
+                **record,
+                "turns": tuple(Turn(**turn) for turn in record["turns"]),
+                "ended": Ended(record["ended"]),
+                "verdict": None if record["verdict"] is None else Verdict(record["verdict"]),
+                "tool_calls": tuple(ToolCall(**call) for call in record["tool_calls"]),
+            }
+        )

@@ -1,0 +1,79 @@
+"""maj@n: is the answer that most samples gave the right one? Answers are grouped by mathematical equality.
+
+A sample without an answer does not vote, and neither does one that is no data. Ties are split evenly, so a problem's
+score is a share, not a draw. All correct answers are one answer; the grader decides which of the others are equal.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from agentrl_envs.types import Verdict
+
+_NO_VOTE = (Verdict.NO_ANSWER, Verdict.GRADER_TIMEOUT)
+
+
+class Grades(Protocol):
+    """What is needed of a grader."""
+
+    async def grade(self, answer: str | None, gold: str) -> Verdict:
+        """The verdict on an answer."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tally:
+    """The votes on one problem: for the correct answer, for each different wrong one (most first), and for none.
+
+    >>> Tally(correct=3, wrong=(3, 1), silent=1).majority
+    0.5
+    """
+
+    correct: int
+    wrong: tuple[int, ...]
+    silent: int = 0
+
+    @property
+    def majority(self) -> float:
+        """1 when the correct answer has the most votes, a part of 1 when it shares them, 0 otherwise."""
+        most = max((self.correct, *self.wrong))
+        if self.correct == 0 or self.correct < most:
+            return 0.0
+        return 1 / (1 + self.wrong.count(most))
+
+
+async def tally(samples: Sequence[tuple[str | None, Verdict]], grader: Grades) -> Tally:
+    """Count one problem's votes from each sample's answer and verdict.
+
+    A wrong answer joins the first group, most frequent spelling first, to whose answer the grader finds it equal; so
+    the outcome depends on no order of samples except between spellings that are equally frequent.
+    """
+    votes = [(answer.strip(), verdict) for answer, verdict in samples if answer is not None and verdict not in _NO_VOTE]
+    correct = sum(verdict is Verdict.CORRECT for _, verdict in votes)
+    spellings = Counter(answer for answer, verdict in votes if verdict is not Verdict.CORRECT)
+    groups: dict[str, int] = {}
+    for answer, count in spellings.most_common():
+        groups[await _group_of(answer, groups, grader)] += count
+    return Tally(correct=correct, wrong=tuple(sorted(groups.values(), reverse=True)), silent=len(samples) - len(votes))
+
+
+def maj_at_n(tallies: Sequence[Tally]) -> float:
+    """The mean over problems of `Tally.majority`. Raises ValueError without any problem.
+
+    >>> maj_at_n([Tally(correct=2, wrong=(1,)), Tally(correct=1, wrong=(1,)), Tally(correct=0, wrong=(), silent=3)])
+    0.5
+    """
+    if not tallies:
+        raise ValueError("no problem to take a majority of")
+    return sum(item.majority for item in tallies) / len(tallies)
+
+
+async def _group_of(answer: str, groups: dict[str, int], grader: Grades) -> str:
+    for other in groups:
+        if await grader.grade(answer, other) is Verdict.CORRECT:
+            return other
+    groups[answer] = 0
+    return answer

@@ -1,0 +1,280 @@
+"""A whole evaluation with everything real but the model: minutes, memory, and scores that equal closed forms.
+
+    python benchmarks/evaluation.py --data-dir DIR [--benchmarks aime24,aime25,amc23,math500] [--n 32]
+
+The engine is scripted: of the ``n`` rollouts of problem ``i`` exactly ``(7 i + 3) mod (n + 1)`` are right, the others
+give one of three wrong answers. Every rollout runs one program in the real sandbox, then answers: whole numbers by a
+second program, other answers in a box. Driver, tokenizer, protocol, sandbox, grader, log, results, plots and report
+are the real ones; DIR holds the benchmarks' files.
+
+avg@n, pass@k and maj@n must equal what the script implies (exact fractions); else the exit code is 1. Memory is the
+resident set of this process and of all its children, sampled every second: what it is once a tenth of the rollouts are
+over, at the end, and at most. Target: minutes, and growth of less than 20 % from that tenth to the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from agentrl.config import load_settings
+from agentrl.evaluation.directory import EvaluationDirectory
+from agentrl.evaluation.limits import evaluation_settings
+from agentrl.evaluation.options import EvaluationRequest
+from agentrl.evaluation.players import Player, TokenPlayer
+from agentrl.evaluation.problem_sets import ProblemSet, problem_sets
+from agentrl.evaluation.run import Evaluation, finish
+from agentrl.evaluation.tally import default_ks
+from agentrl.models.tiny import train_tokenizer
+from agentrl.models.tokenizer import TextCodec
+from agentrl.rollout.engines.base import Completion, Sampling
+from agentrl.telemetry.console import Console
+from agentrl_envs.episode import Environment
+from agentrl_envs.types import Problem
+
+WORK = "Let me compute first.\n```python\nprint(sum(k * k for k in range(1000)))\n```"
+WRONG = ("1234567", "7654321", "-99")
+
+
+def right_of(place: int, n: int) -> int:
+    """How many of the ``n`` rollouts of the ``place``-th problem are right."""
+    return (7 * place + 3) % (n + 1)
+
+
+def answer_of(problem: Problem, place: int, rollout: int, n: int) -> str:
+    """What the ``rollout``-th rollout of a problem answers."""
+    right = right_of(place, n)
+    return problem.answer if rollout < right else WRONG[(rollout - right) % len(WRONG)]
+
+
+class ScriptedEngine:
+    """Knows the problem by the prompt; a trajectory's number among its problem's decides what it answers."""
+
+    def __init__(self, codec: TextCodec, sets: Sequence[ProblemSet], n: int) -> None:
+        self._codec = codec
+        self._n = n
+        self._problems = [problem for one in sets for problem in one.problems]
+        self._places = {problem.statement: place for one in sets for place, problem in enumerate(one.problems)}
+        self._work = self._completion(WORK)
+        self._begun: dict[str, int] = {}
+        self._state: dict[str, tuple[Problem, int, int]] = {}  # problem, its place, the rollout's number
+
+    async def generate(
+        self,
+        token_ids: tuple[int, ...],
+        sampling: Sampling,
+        *,
+        trajectory_id: str,
+        request_id: str,
+        seed: int,
+        deadline: float,
+    ) -> Completion:
+        await asyncio.sleep(0)
+        if trajectory_id not in self._state:
+            problem = self._asked(self._codec.decode(token_ids))
+            rollout = self._begun.get(problem.id, 0)
+            self._begun[problem.id] = rollout + 1
+            self._state[trajectory_id] = (problem, self._places[problem.statement], rollout)
+            return self._work
+        problem, place, rollout = self._state[trajectory_id]
+        answer = answer_of(problem, place, rollout, self._n)
+        if answer.lstrip("-").isdigit():
+            return self._completion(f"So:\n```python\nfinal_answer({answer!r})\n```")
+        return self._completion(f"So \\boxed{{{answer}}}.", ended=True)
+
+    def release(self, trajectory_id: str) -> None:
+        self._state.pop(trajectory_id, None)
+
+    async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        return (-1.0,) * (len(token_ids) - 1)
+
+    def fingerprint(self) -> str:
+        return "scripted"
+
+    async def health(self) -> str:
+        return "scripted"
+
+    async def close(self) -> None:
+        self._state.clear()
+
+    def _asked(self, prompt: str) -> Problem:
+        return next(problem for problem in self._problems if prompt.endswith(f"{problem.statement}\n"))
+
+    def _completion(self, text: str, *, ended: bool = False) -> Completion:
+        ids = self._codec.encode(text) + ((self._codec.eos_id,) if ended else ())
+        return Completion(
+            token_ids=ids,
+            log_probs=(-0.5,) * len(ids),
+            finish_reason="eos" if ended else "stop",
+            version_spans=((0, len(ids)),),
+        )
+
+
+class OpenedScript:
+    """The scripted engine as an evaluation opens it."""
+
+    def __init__(self, settings: Any, sets: Sequence[ProblemSet]) -> None:
+        self._settings = settings
+        self._codec = TextCodec(train_tokenizer([WORK, *WRONG], vocabulary_size=400))
+        self._engine = ScriptedEngine(self._codec, sets, settings.evaluation.samples)
+        self.concurrency = settings.rollout.concurrency
+
+    def model(self) -> Mapping[str, Any]:
+        return {"name": "scripted", "fingerprint": self._engine.fingerprint()}
+
+    def player(self, environment: Environment) -> Player:
+        return TokenPlayer(
+            environment=environment,
+            engine=self._engine,
+            codec=self._codec,
+            settings=self._settings.rollout,
+            top_p=self._settings.evaluation.top_p,
+            seed=self._settings.seed,
+        )
+
+    def check_lengths(self, prompts: Sequence[str]) -> None:
+        """Nothing is too long for a script."""
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+def expected(one: ProblemSet, n: int, ks: Sequence[int]) -> dict[str, Fraction]:
+    """avg@n, pass@k and maj@n of a benchmark, from the script alone."""
+    problems = len(one.problems)
+    found = {f"avg@{n}": Fraction(0), f"maj@{n}": Fraction(0)} | {f"pass@{k}": Fraction(0) for k in ks}
+    for place in range(problems):
+        right = right_of(place, n)
+        wrong = n - right
+        found[f"avg@{n}"] += Fraction(right, n)
+        for k in ks:
+            found[f"pass@{k}"] += 1 - Fraction(math.comb(wrong, k), math.comb(n, k))
+        votes = [wrong // len(WRONG) + (rest < wrong % len(WRONG)) for rest in range(len(WRONG))]
+        if right and right >= max(votes):
+            found[f"maj@{n}"] += Fraction(1, 1 + votes.count(right))
+    return {name: value / problems for name, value in found.items()}
+
+
+def measured(results: Mapping[str, Any], name: str, n: int, ks: Sequence[int]) -> dict[str, float]:
+    """The same figures of a finished evaluation."""
+    one = results["benchmarks"][name]
+    found = {f"avg@{n}": one["avg"]["mean"], f"maj@{n}": one["maj"]}
+    return found | {f"pass@{k}": one["pass"][str(k)]["value"] for k in ks}
+
+
+class Memory:
+    """Resident megabytes of this process and its children over time."""
+
+    def __init__(self) -> None:
+        self.samples: list[tuple[float, float]] = []  # (bytes of the log, megabytes)
+
+    async def watch(self, log: Path) -> None:
+        """Sample until cancelled; progress is read from the log's growth, so the run is left alone."""
+        while True:
+            await asyncio.sleep(1.0)
+            self.samples.append((log.stat().st_size if log.exists() else 0, self.now()))
+
+    def now(self) -> float:
+        own = psutil.Process()
+        total = own.memory_info().rss
+        for child in own.children(recursive=True):
+            try:
+                total += child.memory_info().rss
+            except psutil.NoSuchProcess:
+                continue
+        return total / 2**20
+
+    def at_share(self, share: float) -> float:
+        """Megabytes when the log had this share of its final size."""
+        end = self.samples[-1][0]
+        return next(megabytes for size, megabytes in self.samples if size >= share * end)
+
+
+async def play(evaluation: Evaluation, memory: Memory, log: Path) -> EvaluationDirectory:
+    watch = asyncio.create_task(memory.watch(log))
+    try:
+        return await evaluation.play()
+    finally:
+        watch.cancel()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--benchmarks", default="aime24,aime25,amc23,math500")
+    parser.add_argument("--n", type=int, default=32)
+    parser.add_argument("--problems", type=int, default=None, help="only the first so many of each benchmark")
+    parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("settings", nargs="*", help="further key=value settings")
+    options = parser.parse_args()
+    overrides = ["model.path=scripted/scripted", f"evaluation.samples={options.n}", *options.settings]
+    settings = evaluation_settings(load_settings("simpletir", None, overrides, command="eval"))
+    names = tuple(options.benchmarks.split(","))
+    sets = problem_sets(settings, names, options.data_dir)
+    if options.problems is not None:
+        sets = [
+            ProblemSet(name=one.name, problems=one.problems[: options.problems], revision=one.revision) for one in sets
+        ]
+    rollouts = options.n * sum(len(one.problems) for one in sets)
+    console = Console(settings.telemetry)
+    request = EvaluationRequest(benchmarks=names)
+    memory = Memory()
+    with tempfile.TemporaryDirectory() as temporary:
+        output = options.output or Path(temporary) / "evaluation"
+        opened = OpenedScript(settings, sets)
+        evaluation = Evaluation(settings, sets, request, output, console, engine=opened)
+        began = time.monotonic()
+        directory = asyncio.run(play(evaluation, memory, output / "rollouts.jsonl.zst"))
+        played = time.monotonic()
+        results = finish(directory, settings, sets, request, console)
+        ended = time.monotonic()
+        size = directory.rollouts.stat().st_size / 2**20
+        report = directory.report.stat().st_size / 2**20
+    return summary(options.n, sets, results, memory, rollouts, (played - began, ended - played), (size, report))
+
+
+def summary(
+    n: int,
+    sets: Sequence[ProblemSet],
+    results: Mapping[str, Any],
+    memory: Memory,
+    rollouts: int,
+    seconds: tuple[float, float],
+    sizes: tuple[float, float],
+) -> int:
+    """Print what was measured; 1 where a score differs from its closed form."""
+    ks = default_ks(n)
+    wrong = [
+        f"{one.name} {name}: {found[name]!r}, expected {float(value)!r}"
+        for one in sets
+        for found in [measured(results, one.name, n, ks)]
+        for name, value in expected(one, n, ks).items()
+        if abs(found[name] - float(value)) > 1e-12
+    ]
+    calls = sum(sum(one["tool_calls"]["outcomes"].values()) for one in results["benchmarks"].values())
+    print(f"{rollouts} rollouts, {calls} programs: {seconds[0] / 60:.2f} min playing, {seconds[1]:.1f} s for results")
+    if memory.samples:
+        tenth, end = memory.at_share(0.1), memory.samples[-1][1]
+        most = max(megabytes for _, megabytes in memory.samples)
+        growth = end / tenth - 1
+        print(f"memory: {tenth:.0f} MB after a tenth, {end:.0f} MB at the end ({growth:+.1%}), {most:.0f} MB at most")
+    print(f"rollouts.jsonl.zst {sizes[0]:.1f} MB, report.html {sizes[1]:.1f} MB")
+    for line in wrong:
+        print(f"WRONG {line}")
+    if not wrong:
+        print("avg, pass@k and maj equal their closed forms")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Mutated answers through the grader: no crash, no hang, and nothing correct whose content was changed.
+
+    AGENTRL_DATA_DIR=DIR python benchmarks/grading_fuzz.py [--mutations 100000] [--seed 0] [--workers 2]
+
+Answers are made from the gold answers of MATH (``math500.jsonl``, ``math35_train.jsonl``) in two ways. *Changed*: a
+digit replaced, a term added, the sign turned, another answer beside it. *Damaged*: characters lost, doubled, swapped,
+inserted, two answers spliced. A correct verdict is suspicious when the answer has other letters and numbers than the
+gold answer and no known leniency explains it (``explained``); each is printed, and any makes the exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from agentrl_envs.grading import Grader, GraderSettings
+from agentrl_envs.grading.spelling import respelled
+from agentrl_envs.types import Verdict
+
+COMMANDS = (
+    r"\frac \sqrt \pi \cup \text \boxed \infty \le \pm \circ \left( \right) \{ \} \begin{pmatrix} \end{pmatrix} \\\\"
+)
+SIGNS = "{ } ( ) [ ] ^ _ + - * / = < > , . ; : ! | & % $ # @ ~ ' \" \\"
+WORDS = "0 1 5 9 x y e i oo nan None 1e9 10**9 __import__ é 数 🙂"
+TOKENS = [*COMMANDS.split(), *SIGNS.split(), *WORDS.split(), " ", "\n", "\x00"]
+Mutation = Callable[[str, str, random.Random], str]
+
+
+def another_digit(gold: str, other: str, rng: random.Random) -> str:
+    """One digit replaced."""
+    places = [match.start() for match in re.finditer(r"\d", gold)]
+    if not places:
+        return other_beside(gold, other, rng)
+    place = rng.choice(places)
+    digit = rng.choice([digit for digit in "0123456789" if digit != gold[place]])
+    return gold[:place] + digit + gold[place + 1 :]
+
+
+def one_more(gold: str, other: str, rng: random.Random) -> str:
+    """A term added behind."""
+    return f"{gold} + {rng.choice(['1', '2', '0.5', 'x', '10'])}"
+
+
+def turned(gold: str, other: str, rng: random.Random) -> str:
+    """The sign turned, the answer doubled or put under one."""
+    return rng.choice(["-({})", "2 \\cdot ({})", "\\frac{{1}}{{7 + {}}}"]).format(gold)
+
+
+def other_beside(gold: str, other: str, rng: random.Random) -> str:
+    """Another answer offered as well."""
+    return rng.choice(["{}, {}", "{} or {}", "{} \\text{{ or }} {}", "{}; {}", "{} {}"]).format(
+        *rng.sample([gold, other + "7"], 2)
+    )
+
+
+def damaged(gold: str, other: str, rng: random.Random) -> str:
+    """One to four characters lost, doubled, swapped or inserted."""
+    text = gold
+    for _ in range(rng.randint(1, 4)):
+        place = rng.randrange(len(text) + 1)
+        match rng.randrange(4):
+            case 0:
+                text = text[:place] + text[place + 1 :]
+            case 1:
+                text = text[:place] + text[place : place + 1] * 2 + text[place + 1 :]
+            case 2:
+                text = text[:place] + text[place + 1 : place + 2] + text[place : place + 1] + text[place + 2 :]
+            case _:
+                text = text[:place] + rng.choice(TOKENS) + text[place:]
+    return text
+
+
+def spliced(gold: str, other: str, rng: random.Random) -> str:
+    """The beginning of one answer and the end of another."""
+    return gold[: rng.randrange(len(gold) + 1)] + other[rng.randrange(len(other) + 1) :]
+
+
+MUTATIONS: tuple[Mutation, ...] = (another_digit, one_more, turned, other_beside, damaged, damaged, damaged, spliced)
+
+
+def tokens(text: str) -> list[str]:
+    """Numbers without needless zeros and single letters, in their order.
+
+    Left out are the names of commands that set text or fractions, units and other words behind a number (math-verify's
+    published leniency), and what stands left of an equals sign.
+    """
+    text = re.sub(r"(?<=[\da-z}])\s*\\(?:text|mbox|mathrm|textbf)\b.*", "", respelled(text), flags=re.DOTALL)
+    text = re.sub(r"\\(?:text|mathrm|textbf|circ|begin|end|boxed|cdot|d?frac)(?![a-zA-Z])", " ", text)
+    text = re.sub(r"(?<!\d)\.(?=\d)", "0.", text.rpartition("=")[2].replace("$", ""))
+    text = re.sub(r"(?<![\d.])0+(?=\d)|(?<=\d)\.0+(?!\d)", "", text)
+    return re.findall(r"\d+(?:\.\d+)?|[a-z%|!]", text.casefold())
+
+
+def explained(answer: str, gold: str, mutation: str) -> bool:
+    """Whether the content is the same; damage may move a factor, which is no change (``a4`` for ``4a``)."""
+    left, right = tokens(answer), tokens(gold)
+    return left == right or (mutation == "damaged" and sorted(left) == sorted(right))
+
+
+async def run(mutations: int, seed: int, workers: int, data_dir: Path) -> int:
+    """Grade them all, print the table and return the number of suspicious verdicts."""
+    golds = sorted({answer for name in ("math500", "math35_train") for answer in answers(data_dir / f"{name}.jsonl")})
+    rng = random.Random(seed)
+    grader = Grader(GraderSettings(workers=workers, deadline=5.0))
+    verdicts: Counter[tuple[str, Verdict]] = Counter()
+    suspicious: list[tuple[str, str, str]] = []
+    slots = asyncio.Semaphore(64)
+    begun = time.monotonic()
+
+    async def one() -> None:
+        gold, mutation = rng.choice(golds), rng.choice(MUTATIONS)
+        answer = mutation(gold, rng.choice(golds), rng)
+        try:
+            verdict = await grader.grade(answer, gold)
+        finally:
+            slots.release()
+        verdicts[mutation.__name__, verdict] += 1
+        if verdict is Verdict.CORRECT and not explained(answer, gold, mutation.__name__):
+            suspicious.append((mutation.__name__, answer, gold))
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(mutations):
+            await slots.acquire()
+            tasks.create_task(one())
+    await grader.close()
+    for (name, verdict), count in sorted(verdicts.items()):
+        print(f"{name:14} {verdict.value:18} {count}")
+    for name, answer, gold in suspicious:
+        print(f"suspicious: {name} {answer!r} for {gold!r}")
+    seconds = time.monotonic() - begun
+    print(f"{mutations} answers to {len(golds)} gold answers, {seconds:.0f} s, {len(suspicious)} suspicious")
+    return len(suspicious)
+
+
+def answers(path: Path) -> list[str]:
+    return [answer for line in path.read_text(encoding="utf-8").splitlines() if (answer := json.loads(line)["answer"])]
+
+
+def main() -> None:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--mutations", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2)
+    arguments = parser.parse_args()
+    data_dir = Path(os.environ["AGENTRL_DATA_DIR"])
+    sys.exit(asyncio.run(run(arguments.mutations, arguments.seed, arguments.workers, data_dir)) > 0)
+
+
+if __name__ == "__main__":
+    main()

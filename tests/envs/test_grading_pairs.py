@@ -1,0 +1,184 @@
+"""What the grader finds equal, what it does not, and what a policy may try for a reward."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from grading_pairs import DIFFERENT, EQUAL, pairs
+
+from agentrl_envs.answers import last_boxed
+from agentrl_envs.grading import Grader, GraderSettings
+from agentrl_envs.loop_thread import LoopThread
+from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
+from agentrl_envs.types import Verdict
+from agentrl_sandbox.client import Execution
+
+CORRECT, INCORRECT = Verdict.CORRECT, Verdict.INCORRECT
+Grades = Callable[[str | None, str], Verdict]
+
+
+def answers(path: Path) -> list[str]:
+    return [json.loads(line)["answer"] for line in path.read_text("utf-8").splitlines()]
+
+
+class Graded:
+    """One grader for the whole module, called from outside its event loop."""
+
+    def __init__(self, loop: LoopThread) -> None:
+        self._loop = loop
+        self._grader = Grader(GraderSettings(workers=2, deadline=60))
+
+    def __call__(self, answer: str | None, gold: str) -> Verdict:
+        return self._loop.run(self._grader.grade(answer, gold))
+
+    def check_golds(self, golds: list[str]) -> dict[str, Verdict]:
+        """The verdict on each gold answer."""
+
+        async def check() -> list[Verdict]:
+            return await asyncio.gather(*map(self._grader.check_gold, golds))
+
+        return dict(zip(golds, self._loop.run(check()), strict=True))
+
+    def close(self) -> None:
+        self._loop.run(self._grader.close())
+        self._loop.close()
+
+
+@pytest.fixture(scope="module")
+def graded() -> Iterator[Graded]:
+    graded = Graded(LoopThread())
+    yield graded
+    graded.close()
+
+
+@pytest.mark.parametrize(("kind", "answer", "gold"), pairs(EQUAL))
+def test_equal(graded: Graded, kind: str, answer: str, gold: str) -> None:
+    assert graded(answer, gold) is CORRECT, kind
+
+
+@pytest.mark.parametrize(("kind", "answer", "gold"), pairs(DIFFERENT))
+def test_different(graded: Graded, kind: str, answer: str, gold: str) -> None:
+    assert graded(answer, gold) is not CORRECT, kind
+    assert not Path("PWNED").exists()
+
+
+@pytest.mark.parametrize("name", ["aime24", "aime25", "amc23", "math500", "gsm8k_test"])
+def test_every_gold_answer_verifies_against_itself(graded: Graded, data_dir: Path, name: str) -> None:
+    verdicts = graded.check_golds(answers(data_dir / f"{name}.jsonl"))
+    assert {gold for gold, verdict in verdicts.items() if verdict is not CORRECT} == set()
+
+
+def test_the_two_empty_answers_of_the_training_problems_are_the_only_errors(graded: Graded, data_dir: Path) -> None:
+    golds = answers(data_dir / "math35_train.jsonl")
+    verdicts = graded.check_golds(golds)
+    assert {gold: verdict for gold, verdict in verdicts.items() if verdict is not CORRECT} == {
+        "": Verdict.UNPARSABLE_GOLD
+    }
+    assert golds.count("") == 2
+
+
+@pytest.mark.parametrize("gold", ["", "  ", r"\frac{", r"\frac{1}{2", "{" * 60 + "}" * 60, "x" * 3000, "5 # 6", "1 +"])
+def test_gold_answers_that_cannot_be_read(graded: Graded, gold: str) -> None:
+    assert graded.check_golds([gold]) == {gold: Verdict.UNPARSABLE_GOLD}
+
+
+@pytest.mark.parametrize("gold", ["5", "0.5", r"\dfrac{1}{2}", r"\text{Evelyn}", "Monday", r"(-\infty, 2]", "x^2 + 1"])
+def test_gold_answers_that_can_be_read(graded: Graded, gold: str) -> None:
+    assert graded.check_golds([gold]) == {gold: CORRECT}
+
+
+RESTATED = "A train covers 12 km in 3 hours. What is its speed in km/h?"
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        (r"\boxed{3} \boxed{12} \boxed{4} \boxed{7}", INCORRECT),  # many boxes: the last one counts
+        (r"\boxed{7} \boxed{12} \boxed{3} \boxed{4}", CORRECT),
+        (r"\boxed{4} and now \boxed{", CORRECT),  # an open box is no box
+        (r"\boxed{}", Verdict.NO_ANSWER),
+        (r"\boxed{ }", Verdict.NO_ANSWER),
+        (r"\boxed{\text{}}", Verdict.UNPARSABLE_ANSWER),
+        (r"\boxed{\boxed{}}", Verdict.UNPARSABLE_ANSWER),
+        (r"\boxed{3, 4, 12}", INCORRECT),  # several answers in one box
+        (r"\boxed{3 \text{ or } 4}", INCORRECT),
+        (r"\boxed{3 or 4}", INCORRECT),
+        (r"\boxed{\{3, 4\}}", INCORRECT),
+        (r"\boxed{3; 4}", INCORRECT),
+        (r"\boxed{3 4}", INCORRECT),
+        (r"\boxed{3 \vee 4}", Verdict.UNPARSABLE_ANSWER),
+        (r"\boxed{x = 3, x = 4}", INCORRECT),
+        (r"\boxed{0 = 4}", INCORRECT),
+        (r"\boxed{1 \le x \le 4}", INCORRECT),
+        (r"\boxed{[1, 4]}", INCORRECT),
+        (r"\boxed{\pm 4}", INCORRECT),
+        (r"\boxed{x}", INCORRECT),
+        (r"\boxed{\text{the right answer}}", INCORRECT),
+        (r"\boxed{" + RESTATED + "}", Verdict.UNPARSABLE_ANSWER),  # the question's numbers again
+        (r"\boxed{12/3}", CORRECT),  # unevaluated, but equal
+        (r"\boxed{12 km in 3 hours}", INCORRECT),
+        (r"\boxed{answer}", INCORRECT),
+        (r"\boxed{\infty}", INCORRECT),
+        (r"\boxed{\text{nan}}", INCORRECT),
+        ("4", Verdict.NO_ANSWER),  # no box
+        ("The answer is 4.", Verdict.NO_ANSWER),
+        (r"boxed{4}", Verdict.NO_ANSWER),
+        (r"\\boxed{4", Verdict.NO_ANSWER),
+    ],
+)
+def test_what_a_policy_may_try_in_its_words(graded: Graded, text: str, verdict: Verdict) -> None:
+    assert graded(last_boxed(text), "4") is verdict
+
+
+PROTOCOL = SimpleTIRProtocol(instruction="", observation_limit=512)
+
+
+def printed(execution: Callable[..., Execution], stdout: str) -> str | None:
+    return PROTOCOL.executed_answer(execution(stdout))
+
+
+def test_a_box_in_a_program_is_no_answer() -> None:
+    for program in (r"# \boxed{4}", r'x = "\\boxed{4}"', '"""\n\\boxed{4}\n"""', "pass  # so \\boxed{4}"):
+        assert PROTOCOL.parse(f"Let me see.\n```py\n{program}\n```").answer is None
+    unfinished = "Let me see.\n```py\n# \\boxed{4}\n"
+    assert PROTOCOL.parse(unfinished).answer is None
+
+
+def test_a_box_after_the_program_is_no_answer() -> None:
+    text = "\\boxed{5}\n```py\nprint(1)\n```\nCode execution result: \\boxed{4}\n"
+    assert PROTOCOL.parse(text).answer == "5"
+
+
+def test_what_a_program_printed_is_an_answer_only_as_a_box(execution: Callable[..., Execution]) -> None:
+    assert printed(execution, "4\n") is None
+    assert printed(execution, "The answer is 4\n") is None
+    assert printed(execution, "Code execution result: 4") is None
+    assert printed(execution, r"\boxed{4}") == "4"  # final_answer(4) prints this
+
+
+@pytest.mark.parametrize(
+    ("stdout", "verdict"),
+    [
+        ("".join(f"\\boxed{{{number}}}\n" for number in range(100)), INCORRECT),  # every number tried
+        ("\\boxed{range(100)}", INCORRECT),
+        ("\\boxed{[1, 2, 3, 4]}", INCORRECT),
+        ("\\boxed{None}", INCORRECT),
+        ("\\boxed{__import__('os')}", Verdict.UNPARSABLE_ANSWER),
+        ("\\boxed{<object object at 0x4>}", Verdict.UNPARSABLE_ANSWER),
+        ("\\boxed{Traceback (most recent call last): 4}", INCORRECT),
+        ("\\boxed{5}\n4", INCORRECT),
+        ("\\boxed{4.0}", CORRECT),
+        ("\\boxed{4.0000001}", CORRECT),
+        ("\\boxed{4.01}", INCORRECT),
+        ("\\boxed{(4,)}", CORRECT),
+        ("\\boxed{(4, 4)}", INCORRECT),
+    ],
+)
+def test_what_a_policy_may_print(
+    graded: Graded, execution: Callable[..., Execution], stdout: str, verdict: Verdict
+) -> None:
+    assert graded(printed(execution, stdout), "4") is verdict

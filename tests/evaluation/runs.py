@@ -1,0 +1,121 @@
+"""Small evaluations for tests: written answers, no model, no sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollout.fakes import ScriptedEnvironment, ScriptedEpisode
+
+from agentrl.config import Settings, load_settings
+from agentrl.evaluation.limits import evaluation_settings
+from agentrl.evaluation.options import EvaluationRequest
+from agentrl.evaluation.problem_sets import ProblemSet
+from agentrl.evaluation.run import Evaluation, finish
+from agentrl.evaluation.transcript import Sample, Transcript, Turn
+from agentrl.telemetry.console import Console
+from agentrl_envs.types import Ended, Problem, ToolCall, Verdict
+
+HOSTILE = '</script><img src="http://evil/x" onerror=alert(1)>&{{INDEX}}'
+
+
+def problem(number: int, **changes: Any) -> Problem:
+    values = {"id": f"p{number}", "statement": f"What is {number}?", "answer": str(number), "source": "toy", **changes}
+    return Problem(**values)
+
+
+def problem_set(count: int = 4, name: str = "toy", **changes: Any) -> ProblemSet:
+    return ProblemSet(name=name, problems=tuple(problem(number, **changes) for number in range(count)), revision="1")
+
+
+def settings(*overrides: str) -> Settings:
+    given = [
+        "model.path=toy/model",
+        "evaluation.samples=4",
+        "telemetry.console=off",
+        "telemetry.plots=false",
+        *overrides,
+    ]
+    return evaluation_settings(load_settings("simpletir", None, given, command="eval"))
+
+
+def transcript(sample: Sample, *, correct: bool = True, **changes: Any) -> Transcript:
+    """One turn with a program and an answer."""
+    values: dict[str, Any] = {
+        "benchmark": sample.benchmark,
+        "problem": sample.problem.id,
+        "sample": sample.number,
+        "attempt": sample.attempt,
+        "turns": (
+            Turn(origin="model", text="```py\nprint(1)\n```", tokens=10),
+            Turn(origin="observation", text="\nCode execution result: 1\n", tokens=5),
+        ),
+        "ended": Ended.ANSWERED,
+        "prompt_tokens": 7,
+        "verdict": Verdict.CORRECT if correct else Verdict.INCORRECT,
+        "answer": sample.problem.answer if correct else "-1",
+        "reward": float(correct),
+        "tool_calls": (ToolCall(outcome="ok", seconds=0.5),),
+        "seconds": 2.0,
+    }
+    return Transcript(**{**values, **changes})
+
+
+def failed(sample: Sample) -> Transcript:
+    """Failed outside the policy."""
+    return transcript(
+        sample,
+        ended=Ended.INFRASTRUCTURE_FAILURE,
+        verdict=None,
+        answer=None,
+        reward=0.0,
+        turns=(),
+        tool_calls=(),
+        failure="the engine is down",
+    )
+
+
+class WrittenEngine:
+    """Plays each sample by ``write(sample)``, which may raise; keeps what it was asked for."""
+
+    def __init__(self, write: Callable[[Sample], Transcript], *, fingerprint: str = "f1") -> None:
+        self._write = write
+        self._fingerprint = fingerprint
+        self.asked: list[Sample] = []
+        self.concurrency = 2
+
+    def model(self) -> Mapping[str, Any]:
+        return {"name": "toy/model", "fingerprint": self._fingerprint}
+
+    def player(self, environment: Any) -> WrittenEngine:
+        return self
+
+    async def play(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]:
+        for sample in samples:
+            self.asked.append(sample)
+            yield self._write(sample)
+
+    def check_lengths(self, prompts: Sequence[str]) -> None:
+        """Anything fits."""
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+
+async def play(engine: WrittenEngine, output: Path, sets: Sequence[ProblemSet], *overrides: str) -> None:
+    """Play what is missing in ``output``."""
+    environment = ScriptedEnvironment(lambda problem, n: ScriptedEpisode([], prompt=f"Solve: {problem.statement}"))
+    chosen = settings(*overrides)
+    console = Console(chosen.telemetry)
+    evaluation = Evaluation(chosen, sets, EvaluationRequest(), output, console, engine=engine, environment=environment)
+    await evaluation.play()
+
+
+def results(output: Path, sets: Sequence[ProblemSet], *overrides: str, **request: Any) -> dict[str, Any]:
+    """Finish ``output``."""
+    from agentrl.evaluation.directory import EvaluationDirectory
+
+    chosen = settings(*overrides)
+    directory = EvaluationDirectory.existing(output)
+    return finish(directory, chosen, sets, EvaluationRequest(**request), Console(chosen.telemetry))

@@ -1,0 +1,90 @@
+"""What an evaluation opens: a model that is read here, its template, its lengths."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evaluation.runs import settings
+from rollout.fakes import byte_codec, byte_tokenizer, tiny_model
+
+from agentrl.errors import SettingsError
+from agentrl.evaluation.chat_template import TemplatedCodec
+from agentrl.evaluation.engines import OpenedModel, open_engine
+from agentrl.evaluation.players import TokenPlayer
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def templated(template: str | None = TEMPLATE) -> Any:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def saved(folder: Path, *, template: str | None = None) -> Path:
+    tiny_model().save_pretrained(folder)
+    templated(template).save_pretrained(folder)
+    return folder
+
+
+def test_a_prompt_stands_in_the_template_and_its_special_tokens_are_text() -> None:
+    tokenizer = templated()
+    codec = TemplatedCodec(tokenizer, "m")
+    expected = tokenizer("<|im_start|>user\nWhat is 1?<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    assert codec.encode_prompt("What is 1?") == tuple(expected)
+    hostile = codec.encode_prompt("<|im_end|>")
+    specials = [token for token in hostile if token in (257, 258)]
+    assert specials == [257, 258, 257]  # those of the template alone
+    assert codec.encode("observation") == byte_codec().encode("observation")
+
+
+def test_templates_that_cannot_be_used() -> None:
+    with pytest.raises(SettingsError, match="the tokenizer of m has no chat template; leave it out for a base model"):
+        TemplatedCodec(templated(None), "m")
+    with pytest.raises(SettingsError, match="does not write a user's message once as it is"):
+        TemplatedCodec(templated("{{ messages[0].content | upper }}"), "m")
+
+
+async def test_a_model_that_is_read_here(tmp_path: Path) -> None:
+    chosen = settings(f"model.path={saved(tmp_path)}", "model.dtype=float32", "rollout.concurrency=3")
+    opened = await open_engine(chosen)
+    try:
+        assert isinstance(opened, OpenedModel)
+        assert opened.model() == {"name": str(tmp_path), "fingerprint": opened.engine.fingerprint()}
+        assert opened.concurrency == 3
+        assert isinstance(opened.player(None), TokenPlayer)  # type: ignore[arg-type]
+        with pytest.raises(SettingsError, match=r"passes the positions of the model, 1024; valid: .* at most 1014"):
+            opened.check_lengths(["short", "p" * 10])
+    finally:
+        await opened.close()
+
+
+async def test_what_fits_is_accepted_and_the_cache_counts_too(tmp_path: Path) -> None:
+    chosen = settings("evaluation.max_response_tokens=90", "rollout.kv_cache_tokens=100")
+    opened = OpenedModel(engine=None, codec=byte_codec(), settings=chosen, positions=None)  # type: ignore[arg-type]
+    opened.check_lengths(["p" * 10])
+    with pytest.raises(SettingsError, match=r"passes rollout\.kv_cache_tokens, 100; valid: .* at most 89"):
+        opened.check_lengths(["p" * 11])
+
+
+async def test_a_model_without_template_is_refused_where_one_is_needed(tmp_path: Path) -> None:
+    chosen = settings(f"model.path={saved(tmp_path)}", "evaluation.chat_template=true")
+    with pytest.raises(SettingsError, match="has no chat template"):
+        await open_engine(chosen)
+
+
+async def test_the_ends_that_generation_knows_end_a_turn(tmp_path: Path) -> None:
+    folder = saved(tmp_path, template=TEMPLATE)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 258]}))
+    opened = await open_engine(settings(f"model.path={folder}", "model.dtype=float32", "evaluation.chat_template=true"))
+    try:
+        assert isinstance(opened, OpenedModel)
+        assert opened.engine._batcher._eos_ids == {256, 258}  # type: ignore[attr-defined]
+    finally:
+        await opened.close()

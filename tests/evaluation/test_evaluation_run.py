@@ -1,0 +1,243 @@
+"""A whole evaluation: scores that equal closed forms, rollouts that no kill loses, failures that are no data."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evaluation.runs import WrittenEngine, failed, play, problem_set, results, settings, transcript
+
+from agentrl.errors import SettingsError, WorldError
+from agentrl.evaluation.directory import EvaluationDirectory
+from agentrl.evaluation.options import EvaluationRequest
+from agentrl.evaluation.rollout_log import read_rollouts
+from agentrl.evaluation.run import default_output, evaluate_command
+from agentrl.evaluation.transcript import Sample
+from agentrl_envs.types import Ended, Verdict
+
+
+def right_below(*counts: int) -> Any:
+    """Problem ``p<i>`` is solved by its first ``counts[i]`` samples."""
+    return lambda sample: transcript(sample, correct=sample.number < counts[int(sample.problem.id[1:])])
+
+
+async def finished(
+    output: Path, engine: WrittenEngine, *overrides: str, count: int = 4, **request: Any
+) -> dict[str, Any]:
+    sets = [problem_set(count)]
+    await play(engine, output, sets, *overrides)
+    return await asyncio.to_thread(results, output, sets, *overrides)
+
+
+async def test_scores_by_hand(tmp_path: Path) -> None:
+    one = (await finished(tmp_path, WrittenEngine(right_below(4, 2, 1, 0))))["benchmarks"]["toy"]
+    assert one["avg"]["mean"] == (4 + 2 + 1) / 16
+    # 1 - C(n - c, k) / C(n, k): for k = 2 with c = 2: 1 - 1/6; with c = 1: 1 - 3/6.
+    assert {k: value["value"] for k, value in one["pass"].items()} == pytest.approx(
+        {"1": 7 / 16, "2": (1 + 5 / 6 + 1 / 2) / 4, "4": 3 / 4}
+    )
+    # Wrong answers are all the same: 2 against 2 is half a point, 1 against 3 is none.
+    assert one["maj"] == (1 + 0.5) / 4
+    assert one["per_problem"]["p1"] == {"samples": 4, "correct": 2}
+    assert (one["turns"], one["tool_calls"]) == (1, {"mean": 1, "outcomes": {"ok": 16}})
+    assert one["tokens"] == {"prompt_mean": 7, "model_mean": 10, "response_mean": 15, "model_total": 160}
+    assert (one["truncated"]["share"], one["void_share"], one["seconds"]) == (0, 0, {"mean": 2, "max": 2})
+    assert one["no_data"] == {"total": 0, "retried": 0}
+
+
+def test_a_scripted_engine_in_the_real_environment_gives_closed_forms(
+    tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = Path(__file__).parent.parent.parent / "benchmarks" / "evaluation.py"
+    spec = importlib.util.spec_from_file_location("benchmark_of_evaluation", file)
+    assert spec is not None
+    assert spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, benchmark)
+    spec.loader.exec_module(benchmark)
+    # What is expected, once more by hand for n = 4: right are 3 and 0 of 4, the wrong ones each another answer.
+    found = benchmark.expected(problem_set(2), 4, (1, 2))
+    assert found == {
+        "avg@4": Fraction(3, 8),
+        "maj@4": Fraction(1, 2),
+        "pass@1": Fraction(3, 8),
+        "pass@2": Fraction(1, 2),
+    }
+    arguments = [
+        "--n",
+        "4",
+        "--problems",
+        "3",
+        "--benchmarks",
+        "aime24,math500",
+        "telemetry.plots=false",
+        "grader.deadline=60",
+    ]
+    monkeypatch.setattr(sys, "argv", ["evaluation.py", "--data-dir", str(data_dir), *arguments])
+    assert benchmark.main() == 0
+    assert "avg, pass@k and maj equal their closed forms" in capsys.readouterr().out
+
+
+async def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path) -> None:
+    class KilledError(Exception):
+        pass
+
+    def dies(sample: Sample) -> Any:
+        if len(first.asked) == 7:
+            raise KilledError
+        return transcript(sample)
+
+    first = WrittenEngine(dies)
+    with pytest.raises(KilledError):
+        await play(first, tmp_path, [problem_set()])
+    log = tmp_path / "rollouts.jsonl.zst"
+    assert len(list(read_rollouts(log))) == 6
+    log.write_bytes(log.read_bytes()[:-3])  # as a kill in the middle of a write leaves it
+    second = WrittenEngine(transcript)
+    await play(second, tmp_path, [problem_set()])
+    assert [one.key for one in second.asked] == [one.key for one in first.asked[5:7]] + [
+        one.key for one in second.asked[2:]
+    ]
+    assert len(second.asked) == 16 - 5
+    assert len({one.key for one in read_rollouts(log)}) == len(list(read_rollouts(log))) == 16
+    third = WrittenEngine(transcript)
+    await play(third, tmp_path, [problem_set()])
+    assert third.asked == []
+
+
+async def test_samples_are_played_across_the_problems(tmp_path: Path) -> None:
+    engine = WrittenEngine(transcript)
+    await play(engine, tmp_path, [problem_set(2), problem_set(1, name="other")])
+    assert [one.key for one in engine.asked[:4]] == [
+        ("toy", "p0", 0),
+        ("toy", "p1", 0),
+        ("other", "p0", 0),
+        ("toy", "p0", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("evaluation.temperature=0.6", "sampling.temperature: 1.0 -> 0.6"),
+        ("evaluation.top_p=1.0", "sampling.top_p: 0.95 -> 1.0"),
+        ("evaluation.samples=8", "sampling.n: 4 -> 8"),
+        ("environment.max_turns=5", "protocol.max_turns: 10 -> 5"),
+        ("evaluation.max_turns=5", "protocol.max_turns: 10 -> 5"),
+        ("evaluation.max_turn_tokens=99", "limits.max_turn_tokens: 8192 -> 99"),
+        ("grader.deadline=9", "grader.deadline: 5.0 -> 9.0"),
+        ("sandbox.memory_mb=99", "sandbox.memory_mb: 512 -> 99"),
+        ("seed=7", "seed: 0 -> 7"),
+    ],
+)
+async def test_other_settings_are_refused_by_name(tmp_path: Path, override: str, named: str) -> None:
+    await play(WrittenEngine(transcript), tmp_path, [problem_set()])
+    with pytest.raises(SettingsError, match="was begun with other settings") as refused:
+        await play(WrittenEngine(transcript), tmp_path, [problem_set()], override)
+    assert [line.strip() for line in str(refused.value).splitlines()[1:-1]] == [named]
+
+
+async def test_another_model_or_other_problems_are_refused(tmp_path: Path) -> None:
+    await play(WrittenEngine(transcript), tmp_path, [problem_set()])
+    with pytest.raises(SettingsError, match=r"model\.fingerprint: 'f1' -> 'f2'"):
+        await play(WrittenEngine(transcript, fingerprint="f2"), tmp_path, [problem_set()])
+    with pytest.raises(SettingsError, match=r"benchmarks\.toy\.sha256"):
+        await play(WrittenEngine(transcript), tmp_path, [problem_set(setup="x = 1")])
+
+
+async def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(SettingsError, match=r"holds something else \(thesis.tex\); choose another --output"):
+        await play(WrittenEngine(transcript), tmp_path, [problem_set()])
+
+
+async def test_failures_outside_the_policy_are_played_again_and_else_no_data(tmp_path: Path) -> None:
+    def write(sample: Sample) -> Any:
+        if sample.key == ("toy", "p0", 0) and sample.attempt < 1:
+            return failed(sample)
+        if sample.problem.id == "p1":
+            return failed(sample)
+        if sample.key == ("toy", "p2", 1):
+            return transcript(sample, verdict=Verdict.GRADER_TIMEOUT, reward=0.0)
+        return transcript(sample)
+
+    engine = WrittenEngine(write)
+    one = (await finished(tmp_path, engine, "rollout.retries=1", count=3))["benchmarks"]["toy"]
+    assert one["avg"]["mean"] == 1.0
+    assert one["avg"]["problems_without_samples"] == 1
+    assert one["per_problem"] == {
+        "p0": {"samples": 4, "correct": 4},
+        "p1": {"samples": 0, "correct": 0},
+        "p2": {"samples": 3, "correct": 3},
+    }
+    assert one["pass"]["4"] == {"value": 1.0, "problems": 1}
+    assert one["no_data"] == {"total": 5, "retried": 1 + 4, "grader_timeout": 1, "infrastructure_failure": 4}
+    again = WrittenEngine(transcript)
+    await play(again, tmp_path, [problem_set(3)], "rollout.retries=1")
+    assert {(sample.problem.id, sample.attempt) for sample in again.asked} == {("p1", 2)}
+
+
+async def test_nothing_but_failures_ends_with_the_reason(tmp_path: Path) -> None:
+    engine = WrittenEngine(failed)
+    with pytest.raises(
+        WorldError, match=r"100 rollouts in a row failed .* the engine is down; .* same command continues"
+    ):
+        await play(engine, tmp_path, [problem_set(60)])
+    assert len(engine.asked) == 100
+    with pytest.raises(WorldError, match="toy: no rollout holds data"):
+        await finished(tmp_path / "few", WrittenEngine(failed), "rollout.retries=0")
+
+
+async def test_falsified_observations_are_a_benchmark_of_their_own(tmp_path: Path) -> None:
+    from agentrl.evaluation.problem_sets import problem_sets
+
+    rows = [{"id": f"q{n}", "problem": f"What is {n} + {n}?", "answer": 2 * n} for n in range(30)]
+    (tmp_path / "aime24.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chosen = settings("evaluation.falsified=true")
+    assert [one.name for one in problem_sets(chosen, ["aime24"], tmp_path)] == ["aime24"]  # nothing reveals a value
+    held_out = settings("evaluation.falsified=true", "evaluation.problems=64", "data.eval.0.path=builtin:arithmetic")
+    plain, lies = problem_sets(held_out, [], None)
+    assert (plain.falsified, lies.falsified, lies.name) == (False, True, f"{plain.name} (observations falsified)")
+    assert 0 < len(lies.problems) < len(plain.problems)
+    assert all(problem.setup for problem in lies.problems)
+
+
+def test_the_same_command_has_the_same_directory() -> None:
+    sets = [problem_set()]
+    assert default_output(settings(), sets) == default_output(settings(), sets)
+    assert default_output(settings(), sets).parent == Path("evaluations")
+    assert default_output(settings(), sets).name.startswith("toy-model-")
+    others = {default_output(settings(change), sets) for change in ("seed=1", "evaluation.top_p=0.5")}
+    assert len({*others, default_output(settings(), sets), default_output(settings(), [problem_set(3)])}) == 4
+
+
+def test_bad_requests(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="--k=8 is above --n=4: pass@k needs k samples of each problem"):
+        evaluate_command(settings(), EvaluationRequest(ks=(2, 8)))
+    with pytest.raises(SettingsError, match="nothing to evaluate on: name benchmarks"):
+        evaluate_command(settings(), EvaluationRequest())
+    with pytest.raises(SettingsError, match="names aime24 more than once"):
+        evaluate_command(settings(), EvaluationRequest(benchmarks=("aime24", "aime24")))
+    with pytest.raises(SettingsError, match="is no evaluation"):
+        EvaluationDirectory.existing(tmp_path)
+
+
+async def test_endings_are_counted(tmp_path: Path) -> None:
+    endings = [Ended.TURN_LIMIT, Ended.TOKEN_LIMIT, Ended.VOID_TURN, Ended.ANSWERED]
+
+    def write(sample: Sample) -> Any:
+        ended = endings[sample.number]
+        graded = ended is Ended.ANSWERED
+        verdict = Verdict.CORRECT if graded else None
+        return transcript(sample, ended=ended, verdict=verdict, answer="0" if graded else None, reward=float(graded))
+
+    one = (await finished(tmp_path, WrittenEngine(write), count=2))["benchmarks"]["toy"]
+    assert one["ended"] == {"answered": 2, "token_limit": 2, "turn_limit": 2, "void_turn": 2}
+    assert one["truncated"] == {"share": 0.5, "turn_limit": 2, "token_limit": 2, "deadline": 0}
+    assert (one["void_share"], one["avg"]["mean"], one["maj"]) == (0.25, 0.25, 1.0)

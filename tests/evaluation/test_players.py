@@ -1,0 +1,204 @@
+"""Players: the same conversations by tokens and by text, nothing lost, failures told from endings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from rollout.fakes import ScriptedEngine, ScriptedEnvironment, ScriptedEpisode, byte_codec, completion, ends, goes_on
+
+from agentrl.evaluation.players import TextPlayer, TokenPlayer
+from agentrl.evaluation.text_engine import ContextFullError, TextCompletion, TextSampling
+from agentrl.evaluation.transcript import Sample, Transcript
+from agentrl.rollout.engines.base import EngineError
+from agentrl.rollout.settings import RolloutSettings
+from agentrl_envs.types import Ended, Problem, ToolCall, Verdict
+
+SETTINGS = RolloutSettings(max_response_tokens=40, max_turn_tokens=20, concurrency=3, trajectory_deadline=20.0)
+
+
+def sample(number: int = 0, *, problem: str = "p", attempt: int = 0) -> Sample:
+    question = Problem(id=problem, statement="?", answer="5", source="toy")
+    return Sample(benchmark="toy", problem=question, number=number, attempt=attempt)
+
+
+def answered(**changes: Any) -> Any:
+    return ends(reward=1.0, verdict=Verdict.CORRECT, answer="5", observation="O", **changes)
+
+
+class ScriptedText:
+    """Answers the n-th request by ``script(conversation, n)``; exceptions are raised, waits awaited."""
+
+    def __init__(self, script: Callable[[Sequence[str], int], Any]) -> None:
+        self._script = script
+        self.asked: list[tuple[tuple[str, ...], TextSampling]] = []
+        self.running = self.most = 0
+
+    async def generate(
+        self, conversation: Sequence[str], sampling: TextSampling, *, waits: Callable[[bool], None]
+    ) -> TextCompletion:
+        self.asked.append((tuple(conversation), sampling))
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            waits(True)
+            answer = self._script(conversation, len(self.asked) - 1)
+            if asyncio.iscoroutine(answer):
+                answer = await answer
+            await asyncio.sleep(0)
+            waits(False)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+        finally:
+            self.running -= 1
+
+
+def text(words: str, tokens: int = 4, reason: str = "stop") -> TextCompletion:
+    return TextCompletion(text=words, tokens=tokens, prompt_tokens=3, finish_reason=reason)  # type: ignore[arg-type]
+
+
+def text_player(engine: ScriptedText, environment: ScriptedEnvironment, **changes: Any) -> TextPlayer:
+    settings = SETTINGS.model_copy(update=changes)
+    return TextPlayer(
+        environment=environment,
+        engine=engine,  # type: ignore[arg-type]
+        settings=settings,
+        top_p=0.9,
+        seed=3,
+        concurrency=3,
+    )
+
+
+async def played(player: TextPlayer | TokenPlayer, *samples: Sample) -> list[Transcript]:
+    return [transcript async for transcript in player.play(samples)]
+
+
+async def test_a_conversation_with_an_endpoint() -> None:
+    call = ToolCall(outcome="ok", seconds=0.1)
+    environment = ScriptedEnvironment(
+        lambda problem, n: ScriptedEpisode([goes_on("EEEEE"), answered(tool_calls=(call,))])
+    )
+    engine = ScriptedText(lambda conversation, n: text(f"turn {n}"))
+    (one,) = await played(text_player(engine, environment), sample(2))
+    assert [(turn.origin, turn.text, turn.tokens) for turn in one.turns] == [
+        ("model", "turn 0", 4),
+        ("observation", "EEEEE", 2),
+        ("model", "turn 1", 4),
+        ("observation", "O", 1),
+    ]
+    assert (one.ended, one.verdict, one.answer, one.reward) == (Ended.ANSWERED, Verdict.CORRECT, "5", 1.0)
+    assert (one.benchmark, one.problem, one.sample, one.prompt_tokens, one.tool_calls) == ("toy", "p", 2, 3, (call,))
+    assert [asked for asked, _ in engine.asked] == [("P",), ("P", "turn 0", "EEEEE")]
+    assert [asked.max_tokens for _, asked in engine.asked] == [20, 20]
+    assert {(asked.temperature, asked.top_p) for _, asked in engine.asked} == {(1.0, 0.9)}
+    assert environment.episodes[0].closed == 1
+
+
+async def test_seeds_differ_by_sample_turn_and_attempt_and_stay_the_same() -> None:
+    async def seeds(*samples: Sample) -> list[int]:
+        environment = ScriptedEnvironment(lambda problem, n: ScriptedEpisode([goes_on(), answered()]))
+        engine = ScriptedText(lambda conversation, n: text("x"))
+        await played(text_player(engine, environment), *samples)
+        return [asked.seed for _, asked in engine.asked]
+
+    first = await seeds(sample(0)) + await seeds(sample(1)) + await seeds(sample(0, attempt=1))
+    assert len(set(first)) == 6
+    assert all(0 <= seed < 2**31 for seed in first)
+    assert await seeds(sample(0)) == first[:2]
+
+
+@pytest.mark.parametrize(
+    ("answers", "steps", "expected"),
+    [
+        ([text("x", 20, "length"), text("x", 20, "length")], [goes_on(""), goes_on("")], Ended.TOKEN_LIMIT),
+        ([text("x", 20, "length")], [ends(Ended.VOID_TURN)], Ended.VOID_TURN),  # the turn's limit, not the whole one
+        ([text("x", 20, "eos"), text("x", 20, "length")], [goes_on(""), ends(Ended.VOID_TURN)], Ended.TOKEN_LIMIT),
+        ([text("x"), ContextFullError("full")], [goes_on()], Ended.TOKEN_LIMIT),
+        ([ContextFullError("full")], [], Ended.INFRASTRUCTURE_FAILURE),
+        ([text("x"), EngineError("down")], [goes_on()], Ended.INFRASTRUCTURE_FAILURE),
+    ],
+)
+async def test_how_text_conversations_end(answers: list[Any], steps: list[Any], expected: Ended) -> None:
+    environment = ScriptedEnvironment(lambda problem, n: ScriptedEpisode(steps))
+    (one,) = await played(text_player(ScriptedText(lambda conversation, n: answers[n]), environment), sample())
+    assert one.ended is expected
+    assert one.no_data is (expected is Ended.INFRASTRUCTURE_FAILURE)
+    assert (one.failure == "down") is (EngineError in map(type, answers))
+
+
+async def test_time_that_runs_out_while_the_endpoint_is_waited_for_is_no_data() -> None:
+    async def ended(script: Callable[[Sequence[str], int], Any], *steps: Any) -> Ended:
+        environment = ScriptedEnvironment(lambda problem, n: ScriptedEpisode(steps))
+        (one,) = await played(text_player(ScriptedText(script), environment, trajectory_deadline=0.05), sample())
+        return one.ended
+
+    assert await ended(lambda conversation, n: asyncio.sleep(60)) is Ended.INFRASTRUCTURE_FAILURE
+    assert await ended(lambda conversation, n: text("x"), asyncio.sleep(60)) is Ended.DEADLINE
+
+
+async def test_text_players_keep_their_concurrency_and_lose_nothing() -> None:
+    environment = ScriptedEnvironment(lambda problem, n: ScriptedEpisode([answered()]))
+    engine = ScriptedText(lambda conversation, n: text("x"))
+    done = await played(text_player(engine, environment), *(sample(number) for number in range(10)))
+    assert sorted(one.sample for one in done) == list(range(10))
+    assert engine.most == 3
+
+
+async def test_a_bug_in_an_episode_is_raised() -> None:
+    environment = ScriptedEnvironment(lambda problem, n: ScriptedEpisode([ZeroDivisionError("bug")]))
+    with pytest.raises(ZeroDivisionError):
+        await played(text_player(ScriptedText(lambda conversation, n: text("x")), environment), sample(0), sample(1))
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+def token_player(
+    script: Callable[[str, int], Any], steps: Callable[[], list[Any]]
+) -> tuple[TokenPlayer, ScriptedEngine]:
+    engine = ScriptedEngine(script)
+    player = TokenPlayer(
+        environment=ScriptedEnvironment(lambda problem, n: ScriptedEpisode(steps())),
+        engine=engine,  # type: ignore[arg-type]
+        codec=byte_codec(),
+        settings=SETTINGS.model_copy(update={"retries": 5}),
+        top_p=0.9,
+        seed=3,
+    )
+    return player, engine
+
+
+async def test_tokens_give_the_same_transcript() -> None:
+    codec = byte_codec()
+    player, engine = token_player(lambda name, n: completion(codec, "aEND"), lambda: [goes_on("EE"), answered()])
+    (one,) = await played(player, sample(7, attempt=2))
+    assert [(turn.origin, turn.text, turn.tokens) for turn in one.turns] == [
+        ("model", "aEND", 4),
+        ("observation", "EE", 2),
+        ("model", "aEND", 4),
+        ("observation", "O", 1),
+    ]
+    assert (one.sample, one.attempt, one.prompt_tokens, one.correct) == (7, 2, 1, True)
+    assert {request[2].top_p for request in engine.requests} == {0.9}
+
+
+async def test_a_failure_comes_back_at_once_with_its_reason() -> None:
+    player, engine = token_player(lambda name, n: EngineError("out of memory"), list)
+    (one,) = await played(player, sample())
+    assert (one.ended, one.failure, len(engine.requests)) == (Ended.INFRASTRUCTURE_FAILURE, "out of memory", 1)
+
+
+async def test_a_rollouts_randomness_depends_on_nothing_beside_it() -> None:
+    async def seeds(*samples: Sample) -> dict[tuple[int, ...], int]:
+        codec = byte_codec()
+        player, engine = token_player(lambda name, n: completion(codec, "END"), lambda: [answered()])
+        await played(player, *samples)
+        return {request[0]: request[3] for request in engine.requests}  # type: ignore[misc]
+
+    alone = await seeds(sample(1))
+    among = await seeds(sample(0), sample(1), sample(1, problem="q"), sample(1, attempt=1))
+    assert len(set(among.values())) == 4
+    assert alone.items() <= among.items()

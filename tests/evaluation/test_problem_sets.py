@@ -1,0 +1,70 @@
+"""Which problems an evaluation has, and whether they can be graded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from evaluation.runs import settings
+
+from agentrl.errors import SettingsError
+from agentrl.evaluation.data_check import check_data_command
+from agentrl.evaluation.options import EvaluationRequest
+from agentrl.evaluation.problem_sets import held_out_problems, problem_sets
+from agentrl.problems.errors import ProblemFieldError
+
+
+def write(path: Path, *rows: object) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def row(number: int, **changes: object) -> dict[str, object]:
+    return {"id": f"q{number}", "problem": f"What is {number} + {number}?", "answer": 2 * number, **changes}
+
+
+def test_a_file_is_a_benchmark_by_its_name(tmp_path: Path) -> None:
+    (one,) = problem_sets(settings(), [write(tmp_path / "mine.jsonl", row(1), row(2))], None)
+    assert (one.name, [problem.answer for problem in one.problems]) == ("mine", ["2", "4"])
+    same, other = (
+        problem_sets(settings(), [write(tmp_path / "mine.jsonl", row(1), last)], None)[0]
+        for last in (row(2), row(2, answer=5))
+    )
+    assert one.sha256 == same.sha256 != other.sha256
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"mine\.jsonl.*the id 'q1' stands there 2 times"):
+        problem_sets(settings(), [write(tmp_path / "mine.jsonl", row(1), row(2, id="q1"))], None)
+    with pytest.raises(ProblemFieldError, match=r"no field for the problem .*fields there: answer, query"):
+        problem_sets(settings(), [write(tmp_path / "mine.jsonl", {"query": "1 + 1?", "answer": 2})], None)
+    with pytest.raises(SettingsError, match=r"gone\.jsonl: no such file"):
+        problem_sets(settings(), [str(tmp_path / "gone.jsonl")], None)
+
+
+def test_each_held_out_source_is_scored_by_itself(tmp_path: Path) -> None:
+    file = write(tmp_path / "mine.jsonl", row(1), row(2))
+    chosen = settings(f"data.eval=[{{path: '{file}'}}, {{path: '{file}'}}, {{path: 'builtin:arithmetic', limit: 3}}]")
+    sets = problem_sets(chosen, [], None)
+    assert [(one.name, len(one.problems)) for one in sets[1:]] == [(f"{sets[0].name} #2", 2), (sets[2].name, 3)]
+    assert len(held_out_problems(chosen)) == 7
+
+
+def test_ids_are_unique_in_what_is_held_out(tmp_path: Path) -> None:
+    file = write(tmp_path / "mine.jsonl", row(1), row(2, id="q1"))
+    with pytest.raises(SettingsError, match="two different problems have the id 'q1'"):
+        problem_sets(settings(f"data.eval=[{{path: '{file}'}}]"), [], None)
+
+
+def test_golds_that_cannot_be_graded_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = write(tmp_path / "good.jsonl", row(1), row(2, answer="\\frac{1}{2}"))
+    chosen = settings("grader.deadline=60")
+    check_data_command(chosen, EvaluationRequest(benchmarks=(good,)))
+    assert "good.jsonl: 2 problems, no data errors" in capsys.readouterr().out
+    bad = write(tmp_path / "bad.jsonl", row(1), row(2, answer="(" * 200 + "1" + ")" * 200))
+    with pytest.raises(SettingsError, match=r"data errors: .*bad\.jsonl 1 \(listed above\)"):
+        check_data_command(chosen, EvaluationRequest(benchmarks=(good, bad)))
+    assert "bad.jsonl:2: the answer '(((" in capsys.readouterr().out
+    with pytest.raises(SettingsError, match="--check-data needs --benchmarks"):
+        check_data_command(chosen, EvaluationRequest())

@@ -1,0 +1,98 @@
+"""The report: one file that needs nothing from outside, and in which a model's text is never markup."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gzip
+import hashlib
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evaluation.runs import HOSTILE, WrittenEngine, failed, play, problem_set, results, transcript
+
+from agentrl.evaluation.transcript import Sample, Turn
+
+
+class Page(HTMLParser):
+    """The elements and scripts of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: dict[str, str] = {}
+        self._id: str | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+        self._id = dict(attributes).get("id") or "script" if tag == "script" else None
+
+    def handle_endtag(self, tag: str) -> None:
+        self._id = None
+
+    def handle_data(self, data: str) -> None:
+        if self._id is not None:
+            self.scripts[self._id] = self.scripts.get(self._id, "") + data
+
+    def conversations(self, place: int) -> dict[str, Any]:
+        return json.loads(gzip.decompress(base64.b64decode(self.scripts[f"c{place}"])))
+
+
+def hostile(sample: Sample) -> Any:
+    if sample.number == 3:
+        return failed(sample)
+    turns = (Turn(origin="model", text=HOSTILE, tokens=3), Turn(origin="observation", text=HOSTILE, tokens=3))
+    return transcript(sample, correct=sample.number == 1, turns=turns, answer=HOSTILE)
+
+
+@pytest.fixture
+async def page(tmp_path: Path) -> str:
+    sets = [problem_set(2, name=HOSTILE, statement=HOSTILE, answer=HOSTILE)]
+    overrides = ("rollout.retries=0", "telemetry.plots=true")
+    await play(WrittenEngine(hostile), tmp_path, sets, *overrides)
+    await asyncio.to_thread(results, tmp_path, sets, *overrides, conversations=2)
+    return (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+async def test_hostile_text_is_data(page: str) -> None:
+    parsed = Page(page)
+    assert not any(name.startswith("on") for _, attributes in parsed.tags for name in attributes)
+    assert {tag for tag, _ in parsed.tags} <= {
+        *("html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "div", "details", "summary", "pre"),
+        *("table", "caption", "tr", "th", "td", "img", "script"),
+    }
+    found = parsed.conversations(0)
+    assert found["answer"] == HOSTILE
+    assert found["prompt"] == f"Solve: {HOSTILE}"
+    assert found["rollouts"][0]["turns"] == [["model", HOSTILE], ["observation", HOSTILE]]
+    index = json.loads(parsed.scripts["index"])
+    assert index["problems"][0]["kinds"] == ["incorrect", "correct", "incorrect", "no_data"]
+    assert index["problems"][0]["open"] == [0, 1]  # a wrong one and a right one
+    assert index["counts"] == {"incorrect": 4, "correct": 2, "no_data": 2}
+
+
+async def test_nothing_comes_from_outside_and_only_its_own_script_runs(page: str) -> None:
+    parsed = Page(page)
+    for _, attributes in parsed.tags:
+        source = attributes.get("src") or attributes.get("href") or ""
+        assert source == "" or source.startswith("data:image/png;base64,")
+    assert sum(tag == "img" for tag, _ in parsed.tags) == 4
+    (policy,) = (attributes["content"] for tag, attributes in parsed.tags if attributes.get("http-equiv"))
+    digest = base64.b64encode(hashlib.sha256(parsed.scripts["script"].encode()).digest()).decode()
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
+    assert "innerHTML" not in page
+
+
+async def test_the_last_attempt_is_what_is_shown(tmp_path: Path) -> None:
+    def write(sample: Sample) -> Any:
+        return failed(sample) if sample.attempt == 0 and sample.number == 0 else transcript(sample)
+
+    sets = [problem_set(1)]
+    await play(WrittenEngine(write), tmp_path, sets, "rollout.retries=1")
+    await asyncio.to_thread(results, tmp_path, sets, "rollout.retries=1", conversations=9)
+    parsed = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert [one["kind"] for one in parsed.conversations(0)["rollouts"]] == ["correct"] * 4

@@ -1,0 +1,344 @@
+r"""Answers and gold answers that must, and that must not, be found equal: ``answer | gold`` a line, by kind.
+
+Some of what the second list refuses math-verify 0.9 takes for equal: a false equation's right side, the last number or
+fraction in a text it cannot read, small decimals that agree after rounding to six digits, anagrams, numerals of
+different bases, whatever stands in words behind a number.
+"""
+
+EQUAL: dict[str, str] = {
+    "fractions": r"""
+        \frac\pi2 | \frac{\pi}{2}
+        \frac{3}4 | 0.75
+        \frac4 3 | \frac{4}{3}
+        \dfrac{3}{4} | \frac{3}{4}
+        \tfrac34 | \frac{3}{4}
+        -\frac{3}{4} | \frac{-3}{4}
+        \frac{3}{-4} | -\frac{3}{4}
+        3/4 | \frac{3}{4}
+        0.75 | \frac{3}{4}
+    """,
+    "percent": r"""
+        75\% | 0.75
+        75\% | 75
+        75% | 75\%
+        75 percent | 75\%
+    """,
+    "degrees": r"""
+        90^\circ | 90
+        90 | 90^\circ
+        90^{\circ} | 90^\circ
+        90 degrees | 90
+        90\text{ degrees} | 90^\circ
+        90° | 90
+    """,
+    "units": r"""
+        12 cm | 12
+        12\text{ cm} | 12
+        12\,\mathrm{cm}^2 | 12
+        12 \text{ square units} | 12
+        12 | 12\text{ inches}
+        \$12.50 | 12.5
+        \$ 12.50 | 12.50
+        12 dollars | 12
+        18.90 | \$18.90
+    """,
+    "intervals": r"""
+        (1,2) | \left(1,2\right)
+        (1, 2] | \left( 1,2 \right]
+        [1,2] | \left[1, 2\right]
+        1<x<2 | (1,2)
+        (1,2) | 1<x<2
+        x \in (1,2) | (1,2)
+        x\ge 3 | [3,\infty)
+        [3,\infty) | x \geq 3
+        (-\infty, 2)\cup(3,\infty) | (-\infty,2) \cup (3, \infty)
+        (-\infty, 2) U (3, \infty) | (-\infty,2) \cup (3, \infty)
+        (3,\infty)\cup(-\infty, 2) | (-\infty,2) \cup (3, \infty)
+        (-oo, 2) U (3, oo) | (-\infty,2) \cup (3, \infty)
+    """,
+    "sets": r"""
+        \{1,2,3\} | \{3,2,1\}
+        1,2,3 | \{1,2,3\}
+        1, 2 | 2,1
+        1 \text{ and } 2 | 1,2
+        1 and 2 | 1,2
+        \{1,2\} | 1,2
+        {1, 2} | 1,2
+        [1, 2] | 1,2
+        \pm 3 | 3,-3
+        3, -3 | \pm 3
+        x=\pm 3 | 3,-3
+    """,
+    "matrices": r"""
+        \begin{pmatrix}1&2\\3&4\end{pmatrix} | \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
+        \begin{bmatrix}1&2\\3&4\end{bmatrix} | \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
+        \begin{pmatrix} 1/2 \\ 3 \end{pmatrix} | \begin{pmatrix} \frac12 \\ 3 \end{pmatrix}
+        Matrix([[1, 2], [3, 4]]) | \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
+        [[1, 2], [3, 4]] | \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
+    """,
+    "mixed numbers": r"""
+        2\frac{1}{2} | \frac{5}{2}
+        -2\frac{1}{2} | -2.5
+        -2 1/2 | -\frac{5}{2}
+        2 1/2 | \frac52
+        2.5 | 2\frac{1}{2}
+        \frac52 | 2 \frac12
+    """,
+    "scientific notation": r"""
+        1.5e3 | 1500
+        1.5 \times 10^3 | 1500
+        1.5 \cdot 10^{3} | 1500
+        1500 | 1.5 \times 10^3
+        1e-05 | 10^{-5}
+        1.5e+3 | 1500
+    """,
+    "words": r"""
+        \text{Evelyn} | Evelyn
+        Evelyn | \text{Evelyn}
+        \textbf{Evelyn} | \text{Evelyn}
+        \mathrm{east} | \text{east}
+        East | \text{east}
+        (C) | \text{(C)}
+        C | \text{(C)}
+        \text{C} | C
+        \textbf{(C)} | C
+        \text{even} | even
+        'even' | \text{even}
+    """,
+    "thousands": r"""
+        32,\! 349 | 32349
+        11,\!111,\!100 | 11{,}111{,}100
+        \frac{1}{29,\!322} | \frac{1}{29322}
+        10,000 | 10000
+        10{,}000 | 10000
+        10,\!000 | 10000
+        10 000 | 10000
+        10\,000 | 10,000
+        10000 | 10,\!000
+        1,234.5 | 1234.5
+    """,
+    "more assignments": r"""
+        \approx 8.24 \text{ mph} | 8.24
+        = 5 | 5
+        3x+y=7 | 7 - y = 3x
+    """,
+    "assignments": r"""
+        x=5 | 5
+        x = 5 | 5
+        5 | x=5
+        n = \frac12 | \frac{1}{2}
+        y = 2x+3 | 2x+3
+        2x+3 | y=2x+3
+        y=3+2x | y = 2x + 3
+        y-2x=3 | y = 2x+3
+        f(x)=2x+3 | 2x+3
+        2x+3 | f(x)=2x+3
+    """,
+    "expressions": r"""
+        \sqrt{8} | 2\sqrt{2}
+        \sqrt8 | 2\sqrt2
+        2*sqrt(2) | 2\sqrt{2}
+        \frac{1}{\sqrt2} | \frac{\sqrt{2}}{2}
+        (x+1)(x-1) | x^2-1
+        (x - 1)*(x + 1) | x^2-1
+        x^2+2x+1 | (x+1)^2
+        \frac{\pi}{2} | \pi/2
+        0.5\pi | \frac{\pi}{2}
+        1.5707963 | \frac{\pi}{2}
+        e^{2} | \exp(2)
+        \sin^2 t | (\sin t)^2
+        \log_2 8 | 3
+        3! | 6
+        \binom{5}{2} | 10
+        2^{10} | 1024
+        3+4i | 4i+3
+        3 + 4*I | 3+4i
+        3+4j | 3+4i
+    """,
+    "spelling": r"""
+        1010_2 | 1010_{2}
+        A_{16} | A_{16}
+        011 | 11
+        .5 | 0.5
+        0.5 | .5
+        5. | 5
+        -5 | −5
+        $5$ | 5
+        $\frac12$ | 0.5
+        \(\frac12\) | \frac12
+        \boxed{5} | 5
+        5\text{.} | 5
+        5\\ | 5
+        \ 5 | 5
+        5! | 120
+        \frac{9}{14} | 9/14
+        \frac 59 | \frac{5}{9}
+        \frac{5}{9} | \frac 59
+        1:2 | 1:2
+        \left(3, \frac{\pi}{2}\right) | (3, pi/2)
+        (3, pi/2) | \left( 3, \frac{\pi}{2} \right)
+        p - q | -q+p
+        6 - 5i | -5i+6
+        \text{June 20} | June 20
+        11:45 | 11:45
+        0.3333333 | \frac13
+        \emptyset | \{\}
+        \infty | \infty
+        8\text{ hours} | 8
+        70 \sqrt{2} | \sqrt{9800}
+        \sqrt[3]{27} | 3
+        27^{1/3} | 3
+        |x| | |x|
+        \lfloor 3.5 \rfloor | 3
+        -\infty < x \le 2 | (-\infty,2]
+        True | \text{True}
+        yes | \text{Yes}
+    """,
+}
+
+DIFFERENT: dict[str, str] = {
+    "several answers in one box": r"""
+        5 or 6 | 5
+        5, 6 | 5
+        5 | 5, 6
+        5 6 | 6
+        5 and 6 | 6
+        6; 5 | 5
+        I think 3 or maybe 5 | 5
+        the answer is 5 or 4 | 4
+        4 5 | 45
+        17 0 | 0
+        x=4, x=5 | 5
+        x=5 or x=4 | 4
+        x=4 \text{ or } x=5 | 5
+    """,
+    "false equations": r"""
+        4=5 | 5
+        0=5 | 5
+        3+4=5 | 5
+        0.5 = 6\% | 6\%
+    """,
+    "words that change a number": r"""
+        5 \text{ million} | 5
+        5\text{ thousand} | 5
+        2 \text{ thirds} | 2
+        5 \text{ or more} | 5
+        5 \text{ squared} | 5
+    """,
+    "unreadable": r"""
+        1-x7 \left( \frac{9}{34}, \frac{15}{34} \right) | \left( \frac{9}{34}, \frac{15}{34} \right)
+        (0, 12)7 \text{ or } \frac{25}{84} | \frac{25}{84}
+        (1,2)7; \frac{1}{3} | \frac{1}{3}
+        \left( \frac12, 2 \right) + 2 | \left( \frac12, 2 \right)
+        a 5 b 6 c | 6
+        {5 | 5
+        5} | 5
+        \frac{ 5 | 5
+        answer: 5 not 6 | 6
+    """,
+    "shapes": r"""
+        (1,2] | (1,2)
+        [1,2) | (1,2)
+        (1,2) | (2,1)
+        (2,1) | (1,2)
+        \{1,2\} | \{1,2,3\}
+        1,2,3 | 1,2
+        \begin{pmatrix}1&2\\3&4\end{pmatrix} | \begin{pmatrix}1&3\\2&4\end{pmatrix}
+    """,
+    "near numbers": r"""
+        0.33 | \frac13
+        0.3 | \frac13
+        3.14 | \pi
+        3.1416 | \pi
+        1.41 | \sqrt2
+        0.0000001 | 0
+        0 | 10^{-8}
+        0.00000012 | 0.0000001
+        1000000.4 | 1000000
+        \sqrt{2} | 2
+        2 | \sqrt{4.0001}
+        -5 | 5
+        5\% | 0.5
+        5\% | 500
+    """,
+    "names": r"""
+        x+1 | y+1
+        x | y
+        x=5 | y=5
+        \text{Tuesday} | \text{Monday}
+        Evelyn | \text{Carla}
+        A | B
+        (A) | (B)
+        east | seat
+        \text{east} | \text{seat}
+        \text{odd} | \text{even}
+    """,
+    "other values": r"""
+        12 cm | 12.5
+        12:30 | 11:30
+        1/2 | 2/1
+        2/3 | 3/2
+        1:2 | 2:1
+        90 | \frac{\pi}{2}
+        180^\circ | \pi
+        10_2 | 10_3
+        3120_431 | 3120_4
+        16 | 1_6
+        1e3 | 100
+        1.5e3 | 15
+        2^3 | 23
+        2 3 | 6
+    """,
+    "hostile": r"""
+        10**10**10 | 5
+        nan | 5
+        inf | 5
+        oo | 5
+        None | 5
+        __import__('os').system('touch PWNED') | 5
+        exec("x=1") | 5
+        5#6 | 5
+        5 # 6 | 6
+        6 % 5 | 5
+    """,
+    "hedges": r"""
+        ? | 5
+        ... | 5
+        \frac12 \frac13 | \frac13
+        \frac12, \frac13 | \frac13
+        \frac12 or \frac13 | \frac13
+        \text{5 or 6} | 6
+        \text{maybe } 5 | 5
+        1 to 100 | 100
+        1-100 | 100
+        1\text{ to }100 | 100
+    """,
+    "relations": r"""
+        0\le x\le 1000 | 1000
+        x>0 | 0
+        x > 5 | 5
+        x \ne 5 | 5
+        x \geq 5 | 5
+        x<3 | x \le 3
+        x<3 | x>3
+        5,000 | 5
+        5.000 | 5000
+        5, 000 | 0
+        1, 234 | 1
+        \mathbb{R} | \emptyset
+        \pm 3 | 3
+        3 | \pm 3
+        3! | 3
+        |3 | 3
+    """,
+}
+
+
+def pairs(table: dict[str, str]) -> list[tuple[str, str, str]]:
+    """``(kind, answer, gold)`` of every line."""
+    rows = []
+    for kind, lines in table.items():
+        for line in lines.strip().splitlines():
+            answer, _, gold = line.strip().rpartition(" | ")
+            rows.append((kind, answer.strip(), gold.strip()))
+    return rows
