@@ -186,7 +186,9 @@ def variance(
     from agentrl.evaluation.options import quoted
 
     extra = [] if model is None else [quoted("model.path", model), "coldstart.demonstrations=null"]
-    settings = _load("eval", None, config or (run_config_of(model) if model else None), [*(overrides or []), *extra])
+    settings = _load(
+        "variance", None, config or (run_config_of(model) if model else None), [*(overrides or []), *extra]
+    )
     from agentrl.lab.run import prepare, variance_command
     from agentrl.telemetry.console import Console
     from agentrl.training.policy import quieten_libraries, set_threads, starting_policy

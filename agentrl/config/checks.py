@@ -22,7 +22,7 @@ not read here: settings are checked without torch)."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-Command = Literal["train", "coldstart", "eval", "check-data", "regrade"]
+Command = Literal["train", "coldstart", "eval", "variance", "check-data", "regrade"]
 
 
 def check_settings(settings: Settings, command: Command = "train") -> None:

@@ -7,7 +7,7 @@ Two 95 % intervals answer two questions. *This benchmark*: these P problems stay
 like these*: other problems are drawn from where these came. Both are Wilson's score interval with an effective number
 of samples ``mean (1 - mean) / variance``, so they neither leave [0, 1] nor shrink to nothing at 0 and 1.
 
-``benchmarks/coverage.py`` measures how often they hold the truth; ``docs/results.md`` has its table. With n = 1 the
+``benchmarks/coverage.py`` measures how often they hold the truth; ``docs/grading.md`` has its table. With n = 1 the
 variance within a problem cannot be estimated and is bounded: *this benchmark* then covers more than 95 %, up to always.
 """
 

@@ -16,22 +16,18 @@ Imports SymPy: for the grading process alone.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import sympy
-from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, normalize_latex
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from math_verify.parser import parse_latex_cached
+from math_verify import ExprExtractionConfig, parse, verify
 from sympy.core.expr import UnevaluatedExpr
 
+from agentrl_envs.grading.latex import read_latex
 from agentrl_envs.grading.notation import python_notation
 from agentrl_envs.grading.spelling import respelled, words_in
 from agentrl_envs.types import Verdict
 
-_NORMAL = LatexExtractionConfig().normalization_config
-_WITHOUT_UNITS = replace(_NORMAL, units=False)
 _NUMBER = (ExprExtractionConfig(),)
 _ONLY_A_NUMBER = re.compile(
     r"[+-]?[$€£¥]? ?(?:\d+|\d{1,3}(?:[, ]\d{3})+)?(?:\.\d+)? ?(?:[$€£¥%]|percent|pct)?", re.ASCII
@@ -103,23 +99,14 @@ def _forms(text: str) -> list[Any]:
     text = respelled(text)
     if not _braces_balance(text) or _SIDE_BY_SIDE.search(text):
         return [text]
-    forms = _latex(text, _NORMAL) or _latex(text, _WITHOUT_UNITS)  # the last letter may be no unit: sin t
+    in_latex = read_latex(text)
+    forms: list[Any] = [] if in_latex is None else [in_latex]
     in_python = python_notation(text)
     if in_python is not None:
         forms = [in_python, *_as_matrix(in_python), *forms]
     if not forms and _ONLY_A_NUMBER.fullmatch(text):
         forms = [*parse(text, extraction_config=_NUMBER, parsing_timeout=None), *forms]
     return [*forms, *(form.xreplace({_I: sympy.I}) for form in forms if _has_i(form)), text]
-
-
-def _latex(text: str, config: NormalizationConfig) -> list[Any]:
-    """math-verify's reading of the whole text as LaTeX, without its search for something readable within it."""
-    try:
-        return [parse_latex_cached(normalize_latex(text, config=config))]
-    except (MemoryError, RecursionError):
-        raise
-    except Exception:  # noqa: BLE001  (the parser's own errors have no common class)
-        return []
 
 
 def _has_i(form: Any) -> bool:

@@ -25,7 +25,7 @@ _RATIO = re.compile(
     re.ASCII,
 )
 _BRACKETS = re.compile(r"[()\[\]{}]")
-_AROUND_SIGNS = re.compile(r"(?<=[^A-Za-z0-9]) | (?=[^A-Za-z0-9])")
+_AROUND_SIGNS = re.compile(r"(?<=[^A-Za-z0-9.]) | (?=[^A-Za-z0-9.])")
 _ROUNDED = Fraction(1, 2 * 10**6)  # decimals count as equal when they agree in six digits behind the point
 _LEADING_DIGITS = Fraction(1, 100)  # ... and, where they are small, in their leading digits
 
