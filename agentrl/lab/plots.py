@@ -143,7 +143,7 @@ def _proxies(samples: Sequence[ProblemSample]) -> Figure:
         said = f"Pearson {found['pearson']:.2f}, Spearman {found['spearman']:.2f}, within problems "
         said += f"{found['pearson_within_problems']:.2f}"
         axes.set_yscale("log")
-        axes.set_xlabel(f"sum over the trajectory\n{said}")
+        axes.set_xlabel(f"sum over the trajectory\n{said}", fontsize=8)
         _dress(axes, titles[name], r"exact $\|\nabla \log \pi(\tau)\|^2$")
     return figure
 
