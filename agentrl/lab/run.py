@@ -99,16 +99,16 @@ def variance_command(
     rules = FilterRules(void_turns="remove", accuracy_range=None, drop_zero_variance=False)
     groups, why = usable(filter_groups(played, rules).groups, smallest=lab.samples)
     groups = groups[: lab.problems]
-    left_out = ", ".join(f"{count} with {name}" for name, count in why.items())
+    reasons = [f"{count} with {name}" for name, count in why.items()]
+    left_out = f"; left out: {', '.join(reasons)}" if reasons else ""
     if len(groups) < 2:
         raise WorldError(
-            f"only {len(groups)} of {len(played)} problems can be measured ({left_out}); two are the least: take "
+            f"only {len(groups)} of {len(played)} problems can be measured{left_out}; two are the least: take "
             "another model, other problems or more samples"
         )
     groups = [group.without(group.trajectories[lab.samples :]) for group in groups]
     console.note(
-        f"sampled: {len(played)} problems x {lab.samples} trajectories; measured on {len(groups)} of them"
-        + (f"; left out: {left_out}" if left_out else "")
+        f"sampled: {len(played)} problems x {lab.samples} trajectories; measured on {len(groups)} of them{left_out}"
     )
     policy = PolicyModel(causal_lm, backend=settings.training.head_backend)
     temperature = settings.rollout.temperature
