@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from agentrl.algorithms import AlgorithmError, check_aggregation, default_aggregation
+from agentrl.algorithms import AlgorithmError, UnknownNameError, check_aggregation, default_aggregation
 from agentrl.errors import SettingsError
 from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings, RewardSettings
 
@@ -36,10 +36,17 @@ class ObjectiveSettings:
 
     @property
     def aggregation(self) -> str:
-        """The one that is set, or that of the loss and the estimator. Raises SettingsError if the loss forbids it."""
+        """The one that is set, or that of the loss and the estimator.
+
+        Raises SettingsError if there is no such loss, or it forbids the aggregation.
+        """
         algorithm = self.algorithm
+        try:
+            default = default_aggregation(algorithm.loss, algorithm.estimator)
+        except UnknownNameError as error:
+            raise SettingsError(f"algorithm.loss={algorithm.loss}: {error}") from error
         if algorithm.aggregation is None:
-            return default_aggregation(algorithm.loss, algorithm.estimator)
+            return default
         try:
             check_aggregation(algorithm.loss, algorithm.aggregation)
         except AlgorithmError as error:
