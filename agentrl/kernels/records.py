@@ -16,13 +16,14 @@ class TokenStatistics:
     """Per-token statistics of the tempered distribution softmax(z / temperature).
 
     Each field has shape [N]: float32, or float64 where the hidden states are float64. Gradients flow through
-    ``log_probs`` and ``entropy`` only.
+    ``log_probs``, ``entropy`` and ``full_kl`` only.
 
     ``log_probs``             ln p(y), y the target
     ``entropy``               -sum_v p(v) ln p(v), in nats
     ``sum_pi_squared``        sum_v p(v)^2
     ``energy``                ||e_y - p||^2 = 1 - 2 p(y) + sum_v p(v)^2, never negative
     ``hidden_norm_squared``   ||h||^2
+    ``full_kl``               KL(p || p_ref) over the vocabulary, where a reference was given (:func:`.full_kl`)
 
     Two logits ln 3 and 0, so p = (3/4, 1/4), target 0:
 
@@ -38,6 +39,7 @@ class TokenStatistics:
     sum_pi_squared: Tensor
     energy: Tensor
     hidden_norm_squared: Tensor
+    full_kl: Tensor | None = None
 
 
 def check_inputs(

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import overload
 
 import torch
 from torch import Tensor, nn
 
-from agentrl.kernels import Backend, TokenStatistics, token_statistics
+from agentrl.kernels import Backend, TokenStatistics, full_kl, token_statistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceHead:
+    """What the exact divergence from a reference policy is computed from; detached."""
+
+    hidden: Tensor  # [N, E] its states at the same tokens
+    weight: Tensor  # [V, E]
+    bias: Tensor | None  # [V]
 
 
 class FusedHead(nn.Linear):
@@ -33,13 +43,34 @@ class FusedHead(nn.Linear):
     @overload  # type: ignore[override]
     def forward(self, hidden: Tensor, targets: None = None, temperature: float = 1.0) -> Tensor: ...
     @overload
-    def forward(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> TokenStatistics: ...
     def forward(
-        self, hidden: Tensor, targets: Tensor | None = None, temperature: float = 1.0
+        self, hidden: Tensor, targets: Tensor, temperature: float = 1.0, reference: ReferenceHead | None = None
+    ) -> TokenStatistics: ...
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        temperature: float = 1.0,
+        reference: ReferenceHead | None = None,
     ) -> Tensor | TokenStatistics:
-        """Statistics of ``targets`` [N] given ``hidden`` [N, D]; without targets the logits of ``hidden`` [..., D]."""
+        """Statistics of ``targets`` [N] given ``hidden`` [N, D]; without targets the logits of ``hidden`` [..., D].
+
+        With a ``reference`` they hold the divergence from it.
+        """
         if targets is None:
             return torch.nn.functional.linear(hidden, self.weight, self.bias)
-        return token_statistics(
+        statistics = token_statistics(
             hidden, self.weight, targets, bias=self.bias, temperature=temperature, backend=self.backend
         )
+        if reference is None:
+            return statistics
+        divergence = full_kl(
+            hidden,
+            self.weight,
+            reference.hidden,
+            reference.weight,
+            temperature=temperature,
+            bias=self.bias,
+            reference_bias=reference.bias,
+        )
+        return replace(statistics, full_kl=divergence)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from agentrl.errors import SettingsError
 from agentrl.kernels import Backend, TokenStatistics, trajectory_energies, triton_obstacle
-from agentrl.models.head import FusedHead
+from agentrl.models.head import FusedHead, ReferenceHead
 from agentrl.models.loading import attends_to_everything
 from agentrl.models.shared_prompts import response_hidden
 
@@ -55,11 +55,13 @@ class PolicyModel(nn.Module):
         response_mask: Tensor,
         temperature: float = 1.0,
         keep_hidden: bool = False,
+        reference: ReferenceHead | None = None,
     ) -> tuple[TokenStatistics, Tensor | None]:
         """Statistics of the tokens where ``response_mask`` is True, in row-major order: each [N].
 
         ``input_ids`` [B, S] left aligned, ``prompt_lengths`` [B], ``response_ids`` and ``response_mask`` [B, T].
-        The second value is the hidden states [N, D] of those tokens, detached, if ``keep_hidden``.
+        The second value is the hidden states [N, D] of those tokens, detached, if ``keep_hidden``. With a
+        ``reference``, of the same tokens, the statistics hold the divergence from it.
         """
         rows, columns = response_mask.nonzero(as_tuple=True)
         # The statistics of the token at position t come from the hidden state at t - 1.
@@ -68,7 +70,7 @@ class PolicyModel(nn.Module):
         else:
             hidden = self.causal_lm.model(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, S, D]
             selected = hidden[rows, prompt_lengths[rows] + columns - 1]  # [N, D]
-        statistics = self.head(selected, response_ids[rows, columns], temperature)
+        statistics = self.head(selected, response_ids[rows, columns], temperature, reference)
         return statistics, selected.detach() if keep_hidden else None
 
     def trajectory_energies(

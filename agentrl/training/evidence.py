@@ -63,6 +63,7 @@ class Evidence(Rows):
     energy: Tensor  # [B, T]
     hidden_norm_squared: Tensor  # [B, T]
     reference_log_probs: Tensor | None = None  # [B, T]
+    full_kl: Tensor | None = None  # [B, T] the exact divergence from the reference
     values: Tensor | None = None  # [B, T] the critic's, before each token
     final_values: Tensor | None = None  # [B] the critic's, after the last token
     greedy_returns: Tensor | None = None  # [B]

@@ -83,9 +83,13 @@ class PolicyObjective:
         beta: float,
         fresh: bool,
         selected: Tensor | None = None,
+        full_kl: Tensor | None = None,
     ) -> Loss:
-        """``log_probs`` and ``entropy`` [B, T] carry the graph. ``fresh``: they are those that the targets are made of,
-        so every ratio is 1. ``selected``: this micro-batch's rows of :meth:`selection`."""
+        """``log_probs``, ``entropy`` and ``full_kl`` [B, T] carry the graph.
+
+        ``fresh``: they are those that the targets are made of, so every ratio is 1. ``selected``: this micro-batch's
+        rows of :meth:`selection`.
+        """
         mask = targets.loss_mask
         made = policy_loss(
             self._algorithm.loss,
@@ -105,7 +109,8 @@ class PolicyObjective:
             value = value - self._algorithm.entropy_coefficient * bonus
         if self._kl_estimator is not None and targets.reference_log_probs is not None:
             ratio = None if fresh else _ratio(log_probs, targets)
-            penalty = kl_penalty(log_probs, targets.reference_log_probs, self._kl_estimator, mask=mask, ratio=ratio)
+            reference = targets.reference_log_probs
+            penalty = kl_penalty(log_probs, reference, self._kl_estimator, mask=mask, full=full_kl, ratio=ratio)
             value = value + beta * self._aggregated(penalty, mask, normalizers)
         return Loss(value=value, metrics=metrics)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from agentrl.algorithms import AdaptiveKL, FixedKL, KLController
+from agentrl.models.head import ReferenceHead
 from agentrl.models.loading import read_model
 from agentrl.models.policy import PolicyModel, scatter_tokens
 from agentrl.training.deepspeed_engine import frozen
@@ -26,25 +28,55 @@ def kl_controller(settings: KLSettings) -> KLController:
     return AdaptiveKL(settings.coefficient, target=settings.target, horizon=settings.horizon)
 
 
-class Reference:
-    """Log-probabilities of a policy that is never updated."""
+@dataclass(frozen=True, kw_only=True)
+class ReferenceReading:
+    """What the reference policy says of a batch."""
 
-    def __init__(self, forward: Callable[..., Any], *, temperature: float) -> None:
-        """``forward`` is that of a frozen :class:`PolicyModel`."""
-        self._forward = forward
+    log_probs: Tensor  # [B, T] of the sampled tokens, 0 off model tokens
+    head: ReferenceHead | None  # for the divergence over the vocabulary, of the model tokens in row-major order
+
+
+class Reference:
+    """A policy that is never updated."""
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        freeze: Callable[[PolicyModel], Callable[..., Any]],
+        *,
+        temperature: float,
+        over_vocabulary: bool = False,
+    ) -> None:
+        """``freeze`` gives the policy's forward on this rank's device, perhaps with its parameters sharded.
+
+        ``over_vocabulary`` asks for what the divergence over the whole vocabulary needs: every rank then keeps a whole
+        copy of the head, [V, D] beside what is sharded.
+        """
+        head = policy.head
+        self._weight = head.weight.detach().clone() if over_vocabulary else None
+        self._bias = head.bias.detach().clone() if over_vocabulary and head.bias is not None else None
+        self._forward = freeze(policy)
         self._temperature = temperature
+        self.over_vocabulary = over_vocabulary
 
     @torch.no_grad()
-    def log_probs(self, batch: Batch) -> Tensor:
-        """[B, T] of the sampled tokens, 0 off model tokens. Collective under ZeRO-3."""
-        statistics, _ = self._forward(
+    def read(self, batch: Batch) -> ReferenceReading:
+        """One forward. Collective under ZeRO-3."""
+        statistics, hidden = self._forward(
             batch.input_ids,
             batch.prompt_lengths,
             batch.response_ids,
             batch.response_mask,
             temperature=self._temperature,
+            keep_hidden=self.over_vocabulary,
         )
-        return scatter_tokens(statistics.log_probs, batch.response_mask)
+        log_probs = scatter_tokens(statistics.log_probs, batch.response_mask)
+        if self._weight is None or hidden is None:
+            return ReferenceReading(log_probs=log_probs, head=None)
+        self._weight = self._weight.to(hidden.device, hidden.dtype)
+        self._bias = None if self._bias is None else self._bias.to(hidden.device, hidden.dtype)
+        head = ReferenceHead(hidden=hidden, weight=self._weight, bias=self._bias)
+        return ReferenceReading(log_probs=log_probs, head=head)
 
 
 def reference_path(settings: Settings, start: str) -> str | None:
@@ -61,5 +93,10 @@ def read_reference(settings: Settings, path: str) -> Reference:
         backend=settings.training.head_backend,
         share_prompts=settings.training.share_prompts,
     )
-    forward = frozen(policy, zero_stage=settings.training.zero_stage, bfloat16=settings.model.dtype == "bfloat16")
-    return Reference(forward, temperature=settings.rollout.temperature)
+    zero_stage, bfloat16 = settings.training.zero_stage, settings.model.dtype == "bfloat16"
+    return Reference(
+        policy,
+        lambda module: frozen(module, zero_stage=zero_stage, bfloat16=bfloat16),
+        temperature=settings.rollout.temperature,
+        over_vocabulary=settings.kl.over_vocabulary,
+    )

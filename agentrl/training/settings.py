@@ -116,10 +116,11 @@ class KLSettings(_Settings):
     placement: Literal["loss", "reward"] = Field(
         "loss", description="in the loss, or in each token's reward before advantages"
     )
-    estimator: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"] | None = Field(
+    estimator: Literal["k1", "abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+", "full+"] | None = Field(
         None,
-        description="of KL(policy || reference) at a token; X+ has the value of X and the gradient of k2, and is for "
-        "the loss only; none: k1+ in the loss, k1 in the reward",
+        description="of KL(policy || reference) at a token; full: exact over the vocabulary, at the cost of three more "
+        "products with it; X+ has the value of X and the gradient of k2, and is for the loss only; none: k1+ in the "
+        "loss, k1 in the reward",
     )
     controller: Literal["fixed", "adaptive"] = Field(
         "fixed", description="adaptive: the coefficient grows while the mean penalty is above target, else it falls"
@@ -139,12 +140,17 @@ class KLSettings(_Settings):
         """The estimator that is set, or that of the placement."""
         return self.estimator or ("k1+" if self.placement == "loss" else "k1")
 
+    @property
+    def over_vocabulary(self) -> bool:
+        """Whether the estimator needs more of the reference than its log-probabilities."""
+        return self.coefficient > 0 and self.resolved_estimator.startswith("full")
+
     @model_validator(mode="after")
     def _consistent(self) -> KLSettings:
         if self.placement == "reward" and self.resolved_estimator.endswith("+"):
             raise ValueError(
                 f"estimator={self.estimator} differs from {self.resolved_estimator[:-1]} in its gradient "
-                "alone, and placement=reward has none; valid: k1 (the only exact one there), abs, k2, k3"
+                "alone, and placement=reward has none; valid: k1 (the only exact one there), abs, k2, k3, full"
             )
         if self.controller == "adaptive" and self.coefficient == 0:
             raise ValueError("controller=adaptive multiplies coefficient, which is 0: give a first coefficient above 0")

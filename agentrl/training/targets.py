@@ -122,12 +122,14 @@ class TargetMaker:
         if reference is None:
             return rewards
         settings = self._settings.kl
-        penalty = kl_penalty(evidence.log_probs, reference, settings.resolved_estimator, mask=mask)
+        exact = evidence.full_kl
+        penalty = kl_penalty(evidence.log_probs, reference, settings.resolved_estimator, mask=mask, full=exact)
         meter.mean("kl/mean", penalty.double().sum() / mask.sum(), tokens)
         if settings.placement == "loss":
             return rewards
         estimator = settings.resolved_estimator
-        return reward_kl(rewards, evidence.log_probs, reference, mask, beta=beta, estimator=estimator).rewards
+        made = reward_kl(rewards, evidence.log_probs, reference, mask, beta=beta, estimator=estimator, full=exact)
+        return made.rewards
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from agentrl.training.fidelity import check_fidelity
 from agentrl.training.meter import Meter
 from agentrl.training.objective import Normalizers, PolicyObjective
 from agentrl.training.objective_settings import ObjectiveSettings
-from agentrl.training.reference import Reference, kl_controller
+from agentrl.training.reference import Reference, ReferenceReading, kl_controller
 from agentrl.training.targets import TargetMaker, Targets
 from agentrl.trajectory import Batch
 
@@ -37,6 +37,7 @@ class _Scored:
     flat: TokenStatistics
     hidden: Tensor | None
     statistics: dict[str, Tensor]  # detached
+    reference: ReferenceReading | None  # only where the forward needed it
 
     def grid(self, name: str) -> Tensor:
         """A statistic [B, T] connected to the graph."""
@@ -176,6 +177,9 @@ class Trainer:
     def _score(self, micro: MicroBatch, step: _Step, *, keep_hidden: bool = False) -> _Scored:
         batch = Batch.from_trajectories(micro.trajectories, pad_id=self._pad_id, no_loss=step.plan.no_loss)
         batch = batch.to(self._engine.device)
+        reading = None
+        if self._reference is not None and self._reference.over_vocabulary:
+            reading = self._reference.read(batch)
         flat, hidden = self._engine(
             batch.input_ids,
             batch.prompt_lengths,
@@ -183,14 +187,19 @@ class Trainer:
             batch.response_mask,
             temperature=self._temperature,
             keep_hidden=keep_hidden,
+            reference=None if reading is None else reading.head,
         )
-        detached = {name: scatter_tokens(getattr(flat, name).detach(), batch.response_mask) for name in _DETACHED}
-        return _Scored(batch=batch, flat=flat, hidden=hidden, statistics=detached)
+        names = _DETACHED if flat.full_kl is None else (*_DETACHED, "full_kl")
+        detached = {name: scatter_tokens(getattr(flat, name).detach(), batch.response_mask) for name in names}
+        return _Scored(batch=batch, flat=flat, hidden=hidden, statistics=detached, reference=reading)
 
     def _evidence(self, scored: _Scored, step: _Step, update: int) -> Evidence:
         """What is known before the update. Collective under ZeRO-3."""
         batch = scored.batch
         values = final = greedy = None
+        reading = scored.reference
+        if reading is None and self._reference is not None:
+            reading = self._reference.read(batch)
         if self._critic is not None:
             values, final = self._critic.values(batch)
         if step.plan.greedy_returns:
@@ -200,7 +209,8 @@ class Trainer:
             batch,
             scored.statistics,
             update=update,
-            reference_log_probs=None if self._reference is None else self._reference.log_probs(batch),
+            reference_log_probs=None if reading is None else reading.log_probs,
+            full_kl=scored.statistics.get("full_kl"),
             values=values,
             final_values=final,
             greedy_returns=greedy,
@@ -254,6 +264,7 @@ class Trainer:
             beta=step.beta,
             fresh=fresh,
             selected=selected,
+            full_kl=None if scored.flat.full_kl is None else scored.grid("full_kl"),
         )
         measure_loss(step.meter, loss.value.detach(), loss.metrics, targets.loss_mask)
         self._engine.backward(loss.value * self._engine.world_size)

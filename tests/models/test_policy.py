@@ -10,7 +10,7 @@ import torch
 from rollout.fakes import byte_tokenizer, played, tiny_model
 
 from agentrl.errors import SettingsError
-from agentrl.models.head import FusedHead
+from agentrl.models.head import FusedHead, ReferenceHead
 from agentrl.models.loading import model_fingerprint, read_config, read_model, write_model
 from agentrl.models.policy import PolicyModel, scatter_tokens
 from agentrl.models.settings import ModelSettings, TinyModelSettings
@@ -47,6 +47,34 @@ def test_statistics_are_those_of_a_plain_forward_one_position_earlier(temperatur
     assert hidden.shape == (4, 32)
     assert not hidden.requires_grad
     assert statistics.log_probs.requires_grad
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_divergence_from_a_reference_is_that_of_all_logits(temperature: float) -> None:
+    data = batch()
+    model, other = tiny_model(), tiny_model()
+    with torch.no_grad():
+        other.lm_head.weight.copy_(torch.randn_like(other.lm_head.weight) * 0.3)
+    places = [(0, [2, 3, 6]), (1, [0])]
+
+    def log_softmax(causal_lm: torch.nn.Module) -> torch.Tensor:
+        logits = causal_lm(input_ids=data.input_ids).logits
+        return torch.log_softmax(torch.cat([logits[row, at] for row, at in places]) / temperature, dim=-1)
+
+    log_p, log_q = log_softmax(model), log_softmax(other).detach()
+    wanted = (log_p.exp() * (log_p - log_q)).sum(-1)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(wanted.sum(), parameters)
+
+    inputs = (data.input_ids, data.prompt_lengths, data.response_ids, data.response_mask)
+    reference = PolicyModel(other)
+    _, hidden = reference(*inputs, temperature=temperature, keep_hidden=True)
+    head = ReferenceHead(hidden=hidden, weight=reference.head.weight.detach(), bias=None)
+    statistics, _ = PolicyModel(model)(*inputs, temperature=temperature, reference=head)
+    torch.testing.assert_close(statistics.full_kl, wanted, rtol=1e-5, atol=1e-6)
+    found = torch.autograd.grad(statistics.full_kl.sum(), parameters)
+    for one, two in zip(found, gradients, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-5)
 
 
 def conversations(draw: random.Random, rows: int) -> Batch:

@@ -97,6 +97,13 @@ CASES = {
     "void_rows_two_passes": Case(zero_stage=3, void=True, algorithm={"void_turns": "loss_only", **_TWO_PASSES}),
     "kl_loss": Case(zero_stage=2, kl={"coefficient": 0.5, "estimator": "k2"}),
     "kl_loss_two_updates": Case(zero_stage=0, learning_rate=0.5, kl={"coefficient": 0.5}, algorithm=_PPO),
+    "kl_full": Case(zero_stage=3, kl={"coefficient": 0.5, "estimator": "full"}),
+    "kl_full_two_updates": Case(
+        zero_stage=0, learning_rate=0.5, kl={"coefficient": 0.5, "estimator": "full+"}, algorithm=_PPO
+    ),
+    "kl_full_reward": Case(
+        zero_stage=1, kl={"coefficient": 0.1, "placement": "reward", "estimator": "full"}, algorithm=_TWO_PASSES
+    ),
     "kl_reward": Case(
         zero_stage=3, kl={"coefficient": 0.1, "placement": "reward", "controller": "adaptive", "horizon": 100}
     ),
@@ -281,7 +288,12 @@ def reference_of(case: Case) -> Reference:
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
     policy = PolicyModel(model, share_prompts=case.share_prompts)
-    return Reference(frozen(policy, zero_stage=case.zero_stage, bfloat16=False), temperature=0.8)
+    return Reference(
+        policy,
+        lambda module: frozen(module, zero_stage=case.zero_stage, bfloat16=False),
+        temperature=0.8,
+        over_vocabulary=case.settings().kl.over_vocabulary,
+    )
 
 
 def critic_of(case: Case) -> Critic:

@@ -33,6 +33,9 @@ CASES = (
     "void_rows_two_passes",
     "kl_loss",
     "kl_loss_two_updates",
+    "kl_full",
+    "kl_full_two_updates",
+    "kl_full_reward",
     "kl_reward",
     "token_weights",
     "icepop_void",
@@ -172,9 +175,23 @@ def test_what_the_settings_ask_for_takes_part(alone: Results) -> None:
     def moved(case: str, other: torch.Tensor = plain) -> bool:
         return float((alone[f"{case}/whole"]["delta"] - other).norm() / other.norm()) > 0.01
 
-    for case in ("kl_loss", "kl_reward", "token_weights", "normalized_weights", "masks", "gpg", "remax", "overlong"):
+    for case in (
+        "kl_loss",
+        "kl_full",
+        "kl_full_reward",
+        "kl_reward",
+        "token_weights",
+        "normalized_weights",
+        "masks",
+        "gpg",
+        "remax",
+        "overlong",
+    ):
         assert moved(case), case
     assert metrics("kl_loss")["kl/mean"] > 0.01
+    exact = [metrics(case)["kl/mean"] for case in ("kl_full", "kl_full_reward", "kl_full_two_updates")]
+    assert exact == pytest.approx([exact[0]] * 3, rel=1e-6)
+    assert 0 < exact[0] != pytest.approx(metrics("kl_loss")["kl/mean"], rel=1e-3)
     assert metrics("kl_reward")["kl/coefficient"] == 0.1
     # Below the target by more than the largest step: 0.1 * (1 - 0.2 * 28 / 100). (No policy sampled the record, so k1
     # may be negative.)
