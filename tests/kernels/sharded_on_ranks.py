@@ -66,7 +66,7 @@ def on_this_rank(case: Case, rank: int) -> dict[str, Tensor]:
         bias = bias.detach()[own].clone().requires_grad_()
     statistics = sharded_token_statistics(hidden, weight, targets, temperature=case.temperature, bias=bias)
     loss_of(statistics).backward()
-    found: dict[str, Any] = {name: value.detach() for name, value in vars(statistics).items()}
+    found: dict[str, Any] = {name: value.detach() for name, value in vars(statistics).items() if value is not None}
     found |= {"hidden": hidden.grad, "weight": weight.grad, "bias": None if bias is None else bias.grad}
     return found
 
