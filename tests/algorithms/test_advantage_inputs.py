@@ -197,28 +197,24 @@ def test_an_estimator_says_what_it_needs(estimator, options, needed, step_wide):
     assert bool(needs.reason) == step_wide
 
 
-def test_user_code_adds_an_estimator_by_a_decorator_once():
-    name = "plain_return_of_this_test"
-    if name not in ESTIMATORS.names():
+def test_user_code_adds_an_estimator_by_a_decorator_once(own_registries):
+    @register_estimator("plain", options=ScalarOptions)
+    def plain(rollouts: Rollouts, options: ScalarOptions) -> Estimate:
+        total = rollouts.rewards.sum(-1, keepdim=True)
+        return Estimate(advantages=total, returns=total, baselines=torch.zeros_like(total))
 
-        @register_estimator(name, options=ScalarOptions)
-        def plain(rollouts: Rollouts, options: ScalarOptions) -> Estimate:
-            total = rollouts.rewards.sum(-1, keepdim=True)
-            return Estimate(advantages=total, returns=total, baselines=torch.zeros_like(total))
-
-    assert compute_advantages(name, inputs()).advantages.tolist() == [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
+    assert compute_advantages("plain", inputs()).advantages.tolist() == [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
     with pytest.raises(AlgorithmError, match="already registered"):
-        register_estimator(name)(lambda rollouts, options: None)
+        register_estimator("plain")(lambda rollouts, options: None)
 
 
-def test_user_code_says_what_its_estimator_needs():
-    name = "greedy_and_values_of_this_test"
-    if name not in ESTIMATORS.names():
+def test_user_code_says_what_its_estimator_needs(own_registries):
+    name = "mean_of_the_step"
 
-        @register_estimator(name, requires=("values", "greedy_returns"), step_wide=True)
-        def mean_of_the_step(rollouts: Rollouts, options: object) -> Estimate:
-            mean = rollouts.totals.mean().expand(len(rollouts.rows), 1)
-            return Estimate(advantages=rollouts.totals.unsqueeze(-1) - mean, returns=mean, baselines=mean)
+    @register_estimator(name, requires=("values", "greedy_returns"), step_wide=True)
+    def mean_of_the_step(rollouts: Rollouts, options: object) -> Estimate:
+        mean = rollouts.totals.mean().expand(len(rollouts.rows), 1)
+        return Estimate(advantages=rollouts.totals.unsqueeze(-1) - mean, returns=mean, baselines=mean)
 
     assert estimator_needs(name).step_wide
     assert estimator_needs(name).inputs == {"values", "greedy_returns"}

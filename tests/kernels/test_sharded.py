@@ -1,9 +1,5 @@
 """A head whose vocabulary is spread over two ranks, against the whole head on one."""
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +7,7 @@ import pytest
 import torch
 from kernels.cases import FIELDS
 from kernels.sharded_on_ranks import CASES, inputs, loss_of
+from ranks import finish, start_ranks
 
 from agentrl.kernels import token_statistics
 
@@ -21,23 +18,9 @@ SCRIPT = Path(__file__).with_name("sharded_on_ranks.py")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What the two ranks computed."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    network = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(folder / f"{rank}.pt")],
-            env={**os.environ, **network, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=300)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0], "\n".join(said)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    outputs = [folder / f"{rank}.pt" for rank in range(2)]
+    finish(start_ranks(SCRIPT, outputs), seconds=300)
+    return [torch.load(output, weights_only=False) for output in outputs]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -130,6 +130,13 @@ async def sandbox(settings: SandboxSettings) -> AsyncIterator[Sandbox]:
     await opened.close()
 
 
+@pytest_asyncio.fixture(loop_scope="module")
+async def session(sandbox: Sandbox) -> AsyncIterator[str]:
+    opened = await sandbox.open_session()
+    yield opened
+    await sandbox.close_session(opened)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=WORLDS)
 async def everywhere(request: pytest.FixtureRequest, settings: SandboxSettings) -> AsyncIterator[Sandbox | World]:
     opened = await open_world(request.param, settings)

@@ -2,49 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import finish, start_ranks
 
 from .energies_on_ranks import CASES, batch, make_model
 
 SCRIPT = Path(__file__).with_name("energies_on_ranks.py")
 
 
-def start_ranks(ranks: int, output: Path) -> list[subprocess.Popen[str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    network = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(output)],
-            env={**os.environ, **network, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """What one rank and two ranks found, run side by side."""
     folder = tmp_path_factory.mktemp("energies")
-    started = {ranks: start_ranks(ranks, folder / f"{ranks}.pt") for ranks in (1, 2)}
-    said = []
+    started = {ranks: start_ranks(SCRIPT, [folder / f"{ranks}.pt"] * ranks) for ranks in (1, 2)}
     for processes in started.values():
-        told = [process.communicate(timeout=600)[0] for process in processes]
-        said.append(("\n".join(told), [process.returncode for process in processes]))
-    for text, codes in said:
-        assert set(codes) == {0}, text
+        finish(processes, seconds=600)
     return {ranks: torch.load(folder / f"{ranks}.pt") for ranks in (1, 2)}
 
 

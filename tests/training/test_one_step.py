@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kernels.cases import needs_triton
+from ranks import finish, start_ranks
 
 SCRIPT = Path(__file__).with_name("step_on_record.py")
 CASES = (
@@ -60,32 +57,13 @@ HEAD_EXACT = ("token_mean", "seq_mean_token_sum")
 Results = dict[str, dict[str, Any]]
 
 
-def start_ranks(ranks: int, output: Path) -> list[subprocess.Popen[str]]:
-    """The script on ``ranks`` ranks; rank 0 writes ``output``."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    network = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(output)],
-            env={**os.environ, **network, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Results]:
     """What one rank and what two ranks made of the record, run side by side."""
     folder = tmp_path_factory.mktemp("results")
-    started = {ranks: start_ranks(ranks, folder / f"{ranks}.pt") for ranks in (1, 2)}
+    started = {ranks: start_ranks(SCRIPT, [folder / f"{ranks}.pt"] * ranks) for ranks in (1, 2)}
     for processes in started.values():
-        said = [process.communicate(timeout=900)[0] for process in processes]
-        assert {process.returncode for process in processes} == {0}, "\n".join(said)
+        finish(processes, seconds=900)
     return {ranks: torch.load(folder / f"{ranks}.pt", weights_only=False) for ranks in started}
 
 

@@ -1,0 +1,35 @@
+"""Scripts run on several ranks of one gloo group, each a process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def start_ranks(script: Path, outputs: Sequence[Path]) -> list[subprocess.Popen[str]]:
+    """The script once for each of ``outputs``, its argument; they are as many ranks of one group."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    network = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    network["WORLD_SIZE"] = str(len(outputs))
+    return [
+        subprocess.Popen(
+            [sys.executable, str(script), str(output)],
+            env={**os.environ, **network, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, output in enumerate(outputs)
+    ]
+
+
+def finish(ranks: Sequence[subprocess.Popen[str]], *, seconds: float) -> None:
+    """Wait for all; one that failed fails the test with what all of them said."""
+    said = [process.communicate(timeout=seconds)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0] * len(ranks), "\n".join(said)

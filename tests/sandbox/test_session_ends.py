@@ -1,0 +1,168 @@
+"""How sessions end, and what room they take."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from sandbox.session_support import SMALL, ended, processes_below, server_of, until
+
+from agentrl_sandbox.client import (
+    ClosedError,
+    Outcome,
+    SandboxSettings,
+    SessionLimitError,
+    UnknownSessionError,
+    open_sandbox,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.mark.parametrize(
+    ("program", "outcome", "why"),
+    [
+        ("while True: pass", Outcome.TIMEOUT, "timeout"),
+        ("import os\nwhile True: os.write(1, b'x' * 65536)", Outcome.OUTPUT_LIMIT, "output_limit"),
+        (
+            "import os, time\nfor _ in range(8):\n    if os.fork() == 0:\n        x = b'x' * (60 << 20)\n"
+            "        time.sleep(60)\ntime.sleep(60)",
+            Outcome.MEMORY_LIMIT,
+            "memory_limit",
+        ),
+        ("import os; os._exit(0)", Outcome.OK, "exit status 0"),
+        ("import os; os._exit(7)", Outcome.ERROR, "exit status 7"),
+        ("import os; os.abort()", Outcome.KILLED, "signal 6"),
+        ("import ctypes; ctypes.string_at(0)", Outcome.KILLED, "signal 11"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", Outcome.KILLED, "signal 9"),
+        ("import os; os.closerange(3, 256)", Outcome.ERROR, "exit status 70"),
+    ],
+)
+async def test_what_kills_a_program_ends_its_session(sandbox, program, outcome, why):
+    session = await sandbox.open_session()
+    done = await sandbox.execute(program, session=session, timeout=3.0)
+    assert done.outcome is outcome
+    assert why in await ended(sandbox, session)
+    await sandbox.close_session(session)  # has ended: nothing to do
+    assert (await sandbox.execute("print(1)")).outcome is Outcome.OK
+
+
+async def test_memory_that_orphans_hold_is_their_programs(sandbox):
+    session = await sandbox.open_session()
+    program = (
+        "import os, time\nfor _ in range(8):\n    if os.fork() == 0:\n        if os.fork() == 0:\n"
+        "            x = b'x' * (60 << 20)\n            time.sleep(60)\n        os._exit(0)\ntime.sleep(60)"
+    )
+    assert (await sandbox.execute(program, session=session)).outcome is Outcome.MEMORY_LIMIT
+
+
+async def test_a_closed_session_is_unknown(sandbox):
+    session = await sandbox.open_session()
+    await sandbox.close_session(session)
+    assert "closed" in await ended(sandbox, session)
+    with pytest.raises(UnknownSessionError):
+        await sandbox.fork_session(session)
+    await sandbox.close_session(session)
+
+
+async def test_a_session_that_never_was_is_unknown(sandbox):
+    for call in (sandbox.execute("1", session="x"), sandbox.fork_session("x"), sandbox.close_session("x")):
+        with pytest.raises(UnknownSessionError, match="never opened"):
+            await call
+
+
+async def test_closing_ends_what_runs_and_what_waits(sandbox):
+    session = await sandbox.open_session()
+    running = asyncio.ensure_future(sandbox.execute("import time; time.sleep(60)", session=session))
+    waiting = asyncio.ensure_future(sandbox.execute("1", session=session))
+    await asyncio.sleep(0.2)
+    await sandbox.close_session(session)
+    assert (await running).outcome is Outcome.KILLED
+    with pytest.raises(UnknownSessionError, match="closed"):
+        await waiting
+
+
+async def test_cancelling_a_call_ends_its_session(sandbox):
+    session = await sandbox.open_session()
+    call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(60)", session=session))
+    await asyncio.sleep(0.2)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert "killed" in await ended(sandbox, session)
+
+
+async def test_a_cancelled_waiter_leaves_the_session_alone(sandbox, session):
+    running = asyncio.ensure_future(sandbox.execute("import time; time.sleep(0.3); x = 1", session=session))
+    waiting = asyncio.ensure_future(sandbox.execute("x = 2", session=session))
+    await asyncio.sleep(0.1)
+    waiting.cancel()
+    assert (await running).outcome is Outcome.OK
+    assert (await sandbox.execute("print(x)", session=session)).stdout == "1\n"
+
+
+async def test_an_idle_session_expires_and_a_used_one_does_not():
+    sandbox = await open_sandbox(SandboxSettings(**SMALL, session_idle_timeout=1.0))
+    idle, used = await sandbox.open_session(), await sandbox.open_session()
+    for _ in range(8):
+        assert (await sandbox.execute("import time; time.sleep(0.3)", session=used)).outcome is Outcome.OK
+    assert "idle for 1 s" in await ended(sandbox, idle)
+    await sandbox.close()
+
+
+async def test_more_than_max_sessions_are_refused_and_room_comes_back():
+    sandbox = await open_sandbox(SandboxSettings(**SMALL, max_sessions=2))
+    first, _ = await sandbox.open_session(), await sandbox.open_session()
+    for call in (sandbox.open_session(), sandbox.fork_session(first)):
+        with pytest.raises(SessionLimitError, match="max_sessions=2"):
+            await call
+    await sandbox.close_session(first)
+    assert (await sandbox.execute("print(1)", session=await sandbox.open_session())).stdout == "1\n"
+    await sandbox.close()
+
+
+async def test_idle_sessions_take_no_workers():
+    sandbox = await open_sandbox(SandboxSettings(**{**SMALL, "workers": 1}))
+    sessions = [await sandbox.open_session() for _ in range(3)]
+    assert (await sandbox.execute("print(1)")).stdout == "1\n"
+    done = await asyncio.gather(*(sandbox.execute("print(2)", session=session) for session in sessions))
+    assert [d.stdout for d in done] == ["2\n"] * 3
+    await sandbox.close()
+
+
+async def test_a_killed_server_ends_its_sessions_and_the_next_one_opens_new_ones():
+    sandbox = await open_sandbox(SandboxSettings(**SMALL))
+    session = await sandbox.open_session()
+    fork = await sandbox.fork_session(session)
+    call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(60)", session=session))
+    await asyncio.sleep(0.3)
+    processes = processes_below(server_of(sandbox))
+    assert len(processes) >= 5  # two interpreters, a keeper, a session and its fork
+    os.kill(server_of(sandbox), signal.SIGKILL)
+    assert (await call).outcome is Outcome.INFRASTRUCTURE_FAILURE
+    for name in (session, fork):
+        assert "server ended" in await ended(sandbox, name)
+    assert await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
+    again = await sandbox.open_session()
+    assert (await sandbox.execute("print(1)", session=again)).stdout == "1\n"
+    await sandbox.close()
+    with pytest.raises(ClosedError):
+        await sandbox.open_session()
+
+
+async def test_a_killed_interpreter_ends_its_sessions():
+    sandbox = await open_sandbox(SandboxSettings(**SMALL))
+    session = await sandbox.open_session()
+    call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(60)", session=session))
+    await asyncio.sleep(0.3)
+    children = Path(f"/proc/{server_of(sandbox)}/task/{server_of(sandbox)}/children").read_text().split()
+    (owner,) = (int(pid) for pid in children if b"science" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(owner, signal.SIGKILL)
+    assert (await call).outcome is Outcome.INFRASTRUCTURE_FAILURE
+    assert "science interpreter ended" in await ended(sandbox, session)
+    again = await sandbox.open_session()
+    assert (await sandbox.execute("print(1)", session=again)).stdout == "1\n"
+    await sandbox.close()
