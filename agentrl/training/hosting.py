@@ -15,7 +15,7 @@ from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.engines.vllm import VLLMEngine
-from agentrl.rollout.engines.vllm_server import ServerProcess, plan_servers, visible_gpus
+from agentrl.rollout.engines.vllm_server import ServerPlan, ServerProcess, plan_servers, visible_gpus
 from agentrl.weights.exports import read_export, write_untied_copy
 from agentrl.weights.native import default_backend
 from agentrl.weights.transports import TransferTarget
@@ -90,14 +90,11 @@ class VLLMHost:
         self.engine = VLLMEngine(servers, codec, settings.rollout, vocabulary=vocabulary_of(policy_path))
 
     def _processes(self, settings: Settings, policy_path: str, folder: Path) -> list[ServerProcess]:
-        gpus = visible_gpus(torch.cuda.device_count()) if torch.cuda.is_available() else []
-        plans = plan_servers(
-            settings.rollout,
-            model=policy_path if gpus else str(untied_policy(policy_path, folder / ".weights" / "start")),
-            tokenizer=policy_path,
-            dtype=settings.model.dtype,
+        plans = policy_servers(
+            settings,
+            policy_path,
+            folder / ".weights" / "start",
             training_gpus=settings.training.num_processes,
-            gpus=gpus,
             backend=self._backend,
         )
         return [ServerProcess(plan, folder / "servers" / f"{place}.log") for place, plan in enumerate(plans)]
@@ -174,6 +171,31 @@ async def open_host(
         await host.engine.close()
         raise
     return host
+
+
+def policy_servers(
+    settings: Settings,
+    policy_path: str,
+    copy: Path,
+    *,
+    training_gpus: int,
+    backend: str,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+) -> list[ServerPlan]:
+    """The servers to start for a policy; those on a CPU serve an untied copy of it, written to ``copy``."""
+    gpus = visible_gpus(torch.cuda.device_count()) if torch.cuda.is_available() else []
+    return plan_servers(
+        settings.rollout,
+        model=policy_path if gpus else str(untied_policy(policy_path, copy)),
+        tokenizer=policy_path,
+        dtype=settings.model.dtype,
+        training_gpus=training_gpus,
+        gpus=gpus,
+        backend=backend,
+        host=host,
+        port=port,
+    )
 
 
 def vocabulary_of(policy_path: str) -> int:

@@ -22,8 +22,9 @@ class Load:
         return self.limit is not None and self.requests >= self.limit
 
     def halve(self) -> int:
-        """Admit half as many requests as were in flight or allowed; returns the new limit."""
-        self.limit = max(1, (self.requests if self.limit is None else min(self.limit, max(1, self.requests))) // 2)
+        """Admit half as many requests as were in flight with the one that has just failed; returns the new limit."""
+        in_flight = self.requests + 1
+        self.limit = max(1, (in_flight if self.limit is None else min(self.limit, in_flight)) // 2)
         return self.limit
 
 

@@ -64,9 +64,14 @@ class VLLMEngine:
         vocabulary: int,
         version: int = 0,
         eos_ids: Iterable[int] = (),
+        label: bool = True,
     ) -> None:
-        """``servers`` are processes to start or addresses; ``vocabulary`` is the policy's number of tokens."""
+        """``servers`` are processes to start or addresses; ``vocabulary`` is the policy's number of tokens.
+
+        ``label``: tell servers without a version that theirs is ``version``; else they go on saying ``default``.
+        """
         self._codec = codec
+        self._label = label
         self._settings = settings
         self._vllm = settings.vllm
         self._vocabulary = vocabulary
@@ -117,10 +122,10 @@ class VLLMEngine:
                 vocabulary=self._vocabulary,
                 needed=self._settings.max_prompt_tokens + self._settings.max_response_tokens,
             )
-            if member.identity.version == "default":
-                await member.replica.label(self._version)
-            else:
+            if member.identity.version != "default":
                 self._untouched = False
+            elif self._label:
+                await member.replica.label(self._version)
         except HTTPFailure as error:
             raise WorldError(
                 f"the vLLM server {member.replica.address} failed while it was looked at: {error}"
@@ -169,10 +174,13 @@ class VLLMEngine:
         async with asyncio.timeout_at(deadline):
             while True:
                 place = await self._place(trajectory_id, len(token_ids), frozenset(avoid))
+                limit = self._balancer.loads[place].limit
                 try:
                     return await self._ask(place, token_ids, sampling, trajectory_id, request_id, seed)
                 except HTTPFailure as error:
                     failures.append(f"{self._members[place].replica.address}: {error}")
+                    if says_out_of_memory(str(error)) and self._balancer.loads[place].limit == limit:
+                        self._less(place)  # once for all the requests that one shortage failed
                     if not self._note_failure(place, error) or len(failures) > self._vllm.request_retries:
                         raise EngineError(
                             f"request {request_id} failed {len(failures)} times: {failures[-1]}"
@@ -259,7 +267,6 @@ class VLLMEngine:
         member.failure = str(error)
         if isinstance(error, RefusedError):
             if says_out_of_memory(error.message):
-                self._less(place)
                 return True
             if error.status < 500:
                 return False
