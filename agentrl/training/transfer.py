@@ -15,7 +15,7 @@ from agentrl.errors import AgentRLError
 from agentrl.telemetry.console import Console
 from agentrl.training.deepspeed_engine import TrainingEngine, from_rank_zero
 from agentrl.weights.exports import write_export
-from agentrl.weights.native import NativeTransfer
+from agentrl.weights.native import NativeTransfer, open_native
 from agentrl.weights.sources import ParameterSource
 from agentrl.weights.transports import TransferTarget
 from agentrl.weights.verify import Probe
@@ -116,7 +116,7 @@ class WeightSender:
             self._native[1].close()
             self._native = None
         if self._native is None:
-            opened = NativeTransfer(target, self._source, rank=self._engine.rank, host=self._host)
+            opened = open_native(target, self._source, rank=self._engine.rank, host=self._host)
             self._native = (target, opened)
         return self._native[1]
 

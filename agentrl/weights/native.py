@@ -81,13 +81,10 @@ def vllm_source(source: ParameterSource) -> Any:
 class NativeTransfer:
     """One rank's side of the native transfer; all ranks make it and call :meth:`send` together."""
 
-    def __init__(self, target: TransferTarget, source: ParameterSource, *, rank: int, host: str = "127.0.0.1") -> None:
-        """``host``: where the servers reach rank 0. Raises SettingsError where vLLM cannot be imported."""
-        trainer, clients = _vllm()
-        largest = max((item.bytes for item in source.shapes()), default=0)
-        client = ServersClient([clients(address, timeout=_CALL) for address in target.addresses], target.world_sizes)
-        init_info = _init_info(target, rank=rank, host=host, buffer=max(_SMALLEST_BUFFER, largest))
-        self._engine = trainer.trainer_init(init_info=init_info, client=client, source=vllm_source(source))
+    def __init__(self, init_info: Any, client: Any, source: ParameterSource) -> None:
+        """``init_info`` is one of vLLM's trainer init infos and chooses the backend. See :func:`open_native`."""
+        factory, _ = _vllm()
+        self._engine = factory.trainer_init(init_info=init_info, client=client, source=vllm_source(source))
 
     def send(self) -> None:
         """Send every parameter to every server and wait until they have it. Collective; servers must be paused."""
@@ -99,6 +96,21 @@ class NativeTransfer:
     def close(self) -> None:
         """Leave the servers' group."""
         self._engine.shutdown()
+
+
+def open_native(target: TransferTarget, source: ParameterSource, *, rank: int, host: str) -> NativeTransfer:
+    """The transfer to ``target``; all ranks call it. ``host``: where the servers reach rank 0.
+
+    Raises SettingsError where vLLM cannot be imported, WorldError where the servers do not join.
+    """
+    _, clients = _vllm()
+    largest = max((item.bytes for item in source.shapes()), default=0)
+    client = ServersClient([clients(address, timeout=_CALL) for address in target.addresses], target.world_sizes)
+    init_info = _init_info(target, rank=rank, host=host, buffer=max(_SMALLEST_BUFFER, largest))
+    try:
+        return NativeTransfer(init_info, client, source)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise WorldError(f"vLLM's weight transfer could not be set up: {error}") from error
 
 
 def _init_info(target: TransferTarget, *, rank: int, host: str, buffer: int) -> Any:
