@@ -119,10 +119,10 @@ def _server_problems(settings: Settings) -> Iterator[str]:
             "training.deterministic=true needs rollout.engine=transformers: how vLLM batches requests, and so the last "
             "digits of its log-probabilities, depends on when they arrive"
         )
-    if vllm.placement == "colocated" and settings.training.zero_stage == 0:
+    if vllm.placement == "colocated" and settings.training.zero_stage not in (1, 2):
         yield (
-            "rollout.vllm.placement=colocated needs training.zero_stage of at least 1: DeepSpeed moves optimizer state "
-            "off the GPU only there; valid: 1, 2, 3"
+            f"rollout.vllm.placement=colocated with training.zero_stage={settings.training.zero_stage}: DeepSpeed "
+            "moves this optimizer's state off the GPU only at stages 1 and 2; valid: 1, 2, or placement=dedicated"
         )
     for address in vllm.addresses:
         if not address.startswith(("http://", "https://")):

@@ -19,6 +19,7 @@ from agentrl.weights.transports import read_weights, write_weights
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
+INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 256 * 1024 * 1024
 """Bytes of one file, which are also what writing holds in memory."""
 
@@ -74,12 +75,15 @@ def write_export(folder: Path, tensors: Iterable[tuple[str, Tensor]], version: i
 def write_shards(target: Path, tensors: Iterable[tuple[str, Tensor]], *, most: int = SHARD_BYTES) -> None:
     """Write tensors to files of at most ``most`` bytes (a larger tensor alone); no more than that is held at once."""
     shard: dict[str, Tensor] = {}
+    places: dict[str, str] = {}
     size = written = 0
 
     def flush() -> None:
         nonlocal size, written
         written += 1
-        write_weights(target / f"model-{written:05d}.safetensors", shard.items())
+        file = f"model-{written:05d}.safetensors"
+        write_weights(target / file, shard.items())
+        places.update(dict.fromkeys(shard, file))
         shard.clear()
         size = 0
 
@@ -90,6 +94,7 @@ def write_shards(target: Path, tensors: Iterable[tuple[str, Tensor]], *, most: i
         size += tensor.nbytes
     if shard:
         flush()
+    (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
 def read_export(folder: Path) -> Iterator[tuple[str, Tensor]]:
