@@ -1,7 +1,7 @@
 """A policy's directory whose head is a parameter of its own, for engines that cannot follow tied embeddings.
 
-vLLM on CPU packs the head's weight when it starts; loading new weights into a model with tied embeddings then leaves
-the packed copy as it was, without an error. With an untied copy of the same policy it is exact.
+vLLM on CPU packs the head's weight when it starts; new weights for a model with tied embeddings then leave the packed
+copy as it was, without an error, unless they bring the head as a tensor of its own.
 """
 
 from __future__ import annotations

@@ -386,7 +386,7 @@ async def test_weights_change_while_requests_are_held(kv: str, running: str) -> 
         assert (await waiting).version_spans == ((1, 4),)
         for server in servers:
             assert server.controls_called()[-5:] == [
-                "/pause?mode=keep",
+                "/pause?mode=keep&clear_cache=false",
                 "/collective_rpc",
                 "/update_weight_version",
                 f"/reset_prefix_cache?reset_running_requests={running}",

@@ -1,7 +1,6 @@
 """A real vLLM server on the CPU against the model of transformers: log-probabilities, changing weights, stale weights.
 
-One server for all tests, started by ``agentrl serve-policy``; a second one, started as one should not, holds a policy
-with tied embeddings, whose packed head new weights do not reach.
+One server for all tests, started by ``agentrl serve-policy``.
 """
 
 from __future__ import annotations
@@ -12,8 +11,12 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,6 @@ from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.base import Completion, Sampling
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.engines.vllm import VLLMEngine
-from agentrl.rollout.engines.vllm_server import ServerPlan, ServerProcess, free_port
 from agentrl.training.hosting import VLLMHost
 from agentrl.weights.exports import write_export
 from agentrl.weights.verify import Probe, probe_tokens
@@ -53,20 +55,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tied_server(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server of the policy as it is, with its tied embeddings; it may still be starting."""
-    plan = ServerPlan(
-        model=str(policy), tokenizer=str(policy), host="127.0.0.1", port=free_port("127.0.0.1"),
-        dtype="float32", max_tokens=1000,
-    )  # fmt: skip
-    server = ServerProcess(plan, tmp_path_factory.mktemp("tied") / "server.log")
-    server.start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="session")
-def address(policy: Path, tied_server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def address(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Where ``agentrl serve-policy`` serves the policy."""
     said = tmp_path_factory.mktemp("serve") / "said"
     command = [sys.executable, "-m", "agentrl.cli", "serve-policy", "--model", str(policy), *LENGTHS]
@@ -267,9 +256,54 @@ async def test_weights_that_do_not_change_at_all_are_caught(policy: Path, addres
         await host.engine.close()
 
 
-def test_a_server_that_new_weights_do_not_reach_ends_the_run(
-    policy: Path, address: str, tied_server: ServerProcess, tmp_path: Path
-) -> None:
+class Liar(BaseHTTPRequestHandler):
+    """Passes everything on to a server but new weights, which it says have been loaded."""
+
+    target = ""
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer(*self._pass_on(None))
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        self._answer(*((200, b"{}") if self.path.startswith("/collective_rpc") else self._pass_on(body)))
+
+    def _pass_on(self, body: bytes | None) -> tuple[int, bytes]:
+        request = urllib.request.Request(self.target + self.path, data=body, method=self.command)
+        request.add_header("content-type", "application/json")
+        try:
+            with urllib.request.urlopen(request, timeout=START) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+
+    def _answer(self, status: int, data: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def liar(address: str) -> Iterator[str]:
+    """The address of a server that takes no weights."""
+    proxy = ThreadingHTTPServer(("127.0.0.1", 0), type("OneLiar", (Liar,), {"target": address}))
+    proxy.daemon_threads = True
+    thread = threading.Thread(target=proxy.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{proxy.server_address[1]}"
+    proxy.shutdown()
+    proxy.server_close()
+    thread.join()
+
+
+def test_a_server_that_new_weights_do_not_reach_ends_the_run(policy: Path, liar: str, tmp_path: Path) -> None:
+    # The last test on the server: it leaves its weights zero.
     counting = Path(__file__).parent.parent / "training"
     lengths = ["rollout.max_prompt_tokens=300", "rollout.max_turn_tokens=12", "rollout.max_response_tokens=64"]
     done = subprocess.run(
@@ -279,7 +313,7 @@ def test_a_server_that_new_weights_do_not_reach_ends_the_run(
             *("model.dtype=float32", "optimizer.learning_rate=1e-2", "training.steps=3", "training.threads=1"),
             *("rollout.problems_per_step=2", "rollout.group_size=2", "algorithm.drop_zero_variance=false", *lengths),
             *("algorithm.entropy_coefficient=0.01", "evaluation.problems=1", "rollout.engine=vllm"),
-            *("rollout.vllm.placement=external", f"rollout.vllm.addresses=[{tied_server.plan.address}]"),
+            *("rollout.vllm.placement=external", f"rollout.vllm.addresses=[{liar}]"),
         ],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(counting), "OMP_NUM_THREADS": "1"},
@@ -287,9 +321,12 @@ def test_a_server_that_new_weights_do_not_reach_ends_the_run(
         text=True,
         timeout=START,
     )
-    said = done.stdout + done.stderr
+    said = re.sub(r"\s+", " ", done.stdout + done.stderr)
     assert done.returncode == 1, said
-    assert "transfer 1 of 2 of version 1: the vLLM server" in said
-    assert re.search(r"error: the weights of version 1 did not arrive, sent 2 times by file: .* nats on average", said)
+    assert re.search(rf"transfer 1 of 2 of version \d: the vLLM server {liar}: .* nats on average", said)
+    assert re.search(r"error: the weights of version \d did not arrive, sent 2 times by file: ", said)
+    assert re.search(
+        r"by its checksums the transfer did not write (\d+) of \1 parameters: \S*embed_tokens.weight", said
+    )
     assert "packed out of sight of checksums" in said
     assert "Traceback" not in said

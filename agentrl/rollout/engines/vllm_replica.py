@@ -77,8 +77,11 @@ class Replica:
         return str((await self._http.get("/weight_info", seconds=_QUICK))["weight_version"])
 
     async def pause(self) -> None:
-        """Hold every request where it is; they go on after :meth:`resume`."""
-        await self._http.post("/pause?mode=keep", seconds=_LONG)
+        """Hold every request where it is, with its keys and values; they go on after :meth:`resume`.
+
+        vLLM's documentation says that ``clear_cache`` is ignored for ``keep``; 0.32 obeys it, for running requests too.
+        """
+        await self._http.post("/pause?mode=keep&clear_cache=false", seconds=_LONG)
 
     async def resume(self) -> None:
         await self._http.post("/resume", seconds=_QUICK)
