@@ -83,7 +83,7 @@ class VLLMHost:
         self._backend = default_backend(vllm.placement) if vllm.transfer == "auto" else vllm.transfer
         self._bound = vllm.probe_bound or BOUNDS[settings.model.dtype]
         self._last: _Verified | None = None
-        self._blank: dict[str, str] | None = None
+        self._blank: dict[str, dict[str, str]] = {}
         if self._backend != "file" and not torch.cuda.is_available():
             raise SettingsError(f"rollout.vllm.transfer={vllm.transfer} needs a GPU here; set it to file")
         servers = vllm.addresses if self._external else self._processes(settings, policy_path, folder)
@@ -134,21 +134,25 @@ class VLLMHost:
         if probe is None:
             raise ValueError("weights of servers are never taken without a probe")
         await self.engine.install(None if directory is None else Path(directory), version)
-        problem = await self._verify(probe)
-        if problem is not None and self._blank is not None:
-            problem = f"{problem}; {say_missing(self._blank, await self.engine.checksums())}"
-        self._blank = None
-        return problem
+        blank, self._blank = self._blank, {}
+        return await self._verify(probe, blank)
 
-    async def _verify(self, probe: Probe) -> str | None:
-        """Have every server score the probe; requests go on if all are right, else what is wrong."""
+    async def _verify(self, probe: Probe, blank: dict[str, dict[str, str]] | None = None) -> str | None:
+        """Have every server score the probe; requests go on if all are right, else what is wrong.
+
+        ``blank``: the servers' checksums from before a transfer that began with zeros.
+        """
         scores = await self.engine.scores(probe.token_ids)
         for address, said in scores.items():
             before = self._last.scores.get(address) if self._last is not None else None
             last = None if self._last is None or before is None else (self._last.probe, before)
             verdict = compare(probe, said, bound=self._bound, before=last)
             if verdict.problem is not None:
-                return f"the vLLM server {address}: {verdict.problem}"
+                missing = ""
+                if blank:
+                    after = await self.engine.checksums()
+                    missing = f"; {say_missing(blank.get(address, {}), after.get(address, {}))}"
+                return f"the vLLM server {address}: {verdict.problem}{missing}"
         self._last = _Verified(probe=probe, scores=scores)
         self.engine.admit(probe.token_ids, partial(_problem, probe, self._bound))
         return None

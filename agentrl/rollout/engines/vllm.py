@@ -417,12 +417,12 @@ class VLLMEngine:
         """Set all parameters of all servers to zero, before a transfer whose completeness is in doubt."""
         await self._on_all(lambda replica: replica.blank())
 
-    async def checksums(self) -> dict[str, str]:
-        """Digests of all servers' parameters by address and name."""
-        found: dict[str, str] = {}
+    async def checksums(self) -> dict[str, dict[str, str]]:
+        """Digests of every server's parameters, by address and name."""
+        found: dict[str, dict[str, str]] = {}
 
         async def digest(replica: Replica) -> None:
-            found.update({f"{replica.address} {name}": text for name, text in (await replica.checksums()).items()})
+            found[replica.address] = await replica.checksums()
 
         await self._on_all(digest)
         return found
