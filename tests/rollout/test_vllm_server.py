@@ -325,7 +325,7 @@ def test_a_server_that_new_weights_do_not_reach_ends_the_run(policy: Path, liar:
     assert done.returncode == 1, said
     assert re.search(rf"transfer 1 of 2 of version \d: the vLLM server {liar}: .* nats on average", said), said
     assert re.search(r"error: the weights of version \d did not arrive, sent 2 times by file: ", said), said
-    unwritten = r"by its checksums the transfer did not write (\d+) of \1 parameters: \S+lm_head.weight, \S+embed_tokens"
+    unwritten = r"the transfer did not write (\d+) of \1 parameters: \S+lm_head.weight, \S+embed_tokens.weight"
     assert re.search(unwritten, said), said
     assert "packed out of sight of checksums" in said
     assert "Traceback" not in said
