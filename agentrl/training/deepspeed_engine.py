@@ -190,6 +190,17 @@ class TrainingEngine(Generic[_Module]):
         if self.world_size > 1:
             torch.distributed.barrier()
 
+    def offload(self) -> None:
+        """Move optimizer state and gradients to the CPU; parameters stay, for the transfer to an engine."""
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
+
+        moved = [State.optim_states, State.hp_params, State.lp_grads, State.contiguous_grad_buffer]
+        self._engine.offload_states(include=moved)
+
+    def reload(self) -> None:
+        """Bring back what :meth:`offload` moved."""
+        self._engine.reload_states()
+
     def save(self, directory: Path) -> None:
         """Write parameters, optimizer, schedule and each rank's random state. Collective; ``directory`` exists."""
         self._engine.save_checkpoint(str(directory), tag="engine", save_latest=False)

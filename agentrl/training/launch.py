@@ -24,6 +24,7 @@ import psutil
 import torch
 
 from agentrl.errors import SettingsError, WorldError
+from agentrl.rollout.engines.vllm_server import ALL_GPUS, visible_gpus
 from agentrl.training.session import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ def _start(settings: Settings, run_path: Path, resume: bool) -> subprocess.Popen
     command += [f"--master_port={_free_port()}", "--no_local_rank", "--log_level=critical"]
     command += ["--module", "agentrl.training.rank", str(run_path)] + (["--resume"] if resume else [])
     environment = {**os.environ, WATCHED: str(os.getpid())}
+    if torch.cuda.is_available():
+        environment[ALL_GPUS] = ",".join(visible_gpus(torch.cuda.device_count()))
     if not torch.cuda.is_available():
         environment.setdefault("DS_ACCELERATOR", "cpu")
     # A session of its own: Ctrl-C reaches this process alone, which passes it on.

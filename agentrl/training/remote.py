@@ -1,7 +1,7 @@
 """The rollout worker in a process of its own, as every training rank sees it.
 
 Rank 0 starts the process and talks to it over an inherited pipe; the other ranks connect over TCP with a random key
-that rank 0 hands them in a collective. Weights travel by a file that rank 0 writes. The worker ends when a rank does.
+that rank 0 hands them in a collective. The worker ends when a rank does.
 """
 
 from __future__ import annotations
@@ -10,26 +10,22 @@ import contextlib
 import os
 import queue
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Client, Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.evaluate import EvaluationReport
 from agentrl.training.deepspeed_engine import from_rank_zero, gather_from_ranks
 from agentrl.training.service import InterruptedRunError, StepPlan
 from agentrl.training.wire import Failure, Reply, Request, Startup, WorkerLostError, receive
-from agentrl.weights.transports import write_weights
+from agentrl.weights.transports import TransferTarget
+from agentrl.weights.verify import Probe
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -57,7 +53,6 @@ class RemoteService:
         self._seconds = settings.training.plan_deadline
         self._process: subprocess.Popen[bytes] | None = None
         self._control: Connection | None = None
-        self._weights = Path(settings.runs_dir) / str(settings.name) / ".weights"
         hosts = gather_from_ranks(socket.gethostname())
         place = None
         if rank == 0:
@@ -70,7 +65,8 @@ class RemoteService:
         place = from_rank_zero(place)
         if rank > 0:
             self._connection = _connect(place, rank)
-        self._answer("the rollout worker's set-up", _START)
+        servers = settings.rollout.vllm.start_deadline if settings.rollout.engine == "vllm" else 0.0
+        self._answer("the rollout worker's set-up", _START + servers)
 
     def describe(self) -> list[str]:
         """What the worker found; nothing on other ranks than 0."""
@@ -92,15 +88,26 @@ class RemoteService:
         if self._rank == 0:
             self._ask("confirm", step, waiting_for=f"the worker to note that step {step} is trained")
 
-    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Write the weights to a file and have the worker's engine read it. Collective under ZeRO-3."""
+    def transfer_target(self) -> TransferTarget | None:
+        """Where the worker's engine takes weights from; None on other ranks."""
         if self._rank > 0:
-            for _ in tensors:
-                pass  # takes part in the gathering
-            return
-        path = self._weights / "policy.safetensors"
-        write_weights(path, tensors)
-        self._ask("update_weights", str(path), version, waiting_for=f"the engine to load version {version}")
+            return None
+        target: TransferTarget | None = self._ask("transfer_target", waiting_for="where the engine's weights go")
+        return target
+
+    def accept(self, version: int, probe: Probe) -> str | None:
+        """Whether the engine holds the policy it was started with; None on other ranks."""
+        return self._of_weights("accept", version, probe, waiting_for="the engine to score the first probe")
+
+    def hold(self, *, blank: bool) -> None:
+        """Have the engine's requests wait for :meth:`install`."""
+        self._of_weights("hold", blank, waiting_for="the engine to pause")
+
+    def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
+        """Have the engine take ``version`` and compare the probe; None if it agrees, and on other ranks."""
+        return self._of_weights(
+            "install", directory, version, probe, waiting_for=f"the engine to load version {version}"
+        )
 
     def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
         """Play the held-out problems; the report on rank 0, None at once on others."""
@@ -139,7 +146,6 @@ class RemoteService:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        shutil.rmtree(self._weights, ignore_errors=True)
 
     # -- talking --------------------------------------------------------------------------------------------------
 
@@ -154,6 +160,12 @@ class RemoteService:
         their_control.close()
         own.send(startup)
         return own
+
+    def _of_weights(self, name: str, *arguments: Any, waiting_for: str) -> str | None:
+        if self._rank > 0:
+            return None
+        problem: str | None = self._ask(name, *arguments, waiting_for=waiting_for)
+        return problem
 
     def _ask(self, name: str, *arguments: Any, waiting_for: str) -> Any:
         with contextlib.suppress(ConnectionError):  # the worker is gone: its last word may still wait to be read
@@ -181,7 +193,7 @@ class RemoteService:
 
     def _where(self) -> str:
         pid = self._process.pid if self._process is not None else 0
-        return f"rollout worker: process {pid}, weights by file"
+        return f"rollout worker: process {pid}"
 
 
 def _error_of(failure: Failure) -> Exception:

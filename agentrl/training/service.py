@@ -7,11 +7,10 @@ process of its own (:mod:`agentrl.training.worker_process`), reached by :mod:`ag
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-
-from torch import Tensor
 
 from agentrl.evaluation.evaluate import EvaluationReport, evaluate_policy
 from agentrl.evaluation.limits import evaluation_environment, evaluation_rollout
@@ -21,12 +20,14 @@ from agentrl.models.tokenizer import TextCodec
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.problems.sources import load_mixture
 from agentrl.rollout.driver import Driver
-from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.worker import Harvest, RolloutWorker
 from agentrl.training.batching import RankPlan, plan_step
+from agentrl.training.hosting import open_host
 from agentrl.training.objective_settings import ObjectiveSettings
 from agentrl.training.options import needs
+from agentrl.weights.transports import TransferTarget
+from agentrl.weights.verify import Probe
 from agentrl_envs.episode import Environment
 
 if TYPE_CHECKING:
@@ -52,14 +53,17 @@ class RolloutService(Protocol):
 
     Every rank calls everything in the same order. Rank 0 alone is heard and answered, but for two calls that return
     when all ranks have made them: ``plan``, and ``meet``, where ranks wait outside of any collective for one that has
-    been busy. ``update_weights`` is collective under ZeRO-3.
+    been busy. What concerns weights is called by :class:`agentrl.training.transfer.WeightSender`.
     """
 
     def describe(self) -> list[str]: ...
     def plan(self, step: int) -> StepPlan: ...
     def meet(self, place: str) -> None: ...
     def confirm(self, step: int) -> None: ...
-    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None: ...
+    def transfer_target(self) -> TransferTarget | None: ...
+    def accept(self, version: int, probe: Probe) -> str | None: ...
+    def hold(self, *, blank: bool) -> None: ...
+    def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None: ...
     def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -71,13 +75,22 @@ class LocalService:
     """The worker in this process. Its event loop runs while a call waits and rests while the rank trains."""
 
     def __init__(
-        self, settings: Settings, *, environment: Environment, model: Any, codec: TextCodec, ranks: int, shared: bool
+        self,
+        settings: Settings,
+        *,
+        environment: Environment,
+        model: Any | None,
+        codec: TextCodec,
+        policy_path: str,
+        ranks: int,
+        shared: bool,
     ) -> None:
-        """``environment`` is opened here. ``shared``: ``model`` is the very module that is trained."""
+        """``environment`` is opened here. ``shared``: ``model`` is the very module that is trained.
+
+        Servers are started from ``policy_path``; then no ``model`` is needed.
+        """
         self._settings = settings
         self._ranks = ranks
-        self._shared = shared
-        self._model = model
         self._environment = environment
         self._loop = asyncio.new_event_loop()
         self._running: asyncio.Task[Any] | None = None
@@ -85,7 +98,11 @@ class LocalService:
         self._closing = False
         self._harvest: Harvest | None = None
         self._run(environment.open())
-        self._engine = TransformersEngine(model, codec, settings.rollout, deterministic=settings.training.deterministic)
+        folder = Path(settings.runs_dir).absolute() / str(settings.name)
+        self._host = self._run(
+            open_host(settings, codec, model=model, policy_path=policy_path, folder=folder, shared=shared)
+        )
+        self._engine = self._host.engine
         self._driver = self._driver_for(environment, codec)
         self._codec = codec
         mixture, self._reports = load_mixture(settings.data.train, seed=settings.seed)
@@ -118,8 +135,9 @@ class LocalService:
 
     def plans(self, step: int) -> list[StepPlan]:
         """Roll out one step and plan it for every rank."""
-        self._model.eval()
+        self._host.begin_rollouts()
         self._harvest = self._run(self._worker.harvest(step))
+        self._finish(self._host.end_rollouts())
         plans = plan_step(
             self._harvest,
             self._objective,
@@ -135,9 +153,21 @@ class LocalService:
         self._worker.confirm(self._harvest)
         self._harvest = None
 
-    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Give the engine new weights (nothing moves where it shares them) and forget what it cached."""
-        self._engine.update_weights(() if self._shared else tensors, version)
+    def transfer_target(self) -> TransferTarget | None:
+        """Where weights go; None where the engine shares them."""
+        return self._host.target()
+
+    def accept(self, version: int, probe: Probe) -> str | None:
+        """Whether the engine holds the policy it was started with: None, or what is wrong."""
+        return self._finish(self._host.accept(version, probe))
+
+    def hold(self, *, blank: bool) -> None:
+        """Let no request go on until :meth:`install`. ``blank``: zero all parameters, to see what does not arrive."""
+        self._finish(self._host.hold(blank=blank))
+
+    def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
+        """Take the weights of ``version`` and forget what was cached; None if the probe agrees, or what is wrong."""
+        return self._finish(self._host.install(directory, version, probe))
 
     def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
         """Play the held-out problems with the engine's present weights; None if there are none to play.
@@ -146,7 +176,7 @@ class LocalService:
         """
         if not any(problem.setup or not falsified for problem in self._held_out):
             return None
-        self._model.eval()
+        self._host.begin_rollouts()
         return self._run(
             evaluate_policy(
                 self._held_out,
@@ -206,6 +236,10 @@ class LocalService:
             seed=self._settings.seed,
             deterministic=self._settings.training.deterministic,
         )
+
+    def _finish(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """As :meth:`_run`, but not to be interrupted: what happens to weights is over soon and not done by halves."""
+        return self._loop.run_until_complete(work)
 
     def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         if self._interrupted and not self._closing:

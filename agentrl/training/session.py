@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -35,7 +36,9 @@ from agentrl.training.policy import starting_policy
 from agentrl.training.reference import read_reference, reference_path
 from agentrl.training.service import InterruptedRunError, LocalService, RolloutService, StepPlan
 from agentrl.training.trainer import Trainer
+from agentrl.training.transfer import WeightSender
 from agentrl.weights.sources import full_parameters
+from agentrl.weights.verify import probe_tokens
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -99,20 +102,33 @@ class Session:
             reference=None if self._reference_path is None else read_reference(settings, self._reference_path),
             critic=self._critic,
         )
+        self._make_room()
         self._service = self._open_service(path, codec)
+        self._sender = WeightSender(
+            self._service,
+            self._engine,
+            probe=probe_tokens(len(codec.table), longest=settings.rollout.max_prompt_tokens),
+            folder=self._checkpoints.parent / ".weights",
+            console=console,
+            host=socket.gethostname() if settings.rollout.vllm.placement == "external" else "127.0.0.1",
+        )
 
     def _open_service(self, path: str, codec: TextCodec) -> RolloutService:
         if self._world > 1:
             from agentrl.training.remote import RemoteService
 
             return RemoteService(self._settings, path, rank=self.rank, ranks=self._world)
-        shared = self._settings.training.zero_stage <= 2
-        model = self._policy.causal_lm if shared else read_model(path, self._settings.model).to(self._engine.device)
+        served = self._settings.rollout.engine == "vllm"
+        shared = self._settings.training.zero_stage <= 2 and not served
+        model = self._policy.causal_lm if shared else None
+        if not shared and not served:
+            model = read_model(path, self._settings.model).to(self._engine.device)
         return LocalService(
             self._settings,
             environment=build_environment(self._settings),
             model=model,
             codec=codec,
+            policy_path=path,
             ranks=1,
             shared=shared,
         )
@@ -123,8 +139,8 @@ class Session:
         """Say what was found; restore the newest checkpoint of a resumed run."""
         for line in self._service.describe():
             self._console.note(line)
-        if resume:
-            self._restore()
+        if not (resume and self._restore()):
+            self._sender.begin()
         settings = self._settings
         size = sum(getattr(item, "ds_numel", item.numel()) for item in self._policy.parameters())
         self._console.note(
@@ -153,8 +169,24 @@ class Session:
     def close(self) -> None:
         """Release the worker and the run directory."""
         self._service.close()
+        self._sender.close()
         if self._run is not None:
             self._run.close()
+
+    def _make_room(self) -> None:
+        """Take optimizer state off GPUs that a server generates on."""
+        if self._shares_gpus:
+            self._engine.offload()
+
+    def _take_room(self) -> None:
+        """Bring it back for training, once the servers sleep."""
+        if self._shares_gpus:
+            self._engine.reload()
+
+    @property
+    def _shares_gpus(self) -> bool:
+        rollout = self._settings.rollout
+        return rollout.engine == "vllm" and rollout.vllm.placement == "colocated"
 
     def request_stop(self) -> None:
         """From a signal handler: end at the next safe point; rollouts under way are cancelled."""
@@ -185,16 +217,20 @@ class Session:
         began = time.monotonic()
         plan = self._service.plan(step)
         planned = time.monotonic()
+        self._take_room()
         metrics: dict[str, Any] = self._trainer.train(plan.rank)
         self._done.step = step
         self._done.updates += int(metrics["policy/updates"])
-        self._service.update_weights(full_parameters(self._policy.causal_lm), self._done.updates)
+        self._make_room()
+        trained = time.monotonic()
+        self._sender.send(self._done.updates)
         self._service.confirm(step)
         ended = time.monotonic()
         metrics = {"step": step, **plan.rank.metrics, **metrics}
         metrics |= {
             "time/step_s": ended - began,
-            "time/train_s": ended - planned,
+            "time/train_s": trained - planned,
+            "time/transfer_s": ended - trained,
             "tokens_per_s": metrics.get("rollout/model_tokens", 0) / (ended - began),
         }
         self._warn_of_empty_steps(step, metrics)
@@ -267,7 +303,8 @@ class Session:
         also = [] if self._critic is None else [self._critic]
         save_checkpoint(self._checkpoints, self._engine, state, keep=self._settings.checkpoint.keep, also=also)
 
-    def _restore(self) -> None:
+    def _restore(self) -> bool:
+        """Load the newest checkpoint; False if there is none."""
         if self.rank == 0:
             settle(self._checkpoints)
         newest = from_rank_zero(latest_checkpoint(self._checkpoints) if self.rank == 0 else None)
@@ -280,10 +317,12 @@ class Session:
             self._trainer.load_state_dict(state.trainer)
             self._service.load_state_dict(state.worker)
             self._done = _Progress(step=state.step, updates=state.updates, evaluations=state.evaluations)
-            self._service.update_weights(full_parameters(self._policy.causal_lm), state.updates)
+            self._make_room()
+            self._sender.send(state.updates)
         if self._run is not None:
             self._run.truncate_after(self._done.step if newest is not None else -1)
         self._console.note(f"resumed after step {self._done.step}")
+        return newest is not None
 
     def _stopped(self) -> int:
         self._save()

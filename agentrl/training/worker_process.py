@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from agentrl.rollout.environment import build_environment
 from agentrl.training.policy import quieten_libraries, set_threads
 from agentrl.training.service import InterruptedRunError, LocalService
 from agentrl.training.wire import Failure, Reply, Request, Startup
-from agentrl.weights.transports import read_weights
 from agentrl_envs.episode import EnvironmentContractError, EnvironmentLookupError
 from agentrl_sandbox.client import SandboxError
 
@@ -196,9 +194,15 @@ def _perform(service: LocalService, request: Request) -> Any:
             return service.describe()
         case "confirm":
             return service.confirm(*request.arguments)
-        case "update_weights":
-            path, version = request.arguments
-            return service.update_weights(read_weights(Path(path)), version)
+        case "transfer_target":
+            return service.transfer_target()
+        case "accept":
+            return service.accept(*request.arguments)
+        case "hold":
+            (blank,) = request.arguments
+            return service.hold(blank=blank)
+        case "install":
+            return service.install(*request.arguments)
         case "evaluate":
             step, falsified = request.arguments
             return service.evaluate(step, falsified=falsified)
@@ -211,14 +215,17 @@ def _perform(service: LocalService, request: Request) -> Any:
 
 def _make(startup: Startup) -> LocalService:
     settings = startup.settings
-    model = read_model(startup.policy_path, settings.model)
-    if torch.cuda.is_available():
-        model = model.to("cuda")
+    model = None
+    if settings.rollout.engine == "transformers":
+        model = read_model(startup.policy_path, settings.model)
+        if torch.cuda.is_available():
+            model = model.to("cuda")
     return LocalService(
         settings,
         environment=build_environment(settings),
         model=model,
         codec=TextCodec(read_tokenizer(startup.policy_path)),
+        policy_path=startup.policy_path,
         ranks=startup.ranks,
         shared=False,
     )

@@ -4,18 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-# Parameters gathered at once under ZeRO-3, in elements.
-_GROUP_ELEMENTS = 64 * 1024 * 1024
+GROUP_ELEMENTS = 64 * 1024 * 1024
+"""Parameters gathered at once under ZeRO-3, in elements; a larger one is gathered alone."""
 
 
-def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+@dataclass(frozen=True, kw_only=True)
+class ParameterShape:
+    """What iterating a source will yield at one place."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+class ParameterSource:
+    """The whole parameters of a module that trains under ZeRO 0 to 3, as often as they are asked for.
+
+    ``shapes`` says without any communication what iteration yields: the same parameters in the same order with the
+    same whole shapes, on every rank, because the module's own order decides. Iteration is collective under ZeRO-3:
+    every rank must run it to the end.
+    """
+
+    def __init__(self, module: nn.Module, *, group_elements: int = GROUP_ELEMENTS) -> None:
+        self._module = module
+        self._group_elements = group_elements
+
+    def shapes(self) -> list[ParameterShape]:
+        """Name, dtype and whole shape of every parameter; a shard's own shape is empty under ZeRO-3."""
+        return [
+            ParameterShape(
+                name=name, dtype=parameter.dtype, shape=tuple(getattr(parameter, "ds_shape", parameter.shape))
+            )
+            for name, parameter in self._module.named_parameters()
+        ]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return full_parameters(self._module, group_elements=self._group_elements)
+
+
+def full_parameters(module: nn.Module, *, group_elements: int = GROUP_ELEMENTS) -> Iterator[tuple[str, Tensor]]:
     """Name and whole value of every parameter, in one order on all ranks; tied ones once.
 
-    Under ZeRO-3 this is collective: every rank must run it to the end. A value is valid until the next is asked for.
+    Under ZeRO-3 this is collective: every rank must run it to the end. Parameters are gathered in groups of at most
+    ``group_elements`` and given back before the next group, never one gathering inside another. A value is valid
+    until the next is asked for.
     """
     parameters = list(module.named_parameters())
     if not any(hasattr(parameter, "ds_id") for _, parameter in parameters):
@@ -23,9 +65,11 @@ def full_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         return
     import deepspeed
 
-    for group in _grouped(parameters):
+    for group in _grouped(parameters, group_elements):
         with deepspeed.zero.GatheredParameters([parameter for _, parameter in group]):
             yield from ((name, parameter.detach()) for name, parameter in group)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # who was given a value may still copy it on a stream of its own
 
 
 @contextmanager
@@ -42,12 +86,12 @@ def gathered(head: nn.Linear) -> Iterator[tuple[Tensor, Tensor | None]]:
     yield whole[0], whole[1] if len(whole) > 1 else None
 
 
-def _grouped(parameters: list[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
+def _grouped(parameters: list[tuple[str, Any]], most: int) -> Iterator[list[tuple[str, Any]]]:
     group: list[tuple[str, Any]] = []
     elements = 0
     for name, parameter in parameters:
         size = parameter.ds_numel
-        if group and elements + size > _GROUP_ELEMENTS:
+        if group and elements + size > most:
             yield group
             group, elements = [], 0
         group.append((name, parameter))

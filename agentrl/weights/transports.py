@@ -1,14 +1,25 @@
-"""How weights travel to an engine that holds a copy: a file, written whole and renamed."""
+"""How weights travel to an engine that holds a copy; files are written whole and renamed."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferTarget:
+    """Where weights go and how. ``file``: a directory that the engine reads; else servers and their GPU workers."""
+
+    backend: Literal["file", "nccl", "ipc"]
+    addresses: tuple[str, ...] = ()
+    world_sizes: tuple[int, ...] = ()
 
 
 def write_weights(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -1,0 +1,150 @@
+"""What is said to a vLLM server and how its answers are read; whatever is not as it must be is a GarbageError."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from agentrl.rollout.engines.base import Completion, Sampling
+from agentrl.rollout.engines.http import GarbageError
+
+GENERATE = "/inference/v1/generate"
+_SEEDS = 1 << 63
+# vLLM writes minus infinity and NaN as this.
+_FLOOR = -9999.0
+
+
+def generate_body(
+    token_ids: Sequence[int],
+    sampling: Sampling,
+    *,
+    request_id: str,
+    seed: int | None,
+    eos_ids: Sequence[int],
+    salt: str,
+) -> dict[str, Any]:
+    """One turn. Where it ends is ours alone to say: at ``eos_ids`` and stop strings, not at what the server believes.
+
+    ``salt`` separates cached prefixes: only requests with the same one share keys and values.
+    """
+    parameters: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "logprobs": 0,
+        "ignore_eos": True,
+        "stop_token_ids": list(eos_ids),
+    }
+    if sampling.stop:
+        parameters["stop"] = list(sampling.stop)
+    if sampling.top_p < 1:
+        parameters["top_p"] = sampling.top_p
+    if seed is not None:
+        parameters["seed"] = seed % _SEEDS
+    return {"request_id": request_id, "token_ids": list(token_ids), "sampling_params": parameters, "cache_salt": salt}
+
+
+def read_completion(answer: Any, sampling: Sampling, eos_ids: frozenset[int]) -> Completion:
+    """The sampled tokens of an answer to :func:`generate_body`, checked."""
+    choice = _choice(answer)
+    token_ids = choice.get("token_ids")
+    if not isinstance(token_ids, list) or not _are_ids(token_ids) or not 1 <= len(token_ids) <= sampling.max_tokens:
+        raise GarbageError(f"not 1 to {sampling.max_tokens} token ids: {_short(token_ids)}")
+    reason = _reason(choice, token_ids, eos_ids)
+    if reason == "length" and len(token_ids) < sampling.max_tokens:
+        raise GarbageError(
+            f"the server ended a turn after {len(token_ids)} of {sampling.max_tokens} tokens: its own limit on tokens "
+            "(--max-model-len) is below the run's"
+        )
+    greedy = sampling.temperature == 0
+    log_probs = (0.0,) * len(token_ids) if greedy else _log_probs(choice, token_ids)
+    return Completion(
+        token_ids=tuple(token_ids),
+        log_probs=log_probs,
+        finish_reason=reason,
+        version_spans=_spans(choice.get("weight_versions"), len(token_ids)),
+    )
+
+
+def score_body(token_ids: Sequence[int], *, salt: str) -> dict[str, Any]:
+    """Log-probabilities of a prompt's own tokens; the one token it must sample is thrown away."""
+    parameters = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+    return {"token_ids": list(token_ids), "sampling_params": parameters, "cache_salt": salt}
+
+
+def read_scores(answer: Any, token_ids: Sequence[int]) -> tuple[float, ...]:
+    """Log-probabilities of ``token_ids[1:]`` from an answer to :func:`score_body`."""
+    entries = answer.get("prompt_logprobs") if isinstance(answer, Mapping) else None
+    if not isinstance(entries, list) or len(entries) != len(token_ids):
+        raise GarbageError(f"no prompt_logprobs of {len(token_ids)} tokens: {_short(entries)}")
+    scores = []
+    for token, entry in zip(token_ids[1:], entries[1:], strict=True):
+        value = entry.get(str(token)) if isinstance(entry, Mapping) else None
+        scores.append(_finite(value.get("logprob") if isinstance(value, Mapping) else None))
+    return tuple(scores)
+
+
+def _choice(answer: Any) -> Mapping[str, Any]:
+    choices = answer.get("choices") if isinstance(answer, Mapping) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
+        raise GarbageError(f"not one choice: {_short(answer)}")
+    return choices[0]
+
+
+def _reason(
+    choice: Mapping[str, Any], token_ids: list[int], eos_ids: frozenset[int]
+) -> Literal["eos", "stop", "length"]:
+    match choice.get("finish_reason"):
+        case "length":
+            return "length"
+        case "stop":
+            return "eos" if token_ids[-1] in eos_ids else "stop"
+    raise GarbageError(f"the server ended a turn for the reason {choice.get('finish_reason')!r}")
+
+
+def _log_probs(choice: Mapping[str, Any], token_ids: list[int]) -> tuple[float, ...]:
+    logprobs = choice.get("logprobs")
+    content = logprobs.get("content") if isinstance(logprobs, Mapping) else None
+    if not isinstance(content, list) or len(content) != len(token_ids):
+        raise GarbageError(f"not {len(token_ids)} log-probabilities: {_short(content)}")
+    values = []
+    for token, entry in zip(token_ids, content, strict=True):
+        if not isinstance(entry, Mapping) or entry.get("token_id") != token:
+            raise GarbageError(f"the log-probability of another token than the sampled {token}: {_short(entry)}")
+        values.append(_finite(entry.get("logprob")))
+    return tuple(values)
+
+
+def _spans(spans: Any, count: int) -> tuple[tuple[int, int], ...]:
+    """Versions and lengths out of vLLM's half-open intervals, which must cover all tokens in order."""
+    found: list[tuple[int, int]] = []
+    place = 0
+    for span in spans if isinstance(spans, list) else ():
+        if not isinstance(span, Mapping) or span.get("start") != place or not isinstance(span.get("end"), int):
+            break
+        version = str(span.get("version"))
+        if not version.isdecimal():
+            raise GarbageError(f"tokens of weights with the label {version!r}, which is no policy version")
+        if span["end"] > place:
+            found.append((int(version), span["end"] - place))
+        place = span["end"]
+    if place != count:
+        raise GarbageError(f"weight_versions do not cover {count} tokens: {_short(spans)}")
+    return tuple(found)
+
+
+def _finite(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _FLOOR < value <= 1e-6:
+        raise GarbageError(f"{value!r} is no log-probability")
+    if not math.isfinite(value):
+        raise GarbageError(f"{value!r} is no log-probability")
+    return float(value)
+
+
+def _are_ids(values: list[Any]) -> bool:
+    return all(type(item) is int and item >= 0 for item in values)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."

@@ -1,0 +1,220 @@
+"""The engine of a run as the rollout worker holds it: opened as the settings say, its weights received and checked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from agentrl.errors import SettingsError
+from agentrl.models.tokenizer import TextCodec
+from agentrl.rollout.engines.transformers import TransformersEngine
+from agentrl.rollout.engines.vllm import VLLMEngine
+from agentrl.rollout.engines.vllm_server import ServerPlan, ServerProcess, plan_servers, visible_gpus
+from agentrl.weights.exports import read_export, write_untied_copy
+from agentrl.weights.native import default_backend
+from agentrl.weights.transports import TransferTarget
+from agentrl.weights.verify import BOUNDS, Probe, compare, say_missing
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+
+class TransformersHost:
+    """A model in this process. ``shared``: it is the very module that is trained, and nothing travels."""
+
+    def __init__(self, settings: Settings, model: Any, codec: TextCodec, *, shared: bool) -> None:
+        self.engine = TransformersEngine(model, codec, settings.rollout, deterministic=settings.training.deterministic)
+        self._model = model
+        self._shared = shared
+        self._bound = BOUNDS[settings.model.dtype]
+        self._last: tuple[Probe, Sequence[float]] | None = None
+
+    def begin_rollouts(self) -> None:
+        self._model.eval()
+
+    async def end_rollouts(self) -> None:
+        """Nothing has to make room."""
+
+    def target(self) -> TransferTarget | None:
+        return None if self._shared else TransferTarget(backend="file")
+
+    async def accept(self, version: int, probe: Probe) -> str | None:
+        return await self._verify(probe)
+
+    async def hold(self, *, blank: bool) -> None:
+        """No request runs while weights change: the worker's event loop rests then."""
+
+    async def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
+        self.engine.update_weights(() if directory is None else read_export(Path(directory)), version)
+        return None if probe is None else await self._verify(probe)
+
+    async def _verify(self, probe: Probe) -> str | None:
+        self._model.eval()
+        scores = await self.engine.score(probe.token_ids)
+        verdict = compare(probe, scores, bound=self._bound, before=self._last)
+        if verdict.problem is not None:
+            return f"the engine: {verdict.problem}"
+        self._last = (probe, scores)
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Verified:
+    """The last probe that all servers agreed on, and what each said."""
+
+    probe: Probe
+    scores: dict[str, tuple[float, ...]]
+
+
+class VLLMHost:
+    """vLLM servers, started here or elsewhere."""
+
+    def __init__(self, settings: Settings, codec: TextCodec, policy_path: str, folder: Path) -> None:
+        """``folder``: the run's, for the servers' logs. Raises SettingsError where they cannot be placed."""
+        vllm = settings.rollout.vllm
+        self._external = vllm.placement == "external"
+        self._colocated = vllm.placement == "colocated"
+        self._backend = default_backend(vllm.placement) if vllm.transfer == "auto" else vllm.transfer
+        self._bound = vllm.probe_bound or BOUNDS[settings.model.dtype]
+        self._last: _Verified | None = None
+        self._blank: dict[str, dict[str, str]] = {}
+        if self._backend != "file" and not torch.cuda.is_available():
+            raise SettingsError(f"rollout.vllm.transfer={vllm.transfer} needs a GPU here; set it to file")
+        servers = vllm.addresses if self._external else self._processes(settings, policy_path, folder)
+        self.engine = VLLMEngine(servers, codec, settings.rollout, vocabulary=vocabulary_of(policy_path))
+
+    def _processes(self, settings: Settings, policy_path: str, folder: Path) -> list[ServerProcess]:
+        plans = policy_servers(
+            settings,
+            policy_path,
+            folder / ".weights" / "start",
+            training_gpus=settings.training.num_processes,
+            backend=self._backend,
+        )
+        return [ServerProcess(plan, folder / "servers" / f"{place}.log") for place, plan in enumerate(plans)]
+
+    def begin_rollouts(self) -> None:
+        """Servers that slept were woken for their weights."""
+
+    async def end_rollouts(self) -> None:
+        if self._colocated:
+            await self.engine.sleep()
+
+    def target(self) -> TransferTarget | None:
+        targets = self.engine.targets()
+        return TransferTarget(
+            backend=self._backend,
+            addresses=tuple(address for address, _ in targets),
+            world_sizes=tuple(workers for _, workers in targets),
+        )
+
+    async def accept(self, version: int, probe: Probe) -> str | None:
+        """None if servers that nobody has sent weights to hold the policy; Raises SettingsError for another one."""
+        problem = await self._verify(probe)
+        if problem is not None and self._external and self.engine.untouched:
+            raise SettingsError(
+                f"{problem}: it serves another policy than model.path, or in another dtype. Start it with the policy "
+                "that is trained (agentrl serve-policy)"
+            )
+        return problem if problem is not None or self.engine.untouched else "its weights are of an earlier run"
+
+    async def hold(self, *, blank: bool) -> None:
+        await self.engine.hold()
+        if blank:
+            await self.engine.blank()
+            self._blank = await self.engine.checksums()
+
+    async def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
+        if probe is None:
+            raise ValueError("weights of servers are never taken without a probe")
+        await self.engine.install(None if directory is None else Path(directory), version)
+        blank, self._blank = self._blank, {}
+        return await self._verify(probe, blank)
+
+    async def _verify(self, probe: Probe, blank: dict[str, dict[str, str]] | None = None) -> str | None:
+        """Have every server score the probe; requests go on if all are right, else what is wrong.
+
+        ``blank``: the servers' checksums from before a transfer that began with zeros.
+        """
+        scores = await self.engine.scores(probe.token_ids)
+        for address, said in scores.items():
+            before = self._last.scores.get(address) if self._last is not None else None
+            last = None if self._last is None or before is None else (self._last.probe, before)
+            verdict = compare(probe, said, bound=self._bound, before=last)
+            if verdict.problem is not None:
+                missing = ""
+                if blank:
+                    after = await self.engine.checksums()
+                    missing = f"; {say_missing(blank.get(address, {}), after.get(address, {}))}"
+                return f"the vLLM server {address}: {verdict.problem}{missing}"
+        self._last = _Verified(probe=probe, scores=scores)
+        self.engine.admit(probe.token_ids, partial(_problem, probe, self._bound))
+        return None
+
+
+def _problem(probe: Probe, bound: float, scores: Sequence[float]) -> str | None:
+    return compare(probe, scores, bound=bound).problem
+
+
+async def open_host(
+    settings: Settings, codec: TextCodec, *, model: Any | None, policy_path: str, folder: Path, shared: bool
+) -> TransformersHost | VLLMHost:
+    """The engine that the settings name, ready. ``model``: of the transformers engine."""
+    if settings.rollout.engine == "transformers":
+        return TransformersHost(settings, model, codec, shared=shared)
+    host = await asyncio.to_thread(VLLMHost, settings, codec, policy_path, folder)
+    try:
+        await host.engine.open()
+    except BaseException:
+        await host.engine.close()
+        raise
+    return host
+
+
+def policy_servers(
+    settings: Settings,
+    policy_path: str,
+    copy: Path,
+    *,
+    training_gpus: int,
+    backend: str,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+) -> list[ServerPlan]:
+    """The servers to start for a policy; those on a CPU serve an untied copy of it, written to ``copy``."""
+    gpus = visible_gpus(torch.cuda.device_count()) if torch.cuda.is_available() else []
+    return plan_servers(
+        settings.rollout,
+        model=policy_path if gpus else str(untied_policy(policy_path, copy)),
+        tokenizer=policy_path,
+        dtype=settings.model.dtype,
+        training_gpus=training_gpus,
+        gpus=gpus,
+        backend=backend,
+        host=host,
+        port=port,
+    )
+
+
+def vocabulary_of(policy_path: str) -> int:
+    """The number of tokens of a policy's model."""
+    from transformers import AutoConfig
+
+    size: int = AutoConfig.from_pretrained(policy_path).get_text_config().vocab_size
+    return size
+
+
+def untied_policy(policy_path: str, target: Path) -> Path:
+    """A copy of a policy (a directory or a Hugging Face id) whose head is a parameter of its own."""
+    folder = Path(policy_path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(policy_path))
+    return write_untied_copy(folder, target.absolute())

@@ -1,0 +1,29 @@
+"""``agentrl serve-policy``: a vLLM server that training elsewhere can use."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.rollout.engines.serve import serve
+from agentrl.telemetry.console import Console
+from agentrl.training.hosting import policy_servers, vocabulary_of
+from agentrl.training.policy import quieten_libraries
+from agentrl.weights.native import default_backend
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+
+def serve_command(settings: Settings, model: str, *, host: str, port: int | None) -> None:
+    """Serve the policy in ``model`` until told to stop. Its weights may then be changed by a run that names it."""
+    quieten_libraries()
+    console = Console(settings.telemetry)
+    vllm = settings.rollout.vllm
+    backend = default_backend(vllm.placement) if vllm.transfer == "auto" else vllm.transfer
+    with tempfile.TemporaryDirectory(prefix="agentrl-policy-") as folder:
+        (plan,) = policy_servers(settings, model, Path(folder), training_gpus=0, backend=backend, host=host, port=port)
+        console.note(f"starting vLLM for {model}; this takes minutes")
+        asyncio.run(serve(settings, plan, vocabulary=vocabulary_of(model), say=console.note))

@@ -1,0 +1,139 @@
+"""From the trained weights to an engine that holds a copy: sent, verified by a probe, sent again once, or the end.
+
+Every rank has a :class:`WeightSender` and calls it at the same places; rank 0 alone talks to the rollout worker.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from agentrl.errors import AgentRLError
+from agentrl.telemetry.console import Console
+from agentrl.training.deepspeed_engine import TrainingEngine, from_rank_zero
+from agentrl.weights.exports import write_export
+from agentrl.weights.native import NativeTransfer, open_native
+from agentrl.weights.sources import ParameterSource
+from agentrl.weights.transports import TransferTarget
+from agentrl.weights.verify import Probe
+
+_ATTEMPTS = 2
+
+
+class WeightMismatchError(AgentRLError):
+    """An engine does not hold the weights that were sent to it, twice."""
+
+
+class Receiver(Protocol):
+    """What the sender asks of the rollout worker; on other ranks than 0 all of it does nothing."""
+
+    def transfer_target(self) -> TransferTarget | None: ...
+    def accept(self, version: int, probe: Probe) -> str | None: ...
+    def hold(self, *, blank: bool) -> None: ...
+    def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None: ...
+
+
+class WeightSender:
+    """Sends a policy's weights; collective over ranks under ZeRO-3, and for what all must agree on."""
+
+    def __init__(
+        self,
+        service: Receiver,
+        engine: TrainingEngine,
+        *,
+        probe: tuple[int, ...],
+        folder: Path,
+        console: Console,
+        host: str = "127.0.0.1",
+    ) -> None:
+        """``probe``: the tokens both sides score; ``folder``: for files; ``host``: where servers reach rank 0."""
+        self._service = service
+        self._engine = engine
+        self._source = ParameterSource(engine.module.causal_lm)
+        self._probe = probe
+        self._folder = folder
+        self._console = console
+        self._host = host
+        self._native: tuple[TransferTarget, NativeTransfer] | None = None
+
+    def begin(self) -> None:
+        """At the start of a run: the engine holds the policy that is trained, or gets it."""
+        if self._target() is None:
+            return
+        problem = from_rank_zero(self._service.accept(0, self._score()))
+        if problem is not None:
+            self.send(0)
+
+    def send(self, version: int) -> None:
+        """Bring ``version`` to the engine. Raises WeightMismatchError if it does not arrive, twice."""
+        target = self._target()
+        if target is None:
+            self._service.install(None, version, None)
+            return
+        probe = self._score()
+        for attempt in range(_ATTEMPTS):
+            problem = from_rank_zero(self._once(target, version, probe, blank=attempt > 0))
+            if problem is None:
+                return
+            self._console.warning(f"transfer {attempt + 1} of {_ATTEMPTS} of version {version}: {problem}")
+        raise WeightMismatchError(
+            f"the weights of version {version} did not arrive, sent {_ATTEMPTS} times by {target.backend}: {problem}. "
+            "Trajectories would come from another policy than the one that is trained, so the run ends here."
+        )
+
+    def close(self) -> None:
+        """Leave the servers' group and delete the files."""
+        if self._native is not None:
+            self._native[1].close()
+        if self._engine.rank == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _target(self) -> TransferTarget | None:
+        return from_rank_zero(self._service.transfer_target())
+
+    def _once(self, target: TransferTarget, version: int, probe: Probe, *, blank: bool) -> str | None:
+        if target.backend != "file":
+            self._service.hold(blank=blank)
+            self._native_to(target).send()
+            return self._service.install(None, version, probe)
+        directory = self._export(version)
+        self._service.hold(blank=blank)
+        return self._service.install(directory, version, probe)
+
+    def _export(self, version: int) -> str:
+        if self._engine.rank == 0:
+            return str(write_export(self._folder.absolute(), self._source, version))
+        for _ in self._source:
+            pass  # takes part in the gathering
+        return ""
+
+    def _native_to(self, target: TransferTarget) -> NativeTransfer:
+        """The open transfer; a new one where servers have come or gone."""
+        if self._native is not None and self._native[0] != target:
+            self._native[1].close()
+            self._native = None
+        if self._native is None:
+            opened = open_native(target, self._source, rank=self._engine.rank, host=self._host)
+            self._native = (target, opened)
+        return self._native[1]
+
+    def _score(self) -> Probe:
+        return score_probe(self._engine, self._probe)
+
+
+@torch.no_grad()
+def score_probe(engine: TrainingEngine, token_ids: tuple[int, ...]) -> Probe:
+    """The trained policy's log-probabilities at temperature 1 of ``token_ids[1:]``. Collective under ZeRO-3."""
+    ids = torch.tensor([token_ids], device=engine.device)
+    engine.module.eval()
+    statistics, _ = engine(
+        ids,
+        torch.ones(1, dtype=torch.int64, device=engine.device),
+        ids[:, 1:],
+        torch.ones_like(ids[:, 1:], dtype=torch.bool),
+        temperature=1.0,
+    )
+    return Probe(token_ids=token_ids, log_probs=tuple(statistics.log_probs.float().tolist()))

@@ -1,0 +1,103 @@
+"""A policy's directory whose head is a parameter of its own, for engines that cannot follow tied embeddings.
+
+vLLM on CPU packs the head's weight when it starts; new weights for a model with tied embeddings then leave the packed
+copy as it was, without an error, unless they bring the head as a tensor of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from agentrl.weights.transports import read_weights, write_weights
+
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 256 * 1024 * 1024
+"""Bytes of one file, which are also what writing holds in memory."""
+
+
+def untied(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors, with the embedding once more as the head's weight where no head comes.
+
+    >>> import torch
+    >>> tied = {"model.embed_tokens.weight": torch.zeros(2, 1), "model.norm.weight": torch.ones(1)}
+    >>> [name for name, _ in untied(tied.items())]
+    ['model.embed_tokens.weight', 'model.norm.weight', 'lm_head.weight']
+    """
+    embedding: Tensor | None = None
+    headed = False
+    for name, tensor in tensors:
+        headed |= name == HEAD
+        if name == EMBEDDING:
+            embedding = tensor.to("cpu", copy=True)
+        yield name, tensor
+    if not headed and embedding is not None:
+        yield HEAD, embedding
+
+
+def write_untied_copy(model: Path, target: Path) -> Path:
+    """Copy the policy in ``model`` to ``target`` with a head of its own; returns ``target``."""
+    shutil.rmtree(target, ignore_errors=True)
+    write_shards(target, untied(read_export(model)))
+    for file in model.iterdir():
+        if file.is_file() and not file.name.endswith((".safetensors", ".index.json", ".bin")):
+            shutil.copy(file, target / file.name)
+    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    config["tie_word_embeddings"] = False
+    (target / "config.json").write_text(json.dumps(config, indent=2))
+    return target
+
+
+def write_export(folder: Path, tensors: Iterable[tuple[str, Tensor]], version: int) -> Path:
+    """Write one version's weights into a directory of its own under ``folder``; older ones but the last go.
+
+    The last stays for an engine that is still reading it.
+    """
+    target = folder / f"version-{version:09d}"
+    partial = folder / f"{target.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    write_shards(partial, untied(tensors))
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(partial, target)
+    for old in sorted(item for item in folder.glob("version-*") if item.name < target.name)[:-1]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def write_shards(target: Path, tensors: Iterable[tuple[str, Tensor]], *, most: int = SHARD_BYTES) -> None:
+    """Write tensors to files of at most ``most`` bytes (a larger tensor alone); no more than that is held at once."""
+    shard: dict[str, Tensor] = {}
+    places: dict[str, str] = {}
+    size = written = 0
+
+    def flush() -> None:
+        nonlocal size, written
+        written += 1
+        file = f"model-{written:05d}.safetensors"
+        write_weights(target / file, shard.items())
+        places.update(dict.fromkeys(shard, file))
+        shard.clear()
+        size = 0
+
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > most:
+            flush()
+        shard[name] = tensor.to("cpu", copy=True).contiguous()
+        size += tensor.nbytes
+    if shard:
+        flush()
+    (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def read_export(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a directory, one at a time."""
+    for shard in sorted(folder.glob("*.safetensors")):
+        yield from read_weights(shard)

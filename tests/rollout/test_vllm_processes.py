@@ -1,0 +1,243 @@
+"""How servers are started and ended, without vLLM: their command lines, their places, the process that watches them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agentrl.config import load_settings
+from agentrl.errors import SettingsError
+from agentrl.rollout.engines.balancer import Balancer
+from agentrl.rollout.engines.vllm_server import ServerPlan, ServerProcess, plan_servers, visible_gpus
+from agentrl.rollout.settings import RolloutSettings
+
+
+def plans(*, gpus: int = 0, ranks: int = 1, backend: str = "file", **vllm: Any) -> list[ServerPlan]:
+    settings = RolloutSettings(engine="vllm", max_prompt_tokens=100, max_response_tokens=200, vllm=vllm)
+    return plan_servers(
+        settings,
+        model="served",
+        tokenizer="policy",
+        dtype="bfloat16",
+        training_gpus=ranks,
+        gpus=[str(number) for number in range(gpus)],
+        backend=backend,
+    )
+
+
+def option(command: list[str], name: str) -> str:
+    return command[command.index(name) + 1]
+
+
+def test_a_server_on_the_cpu_is_configured_for_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    (plan,) = plans(extra_args=["--max-num-seqs", "7"])
+    command, environment = plan.command(), plan.environment()
+    assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    assert {name: option(command, name) for name in ("--model", "--tokenizer", "--dtype", "--max-model-len")} == {
+        "--model": "served",
+        "--tokenizer": "policy",
+        "--dtype": "bfloat16",
+        "--max-model-len": "300",
+    }
+    assert option(command, "--logprobs-mode") == "processed_logprobs"
+    assert option(command, "--generation-config") == "vllm"
+    assert {"--enable-scale-out", "--enable-prefix-caching", "--enforce-eager"} <= set(command)
+    assert command[-2:] == ["--max-num-seqs", "7"]
+    assert not {"--enable-sleep-mode", "--weight-transfer-config", "--tensor-parallel-size"} & set(command)
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert not {"RANK", "MASTER_PORT", "VLLM_ALLOW_INSECURE_SERIALIZATION"} & environment.keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"gpus": 8, "ranks": 4, "replicas": 2, "tensor_parallel_size": 2}, ["4,5", "6,7"]),
+        ({"gpus": 4, "ranks": 4, "replicas": 2, "tensor_parallel_size": 2, "placement": "colocated"}, ["0,1", "2,3"]),
+        ({"gpus": 2, "ranks": 2, "replicas": 2, "devices": [9, 7]}, ["9", "7"]),
+    ],
+)
+def test_servers_get_gpus_of_their_own(arguments: dict[str, Any], expected: list[str]) -> None:
+    made = plans(backend="nccl", **arguments)
+    assert [plan.environment()["CUDA_VISIBLE_DEVICES"] for plan in made] == expected
+    assert len({plan.address for plan in made}) == len(made)
+    for plan in made:
+        assert option(plan.command(), "--tensor-parallel-size") == str(len(plan.gpus))
+        assert option(plan.command(), "--weight-transfer-config") == '{"backend": "nccl"}'
+        assert ("--enable-sleep-mode" in plan.command()) == (arguments.get("placement") == "colocated")
+
+
+def test_ipc_handles_may_travel() -> None:
+    (plan,) = plans(gpus=1, backend="ipc", placement="colocated")
+    assert plan.environment()["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"placement": "colocated"}, "colocated needs GPUs, and none is visible"),
+        ({"tensor_parallel_size": 2}, "are about GPUs, and none is visible"),
+        ({"gpus": 4, "ranks": 3, "replicas": 2}, r"2 servers of 1 GPUs need 2, and 1 of the 4 visible ones are left"),
+    ],
+)
+def test_servers_that_fit_nowhere(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        plans(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"placement": "external"}, "addresses are given for placement=external"),
+        ({"addresses": ["http://a:1"]}, "addresses are given for placement=external"),
+        ({"devices": [1], "replicas": 2}, "it names 1"),
+        ({"placement": "colocated", "transfer": "nccl"}, "choose ipc"),
+    ],
+)
+def test_settings_that_contradict_one_another(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RolloutSettings(vllm=settings)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["training.deterministic=true"], "training.deterministic=true needs rollout.engine=transformers"),
+        (["rollout.vllm.addresses=[localhost:8000]"], "'localhost:8000' is no address; valid: http://HOST:PORT"),
+        (
+            ["rollout.vllm.placement=colocated", "rollout.vllm.addresses=[]", "training.zero_stage=3"],
+            "off the GPU only at stages 1 and 2",
+        ),
+    ],
+)
+def test_a_run_that_servers_cannot_serve_does_not_begin(overrides: list[str], message: str) -> None:
+    external = ["rollout.vllm.placement=external", "rollout.vllm.addresses=[http://localhost:8000]"]
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        load_settings(overrides=["rollout.engine=vllm", *external, *overrides])
+
+
+def test_gpus_are_those_from_before_a_launcher_gave_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AGENTRL_GPUS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpus(2) == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert visible_gpus(2) == ["4", "5"]
+    monkeypatch.setenv("AGENTRL_GPUS", "4,5,6,7")
+    assert visible_gpus(2) == ["4", "5", "6", "7"]
+
+
+# -- processes ------------------------------------------------------------------------------------------------------
+
+# A server of two processes, of which the first says both numbers.
+FAMILY = (
+    "import os, subprocess, sys, time\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+    "open(sys.argv[1], 'w').write(f'{os.getpid()} {child.pid}\\n')\n"
+    "time.sleep(600)"
+)
+# Someone who wants a server, and waits.
+PARENT = (
+    "import os, subprocess, sys, time\n"
+    "subprocess.Popen([sys.executable, '-m', 'agentrl.rollout.engines.warden', str(os.getpid()), *sys.argv[1:]])\n"
+    "time.sleep(600)"
+)
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 60
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+    return found
+
+
+def family(file: Path) -> list[psutil.Process]:
+    text = wait_for(lambda: file.exists() and file.read_text().endswith("\n") and file.read_text())
+    return [psutil.Process(int(number)) for number in text.split()]
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    wait_for(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes))
+
+
+@pytest.mark.parametrize("who", ["parent", "server", "warden is told"])
+def test_a_server_ends_whole_whoever_ends_first(tmp_path: Path, who: str) -> None:
+    command = [sys.executable, "-c", FAMILY, str(tmp_path / "pids")]
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, *command])
+    try:
+        server, child = family(tmp_path / "pids")
+        warden = server.parent()
+        assert warden is not None
+        {"parent": parent.kill, "server": server.kill, "warden is told": warden.terminate}[who]()
+        assert_gone([server, child, warden])
+    finally:
+        parent.kill()
+        parent.wait()
+
+
+def test_the_last_words_of_a_server_are_those_that_tell(tmp_path: Path) -> None:
+    class Failing(ServerPlan):
+        def command(self) -> list[str]:
+            lines = "print('INFO starting'); print('ValueError: no such model'); print('INFO bye'); raise SystemExit(1)"
+            return [sys.executable, "-c", lines]
+
+    plan = Failing(model="m", tokenizer="m", host="127.0.0.1", port=1, dtype="float32", max_tokens=10)
+    server = ServerProcess(plan, tmp_path / "logs" / "server.log")
+    assert server.last_words() == "it said nothing"
+    server.start()
+    wait_for(lambda: server.ended)
+    assert server.last_words() == "ValueError: no such model"
+    server.stop()
+
+
+def test_a_warden_whose_parent_is_gone_starts_nothing_that_stays(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    command = [sys.executable, "-c", FAMILY, str(tmp_path / "pids")]
+    done = subprocess.run(
+        [sys.executable, "-m", "agentrl.rollout.engines.warden", str(gone.pid), *command], timeout=60, env=os.environ
+    )
+    assert done.returncode == 256 - signal.SIGKILL
+
+
+# -- balance --------------------------------------------------------------------------------------------------------
+
+
+def test_load_counts_what_may_still_be_sampled() -> None:
+    balancer = Balancer(2)
+    balancer.take(0, "short", context=10, reserved=1000)
+    balancer.take(1, "long", context=500, reserved=100)
+    assert balancer.choose("new", context=10) == 1
+
+
+def test_a_full_server_and_one_that_is_down_get_nothing() -> None:
+    balancer = Balancer(3)
+    balancer.loads[0].limit = 1
+    balancer.take(0, "a", context=1, reserved=1)
+    balancer.loads[1].up = False
+    for number in range(5):
+        balancer.take(2, f"b{number}", context=100, reserved=100)
+    assert balancer.choose("new", context=1) == 2
+    balancer.loads[2].up = False
+    assert balancer.choose("new", context=1) is None
+    balancer.give_back(0, "a", context=1, reserved=1)
+    assert balancer.choose("new", context=1) == 0
+
+
+def test_a_server_that_failed_a_request_is_asked_again_only_if_no_other_is_up() -> None:
+    balancer = Balancer(2)
+    balancer.take(1, "busy", context=1000, reserved=1000)
+    assert balancer.choose("t", context=1, avoid=frozenset({0})) == 1
+    balancer.loads[1].up = False
+    assert balancer.choose("t", context=1, avoid=frozenset({0})) == 0

@@ -1,0 +1,331 @@
+"""A real vLLM server on the CPU against the model of transformers: log-probabilities, changing weights, stale weights.
+
+One server for all tests, started by ``agentrl serve-policy``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl.config import load_settings
+from agentrl.models.loading import read_model, write_model
+from agentrl.models.settings import ModelSettings, TinyModelSettings
+from agentrl.models.tiny import build_tiny_model, train_tokenizer
+from agentrl.models.tokenizer import TextCodec, read_tokenizer
+from agentrl.rollout.engines.base import Completion, Sampling
+from agentrl.rollout.engines.transformers import TransformersEngine
+from agentrl.rollout.engines.vllm import VLLMEngine
+from agentrl.training.hosting import VLLMHost
+from agentrl.weights.exports import write_export
+from agentrl.weights.verify import Probe, probe_tokens
+
+pytestmark = [pytest.mark.usefixtures("vllm_here"), pytest.mark.xdist_group("vllm")]
+
+START = 900.0
+FLOAT32 = ModelSettings(dtype="float32")
+LENGTHS = ["rollout.max_prompt_tokens=300", "rollout.max_turn_tokens=600", "rollout.max_response_tokens=700"]
+LENGTHS += ["model.dtype=float32", "rollout.engine=vllm"]
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained policy with tied embeddings."""
+    settings = TinyModelSettings(vocabulary_size=300, hidden_size=64, layers=2, heads=2, intermediate_size=48)
+    tokenizer = train_tokenizer(["1 + 1 = 2\n"], vocabulary_size=300)
+    folder = tmp_path_factory.mktemp("served") / "policy"
+    model = build_tiny_model(settings, tokenizer, seed=5)
+    write_model(folder, model=model, tokenizer=tokenizer, title="random", body="Untrained.")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def address(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where ``agentrl serve-policy`` serves the policy."""
+    said = tmp_path_factory.mktemp("serve") / "said"
+    command = [sys.executable, "-m", "agentrl.cli", "serve-policy", "--model", str(policy), *LENGTHS]
+    with said.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        deadline = time.monotonic() + START
+        while (found := re.search(r"serving \S+ at (http://\S+)", said.read_text())) is None:
+            assert process.poll() is None, said.read_text()
+            assert time.monotonic() < deadline, said.read_text()
+            time.sleep(0.2)
+        yield found[1]
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def codec_of(policy: Path) -> TextCodec:
+    return TextCodec(read_tokenizer(policy))
+
+
+def host_of(policy: Path, address: str, *overrides: str) -> VLLMHost:
+    settings = load_settings(
+        None,
+        None,
+        [f"model.path={policy}", *LENGTHS, "rollout.vllm.placement=external", f"rollout.vllm.addresses=[{address}]",
+         *overrides],
+        command="eval",
+    )  # fmt: skip
+    return VLLMHost(settings, codec_of(policy), str(policy), policy.parent)
+
+
+@torch.inference_mode()
+def teacher_forced(model: Any, prompt: tuple[int, ...], sampled: tuple[int, ...], temperature: float) -> list[float]:
+    ids = torch.tensor([prompt + sampled])
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double() / temperature
+    return torch.log_softmax(logits, dim=-1).gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
+
+
+def largest_difference(one: list[float], other: tuple[float, ...]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+async def turn(
+    engine: VLLMEngine, context: tuple[int, ...], name: str, *, seed: int = 1, **sampling: Any
+) -> Completion:
+    return await engine.generate(
+        context,
+        Sampling(**{"max_tokens": 24, **sampling}),
+        trajectory_id=name,
+        request_id=name,
+        seed=seed,
+        deadline=asyncio.get_running_loop().time() + 120,
+    )
+
+
+async def converse(engine: VLLMEngine, model: Any, number: int) -> None:
+    """Three turns with observations between, each compared with the plain forward of the exact tokens."""
+    numbers = random.Random(number)
+    temperature = (0.6, 1.0, 1.4)[number % 3]
+    context = tuple(numbers.randrange(1, 300) for _ in range(numbers.randint(1, 200)))
+    for _ in range(3):
+        answer = await turn(engine, context, f"t{number}", seed=number, temperature=temperature)
+        expected = teacher_forced(model, context, answer.token_ids, temperature)
+        assert largest_difference(expected, answer.log_probs) < 1e-4
+        context += answer.token_ids + tuple(numbers.randrange(1, 300) for _ in range(numbers.randint(0, 20)))
+    engine.release(f"t{number}")
+
+
+async def test_log_probabilities_are_those_of_transformers(policy: Path, address: str) -> None:
+    model, host = read_model(policy, FLOAT32).eval(), host_of(policy, address)
+    reference = TransformersEngine(model, codec_of(policy), load_settings().rollout)
+    engine = host.engine
+    await engine.open()
+    try:
+        await asyncio.gather(*(converse(engine, model, number) for number in range(24)))
+        probe = probe_tokens(300)
+        assert largest_difference(list(await reference.score(probe)), await engine.score(probe)) < 1e-4
+        assert (await engine.health()).startswith("vLLM 0.")
+        again = [await turn(engine, (5, 6, 7), "again", seed=3) for _ in range(2)]
+        assert again[0].token_ids == again[1].token_ids != (await turn(engine, (5, 6, 7), "again", seed=4)).token_ids
+    finally:
+        await engine.close()
+        await reference.close()
+
+
+async def test_a_turn_ends_behind_its_stop_string_with_all_that_was_sampled(policy: Path, address: str) -> None:
+    codec, host = codec_of(policy), host_of(policy, address)
+    await host.engine.open()
+    try:
+        free = await turn(host.engine, (9, 9), "free", seed=11, max_tokens=200)
+        text = codec.decode(free.token_ids[:60])
+        stop = next(character for character in text[20:] if character.isascii() and character.isprintable())
+        cut = await turn(host.engine, (9, 9), "cut", seed=11, max_tokens=200, stop=(stop,))
+        assert (cut.finish_reason, cut.token_ids) == ("stop", free.token_ids[: len(cut.token_ids)])
+        assert stop in codec.decode(cut.token_ids)
+        assert stop not in codec.decode(cut.token_ids[:-1])
+        ended = await turn(host.engine, (9, 9), "eos", seed=3, max_tokens=600)
+        while ended.finish_reason != "eos":
+            ended = await turn(host.engine, (9, 9), "eos", seed=len(ended.token_ids) + ended.token_ids[0])
+        assert ended.token_ids[-1] == codec.eos_id
+        assert codec.eos_id not in ended.token_ids[:-1]
+    finally:
+        await host.engine.close()
+
+
+def changed(model: Any, seed: int) -> Any:
+    """The model with other weights, its embeddings still tied."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+async def probe_of(model: Any, codec: TextCodec) -> Probe:
+    tokens = probe_tokens(300)
+    engine = TransformersEngine(model.eval(), codec, load_settings().rollout)
+    scores = await engine.score(tokens)
+    await engine.close()
+    return Probe(token_ids=tokens, log_probs=scores)
+
+
+@pytest.mark.parametrize("kv", ["recomputed", "kept"])
+async def test_weights_change_under_running_requests_and_are_verified(
+    policy: Path, address: str, tmp_path: Path, kv: str
+) -> None:
+    codec, host = codec_of(policy), host_of(policy, address, f"rollout.vllm.kv_on_update={kv}")
+    await host.engine.open()
+    try:
+        old, new = changed(read_model(policy, FLOAT32), 1), changed(read_model(policy, FLOAT32), 2)
+        exports = [
+            (str(write_export(tmp_path, model.named_parameters(), version)), version, await probe_of(model, codec))
+            for version, model in ((10, old), (11, new))
+        ]
+        await host.hold(blank=False)
+        assert await host.install(*exports[0]) is None
+        prompt = (3, 4, 5)
+        running = [
+            asyncio.create_task(turn(host.engine, prompt, f"across{seed}", max_tokens=600, seed=seed))
+            for seed in range(16)
+        ]
+        await asyncio.sleep(0.3)
+        await host.hold(blank=False)
+        assert await host.install(*exports[1]) is None
+        across = [answer for answer in await asyncio.gather(*running) if len(answer.version_spans) == 2]
+        assert across, "every turn was over before the weights changed"
+        tails = []
+        for answer in across:
+            assert [version for version, _ in answer.version_spans] == [10, 11]
+            first = answer.version_spans[0][1]
+            before = teacher_forced(old, prompt, answer.token_ids, 1.0)
+            after = teacher_forced(new, prompt, answer.token_ids, 1.0)
+            assert largest_difference(before[:first], answer.log_probs[:first]) < 1e-4
+            tails.append(largest_difference(after[first:], answer.log_probs[first:]))
+        # Kept keys and values are those of the old weights: neither policy alone gave what came after.
+        assert (max(tails) < 1e-4) == (kv == "recomputed")
+        fresh = await turn(host.engine, (3, 4, 5), "fresh", seed=9)
+        assert largest_difference(teacher_forced(new, (3, 4, 5), fresh.token_ids, 1.0), fresh.log_probs) < 1e-4
+    finally:
+        await host.engine.close()
+
+
+async def test_a_stale_weight_in_a_transfer_is_caught(policy: Path, address: str, tmp_path: Path) -> None:
+    codec, host = codec_of(policy), host_of(policy, address)
+    await host.engine.open()
+    try:
+        good = changed(read_model(policy, FLOAT32), 3)
+        stale = read_model(policy, FLOAT32).model.layers[1].mlp.down_proj.weight
+        mixed = [
+            (name, stale if name == "model.layers.1.mlp.down_proj.weight" else parameter)
+            for name, parameter in good.named_parameters()
+        ]
+        await host.hold(blank=False)
+        problem = await host.install(str(write_export(tmp_path, mixed, 20)), 20, await probe_of(good, codec))
+        assert problem is not None
+        assert re.search(rf"the vLLM server {address}: .* differ from the trainer's by 0\.\d+ nats", problem)
+        await host.hold(blank=True)
+        whole = write_export(tmp_path, good.named_parameters(), 20)
+        assert await host.install(str(whole), 20, await probe_of(good, codec)) is None
+    finally:
+        await host.engine.close()
+
+
+async def test_weights_that_do_not_change_at_all_are_caught(policy: Path, address: str, tmp_path: Path) -> None:
+    codec, host = codec_of(policy), host_of(policy, address, "rollout.vllm.probe_bound=100")
+    await host.engine.open()
+    try:
+        old, new = changed(read_model(policy, FLOAT32), 4), changed(read_model(policy, FLOAT32), 5)
+        directory = str(write_export(tmp_path, old.named_parameters(), 30))
+        await host.hold(blank=False)
+        assert await host.install(directory, 30, await probe_of(old, codec)) is None
+        await host.hold(blank=False)
+        problem = await host.install(directory, 31, await probe_of(new, codec))
+        assert problem is not None
+        assert "did not change at all" in problem
+    finally:
+        await host.engine.close()
+
+
+class Liar(BaseHTTPRequestHandler):
+    """Passes everything on to a server but new weights, which it says have been loaded."""
+
+    target = ""
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer(*self._pass_on(None))
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        self._answer(*((200, b"{}") if self.path.startswith("/collective_rpc") else self._pass_on(body)))
+
+    def _pass_on(self, body: bytes | None) -> tuple[int, bytes]:
+        request = urllib.request.Request(self.target + self.path, data=body, method=self.command)
+        request.add_header("content-type", "application/json")
+        try:
+            with urllib.request.urlopen(request, timeout=START) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+
+    def _answer(self, status: int, data: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def liar(address: str) -> Iterator[str]:
+    """The address of a server that takes no weights."""
+    proxy = ThreadingHTTPServer(("127.0.0.1", 0), type("OneLiar", (Liar,), {"target": address}))
+    proxy.daemon_threads = True
+    thread = threading.Thread(target=proxy.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{proxy.server_address[1]}"
+    proxy.shutdown()
+    proxy.server_close()
+    thread.join()
+
+
+def test_a_server_that_new_weights_do_not_reach_ends_the_run(policy: Path, liar: str, tmp_path: Path) -> None:
+    # The last test on the server: it leaves its weights zero.
+    counting = Path(__file__).parent.parent / "training"
+    lengths = ["rollout.max_prompt_tokens=300", "rollout.max_turn_tokens=12", "rollout.max_response_tokens=64"]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "agentrl.cli", "train", "--env", "counting_env:CountingEnv", "name=stale"),
+            *("environment.kwargs.tally=tally", "data.train.0.path=builtin:arithmetic", f"model.path={policy}"),
+            *("model.dtype=float32", "optimizer.learning_rate=1e-2", "training.steps=3", "training.threads=1"),
+            *("rollout.problems_per_step=2", "rollout.group_size=2", "algorithm.drop_zero_variance=false", *lengths),
+            *("algorithm.entropy_coefficient=0.01", "evaluation.problems=1", "rollout.engine=vllm"),
+            *("rollout.vllm.placement=external", f"rollout.vllm.addresses=[{liar}]"),
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(counting), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=START,
+    )
+    said = re.sub(r"\s+", " ", done.stdout + done.stderr)
+    assert done.returncode == 1, said
+    assert re.search(rf"transfer 1 of 2 of version \d: the vLLM server {liar}: .* nats on average", said), said
+    assert re.search(r"error: the weights of version \d did not arrive, sent 2 times by file: ", said), said
+    unwritten = r"the transfer did not write (\d+) of \1 parameters: \S+lm_head.weight, \S+embed_tokens.weight"
+    assert re.search(unwritten, said), said
+    assert "packed out of sight of checksums" in said
+    assert "Traceback" not in said

@@ -1,0 +1,72 @@
+"""Training on two vLLM servers that the run starts itself; one of them is killed on the way."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from agentrl.models.loading import write_model
+from agentrl.models.settings import TinyModelSettings
+from agentrl.models.tiny import build_tiny_model, train_tokenizer
+from agentrl.telemetry.run_directory import RunDirectory
+
+from .conftest import DEADLINE, CommandLine, wait_until
+
+pytestmark = [pytest.mark.usefixtures("vllm_here"), pytest.mark.xdist_group("vllm")]
+
+STEPS = 3
+SERVED = ["rollout.engine=vllm", "rollout.vllm.replicas=2", f"training.steps={STEPS}", "rollout.concurrency=3"]
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    settings = TinyModelSettings(vocabulary_size=300, hidden_size=64, layers=2, heads=2, intermediate_size=48)
+    tokenizer = train_tokenizer(["1 + 1 = 2\n"], vocabulary_size=300)
+    model = build_tiny_model(settings, tokenizer, seed=5)
+    write_model(tmp_path / "policy", model=model, tokenizer=tokenizer, title="random", body="Untrained.")
+    return tmp_path / "policy"
+
+
+def servers(pid: int) -> list[psutil.Process]:
+    """The processes under ``pid`` that answer for vLLM; those that compute are their children."""
+    below = psutil.Process(pid).children(recursive=True)
+    return [one for one in below if one.cmdline()[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]]
+
+
+def test_a_run_loses_no_trajectory_with_one_of_two_servers(command_line: CommandLine, policy: Path) -> None:
+    process = command_line.start(*command_line.counting(policy, "name=two", "environment.kwargs.seconds=0.2", *SERVED))
+    # 2 steps of the environment a trajectory: the evaluation's 2 trajectories and some of step 1 are over.
+    wait_until(lambda: command_line.tallied() >= 2 * 2 + 7, process)
+    both = servers(process.pid)
+    assert len(both) == 2
+    family = [one for server in both for one in (server, *server.children(recursive=True))]
+    both[0].send_signal(signal.SIGKILL)
+    said = process.communicate(timeout=DEADLINE)[0]
+    assert process.returncode == 0, said
+
+    assert "gets no more requests for now" in said
+    assert "has ended and is started again" in said
+    rows = [row for row in command_line.metrics("two") if "policy/updates" in row]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["policy/updates"] for row in rows] == [1] * STEPS
+    assert [row["groups/infrastructure_failures"] for row in rows] == [0] * STEPS
+    assert [row["reward/count"] for row in rows] == [12] * STEPS
+    # What was sampled in step n was sampled with the weights of n - 1 updates, and those were the trained ones.
+    assert max(row["policy/engine_abs_diff"] for row in rows) < 1e-5
+    run = command_line.folder / "runs" / "two"
+    for step in range(1, STEPS + 1):
+        versions = {
+            version
+            for record in RunDirectory(run).read_trajectories(step)
+            for segment in record["segments"]
+            for version, _ in segment["version_spans"]
+        }
+        assert versions == {step - 1}
+    assert json.loads((run / "summary.json").read_text())["steps"] == STEPS
+    assert not (run / ".weights").exists()
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert not alive

@@ -1,0 +1,133 @@
+"""vLLM's weight transfer from two training ranks, without GPUs: the source and the calls are real, the wire is not.
+
+NCCL and CUDA IPC themselves need GPUs and are not run here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from agentrl.weights.native import ServersClient, default_backend
+from agentrl.weights.sources import ParameterSource
+
+SCRIPT = Path(__file__).with_name("record_transfer.py")
+GROUP = 40_000
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def two_ranks(stage: int, folder: Path) -> list[dict[str, Any]]:
+    """What each of two gloo ranks wrote down."""
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(stage), str(folder)],
+            env=os.environ
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+            | {"MASTER_PORT": port, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=600)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.usefixtures("vllm_here")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_ranks_send_every_parameter_whole_and_once(stage: int, tmp_path: Path) -> None:
+    first, second = two_ranks(stage, tmp_path)
+    expected = first["expected"]
+    assert len(expected) > 30
+    described = [{key: item[key] for key in ("name", "shape", "dtype")} for item in expected]
+    assert first["shapes"] == second["shapes"] == described  # also where this rank's shard is empty
+    assert first["sent"] == 2 * expected
+    assert second["sent"] == []
+    assert first["probe"] == second["probe"]
+    assert len(first["probe"]) == 63
+
+    names, shapes = [item["name"] for item in expected], [item["shape"] for item in expected]
+    update = {"names": names, "dtype_names": ["float32"] * len(names), "shapes": shapes}
+    for server, offset in ((0, 1), (1, 3)):  # the first server's two workers are ranks 1 and 2
+        once = [["start"], ["update", update], ["finish", None]]
+        assert first["servers"][server] == [["init", {"rank_offset": offset}], *once, *once]
+    assert second["servers"] == [[], []]
+
+    if stage < 3:
+        assert first["gathered"] == second["gathered"] == []
+        return
+    assert first["held_after"] == 0  # every group was given back
+    assert first["gathered"] == second["gathered"]
+    assert max(first["gathered"]) <= GROUP
+    elements = sum(torch.Size(shape).numel() for shape in shapes)
+    assert sum(first["gathered"]) == 2 * elements
+    assert len(first["gathered"]) < len(expected)  # in groups, not one by one
+    assert first["deepest"] == second["deepest"] == 1
+
+
+def test_a_source_describes_what_it_gives_and_gives_it_again() -> None:
+    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1, bias=False)).to(torch.bfloat16)
+    source = ParameterSource(module)
+    shapes = source.shapes()
+    assert [(item.name, item.shape, item.bytes) for item in shapes] == [
+        ("0.weight", (3, 2), 12),
+        ("0.bias", (3,), 6),
+        ("1.weight", (1, 3), 6),
+    ]
+    for _ in range(2):
+        given = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in source]
+        assert given == [(item.name, item.shape, item.dtype) for item in shapes]
+
+
+class Server:
+    def __init__(self, barrier: threading.Barrier, *, fails: bool = False) -> None:
+        self._barrier = barrier
+        self._fails = fails
+
+    def start_weight_update(self) -> None:
+        if self._fails:
+            raise OSError("refused")
+
+    def update_weights(self, update_info: Any) -> None:
+        self._barrier.wait(30)
+
+
+def test_servers_receive_at_the_same_time() -> None:
+    # Each waits in a collective for the others: one after the other would never end.
+    barrier = threading.Barrier(3)
+    ServersClient([Server(barrier) for _ in range(3)], [1, 1, 1]).update_weights({})
+
+
+def test_one_servers_refusal_is_the_transfers() -> None:
+    barrier = threading.Barrier(1)
+    client = ServersClient([Server(barrier), Server(barrier, fails=True)], [1, 1])
+    with pytest.raises(OSError, match="refused"):
+        client.start_weight_update()
+
+
+def test_without_a_gpu_weights_travel_by_file() -> None:
+    expected = {"colocated": "ipc", "dedicated": "nccl"} if torch.cuda.is_available() else {}
+    for placement in ("colocated", "dedicated", "external"):
+        assert default_backend(placement) == expected.get(placement, "nccl" if expected else "file")
