@@ -11,8 +11,9 @@ its options.
 import argparse
 
 import rollout_simulated
+import rollout_transfer
 
-SECTIONS = {"simulated": rollout_simulated}
+SECTIONS = {"simulated": rollout_simulated, "transfer": rollout_transfer}
 
 
 def main() -> None:
