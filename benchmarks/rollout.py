@@ -12,8 +12,9 @@ import argparse
 
 import rollout_simulated
 import rollout_transfer
+import rollout_vllm
 
-SECTIONS = {"simulated": rollout_simulated, "transfer": rollout_transfer}
+SECTIONS = {"simulated": rollout_simulated, "vllm": rollout_vllm, "transfer": rollout_transfer}
 
 
 def main() -> None:

@@ -244,12 +244,20 @@ class SimulatedEpisode:
     stop = ("b",)
 
     def __init__(
-        self, problem: Problem, numbers: random.Random, *, turns: int, latency: Latency, barrier: LockStep | None
+        self,
+        problem: Problem,
+        numbers: random.Random,
+        *,
+        turns: int,
+        latency: Latency,
+        observation: str,
+        barrier: LockStep | None,
     ) -> None:
         self._problem = problem
         self._numbers = numbers
         self._turns = turns
         self._latency = latency
+        self._observation = observation
         self._barrier = barrier
         self._taken = 0
 
@@ -268,7 +276,7 @@ class SimulatedEpisode:
             return Step(observation="", reward=float(self._numbers.random() < 0.5), ended=Ended.ANSWERED)
         if self._barrier is not None:
             await self._barrier.wait()
-        return Step(observation="aaaa", reward=0.0, ended=None)
+        return Step(observation=self._observation, reward=0.0, ended=None)
 
     async def fork(self) -> SimulatedEpisode:
         raise NotImplementedError("nothing here is played twice")
@@ -281,10 +289,19 @@ class SimulatedEpisode:
 class SimulatedEnvironment:
     """Makes the episodes; their latencies are drawn of ``seed``, the problem and how often it was played."""
 
-    def __init__(self, *, turns: int, latency: Latency, seed: int, barrier: LockStep | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        turns: int,
+        latency: Latency,
+        seed: int,
+        observation: str = "aaaa",
+        barrier: LockStep | None = None,
+    ) -> None:
         self._turns = turns
         self._latency = latency
         self._seed = seed
+        self._observation = observation
         self._barrier = barrier
         self._made: Counter[str] = Counter()
 
@@ -294,7 +311,14 @@ class SimulatedEnvironment:
     def episode(self, problem: Problem) -> SimulatedEpisode:
         self._made[problem.id] += 1
         numbers = random.Random(f"{self._seed} {problem.id} {self._made[problem.id]}")
-        return SimulatedEpisode(problem, numbers, turns=self._turns, latency=self._latency, barrier=self._barrier)
+        return SimulatedEpisode(
+            problem,
+            numbers,
+            turns=self._turns,
+            latency=self._latency,
+            observation=self._observation,
+            barrier=self._barrier,
+        )
 
     async def close(self) -> None:
         pass
