@@ -28,9 +28,6 @@ class VLLMSettings(BaseModel):
     transfer: Literal["auto", "nccl", "ipc", "file"] = Field(
         "auto", description="how weights travel; auto: ipc colocated, nccl to other GPUs, file without GPUs"
     )
-    kv_on_update: Literal["recomputed", "kept"] = Field(
-        "recomputed", description="keys and values of requests that run while weights change"
-    )
     seeded: bool = Field(True, description="give every request its own seed; vLLM samples a little slower with it")
     probe_bound: float | None = Field(
         None, gt=0, description="mean |log-prob difference| on the probe after a transfer; none: by dtype"
@@ -59,6 +56,20 @@ class RolloutSettings(BaseModel):
 
     engine: Literal["transformers", "vllm"] = Field(
         "transformers", description="what samples from the policy: in the rollout worker, or vLLM servers"
+    )
+    schedule: Literal["synchronous", "overlapped", "asynchronous"] = Field(
+        "synchronous",
+        description="when rollouts run: between training steps; the next batch while one trains, one step stale; "
+        "always, at most max_staleness steps ahead, weights changing under them",
+    )
+    max_staleness: int = Field(
+        1,
+        ge=0,
+        description="of schedule=asynchronous: training steps that may lie between the weights which sampled a "
+        "trajectory's oldest token and those that train on it",
+    )
+    kv_on_update: Literal["recomputed", "kept"] = Field(
+        "recomputed", description="keys and values of requests that run while weights change"
     )
     problems_per_step: int = Field(128, ge=1, description="groups trained in a step")
     group_size: int = Field(16, ge=1, description="trajectories of one problem")
