@@ -57,6 +57,15 @@ class RolloutSettings(BaseModel):
     engine: Literal["transformers", "vllm"] = Field(
         "transformers", description="what samples from the policy: in the rollout worker, or vLLM servers"
     )
+    problems_per_step: int = Field(128, ge=1, description="groups trained in a step")
+    group_size: int = Field(16, ge=1, description="trajectories of one problem")
+    oversampling: float = Field(1.0, ge=1.0, description="groups generated over groups trained, before filters")
+    max_extra_rounds: int = Field(
+        0,
+        ge=0,
+        description="dynamic sampling: further rounds of rollouts in a step while the filters leave fewer than "
+        "problems_per_step groups",
+    )
     schedule: Literal["synchronous", "overlapped", "asynchronous"] = Field(
         "synchronous",
         description="when rollouts run: between training steps; the next batch while one trains, one step stale; "
@@ -71,15 +80,6 @@ class RolloutSettings(BaseModel):
     kv_on_update: Literal["recomputed", "kept"] = Field(
         "recomputed", description="keys and values of requests that run while weights change"
     )
-    problems_per_step: int = Field(128, ge=1, description="groups trained in a step")
-    group_size: int = Field(16, ge=1, description="trajectories of one problem")
-    oversampling: float = Field(1.0, ge=1.0, description="groups generated over groups trained, before filters")
-    max_extra_rounds: int = Field(
-        0,
-        ge=0,
-        description="dynamic sampling: further rounds of rollouts in a step while the filters leave fewer than "
-        "problems_per_step groups",
-    )
     temperature: float = Field(1.0, gt=0, description="of sampling, and of the log-probabilities that are trained")
     max_prompt_tokens: int = Field(2048, ge=1, description="problems with longer prompts are skipped and counted")
     max_turn_tokens: int = Field(8192, ge=1, description="model tokens in one turn")
@@ -93,3 +93,8 @@ class RolloutSettings(BaseModel):
     max_batch_tokens: int = Field(65536, ge=64, description="tokens of one forward of the transformers engine")
     kv_cache_tokens: int = Field(1_048_576, ge=64, description="token slots of the transformers engine's KV cache")
     vllm: VLLMSettings = VLLMSettings()
+
+    @property
+    def staleness_bound(self) -> int:
+        """Training steps that no token may be older than when it is trained."""
+        return {"synchronous": 0, "overlapped": 1, "asynchronous": self.max_staleness}[self.schedule]

@@ -285,7 +285,7 @@ async def test_weights_change_under_running_requests(kv: str) -> None:
         both += 1
         after = teacher_forced(new, prompt, answer.token_ids)[first:]
         difference = float((log_probs[first:] - after).abs().max())
-        # Kept keys and values are of the old weights: another distribution than the new policy's, and not the old one's.
+        # Kept keys and values are of the old weights: a distribution of neither policy.
         assert difference < 2e-5 if kv == "recomputed" else difference > 1e-4
     assert both > 0
 
