@@ -148,9 +148,13 @@ class Trajectory:
         return len(self.prompt_ids) + sum(len(segment.token_ids) for segment in self.segments)
 
     @property
-    def oldest_version(self) -> int:
-        """The oldest policy version that sampled one of its tokens."""
-        return min(version for segment in self.segments for version, _ in segment.version_spans)
+    def versions(self) -> tuple[int, ...]:
+        """The policy version that sampled each response token, -1 off model tokens."""
+        values: list[int] = []
+        for segment in self.segments:
+            for version, count in segment.version_spans or ((-1, len(segment.token_ids)),):
+                values.extend((version,) * count)
+        return tuple(values)
 
     @property
     def no_data(self) -> bool:
@@ -246,7 +250,7 @@ class Batch:
     groups: Tensor  # [B] int64
     samples: Tensor  # [B] int64, the row's number in its group
     truncated: Tensor  # [B] bool, a limit ended the row
-    versions: Tensor  # [B] int64, the oldest version of a row
+    versions: Tensor  # [B, T] int64, the policy version that sampled the token, -1 off model tokens
 
     @classmethod
     def from_trajectories(
@@ -260,6 +264,7 @@ class Batch:
         response_ids = torch.full((rows, steps), pad_id, dtype=torch.int64)
         response_mask = torch.zeros(rows, steps, dtype=torch.bool)
         rewards, log_probs = torch.zeros(rows, steps), torch.zeros(rows, steps)
+        versions = torch.full((rows, steps), -1, dtype=torch.int64)
         for row, item in enumerate(trajectories):
             response = item.response_ids
             count = len(response)
@@ -268,6 +273,7 @@ class Batch:
             response_mask[row, :count] = torch.tensor(item.response_mask)
             rewards[row, :count] = torch.tensor(item.rewards)
             log_probs[row, :count] = torch.tensor(item.log_probs)
+            versions[row, :count] = torch.tensor(item.versions)
         kept = torch.tensor([(item.group, item.sample) not in no_loss for item in trajectories])
         return cls(
             input_ids=input_ids,
@@ -281,7 +287,7 @@ class Batch:
             groups=torch.tensor([item.group for item in trajectories]),
             samples=torch.tensor([item.sample for item in trajectories]),
             truncated=torch.tensor([item.ended.is_truncation for item in trajectories]),
-            versions=torch.tensor([item.oldest_version for item in trajectories]),
+            versions=versions,
         )
 
     def to(self, device: torch.device | str) -> Batch:

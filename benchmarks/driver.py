@@ -22,8 +22,9 @@ from dataclasses import dataclass
 
 from agentrl.models.tiny import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.driver import Driver, Issue
+from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.base import Completion, Sampling
+from agentrl.rollout.ledger import Issue
 from agentrl.rollout.settings import RolloutSettings
 from agentrl_envs.episode import Environment
 from agentrl_envs.settings import SimpleTIRSettings

@@ -104,7 +104,7 @@ def harvest(groups: int, group_size: int) -> Harvest:
         )
         for index in range(groups)
     )
-    return Harvest(step=1, played=made, groups=made, no_loss=frozenset(), metrics={})
+    return Harvest(step=1, version=0, played=made, groups=made, no_loss=frozenset(), metrics={})
 
 
 def _trajectory(draw: random.Random, problem: Problem, group: int, sample: int) -> Trajectory:

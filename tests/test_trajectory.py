@@ -94,7 +94,8 @@ def test_the_worked_example() -> None:
     assert one.response_mask == (True, True, False, False, False, True)
     assert one.log_probs == (-0.1, -0.2, 0.0, 0.0, 0.0, pytest.approx(-0.3))
     assert one.rewards == (0.0, 0.25, 0.0, 0.0, 0.0, 1.0)
-    assert (one.reward, one.turns, one.model_tokens, one.length, one.oldest_version) == (1.25, 2, 3, 8, 0)
+    assert one.versions == (0, 0, -1, -1, -1, 4)
+    assert (one.reward, one.turns, one.model_tokens, one.length) == (1.25, 2, 3, 8)
 
 
 @pytest.mark.parametrize(
@@ -146,5 +147,5 @@ def test_a_batch_by_hand() -> None:
     assert batch.loss_mask.tolist() == [[True, False, False, False], [False] * 4]
     assert batch.rewards.tolist() == [[1.0, 0.0, 0.0, 0.0], [0.0] * 4]
     torch.testing.assert_close(batch.rollout_log_probs, torch.tensor([[-0.5, 0, 0, 0], [-0.1, -0.2, 0, -0.3]]))
-    assert (batch.groups.tolist(), batch.versions.tolist()) == ([7, 9], [2, 0])
+    assert (batch.groups.tolist(), batch.versions.tolist()) == ([7, 9], [[2, -1, -1, -1], [0, 0, -1, 1]])
     assert all(torch.equal(value, vars(batch)[name]) for name, value in vars(batch.to("cpu")).items())

@@ -32,6 +32,8 @@ def check_settings(settings: Settings, command: Command = "train") -> None:
         return  # no model, no rollouts
     # An evaluation trains nothing, and looks at its prompts and its model before it plays.
     training = [] if command == "eval" else [*_length_contradictions(settings), *_objective_contradictions(settings)]
+    if command == "train":
+        training += _schedule_contradictions(settings)
     found = [*_lacking(settings, command), *training, *_model_problems(settings), *_server_problems(settings)]
     if found:
         raise SettingsError("\n".join(found))
@@ -43,6 +45,7 @@ def settings_warnings(settings: Settings) -> list[str]:
         *_group_of_one(settings),
         *_inexact_reward_kl(settings),
         *_unreproducible(settings),
+        *_stale_without_correction(settings),
         *_late_warmup(settings),
     ]
 
@@ -88,6 +91,22 @@ def _objective_contradictions(settings: Settings) -> Iterator[str]:
         yield (
             f"kl.horizon={kl.horizon} is not above a fifth of a step's {trajectories} trajectories: the coefficient "
             "could become negative"
+        )
+
+
+def _schedule_contradictions(settings: Settings) -> Iterator[str]:
+    schedule = settings.rollout.schedule
+    if schedule == "synchronous":
+        return
+    if settings.training.deterministic:
+        yield (
+            f"training.deterministic=true with rollout.schedule={schedule}: what a batch holds depends on timing when "
+            "rollouts and training run side by side; valid: synchronous"
+        )
+    if settings.rollout.engine == "vllm" and settings.rollout.vllm.placement == "colocated":
+        yield (
+            f"rollout.schedule={schedule} with rollout.vllm.placement=colocated: colocated servers sleep while the "
+            "GPUs train; valid: synchronous, or placement=dedicated or external"
         )
 
 
@@ -199,6 +218,15 @@ def _unreproducible(settings: Settings) -> Iterator[str]:
         yield (
             f"training.deterministic=true with training.num_processes={settings.training.num_processes}: bitwise "
             "equality is promised for one process only; sums over ranks may differ in the last digits"
+        )
+
+
+def _stale_without_correction(settings: Settings) -> Iterator[str]:
+    if settings.rollout.staleness_bound and not settings.correction.active:
+        yield (
+            f"rollout.schedule={settings.rollout.schedule} trains on tokens of policies up to "
+            f"{settings.rollout.staleness_bound} steps old as if the present one had sampled them; correction.weights="
+            "token corrects for that"
         )
 
 

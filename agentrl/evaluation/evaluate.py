@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from agentrl.errors import WorldError
 from agentrl.evaluation.falsified import FalsifiedEnvironment
 from agentrl.evaluation.scores import Score, avg_at_k
-from agentrl.rollout.driver import Driver, Issue
+from agentrl.rollout.driver import Driver
+from agentrl.rollout.ledger import Issue
 from agentrl.trajectory import Group
 from agentrl_envs.episode import Environment
 from agentrl_envs.types import Problem

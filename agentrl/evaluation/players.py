@@ -16,9 +16,10 @@ from typing import Protocol, cast
 from agentrl.evaluation.text_engine import ContextFullError, TextEngine, TextSampling
 from agentrl.evaluation.transcript import Sample, Transcript, Turn
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.driver import Driver, Issue
+from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.base import Completion, Engine, EngineError, Sampling
 from agentrl.rollout.engines.sampling import sampling_key
+from agentrl.rollout.ledger import Issue
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Group
 from agentrl_envs.episode import Environment, Episode

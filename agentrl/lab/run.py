@@ -20,10 +20,11 @@ from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import evaluation_set, load_source
-from agentrl.rollout.driver import Driver, Issue
+from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.environment import build_environment
 from agentrl.rollout.filters import FilterRules, filter_groups
+from agentrl.rollout.ledger import Issue
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import atomic_write
 from agentrl.trajectory import Group

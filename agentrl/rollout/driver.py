@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Protocol
 
 import stamina
 
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import Completion, Engine, EngineError, Sampling
 from agentrl.rollout.engines.sampling import sampling_key
+from agentrl.rollout.ledger import Issue
 from agentrl.rollout.rounds import Rounds
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.turnstile import Turnstile
@@ -29,11 +31,29 @@ _PROMPTS = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Issue:
-    """A problem issued for rollouts. ``index`` numbers the issues of a run and identifies the group."""
+class Job:
+    """One trajectory to play. ``step`` is the training step it was issued for."""
 
-    index: int
-    problem: Problem
+    issue: Issue
+    sample: int
+    step: int
+
+
+class Jobs(Protocol):
+    """Where players get their next trajectory from; shared by all of them."""
+
+    async def next(self) -> Job | None:
+        """The next one, when it may start; None if there is none any more."""
+
+
+class _Listed:
+    """Every sample of a list of problems, at once."""
+
+    def __init__(self, issues: Sequence[Issue], *, samples: int, step: int) -> None:
+        self._jobs = iter([Job(issue=issue, sample=sample, step=step) for issue in issues for sample in range(samples)])
+
+    async def next(self) -> Job | None:
+        return next(self._jobs, None)
 
 
 class _InfrastructureFailureError(Exception):
@@ -48,7 +68,6 @@ class _InfrastructureFailureError(Exception):
 class _Play:
     """What the trajectories of one call of :meth:`Driver.play` share."""
 
-    step: int
     temperature: float
     greedy_sample: int | None  # the number of the sample that is played at temperature 0
     rounds: Rounds | None
@@ -62,9 +81,7 @@ class _Play:
 class _Draft:
     """A trajectory while it is being played."""
 
-    issue: Issue
-    sample: int
-    step: int
+    job: Job
     name: str
     prompt_ids: tuple[int, ...] = ()
     segments: list[Segment] = field(default_factory=list)
@@ -84,10 +101,10 @@ class _Draft:
     def finish(self, ended: Ended, seconds: float) -> Trajectory:
         played = any(segment.origin == "model" for segment in self.segments)
         return Trajectory(
-            problem=self.issue.problem,
-            step=self.step,
-            group=self.issue.index,
-            sample=self.sample,
+            problem=self.job.issue.problem,
+            step=self.job.step,
+            group=self.job.issue.index,
+            sample=self.job.sample,
             prompt_ids=self.prompt_ids,
             segments=tuple(self.segments),
             # A deadline before the first turn says nothing about the policy.
@@ -115,13 +132,16 @@ class Driver:
         settings: RolloutSettings,
         seed: int,
         deterministic: bool = False,
+        label: str = "",
     ) -> None:
+        """``label`` sets this driver's trajectories apart from those of another one at the same engine."""
         self._environment = environment
         self._engine = engine
         self._codec = codec
         self._settings = settings
         self._seed = seed
         self._deterministic = deterministic
+        self._label = label
         # The trajectories of a group start with the same prompt.
         self._encode_prompt = lru_cache(maxsize=_PROMPTS)(codec.encode_prompt)
 
@@ -133,7 +153,7 @@ class Driver:
         finally:
             await episode.close()
 
-    async def play(
+    def play(
         self,
         issues: Sequence[Issue],
         *,
@@ -141,30 +161,45 @@ class Driver:
         group_size: int,
         temperature: float | None = None,
         greedy: bool = False,
-    ) -> AsyncIterator[Group]:
+    ) -> AsyncGenerator[Group]:
         """Groups of ``group_size`` trajectories, each as soon as its last trajectory has ended.
 
         ``greedy`` plays one more of each problem, at temperature 0.
         """
         samples = group_size + int(greedy)
-        work = iter([(issue, sample) for issue in issues for sample in range(samples)])
         players = min(self._settings.concurrency, len(issues) * samples)
         play = _Play(
-            step=step,
             temperature=self._settings.temperature if temperature is None else temperature,
             greedy_sample=group_size if greedy else None,
             rounds=Rounds(players) if self._deterministic else None,
             turnstile=Turnstile(),
         )
+        jobs = _Listed(issues, samples=samples, step=step)
+        return self._play(jobs, play, players=players, samples=samples, groups=len(issues))
+
+    def play_on(self, jobs: Jobs, *, group_size: int, greedy: bool = False) -> AsyncGenerator[Group]:
+        """Groups without end, from jobs that come over time: all samples of an issue, ``greedy`` one more."""
+        play = _Play(
+            temperature=self._settings.temperature,
+            greedy_sample=group_size if greedy else None,
+            rounds=None,
+            turnstile=Turnstile(),
+        )
+        samples = group_size + int(greedy)
+        return self._play(jobs, play, players=self._settings.concurrency, samples=samples, groups=None)
+
+    async def _play(
+        self, jobs: Jobs, play: _Play, *, players: int, samples: int, groups: int | None
+    ) -> AsyncGenerator[Group]:
         finished: asyncio.Queue[Trajectory | asyncio.Task[None]] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._player(work, play, finished)) for _ in range(players)]
+        tasks = [asyncio.create_task(self._player(jobs, play, finished)) for _ in range(players)]
         for task in tasks:
             task.add_done_callback(finished.put_nowait)
         # What exists by now (libraries, the model) is not searched for garbage while thousands of trajectories live:
         # those pauses of the event loop are longer than all others.
         gc.freeze()
         try:
-            async for group in self._grouped(issues, samples, play.greedy_sample, finished):
+            async for group in self._grouped(finished, samples, play.greedy_sample, groups):
                 yield group
         finally:
             gc.unfreeze()
@@ -174,26 +209,27 @@ class Driver:
 
     async def _grouped(
         self,
-        issues: Sequence[Issue],
+        finished: asyncio.Queue[Trajectory | asyncio.Task[None]],
         samples: int,
         greedy_sample: int | None,
-        finished: asyncio.Queue[Trajectory | asyncio.Task[None]],
+        groups: int | None,
     ) -> AsyncIterator[Group]:
         """Whole groups out of finished trajectories. A player that crashed comes as its task and raises here."""
-        problems = {issue.index: issue.problem for issue in issues}
-        parts: dict[int, list[Trajectory]] = {index: [] for index in problems}
-        while parts:
+        parts: dict[int, list[Trajectory]] = {}
+        whole = 0
+        while whole != groups:
             trajectory = await finished.get()
             if isinstance(trajectory, asyncio.Task):
                 trajectory.result()
                 continue
-            part = parts[trajectory.group]
+            part = parts.setdefault(trajectory.group, [])
             part.append(trajectory)
             if len(part) == samples:
                 del parts[trajectory.group]
+                whole += 1
                 part.sort(key=lambda item: item.sample)
                 yield Group(
-                    problem=problems[trajectory.group],
+                    problem=trajectory.problem,
                     index=trajectory.group,
                     trajectories=tuple(item for item in part if item.sample != greedy_sample),
                     greedy=next((item for item in part if item.sample == greedy_sample), None),
@@ -201,21 +237,21 @@ class Driver:
 
     async def _player(
         self,
-        work: Iterator[tuple[Issue, int]],
+        jobs: Jobs,
         play: _Play,
         finished: asyncio.Queue[Trajectory | asyncio.Task[None]],
     ) -> None:
         try:
-            for issue, sample in work:
+            while (job := await jobs.next()) is not None:
                 await play.turnstile.enter()
-                finished.put_nowait(await self._trajectory(issue, sample, play))
+                finished.put_nowait(await self._trajectory(job, play))
         finally:
             if play.rounds is not None:
                 play.rounds.leave()
 
-    async def _trajectory(self, issue: Issue, sample: int, play: _Play) -> Trajectory:
+    async def _trajectory(self, job: Job, play: _Play) -> Trajectory:
         """One trajectory; what failed outside the policy starts afresh, a bounded number of times."""
-        trajectory = await self._attempt(issue, sample, play)
+        trajectory = await self._attempt(job, play)
         if trajectory.ended is not Ended.INFRASTRUCTURE_FAILURE:
             return trajectory
         try:
@@ -225,22 +261,21 @@ class Driver:
                 with attempt:
                     # The first attempt is over; only what fails pays for the retry's machinery.
                     if attempt.num > 1:
-                        trajectory = await self._attempt(issue, sample, play)
+                        trajectory = await self._attempt(job, play)
                     if trajectory.ended is Ended.INFRASTRUCTURE_FAILURE:
                         raise _InfrastructureFailureError(trajectory)
         except _InfrastructureFailureError as failure:
             return failure.trajectory
         return trajectory
 
-    async def _attempt(self, issue: Issue, sample: int, play: _Play) -> Trajectory:
+    async def _attempt(self, job: Job, play: _Play) -> Trajectory:
         loop = asyncio.get_running_loop()
         began = loop.time()
         deadline = began + self._settings.trajectory_deadline
         # Zero-padded, so that the order of names is the order of issues, samples and turns.
-        draft = _Draft(
-            issue=issue, sample=sample, step=play.step, name=f"{play.step:08d}-{issue.index:012d}-{sample:06d}"
-        )
-        episode = self._environment.episode(issue.problem)
+        name = f"{self._label}{job.step:08d}-{job.issue.index:012d}-{job.sample:06d}"
+        draft = _Draft(job=job, name=name)
+        episode = self._environment.episode(job.issue.problem)
         try:
             async with asyncio.timeout_at(deadline):
                 ended = await self._converse(draft, episode, play, deadline)
@@ -298,6 +333,7 @@ class Driver:
 
         Where the engine stopped at a string that does not complete the turn, the same turn goes on from the exact ids.
         """
+        job = draft.job
         turn = sum(segment.origin == "model" for segment in draft.segments)
         room = self._settings.max_response_tokens - draft.used
         limit = min(self._settings.max_turn_tokens, room)
@@ -310,10 +346,12 @@ class Driver:
             taken = len(merged.token_ids) if merged else 0
             piece = await self._engine.generate(
                 draft.context,
-                Sampling(max_tokens=limit - taken, stop=episode.stop, temperature=play.temperature_of(draft.sample)),
+                Sampling(
+                    max_tokens=limit - taken, stop=episode.stop, temperature=play.temperature_of(draft.job.sample)
+                ),
                 trajectory_id=draft.name,
                 request_id=request_id,
-                seed=sampling_key(self._seed, draft.step, draft.issue.index, draft.sample, turn, part),
+                seed=sampling_key(self._seed, job.step, job.issue.index, job.sample, turn, part),
                 deadline=deadline,
             )
             await play.turnstile.enter()

@@ -28,9 +28,6 @@ class VLLMSettings(BaseModel):
     transfer: Literal["auto", "nccl", "ipc", "file"] = Field(
         "auto", description="how weights travel; auto: ipc colocated, nccl to other GPUs, file without GPUs"
     )
-    kv_on_update: Literal["recomputed", "kept"] = Field(
-        "recomputed", description="keys and values of requests that run while weights change"
-    )
     seeded: bool = Field(True, description="give every request its own seed; vLLM samples a little slower with it")
     probe_bound: float | None = Field(
         None, gt=0, description="mean |log-prob difference| on the probe after a transfer; none: by dtype"
@@ -69,6 +66,20 @@ class RolloutSettings(BaseModel):
         description="dynamic sampling: further rounds of rollouts in a step while the filters leave fewer than "
         "problems_per_step groups",
     )
+    schedule: Literal["synchronous", "overlapped", "asynchronous"] = Field(
+        "synchronous",
+        description="when rollouts run: between training steps; the next batch while one trains, one step stale; "
+        "always, at most max_staleness steps ahead, weights changing under them",
+    )
+    max_staleness: int = Field(
+        1,
+        ge=0,
+        description="of schedule=asynchronous: training steps that may lie between the weights which sampled a "
+        "trajectory's oldest token and those that train on it",
+    )
+    kv_on_update: Literal["recomputed", "kept"] = Field(
+        "recomputed", description="keys and values of requests that run while weights change"
+    )
     temperature: float = Field(1.0, gt=0, description="of sampling, and of the log-probabilities that are trained")
     max_prompt_tokens: int = Field(2048, ge=1, description="problems with longer prompts are skipped and counted")
     max_turn_tokens: int = Field(8192, ge=1, description="model tokens in one turn")
@@ -82,3 +93,8 @@ class RolloutSettings(BaseModel):
     max_batch_tokens: int = Field(65536, ge=64, description="tokens of one forward of the transformers engine")
     kv_cache_tokens: int = Field(1_048_576, ge=64, description="token slots of the transformers engine's KV cache")
     vllm: VLLMSettings = VLLMSettings()
+
+    @property
+    def staleness_bound(self) -> int:
+        """Training steps that no token may be older than when it is trained."""
+        return {"synchronous": 0, "overlapped": 1, "asynchronous": self.max_staleness}[self.schedule]

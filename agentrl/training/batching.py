@@ -35,10 +35,12 @@ class UpdatePlan:
 class RankPlan:
     """What one rank computes in one step; every rank's plan has the same number of micro-batches.
 
-    ``trajectories`` are those of all ranks; ``greedy_returns`` the reward of each group's greedy rollout, if any.
+    ``version`` is the policy version that is trained; ``trajectories`` are those of all ranks; ``greedy_returns`` the
+    reward of each group's greedy rollout, if any.
     """
 
     step: int
+    version: int
     passes: PassPlan
     updates: tuple[UpdatePlan, ...]
     head_exact: bool
@@ -99,6 +101,7 @@ def plan_step(harvest: Harvest, settings: ObjectiveSettings, *, budget: int, ran
     return [
         RankPlan(
             step=harvest.step,
+            version=harvest.version,
             passes=passes,
             updates=tuple(updates[rank]),
             head_exact=head_exact,

@@ -16,17 +16,16 @@ from agentrl.weights.sources import gathered
 
 Reduce = Callable[[Tensor], Tensor]
 
-_FROM_MISMATCH = {
-    "policy/kl_engine_k1": "kl_k1",
-    "policy/kl_engine_k3": "kl_k3",
-    "policy/engine_abs_diff": "mean_abs_difference",
-}
+_FROM_MISMATCH = {"policy/kl_engine_k1": "kl_k1", "policy/kl_engine_k3": "kl_k3"}
 
 
 def measure_forward(
-    meter: Meter, batch: Batch, statistics: dict[str, Tensor], advantages: Tensor, counted: bool
+    meter: Meter, batch: Batch, statistics: dict[str, Tensor], advantages: Tensor, counted: bool, *, version: int
 ) -> None:
-    """The first forward over a micro-batch's trajectories; not ``counted`` if they weigh nothing."""
+    """The first forward, of ``version``, over a micro-batch's trajectories; not ``counted`` if they weigh nothing.
+
+    ``policy/engine_abs_diff`` is of the tokens that this version sampled: on them trainer and engine must agree.
+    """
     mask = batch.response_mask & counted
     tokens, rows = mask.sum(), mask.any(-1).sum()
     meter.total("policy/tokens", tokens)
@@ -35,6 +34,9 @@ def measure_forward(
     mismatch = mismatch_metrics(statistics["log_probs"], batch.rollout_log_probs, mask)
     for name, key in _FROM_MISMATCH.items():
         meter.mean(name, mismatch[key], tokens)
+    fresh = mask & (batch.versions == version)
+    difference = (statistics["log_probs"] - batch.rollout_log_probs).abs()
+    meter.mean("policy/engine_abs_diff", _mean(difference, fresh), fresh.sum())
     meter.mean("policy/log_ppl_gap", mismatch["log_ppl_gap"], rows)
     proxies = diagonal_proxy(statistics["energy"], advantages, mask)
     meter.mean("variance/diagonal_proxy", proxies.sum() / rows.clamp(min=1), rows)

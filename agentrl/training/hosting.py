@@ -48,11 +48,15 @@ class TransformersHost:
         return await self._verify(probe)
 
     async def hold(self, *, blank: bool) -> None:
-        """No request runs while weights change: the worker's event loop rests then."""
+        """Requests under way wait until the new weights are there and right; every parameter comes with a file."""
+        self.engine.hold()
 
     async def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
-        self.engine.update_weights(() if directory is None else read_export(Path(directory)), version)
-        return None if probe is None else await self._verify(probe)
+        await self.engine.update_weights(() if directory is None else read_export(Path(directory)), version)
+        problem = None if probe is None else await self._verify(probe)
+        if problem is None:
+            self.engine.go_on()
+        return problem
 
     async def _verify(self, probe: Probe) -> str | None:
         self._model.eval()

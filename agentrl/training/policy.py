@@ -88,6 +88,12 @@ def quieten_libraries() -> None:
     logging.disable_progress_bar()
 
 
+def computing_processes(settings: Settings, *, ranks: int) -> int:
+    """How many processes of a run compute at the same time on this machine's cores."""
+    beside = settings.rollout.schedule != "synchronous" and settings.rollout.engine == "transformers"
+    return ranks + beside
+
+
 def set_threads(settings: Settings, *, processes: int) -> None:
     """Fix this process's CPU threads: what is set, or the cores over the ``processes`` that compute at once."""
     torch.set_num_threads(settings.training.threads or max(1, usable_cores() // processes))

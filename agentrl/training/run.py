@@ -17,7 +17,7 @@ from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import describe_machine
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.deepspeed_engine import from_rank_zero, start_distributed
-from agentrl.training.policy import quieten_libraries, set_threads, starting_policy
+from agentrl.training.policy import computing_processes, quieten_libraries, set_threads, starting_policy
 from agentrl.training.preflight import check_inputs
 from agentrl.training.session import INTERRUPTED, Session
 
@@ -61,7 +61,7 @@ def run_rank(settings: Settings, run: RunDirectory | None, *, resume: bool) -> i
     """One training rank from start to end. ``run`` is rank 0's; other ranks say nothing on the console."""
     quieten_libraries()
     rank, world = start_distributed()
-    set_threads(settings, processes=world)
+    set_threads(settings, processes=computing_processes(settings, ranks=world))
     torch.manual_seed(settings.seed)
     # Without a name in the settings, each rank of a foreign launcher has made up its own.
     name, runs_dir = from_rank_zero((settings.name, settings.runs_dir))

@@ -1,7 +1,8 @@
 """The rollout worker as the training ranks see it: plans out, weights in.
 
-:class:`LocalService` runs it in this process, between training steps; with several ranks the same object lives in a
-process of its own (:mod:`agentrl.training.worker_process`), reached by :mod:`agentrl.training.remote`.
+:class:`LocalService` runs it in this process, between training steps; with several ranks, or rollouts that go on while
+a rank trains, the same object lives in a process of its own (:mod:`agentrl.training.worker_process`), reached by
+:mod:`agentrl.training.remote`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.worker import Harvest, RolloutWorker
 from agentrl.training.batching import RankPlan, plan_step
 from agentrl.training.hosting import open_host
+from agentrl.training.loops import Loop, RestingLoop, RunningLoop
 from agentrl.training.objective_settings import ObjectiveSettings
 from agentrl.training.options import needs
 from agentrl.weights.transports import TransferTarget
@@ -72,7 +74,10 @@ class RolloutService(Protocol):
 
 
 class LocalService:
-    """The worker in this process. Its event loop runs while a call waits and rests while the rank trains."""
+    """The worker in this process.
+
+    Its event loop rests while the ranks train if ``rollout.schedule`` is ``synchronous``, and always runs otherwise.
+    """
 
     def __init__(
         self,
@@ -92,10 +97,8 @@ class LocalService:
         self._settings = settings
         self._ranks = ranks
         self._environment = environment
-        self._loop = asyncio.new_event_loop()
-        self._running: asyncio.Task[Any] | None = None
+        self._loop: Loop = RestingLoop() if settings.rollout.schedule == "synchronous" else RunningLoop()
         self._interrupted = False
-        self._closing = False
         self._harvest: Harvest | None = None
         self._run(environment.open())
         folder = Path(settings.runs_dir).absolute() / str(settings.name)
@@ -119,6 +122,7 @@ class LocalService:
                 drop_zero_variance=algorithm.drop_zero_variance,
             ),
             greedy="greedy_returns" in needs(self._objective).inputs,
+            last_step=settings.training.steps,
         )
 
     def describe(self) -> list[str]:
@@ -150,7 +154,7 @@ class LocalService:
         """The step's update is done: its groups leave the ledger."""
         if self._harvest is None or self._harvest.step != step:
             raise RuntimeError(f"step {step} is confirmed but was not the last one planned")
-        self._worker.confirm(self._harvest)
+        self._finish(self._confirmed(self._harvest))
         self._harvest = None
 
     def transfer_target(self) -> TransferTarget | None:
@@ -159,15 +163,19 @@ class LocalService:
 
     def accept(self, version: int, probe: Probe) -> str | None:
         """Whether the engine holds the policy it was started with: None, or what is wrong."""
-        return self._finish(self._host.accept(version, probe))
+        return self._finish(self._arrived(self._host.accept(version, probe), version))
 
     def hold(self, *, blank: bool) -> None:
-        """Let no request go on until :meth:`install`. ``blank``: zero all parameters, to see what does not arrive."""
+        """Let no request go on until :meth:`install`. ``blank``: zero all parameters, to see what does not arrive.
+
+        Where a batch must be of one version (``rollout.schedule=overlapped``) it is waited for first.
+        """
+        self._run(self._worker.settle())
         self._finish(self._host.hold(blank=blank))
 
     def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
         """Take the weights of ``version`` and forget what was cached; None if the probe agrees, or what is wrong."""
-        return self._finish(self._host.install(directory, version, probe))
+        return self._finish(self._arrived(self._host.install(directory, version, probe), version))
 
     def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
         """Play the held-out problems with the engine's present weights; None if there are none to play.
@@ -191,30 +199,35 @@ class LocalService:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return self._worker.state_dict()
+        return self._finish(self._saved())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._worker.load_state_dict(state)
 
     def interrupt(self) -> None:
-        """Cancel the rollouts under way; safe to call from a signal handler or another thread.
-
-        Closing is not interrupted.
-        """
-        if self._closing:
-            return
+        """Cancel what is waited for; safe to call from a signal handler or another thread. Closing goes on."""
         self._interrupted = True
-        running = self._running
-        if running is not None:
-            self._loop.call_soon_threadsafe(running.cancel)
+        self._loop.interrupt()
 
     def close(self) -> None:
-        """Release engine, environment and event loop."""
-        self._closing = True
-        self._run(self._engine.close())
-        self._run(self._environment.close())
-        self._run(self._loop.shutdown_asyncgens())
+        """Release rollouts under way, engine, environment and event loop."""
+        self._finish(self._worker.close())
+        self._finish(self._engine.close())
+        self._finish(self._environment.close())
         self._loop.close()
+
+    async def _confirmed(self, harvest: Harvest) -> None:
+        self._worker.confirm(harvest)
+
+    async def _saved(self) -> dict[str, Any]:
+        return self._worker.state_dict()
+
+    async def _arrived(self, transfer: Coroutine[Any, Any, str | None], version: int) -> str | None:
+        """What is wrong with a transfer; if nothing, the worker's tokens are of ``version`` from now on."""
+        problem = await transfer
+        if problem is None:
+            self._worker.installed(version)
+        return problem
 
     def _driver_for(self, environment: Environment, codec: TextCodec) -> Driver:
         return Driver(
@@ -235,22 +248,18 @@ class LocalService:
             settings=evaluation_rollout(self._settings),
             seed=self._settings.seed,
             deterministic=self._settings.training.deterministic,
+            label="evaluation-",
         )
 
     def _finish(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """As :meth:`_run`, but not to be interrupted: what happens to weights is over soon and not done by halves."""
-        return self._loop.run_until_complete(work)
+        return self._loop.run(work, interruptible=False)
 
     def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        if self._interrupted and not self._closing:
+        if self._interrupted:
             work.close()
             raise InterruptedRunError
-        self._running = self._loop.create_task(work)
-        if self._interrupted and not self._closing:  # between the first look and the assignment
-            self._running.cancel()
         try:
-            return self._loop.run_until_complete(self._running)
+            return self._loop.run(work, interruptible=True)
         except asyncio.CancelledError:
             raise InterruptedRunError from None
-        finally:
-            self._running = None

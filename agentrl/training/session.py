@@ -114,7 +114,7 @@ class Session:
         )
 
     def _open_service(self, path: str, codec: TextCodec) -> RolloutService:
-        if self._world > 1:
+        if self._world > 1 or self._settings.rollout.schedule != "synchronous":
             from agentrl.training.remote import RemoteService
 
             return RemoteService(self._settings, path, rank=self.rank, ranks=self._world)
@@ -229,6 +229,7 @@ class Session:
         metrics = {"step": step, **plan.rank.metrics, **metrics}
         metrics |= {
             "time/step_s": ended - began,
+            "time/train_idle_s": planned - began,
             "time/train_s": trained - planned,
             "time/transfer_s": ended - trained,
             "tokens_per_s": metrics.get("rollout/model_tokens", 0) / (ended - began),

@@ -270,7 +270,9 @@ class Trainer:
         self._engine.backward(loss.value * self._engine.world_size)
 
     def _account(self, step: _Step, scored: _Scored, targets: Targets, *, counted: bool) -> None:
-        measure_forward(step.meter, scored.batch, scored.statistics, targets.advantages, counted)
+        measure_forward(
+            step.meter, scored.batch, scored.statistics, targets.advantages, counted, version=step.plan.version
+        )
         if counted and step.monitor is not None and scored.hidden is not None:
             step.monitor.add(scored.batch, scored.hidden, targets.advantages)
 

@@ -25,7 +25,7 @@ from agentrl.errors import AgentRLError
 from agentrl.models.loading import read_model
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.environment import build_environment
-from agentrl.training.policy import quieten_libraries, set_threads
+from agentrl.training.policy import computing_processes, quieten_libraries, set_threads
 from agentrl.training.service import InterruptedRunError, LocalService
 from agentrl.training.wire import Failure, Reply, Request, Startup
 from agentrl_envs.episode import EnvironmentContractError, EnvironmentLookupError
@@ -238,8 +238,11 @@ def main() -> None:
     first, control = (Connection(int(handle)) for handle in sys.argv[1:3])
     startup: Startup = first.recv()
     quieten_libraries()
-    # The ranks rest while this process works, so it may use every core.
-    set_threads(startup.settings, processes=1)
+    # Where the ranks rest while this process works, it may use every core.
+    resting = startup.settings.rollout.schedule == "synchronous"
+    set_threads(
+        startup.settings, processes=1 if resting else computing_processes(startup.settings, ranks=startup.ranks)
+    )
     server = Server(first, control)
     try:
         server.listen(startup)

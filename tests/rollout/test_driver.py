@@ -18,8 +18,9 @@ from rollout.fakes import (
     problem,
 )
 
-from agentrl.rollout.driver import Driver, Issue
+from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.base import EngineError
+from agentrl.rollout.ledger import Issue
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.types import Ended, ToolCall, Verdict

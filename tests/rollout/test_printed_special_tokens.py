@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from rollout.fakes import ScriptedEngine, byte_codec, byte_tokenizer, completion
 
-from agentrl.rollout.driver import Driver, Issue
+from agentrl.rollout.driver import Driver
+from agentrl.rollout.ledger import Issue
 from agentrl.rollout.settings import RolloutSettings
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment

@@ -23,10 +23,12 @@ VOCABULARY = 257
 PROMPT = (1, 2, 3)
 
 
-def rollout(servers: list[FakeVLLM] | list[str], **changes: Any) -> RolloutSettings:
+def rollout(servers: list[FakeVLLM] | list[str], *, kv: Any = "recomputed", **changes: Any) -> RolloutSettings:
     addresses = [item if isinstance(item, str) else item.address for item in servers]
     own = {"placement": "external", "addresses": addresses, "start_deadline": 5.0, **changes}
-    return RolloutSettings(engine="vllm", max_prompt_tokens=100, max_turn_tokens=50, max_response_tokens=100, vllm=own)
+    return RolloutSettings(
+        engine="vllm", max_prompt_tokens=100, max_turn_tokens=50, max_response_tokens=100, kv_on_update=kv, vllm=own
+    )
 
 
 @asynccontextmanager
@@ -375,7 +377,7 @@ async def test_no_server_left_ends_the_run_and_not_the_trajectory() -> None:
 
 @pytest.mark.parametrize(("kv", "running"), [("recomputed", "true"), ("kept", "false")])
 async def test_weights_change_while_requests_are_held(kv: str, running: str) -> None:
-    async with fakes(CODEC, 2) as servers, opened(servers, kv_on_update=kv) as engine:
+    async with fakes(CODEC, 2) as servers, opened(servers, kv=kv) as engine:
         await ask(engine, name="before")
         await engine.hold()
         waiting = asyncio.create_task(ask(engine, name="new"))

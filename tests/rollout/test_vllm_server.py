@@ -183,7 +183,7 @@ async def probe_of(model: Any, codec: TextCodec) -> Probe:
 async def test_weights_change_under_running_requests_and_are_verified(
     policy: Path, address: str, tmp_path: Path, kv: str
 ) -> None:
-    codec, host = codec_of(policy), host_of(policy, address, f"rollout.vllm.kv_on_update={kv}")
+    codec, host = codec_of(policy), host_of(policy, address, f"rollout.kv_on_update={kv}")
     await host.engine.open()
     try:
         old, new = changed(read_model(policy, FLOAT32), 1), changed(read_model(policy, FLOAT32), 2)

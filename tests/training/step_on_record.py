@@ -179,7 +179,7 @@ def harvest(*, void: bool = False, greedy: bool = False, groups: int = GROUPS) -
         for index, prompt in enumerate(prompts)
     )
     no_loss = frozenset((index, index % GROUP_SIZE) for index in range(0, groups, 2)) if void else frozenset()
-    return Harvest(step=1, played=made, groups=made, no_loss=no_loss, metrics={})
+    return Harvest(step=1, version=0, played=made, groups=made, no_loss=no_loss, metrics={})
 
 
 def _problem(index: int) -> Problem:

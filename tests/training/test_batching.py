@@ -44,7 +44,7 @@ def group(index: int, *lengths: int) -> Group:
 
 
 def harvest(*groups: Group, no_loss: frozenset[tuple[int, int]] = frozenset()) -> Harvest:
-    return Harvest(step=4, played=groups, groups=groups, no_loss=no_loss, metrics={"reward/mean": 0.5})
+    return Harvest(step=4, version=0, played=groups, groups=groups, no_loss=no_loss, metrics={"reward/mean": 0.5})
 
 
 def shape(plan: list[list[MicroBatch]]) -> list[list[tuple[list[int], bool]]]:

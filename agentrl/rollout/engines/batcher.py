@@ -34,18 +34,30 @@ class Request:
     sampled: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     tail: bytes = b""
+    version_spans: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: Literal["eos", "stop", "length"] | None = None
     cancelled: bool = False
     failure: str | None = None
 
-    def completion(self, version: int) -> Completion:
+    @property
+    def context(self) -> tuple[int, ...]:
+        """All its tokens so far."""
+        return (*self.token_ids, *self.sampled) if self.sampled else self.token_ids
+
+    def close_span(self, version: int) -> None:
+        """The tokens sampled since the last span are of ``version``."""
+        count = len(self.sampled) - sum(count for _, count in self.version_spans)
+        if count:
+            self.version_spans.append((version, count))
+
+    def completion(self) -> Completion:
         if self.finish_reason is None:
             raise EngineError(f"request {self.request_id} is not finished")
         return Completion(
             token_ids=tuple(self.sampled),
             log_probs=tuple(self.log_probs),
             finish_reason=self.finish_reason,
-            version_spans=((version, len(self.sampled)),),
+            version_spans=tuple(self.version_spans),
         )
 
 
@@ -101,11 +113,28 @@ class Batcher:
             self._rows[row].trajectory_id = None
             self._rows[row].cached = []
 
+    def change_weights(self, version: int, *, keep_running: bool) -> None:
+        """What is cached came from the weights of ``version``, which change now.
+
+        Prefixes are forgotten; keys and values of requests under way are kept or computed again with the new weights.
+        """
+        self._drop_cancelled()
+        for request in (*self._waiting, *(row.request for row in self._rows if row.request is not None)):
+            request.close_span(version)
+        for row in self._rows:
+            if row.request is None and row.trajectory_id is not None:
+                self._owner.pop(row.trajectory_id)
+                row.trajectory_id, row.cached = None, []
+            elif not keep_running:
+                row.cached = []
+        if all(row.request is None for row in self._rows):
+            self.clear()
+
     def clear(self) -> None:
-        """Forget every cached prefix; for changed weights. No request may run."""
+        """Forget every cached prefix. No request may run."""
         self._drop_cancelled()
         if any(row.request is not None for row in self._rows):
-            raise EngineError("the weights cannot change while a request runs")
+            raise EngineError("the cache cannot be cleared while a request runs")
         self._rows = []
         self._owner = {}
         self._reach = 0
@@ -130,6 +159,9 @@ class Batcher:
         """One forward: a prefill of waiting requests or one token for every running one. Returns what ended."""
         ended = self._drop_cancelled()
         running = [index for index, row in enumerate(self._rows) if row.request is not None]
+        behind = [index for index in running if self._pending(index) > 1]
+        if behind:  # the weights have changed under them
+            return ended + self._prefill(self._as_many_as_fit(behind))
         if self._waiting and self._should_join(len(running)):
             self._waited = 0
             joined = self._join(len(running))
@@ -232,6 +264,20 @@ class Batcher:
                     self._owner[owner] = index
         return list(range(count))
 
+    def _pending(self, index: int) -> int:
+        """Tokens of a running row that are not cached; one while it decodes."""
+        row = self._rows[index]
+        return len(_running(row).token_ids) + len(_running(row).sampled) - len(row.cached)
+
+    def _as_many_as_fit(self, indices: list[int]) -> list[int]:
+        """The first rows whose pending tokens fit one forward; at least one."""
+        longest = 0
+        for count, index in enumerate(indices):
+            longest = max(longest, self._pending(index))
+            if count and longest * (count + 1) > self._max_batch_tokens:
+                return indices[:count]
+        return indices
+
     # -- forwards -------------------------------------------------------------------------------------------------
 
     def _prefill(self, joined: list[int]) -> list[Request]:
@@ -241,10 +287,12 @@ class Batcher:
         for index in joined:
             row = self._rows[index]
             request = _running(row)
-            if not row.cached and request.token_ids in leaders:
-                followers.append((index, leaders[request.token_ids]))
-            elif not row.cached:
-                leaders[request.token_ids] = index
+            if row.cached:
+                continue
+            if request.context in leaders:
+                followers.append((index, leaders[request.context]))
+            else:
+                leaders[request.context] = index
         following = {index for index, _ in followers}
         computed = [index for index in joined if index not in following]
         hidden = self._forward_pending(computed)
@@ -252,17 +300,17 @@ class Batcher:
         if followers:
             source = torch.tensor([leader for _, leader in followers], device=self._device)
             target = torch.tensor([index for index, _ in followers], device=self._device)
-            longest = max(len(_running(self._rows[index]).token_ids) for index, _ in followers)
+            longest = max(len(_running(self._rows[index]).context) for index, _ in followers)
             self._cache.move(source, target, longest)
             for index, _ in followers:
-                self._rows[index].cached = list(_running(self._rows[index]).token_ids)
+                self._rows[index].cached = list(_running(self._rows[index]).context)
         leader_of = dict(followers)
         places = [order[leader_of.get(index, index)] for index in joined]
         return self._sample(joined, self._model.lm_head(hidden)[torch.tensor(places, device=self._device)])
 
     def _forward_pending(self, indices: list[int]) -> Tensor:
         """Hidden states [m, D] at the last pending token of each row."""
-        pending = [_running(self._rows[i]).token_ids[len(self._rows[i].cached) :] for i in indices]
+        pending = [_running(self._rows[i]).context[len(self._rows[i].cached) :] for i in indices]
         longest = max(len(tokens) for tokens in pending)
         ids = torch.zeros(len(indices), longest, dtype=torch.int64)
         positions = torch.full((len(indices), longest), -1, dtype=torch.int64)

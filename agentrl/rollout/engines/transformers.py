@@ -47,6 +47,9 @@ class TransformersEngine:
         self._model = model
         self._version = version
         self._deterministic = deterministic
+        self._keep_running = settings.kv_on_update == "kept"
+        self._open = asyncio.Event()
+        self._open.set()
         self._batcher = Batcher(
             model,
             eos_ids=frozenset({codec.eos_id, *eos_ids}),
@@ -103,17 +106,30 @@ class TransformersEngine:
         """Log-probabilities at temperature 1 of ``token_ids[1:]``, each given the tokens before it."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, token_ids)
 
-    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take new weights (none for those that are shared) and forget all cached prefixes. No request may run."""
-        if self._futures:
-            raise EngineError(f"the weights cannot change while {len(self._futures)} requests run")
+    def hold(self) -> None:
+        """Let no request go on until :meth:`go_on`; a forward that runs is finished first by what comes next."""
+        self._open.clear()
+
+    def go_on(self) -> None:
+        """Undo :meth:`hold`."""
+        self._open.set()
+
+    async def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take new weights (none for those that are shared) and forget all cached prefixes.
+
+        Requests under way go on from the tokens they have; ``rollout.kv_on_update`` says what becomes of their keys
+        and values. Raises EngineError for tensors that do not fit.
+        """
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._update, tensors, version)
+
+    def _update(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         with self._lock, torch.no_grad():
             own = dict(self._model.state_dict(keep_vars=True))
             for name, tensor in tensors:
                 if name not in own or own[name].shape != tensor.shape:
                     raise EngineError(f"the weights sent do not fit the engine's model: {name} {tuple(tensor.shape)}")
                 own[name].copy_(tensor)
-            self._batcher.clear()
+            self._batcher.change_weights(self._version, keep_running=self._keep_running)
             self._version = version
 
     @property
@@ -154,6 +170,7 @@ class TransformersEngine:
             await wake.wait()
             wake.clear()
             while self._arrived or self._batcher.busy:
+                await self._open.wait()
                 for request in await loop.run_in_executor(self._thread, self._advance):
                     self._deliver(request)
                 # Those whose turn ended act now (run their programs) before the next forward.
@@ -166,7 +183,7 @@ class TransformersEngine:
         if request.failure is not None:
             future.set_exception(EngineError(request.failure))
         else:
-            future.set_result(request.completion(self._version))
+            future.set_result(request.completion())
 
     def _served(self, server: asyncio.Task[None]) -> None:
         """A forward failed: out of memory is the world's fault and typed, anything else is a bug and raises as it is.
@@ -190,6 +207,8 @@ class TransformersEngine:
             for _ in range(_FORWARDS):
                 self._take_arrivals()
                 ended = self._batcher.advance()
+                for request in ended:
+                    request.close_span(self._version)
                 if ended or not self._batcher.busy:
                     return ended
         return []

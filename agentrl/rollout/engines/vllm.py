@@ -401,7 +401,7 @@ class VLLMEngine:
         if directory is not None:
             await replica.load(str(directory))
         await replica.label(version)
-        await replica.forget_prefixes(running_too=self._vllm.kv_on_update == "recomputed")
+        await replica.forget_prefixes(running_too=self._settings.kv_on_update == "recomputed")
 
     async def scores(self, token_ids: tuple[int, ...]) -> dict[str, tuple[float, ...]]:
         """What every server says of a probe, by address."""

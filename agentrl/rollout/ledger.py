@@ -1,0 +1,102 @@
+"""What was issued for rollouts and not yet trained, and where the next problem comes from."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from agentrl.errors import SettingsError
+from agentrl.problems.sampler import ProblemSampler
+from agentrl_envs.types import Problem
+
+logger = logging.getLogger(__name__)
+
+# So many problems in a row with prompts over the limit mean that the limit is wrong.
+_MOST_SKIPPED = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Issue:
+    """A problem issued for rollouts. ``index`` numbers the issues of a run and identifies the group."""
+
+    index: int
+    problem: Problem
+
+
+class Ledger:
+    """Issues problems in the sampler's order and remembers them until they are trained.
+
+    After a restart what had been issued and not trained is issued first, under its old number.
+    """
+
+    def __init__(
+        self,
+        sampler: ProblemSampler,
+        *,
+        prompt_tokens: Callable[[Problem], Awaitable[int]],
+        max_prompt_tokens: int,
+    ) -> None:
+        """``prompt_tokens`` measures a problem's prompt; those over ``max_prompt_tokens`` are skipped and counted."""
+        self._sampler = sampler
+        self._prompt_tokens = prompt_tokens
+        self._max_prompt_tokens = max_prompt_tokens
+        self._again: deque[Issue] = deque()
+        self._untrained: dict[int, Issue] = {}
+        self._next_index = 0
+        self._skipped = 0
+
+    async def issue(self) -> Issue:
+        """The next problem. Raises SettingsError if the limit on prompts leaves none."""
+        issue = self._again.popleft() if self._again else await self._new()
+        self._untrained[issue.index] = issue
+        return issue
+
+    def reissue(self) -> None:
+        """What is not trained will be issued again, before anything new."""
+        self._again = deque(self._all_untrained())
+        self._untrained = {}
+
+    def trained(self, indices: Collection[int]) -> None:
+        """These groups will not be needed again."""
+        for index in indices:
+            self._untrained.pop(index, None)
+
+    def take_skipped(self) -> int:
+        """How many problems were skipped since this was last asked."""
+        skipped, self._skipped = self._skipped, 0
+        return skipped
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sampler's position and what is issued and not trained, JSON-able."""
+        rows = [{"index": issue.index, "problem": asdict(issue.problem)} for issue in self._all_untrained()]
+        return {"sampler": self._sampler.state_dict(), "next_index": self._next_index, "ledger": rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken."""
+        self._sampler.load_state_dict(state["sampler"])
+        self._next_index = state["next_index"]
+        self._untrained = {}
+        self._again = deque(Issue(index=row["index"], problem=Problem(**row["problem"])) for row in state["ledger"])
+
+    def _all_untrained(self) -> list[Issue]:
+        return sorted([*self._untrained.values(), *self._again], key=lambda issue: issue.index)
+
+    async def _new(self) -> Issue:
+        for _ in range(_MOST_SKIPPED):
+            problem = self._sampler.next(1)[0]
+            tokens = await self._prompt_tokens(problem)
+            if tokens <= self._max_prompt_tokens:
+                self._next_index += 1
+                return Issue(index=self._next_index - 1, problem=problem)
+            self._skipped += 1
+            logger.warning(
+                "problem %s is skipped: its prompt has %d tokens, rollout.max_prompt_tokens is %d",
+                problem.id, tokens, self._max_prompt_tokens,
+            )  # fmt: skip
+        raise SettingsError(
+            f"{_MOST_SKIPPED} problems in a row have prompts over rollout.max_prompt_tokens={self._max_prompt_tokens}: "
+            "raise it or shorten them"
+        )

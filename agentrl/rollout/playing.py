@@ -1,0 +1,210 @@
+"""Where a step's groups come from: played when they are asked for, or ahead of training in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from typing import Protocol
+
+from agentrl.errors import WorldError
+from agentrl.rollout.driver import Driver, Job
+from agentrl.rollout.ledger import Ledger
+from agentrl.rollout.schedule import Schedule
+from agentrl.rollout.settings import RolloutSettings
+from agentrl.trajectory import Group
+
+
+class Play(Protocol):
+    """What harvests groups. One batch at a time: ``take``, perhaps ``take`` more, then ``trained``."""
+
+    async def take(self, count: int, *, step: int, deadline: float, more: bool = False) -> list[Group]:
+        """``count`` groups in the order of issue; ``more`` of them for a batch that the filters left too small.
+
+        ``deadline`` in seconds of the event loop's clock; past it the call raises WorldError.
+        """
+
+    def trained(self) -> None:
+        """The batch has been trained."""
+
+    async def settle(self, *, step: int, deadline: float) -> None:
+        """Return when the weights may change; raises as :meth:`take`."""
+
+    def metrics(self) -> dict[str, float]:
+        """Of the time since this was last asked."""
+
+    async def close(self) -> None: ...
+
+
+class OnDemand:
+    """Plays groups while they are waited for (``rollout.schedule=synchronous``)."""
+
+    def __init__(self, driver: Driver, ledger: Ledger, settings: RolloutSettings, *, greedy: bool) -> None:
+        self._driver = driver
+        self._ledger = ledger
+        self._settings = settings
+        self._greedy = greedy
+        self._idle = _Idle()
+
+    async def take(self, count: int, *, step: int, deadline: float, more: bool = False) -> list[Group]:
+        played: list[Group] = []
+        if not more:
+            self._ledger.reissue()
+        self._idle.ends()
+        try:
+            async with asyncio.timeout_at(deadline):
+                issues = [await self._ledger.issue() for _ in range(count)]
+                async for group in self._driver.play(
+                    issues, step=step, group_size=self._settings.group_size, greedy=self._greedy
+                ):
+                    played.append(group)
+        except TimeoutError as error:
+            raise _too_late(step, len(played), count, self._settings) from error
+        self._idle.begins()
+        return sorted(played, key=lambda group: group.index)
+
+    def trained(self) -> None:
+        """Nothing was played ahead."""
+
+    async def settle(self, *, step: int, deadline: float) -> None:
+        """Nothing runs between two calls of :meth:`take`."""
+
+    def metrics(self) -> dict[str, float]:
+        return {"time/rollout_idle_s": self._idle.take()}
+
+    async def close(self) -> None:
+        """Nothing runs."""
+
+
+class Ahead:
+    """Plays groups in a task of its own, as far ahead as a :class:`Schedule` admits.
+
+    Of ``rollout.schedule=overlapped`` and ``asynchronous``. What fails there raises in :meth:`take`.
+    """
+
+    def __init__(
+        self, driver: Driver, ledger: Ledger, settings: RolloutSettings, schedule: Schedule, *, step: int, greedy: bool
+    ) -> None:
+        """Starts at training step ``step``; within an event loop."""
+        self._ledger = ledger
+        self._settings = settings
+        self._schedule = schedule
+        self._first_step = step
+        self._samples = settings.group_size + int(greedy)
+        self._overlapped = settings.schedule == "overlapped"
+        self._jobs: deque[Job] = deque()
+        self._one = asyncio.Lock()  # one player fetches a problem, the others wait for their turn
+        self._changed = asyncio.Event()
+        self._extra = 0
+        self._done: dict[int, Group] = {}
+        self._idle = _Idle()
+        self._task = asyncio.create_task(self._produce(driver, greedy), name="rollouts-ahead")
+        self._task.add_done_callback(lambda _: self._tell())
+
+    async def next(self) -> Job:
+        """The next trajectory, once the schedule admits its group."""
+        async with self._one:
+            if not self._jobs:
+                while not self._schedule.room(self._extra):
+                    await self._changed.wait()
+                issue = await self._ledger.issue()
+                self._schedule.issue(issue.index)
+                self._idle.ends()
+                step = self._first_step + self._schedule.trained
+                self._jobs.extend(Job(issue=issue, sample=sample, step=step) for sample in range(self._samples))
+            return self._jobs.popleft()
+
+    async def take(self, count: int, *, step: int, deadline: float, more: bool = False) -> list[Group]:
+        self._extra = count if more else 0
+        self._tell()
+        chosen: list[int] | None = None
+        try:
+            async with asyncio.timeout_at(deadline):
+                while (chosen := self._schedule.take(count, more=more)) is None:
+                    await self._wait()
+        except TimeoutError as error:
+            raise _too_late(step, self._schedule.waiting, count, self._settings) from error
+        finally:
+            self._extra = 0
+        self._tell()  # there is room again
+        return [self._done.pop(index) for index in chosen]
+
+    def trained(self) -> None:
+        self._schedule.train()
+        self._tell()
+
+    async def settle(self, *, step: int, deadline: float) -> None:
+        """Overlapped: wait for the batch under way, which is of one version. Asynchronous: at once."""
+        if not self._overlapped:
+            return
+        try:
+            async with asyncio.timeout_at(deadline):
+                while self._schedule.running or self._schedule.room():
+                    await self._wait()
+        except TimeoutError as error:
+            raise _too_late(step, self._schedule.waiting, self._schedule.groups, self._settings) from error
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "time/rollout_idle_s": self._idle.take(),
+            "queue/finished_groups": self._schedule.waiting,
+            "queue/running_groups": self._schedule.running,
+        }
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _produce(self, driver: Driver, greedy: bool) -> None:
+        playing = driver.play_on(self, group_size=self._settings.group_size, greedy=greedy)
+        async with contextlib.aclosing(playing) as groups:
+            async for group in groups:
+                self._done[group.index] = group
+                self._schedule.finish(group.index)
+                if not self._schedule.running:
+                    self._idle.begins()
+                self._tell()
+
+    def _tell(self) -> None:
+        """Wake who waits for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _wait(self) -> None:
+        """Return after the next change; raises what ended the rollouts."""
+        if self._task.done():
+            self._task.result()
+            raise RuntimeError("the rollouts ended by themselves")
+        await self._changed.wait()
+
+
+class _Idle:
+    """Adds up the time in which no group is played."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._seconds = 0.0
+
+    def begins(self) -> None:
+        if self._since is None:
+            self._since = asyncio.get_running_loop().time()
+
+    def ends(self) -> None:
+        if self._since is not None:
+            self._seconds += asyncio.get_running_loop().time() - self._since
+            self._since = None
+
+    def take(self) -> float:
+        """The seconds since this was last asked."""
+        if self._since is not None:
+            self.ends()
+            self.begins()
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+def _too_late(step: int, finished: int, wanted: int, settings: RolloutSettings) -> WorldError:
+    return WorldError(
+        f"step {step}: {finished} of {wanted} groups were rolled out within "
+        f"rollout.step_deadline={settings.step_deadline:g} s"
+    )

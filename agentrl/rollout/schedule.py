@@ -1,0 +1,103 @@
+"""When groups may start and which finished ones make a batch: arithmetic alone, no clock and no tasks.
+
+A batch is ``groups`` groups. A group carries the number of batches that were trained when it was issued; none of its
+tokens can be older. It is *due* in the batch by which its oldest token would be ``max_staleness`` batches old.
+
+Admission. A group starts only if fewer than ``(max_staleness + 1) * groups`` groups are issued and not trained. So all
+that are under way fit the batches before the last of them is due, whatever their length, and nothing is ever dropped.
+
+Overtaking. Groups that finish early may be trained before earlier ones, as long as those that stay behind can still be
+trained in time: for every k, at most k batches' worth of them are due within the next k batches. Otherwise the trainer
+waits. Taking the earliest of the finished is the best choice for that (earliest deadline first), so if it does not
+hold, no choice does.
+
+    >>> schedule = Schedule(groups=2, max_staleness=1)
+    >>> [schedule.issue(index) for index in range(schedule.room())]
+    [None, None, None, None]
+    >>> schedule.finish(1), schedule.finish(2), schedule.take(2)  # 0 is overtaken, 3 too: both due in the next batch
+    (None, None, [1, 2])
+    >>> schedule.room(), schedule.train(), schedule.room()
+    (0, None, 2)
+    >>> schedule.issue(4), schedule.finish(4), schedule.finish(3), schedule.take(2)  # 0 is due: wait for it
+    (None, None, None, None)
+    >>> schedule.finish(0), schedule.take(2)
+    (None, [0, 3])
+"""
+
+from __future__ import annotations
+
+
+class Schedule:
+    """The groups under way, in the order of issue."""
+
+    def __init__(self, *, groups: int, max_staleness: int, in_flight: bool = True, batches: int | None = None) -> None:
+        """``groups`` of a batch; ``batches`` that will be trained, if known: no more groups are issued than they need.
+
+        Without ``in_flight`` no group may start before the batch before it is taken (``rollout.schedule=overlapped``).
+        """
+        self.groups = groups
+        self.max_staleness = max_staleness
+        self._in_flight = in_flight
+        self._batches = batches
+        self._issued_at: dict[int, int] = {}  # not taken, in the order of issue
+        self._finished: set[int] = set()
+        self._in_training = 0  # groups taken and not trained
+        self._taken = 0
+        self._trained = 0
+
+    @property
+    def trained(self) -> int:
+        """Batches trained so far."""
+        return self._trained
+
+    @property
+    def waiting(self) -> int:
+        """Groups that are finished and not taken."""
+        return len(self._finished)
+
+    @property
+    def running(self) -> int:
+        """Groups that are issued and not finished."""
+        return len(self._issued_at) - len(self._finished)
+
+    def room(self, extra: int = 0) -> int:
+        """How many groups may be issued now. ``extra``: what the batch that is being made needs beyond its share."""
+        room = self.groups + extra - len(self._issued_at)
+        if self._in_flight:
+            room += self.max_staleness * self.groups - self._in_training
+        if self._batches is not None:
+            room = min(room, (self._batches - self._taken) * self.groups + extra - len(self._issued_at))
+        return max(0, room)
+
+    def issue(self, index: int) -> None:
+        """A group starts."""
+        self._issued_at[index] = self._trained
+
+    def finish(self, index: int) -> None:
+        """All its trajectories have ended."""
+        self._finished.add(index)
+
+    def take(self, count: int, *, more: bool = False) -> list[int] | None:
+        """The next ``count`` groups to train, in the order of issue; None while it has to be waited for them.
+
+        ``more``: for the batch that was taken last, which the filters left too small.
+        """
+        chosen = [index for index in self._issued_at if index in self._finished][:count]
+        if len(chosen) < count:
+            return None
+        batch = self._taken - more
+        behind = [at for index, at in self._issued_at.items() if index not in set(chosen)]
+        for place, issued_at in enumerate(behind):
+            if place >= (issued_at + self.max_staleness - batch) * self.groups:
+                return None
+        for index in chosen:
+            del self._issued_at[index]
+            self._finished.remove(index)
+        self._in_training += count
+        self._taken += not more
+        return chosen
+
+    def train(self) -> None:
+        """The batch that was taken last has been trained."""
+        self._trained += 1
+        self._in_training = 0
