@@ -215,11 +215,14 @@ class SimulatedEngine:
 
 
 class LockStep:
-    """A barrier that opens when all who take part have come to it."""
+    """A barrier that opens when all who have joined and not left have come to it."""
 
-    def __init__(self, players: int) -> None:
-        self._players = players
+    def __init__(self) -> None:
+        self._players = 0
         self._arrived: list[asyncio.Future[None]] = []
+
+    def join(self) -> None:
+        self._players += 1
 
     async def wait(self) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -232,7 +235,7 @@ class LockStep:
         self._look()
 
     def _look(self) -> None:
-        if len(self._arrived) >= self._players:
+        if self._arrived and len(self._arrived) >= self._players:
             arrived, self._arrived = self._arrived, []
             for future in arrived:
                 future.set_result(None)
@@ -265,6 +268,8 @@ class SimulatedEpisode:
         return True
 
     async def start(self) -> str:
+        if self._barrier is not None:
+            self._barrier.join()
         return self._problem.statement
 
     async def step(self, action: str) -> Step:

@@ -111,7 +111,9 @@ def test_work_is_conserved(seed: int) -> None:
 
 def test_a_barrier_opens_when_the_last_has_come_or_left() -> None:
     async def play() -> list[float]:
-        loop, barrier = asyncio.get_running_loop(), LockStep(3)
+        loop, barrier = asyncio.get_running_loop(), LockStep()
+        for _ in range(3):
+            barrier.join()
 
         async def player(begin: float) -> float:
             await asyncio.sleep(begin)
