@@ -154,9 +154,7 @@ def run(args: argparse.Namespace) -> None:
     """Print a row for each schedule and number of turns."""
     codec = train_codec()
     print("                                                        over the bound     lock-step over this")
-    print(
-        "turns   schedule       rollouts s    step s   bound s   rollouts    step   rollouts     step   stalest"
-    )
+    print("turns   schedule       rollouts s    step s   bound s   rollouts    step   rollouts     step   stalest")
     for turns in args.turns:
         slowest: Timing | None = None
         for schedule in args.schedules:

@@ -204,6 +204,9 @@ class SimulatedEngine:
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         return (-1.0,) * (len(token_ids) - 1)
 
+    async def cache_use(self) -> None:
+        return None
+
     def fingerprint(self) -> str:
         return "simulated"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Protocol
@@ -16,6 +17,7 @@ from typing import Protocol
 import stamina
 
 from agentrl.models.tokenizer import TextCodec
+from agentrl.rollout.admission import Admission
 from agentrl.rollout.engines.base import Completion, Engine, EngineError, Sampling
 from agentrl.rollout.engines.sampling import sampling_key
 from agentrl.rollout.ledger import Issue
@@ -142,8 +144,18 @@ class Driver:
         self._seed = seed
         self._deterministic = deterministic
         self._label = label
+        self._admission = Admission(
+            engine.cache_use,
+            ceiling=settings.concurrency,
+            longest=settings.max_prompt_tokens + settings.max_response_tokens,
+            kv_use=settings.kv_use,
+        )
         # The trajectories of a group start with the same prompt.
         self._encode_prompt = lru_cache(maxsize=_PROMPTS)(codec.encode_prompt)
+
+    def metrics(self) -> dict[str, float]:
+        """What admission to the engine was like since this was last asked."""
+        return self._admission.metrics()
 
     async def prompt_tokens(self, problem: Problem) -> int:
         """The length of a problem's prompt in tokens."""
@@ -243,8 +255,11 @@ class Driver:
     ) -> None:
         try:
             while (job := await jobs.next()) is not None:
-                await play.turnstile.enter()
-                finished.put_nowait(await self._trajectory(job, play))
+                async with self._admission if play.rounds is None else nullcontext():
+                    await play.turnstile.enter()
+                    trajectory = await self._trajectory(job, play)
+                    self._admission.ended(trajectory.length, trajectory.seconds)
+                    finished.put_nowait(trajectory)
         finally:
             if play.rounds is not None:
                 play.rounds.leave()

@@ -6,7 +6,7 @@ import asyncio
 import random
 
 import pytest
-from rollout_simulation import Hardware, LockStep, SimulatedEngine, run_virtual
+from rollout.simulation import Hardware, LockStep, SimulatedEngine, run_virtual
 
 from agentrl.rollout.engines.base import Completion, Sampling
 
