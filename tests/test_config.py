@@ -283,6 +283,14 @@ def test_everything_wrong_is_said_at_once() -> None:
         ),
         (["kl.controller=adaptive"], "kl (command line): controller=adaptive multiplies coefficient, which is 0"),
         (["correction.self_normalize=true"], "self_normalize=true has no weights to normalise: set weights"),
+        (
+            ["training.deterministic=true", "rollout.schedule=overlapped"],
+            "training.deterministic=true with rollout.schedule=overlapped: what a batch holds depends on timing",
+        ),
+        (
+            ["rollout.schedule=asynchronous", "rollout.engine=vllm", "rollout.vllm.placement=colocated"],
+            "rollout.schedule=asynchronous with rollout.vllm.placement=colocated: colocated servers sleep while",
+        ),
         (["correction.ratio_low=3"], "correction (command line): ratio_low=3.0 is above ratio_high=2.0"),
         (
             ["correction.weight_bound=icepop", "correction.weight_low=2.5"],
@@ -405,6 +413,16 @@ def test_an_inexact_penalty_in_the_reward_is_said() -> None:
     assert settings_warnings(load_settings(overrides=given)) == []
     (said,) = settings_warnings(load_settings(overrides=[*given, "kl.estimator=k3"]))
     assert said.startswith("kl.placement=reward with kl.estimator=k3: in the reward only k1")
+
+
+def test_stale_tokens_without_correction_are_said() -> None:
+    given = ["rollout.schedule=asynchronous", "rollout.max_staleness=3"]
+    (said,) = settings_warnings(load_settings(overrides=given))
+    assert said.startswith("rollout.schedule=asynchronous trains on tokens of policies up to 3 steps old")
+    assert settings_warnings(load_settings(overrides=[*given, "correction.weights=token"])) == []
+    assert (
+        settings_warnings(load_settings(overrides=["rollout.schedule=asynchronous", "rollout.max_staleness=0"])) == []
+    )
 
 
 def test_other_surprises() -> None:

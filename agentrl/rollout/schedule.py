@@ -41,7 +41,7 @@ class Schedule:
         self._batches = batches
         self._issued_at: dict[int, int] = {}  # not taken, in the order of issue
         self._finished: set[int] = set()
-        self._in_training = 0  # groups taken and not trained
+        self._in_training = False
         self._taken = 0
         self._trained = 0
 
@@ -64,7 +64,7 @@ class Schedule:
         """How many groups may be issued now. ``extra``: what the batch that is being made needs beyond its share."""
         room = self.groups + extra - len(self._issued_at)
         if self._in_flight:
-            room += self.max_staleness * self.groups - self._in_training
+            room += (self.max_staleness - self._in_training) * self.groups
         if self._batches is not None:
             room = min(room, (self._batches - self._taken) * self.groups + extra - len(self._issued_at))
         return max(0, room)
@@ -93,11 +93,11 @@ class Schedule:
         for index in chosen:
             del self._issued_at[index]
             self._finished.remove(index)
-        self._in_training += count
+        self._in_training = True
         self._taken += not more
         return chosen
 
     def train(self) -> None:
         """The batch that was taken last has been trained."""
         self._trained += 1
-        self._in_training = 0
+        self._in_training = False

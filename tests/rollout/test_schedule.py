@@ -1,0 +1,128 @@
+"""The schedule's arithmetic: what it promises holds for every order in which groups may finish."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.rollout.schedule import Schedule
+
+
+def issue(schedule: Schedule, first: int, *, extra: int = 0) -> int:
+    """Start all that may start; the next number."""
+    for _ in range(schedule.room(extra)):
+        schedule.issue(first)
+        first += 1
+    return first
+
+
+@settings(max_examples=300)
+@given(
+    groups=st.integers(1, 4),
+    staleness=st.integers(0, 3),
+    batches=st.integers(1, 12),
+    seed=st.integers(0, 10_000),
+    keep=st.sampled_from([1.0, 0.5]),
+)
+def test_every_group_is_trained_in_time_whatever_finishes_first(
+    groups: int, staleness: int, batches: int, seed: int, keep: float
+) -> None:
+    """A random order of finishing, some batches taking more than their share; nobody ever waits for nothing."""
+    chance = random.Random(seed)
+    schedule = Schedule(groups=groups, max_staleness=staleness, batches=batches)
+    next_index, issued_at, trained_in = 0, {}, {}
+    running: list[int] = []
+    for batch in range(batches):
+        taken, wanted, rounds = 0, groups, 0
+        while wanted:
+            extra = wanted if rounds else 0
+            before = next_index
+            next_index = issue(schedule, next_index, extra=extra)
+            new = range(before, next_index)
+            running += new
+            issued_at |= dict.fromkeys(new, batch)
+            chosen = schedule.take(wanted, more=rounds > 0)
+            if chosen is None:
+                assert running, "waits for ever"
+                done = running.pop(chance.randrange(len(running)))
+                schedule.finish(done)
+                continue
+            assert chosen == sorted(chosen)
+            trained_in |= dict.fromkeys(chosen, batch)
+            taken += len(chosen)
+            rounds += 1
+            assert schedule.waiting + schedule.running <= staleness * groups
+            wanted = chance.randint(1, groups) if rounds < 3 and chance.random() > keep else 0
+        schedule.train()
+    assert all(trained_in[index] - issued_at[index] <= staleness for index in trained_in)
+    assert set(issued_at) == set(trained_in), "issued and never trained"
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 5])
+def test_admission_is_the_published_bound(staleness: int) -> None:
+    """issued < (trained batches + max_staleness + 1) * groups, at every moment."""
+    schedule = Schedule(groups=3, max_staleness=staleness)
+    issued = 0
+    for trained in range(10):
+        issued = issue(schedule, issued)
+        assert issued == (trained + staleness + 1) * 3
+        for index in range(trained * 3, trained * 3 + 3):
+            schedule.finish(index)
+        assert schedule.take(3) == [trained * 3, trained * 3 + 1, trained * 3 + 2]
+        assert schedule.room() == 0  # not before the batch is trained
+        schedule.train()
+
+
+def test_without_staleness_the_order_is_that_of_issue() -> None:
+    schedule = Schedule(groups=2, max_staleness=0)
+    assert issue(schedule, 0) == 2
+    schedule.finish(1)
+    assert schedule.take(1) is None  # 0 would be late
+    schedule.finish(0)
+    assert schedule.take(2) == [0, 1]
+
+
+def test_an_overtaker_waits_if_those_behind_would_not_all_fit() -> None:
+    schedule = Schedule(groups=1, max_staleness=2)
+    assert issue(schedule, 0) == 3
+    schedule.finish(2)
+    assert schedule.take(1) == [2]  # 0 and 1 have two batches left
+    schedule.train()
+    assert issue(schedule, 3) == 4
+    schedule.finish(3)
+    assert schedule.take(1) is None  # 0 and 1 are both due within two batches, and one of them would be this one's
+    schedule.finish(1)
+    assert schedule.take(1) == [1]
+    schedule.train()
+    schedule.finish(0)
+    assert schedule.take(1) == [0]
+
+
+def test_overlapped_starts_a_batch_when_the_one_before_is_taken() -> None:
+    schedule = Schedule(groups=2, max_staleness=1, in_flight=False, batches=2)
+    assert issue(schedule, 0) == 2
+    schedule.finish(0)
+    schedule.finish(1)
+    assert schedule.room() == 0
+    assert schedule.take(2) == [0, 1]
+    assert issue(schedule, 2) == 4  # while it trains
+    schedule.train()
+    assert schedule.room() == 0
+    schedule.finish(2)
+    schedule.finish(3)
+    assert schedule.take(2) == [2, 3]
+    assert schedule.room() == 0  # the last batch
+
+
+def test_the_last_batches_leave_nothing_over() -> None:
+    schedule = Schedule(groups=4, max_staleness=3, batches=2)
+    assert issue(schedule, 0) == 8
+    for index in range(8):
+        schedule.finish(index)
+    assert schedule.take(4) == [0, 1, 2, 3]
+    schedule.train()
+    assert schedule.room() == 0
+    assert schedule.take(4) == [4, 5, 6, 7]
