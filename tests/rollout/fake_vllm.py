@@ -31,10 +31,13 @@ class FakeVLLM:
         self.bodies: list[dict[str, Any]] = []
         self.broken = 0
         self.controls = self.scale_out = self.caching = self.tokenizes = True
+        self.device, self.chunks = "cuda", True
         self.logprobs_mode = "processed_logprobs"
         self.max_model_len = 4096
         self.awake = asyncio.Event()
         self.awake.set()
+        self.says: dict[str, Any] = {}  # what a path answers instead
+        self.metrics = ""
         self.on_generate: Callable[[dict[str, Any]], Any] = lambda body: None
         self.scores: Callable[[str, int], float] = lambda version, place: -1.0
         self.port = 0
@@ -96,10 +99,14 @@ class FakeVLLM:
     async def _answer(self, method: str, path: str, body: dict[str, Any]) -> Answer:
         self.calls.append(path)
         name, _, query = path.partition("?")
+        if name in self.says:
+            return 200, self.says[name]
         if name == "/inference/v1/generate":
             return await self._generate(body)
         if name == "/health":
             return 200, b""
+        if name == "/metrics":
+            return (200, self.metrics.encode()) if self.metrics else (404, b"no")
         if name == "/version":
             return 200, {"version": "0.32.0"}
         if name == "/tokenize":
@@ -117,7 +124,12 @@ class FakeVLLM:
             case "/server_info":
                 model = {"model": "m", "logprobs_mode": self.logprobs_mode, "max_model_len": self.max_model_len}
                 return 200, {
-                    "vllm_config": {"model_config": model, "cache_config": {"enable_prefix_caching": self.caching}}
+                    "vllm_config": {
+                        "model_config": model,
+                        "cache_config": {"enable_prefix_caching": self.caching},
+                        "scheduler_config": {"enable_chunked_prefill": self.chunks},
+                        "device_config": {"device_type": self.device},
+                    }
                 }
             case "/get_world_size":
                 return 200, {"world_size": 2}
@@ -154,7 +166,8 @@ class FakeVLLM:
 
 
 _LOOKS = {
-    "/health", "/version", "/tokenize", "/weight_info", "/server_info", "/get_world_size", "/inference/v1/generate"
+    "/health", "/metrics", "/version", "/tokenize", "/weight_info", "/server_info", "/get_world_size",
+    "/inference/v1/generate",
 }  # fmt: skip
 
 

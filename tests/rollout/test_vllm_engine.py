@@ -14,7 +14,7 @@ from rollout.fake_vllm import FakeVLLM, fakes, sampled, unused_port
 from rollout.fakes import byte_codec
 
 from agentrl.errors import SettingsError, WorldError
-from agentrl.rollout.engines.base import Completion, EngineError, Sampling
+from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, Sampling
 from agentrl.rollout.engines.vllm import VLLMEngine
 from agentrl.rollout.settings import RolloutSettings
 
@@ -129,6 +129,7 @@ async def test_scores_are_of_the_prompts_own_tokens() -> None:
         ({"logprobs_mode": "raw_logprobs"}, "raw_logprobs, before the temperature: start it with --logprobs-mode"),
         ({"caching": False}, "--enable-prefix-caching"),
         ({"max_model_len": 199}, "limit is 199, .* together are 200: start it with --max-model-len 200"),
+        ({"device": "cpu"}, "--no-enable-chunked-prefill, or set rollout.vllm.seeded=false"),
         ({"tokenizes": False}, "without --tokens-only"),
         ({"vocabulary": 256}, "another model: the policy has 257 tokens, the server's model has fewer"),
         ({"vocabulary": 300}, "another model: the policy has 257 tokens, the server's model has more"),
@@ -141,6 +142,13 @@ async def test_a_server_that_cannot_be_used_says_why(change: dict[str, Any], mes
         with pytest.raises(SettingsError, match=f"{server.address} cannot be used: .*{message}"):
             async with opened([server]):
                 pass
+
+
+async def test_without_seeds_a_server_on_a_cpu_may_prefill_in_parts() -> None:
+    async with fakes(CODEC) as (server,):
+        server.device = "cpu"
+        async with opened([server], seeded=False) as engine:
+            await ask(engine)
 
 
 async def test_another_tokenizer_is_told_by_its_first_difference() -> None:
@@ -161,6 +169,25 @@ async def test_nobody_at_the_address() -> None:
     with pytest.raises(WorldError, match=r"rollout.vllm.start_deadline=0.3 s in vain .* cannot be reached"):
         await engine.open()
     await engine.close()
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/weight_info", "/get_world_size", "/version", "/tokenize"])
+@pytest.mark.parametrize("said", [[1], {}, None, "x", {"tokens": 3}, b"<html>"], ids=repr)
+async def test_what_is_no_vllm_server_is_told_in_one_message(path: str, said: Any) -> None:
+    async with fakes(CODEC) as (server,):
+        server.says[path] = said
+        with pytest.raises((SettingsError, WorldError), match=server.address):
+            async with opened([server]):
+                pass
+
+
+async def test_another_release_of_vllm_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    async with fakes(CODEC) as (server,):
+        server.says["/version"] = {"version": "0.29.1"}
+        with caplog.at_level(logging.WARNING):
+            async with opened([server]):
+                pass
+    assert f"{server.address} is vLLM 0.29.1; agentrl is made for 0.32" in caplog.text
 
 
 # -- garbage --------------------------------------------------------------------------------------------------------
@@ -190,6 +217,7 @@ GARBAGE: dict[str, tuple[Any, str]] = {
     ),
     "no versions": ({"choices": [sampled([1] * 4, weight_versions=None)]}, "do not cover 4 tokens"),
     "unlabelled": ({"choices": [sampled([1] * 4, version="default")]}, "the label 'default'"),
+    "earlier version": ({"choices": [sampled([1] * 4, version="-1")]}, "the label '-1'"),
     "later version": ({"choices": [sampled([1] * 4, version="3")]}, r"versions \[3\] to a request of version 0"),
 }
 
@@ -334,6 +362,68 @@ async def test_out_of_memory_halves_what_a_server_gets(caplog: pytest.LogCapture
             await asyncio.gather(*(ask(engine, name=f"u{i}") for i in range(20)))
         assert most == 4
         assert is_up(engine, 0)
+
+
+async def test_a_slow_server_gets_less_and_stays() -> None:
+    async def slow(body: dict[str, Any]) -> None:
+        await asyncio.sleep(0.2)
+
+    async def play(engine: VLLMEngine, player: int) -> None:
+        for turn in range(10):
+            await ask(engine, name=f"{player}-{turn}")
+
+    async with fakes(CODEC, 2) as (first, second), opened([first, second]) as engine:
+        first.on_generate = slow
+        await asyncio.gather(*(play(engine, player) for player in range(8)))
+        assert len(first.bodies) + len(second.bodies) == 80
+        assert 4 <= len(first.bodies) < len(second.bodies) / 2
+        assert is_up(engine, 0)
+        assert is_up(engine, 1)
+
+
+async def test_a_request_that_fails_everywhere_says_how_often_and_why() -> None:
+    async with fakes(CODEC, 2) as servers, opened(servers, request_retries=2) as engine:
+        for server in servers:
+            server.on_generate = lambda body: (503, b"busy")
+        with pytest.raises(EngineError, match=r"request t-0 failed 3 times: .*status 503: 'busy'"):
+            await ask(engine)
+        for server in servers:
+            server.on_generate = lambda body: None
+        await eventually(lambda: is_up(engine, 0) and is_up(engine, 1))
+
+
+async def test_a_refused_version_of_weights_is_garbage_after_an_update() -> None:
+    async with fakes(CODEC) as (server,), opened([server], request_retries=0) as engine:
+        await engine.hold()
+        await engine.install(Path("/weights/3"), 3)
+        engine.admit()
+        server.on_generate = lambda body: (200, {"choices": [sampled([1, 2, 3, 4], version="2")]})
+        with pytest.raises(EngineError, match=r"tokens of versions \[2\] to a request of version 3"):
+            await ask(engine)
+
+
+# -- the cache ------------------------------------------------------------------------------------------------------
+
+
+def told(used: float, *, preemptions: int = 0, blocks: int = 100) -> str:
+    labels = 'engine="0",model_name="policy"'
+    return "\n".join(
+        [
+            f"vllm:kv_cache_usage_perc{{{labels}}} {used}",
+            f"vllm:num_preemptions_total{{{labels}}} {preemptions}.0",
+            f'vllm:cache_config_info{{block_size="16",engine="0",num_gpu_blocks="{blocks}"}} 1.0',
+        ]
+    )
+
+
+async def test_the_cache_is_as_full_as_that_of_the_fullest_server() -> None:
+    async with fakes(CODEC, 3) as servers, opened(servers) as engine:
+        assert await engine.cache_use() is None
+        servers[0].metrics, servers[1].metrics = told(0.2, preemptions=2), told(0.7, preemptions=1, blocks=50)
+        servers[2].metrics = "vllm:kv_cache_usage_perc 0.9"  # tells half of it
+        assert await engine.cache_use() == CacheUse(tokens=2400, used=0.7, preemptions=3)
+        await servers[1].die()
+        assert await engine.cache_use() == CacheUse(tokens=1600, used=0.2, preemptions=2)
 
 
 async def test_a_stuck_request_goes_elsewhere_after_its_deadline() -> None:

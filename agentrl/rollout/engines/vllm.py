@@ -121,6 +121,7 @@ class VLLMEngine:
                 self._codec,
                 vocabulary=self._vocabulary,
                 needed=self._settings.max_prompt_tokens + self._settings.max_response_tokens,
+                seeded=self._vllm.seeded,
             )
             if member.identity.version != "default":
                 self._untouched = False

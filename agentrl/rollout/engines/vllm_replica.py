@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import TextCodec
@@ -19,11 +20,17 @@ from agentrl.rollout.engines.vllm_wire import (
     score_body,
 )
 
+logger = logging.getLogger(__name__)
+
 # Seconds for calls that cost a server nothing, and for those that move or hash all weights.
 _QUICK = 30.0
 _LONG = 1800.0
 # Text whose tokens tell tokenizers apart: digits, blanks, code, accents, other scripts.
 _TEXT = "The sum 12 + 345 = 357.\n```python\nprint(  7*8)\t# naïve, 你好, Ω\n```\n"
+
+RELEASE = "0.32"
+"""Of vLLM, the one that is supported."""
+_Value = TypeVar("_Value", str, int)
 
 _CONTROLS = "it has no control endpoints: start it with the environment variable VLLM_SERVER_DEV_MODE=1"
 
@@ -81,7 +88,7 @@ class Replica:
 
     async def version(self) -> str:
         """The label of its weights; ``default`` until it is given one."""
-        return str((await self._http.get("/weight_info", seconds=_QUICK))["weight_version"])
+        return str(await self._told("/weight_info", "weight_version", str))
 
     async def cache_use(self) -> CacheUse:
         """How full its KV cache is. Raises HTTPFailure."""
@@ -133,7 +140,7 @@ class Replica:
 
     # -- what it is -----------------------------------------------------------------------------------------------
 
-    async def identify(self, codec: TextCodec, *, vocabulary: int, needed: int) -> Identity:
+    async def identify(self, codec: TextCodec, *, vocabulary: int, needed: int, seeded: bool) -> Identity:
         """Compare it with what is needed: endpoints, settings, token limit, tokenizer, size of the vocabulary.
 
         Raises SettingsError that says what differs and how the server has to be started; HTTPFailure if it is gone.
@@ -142,17 +149,19 @@ class Replica:
         try:
             version = await self.version()
             config = await self._config()
-            workers = int((await self._http.get("/get_world_size", seconds=_QUICK))["world_size"])
+            workers = await self._told("/get_world_size", "world_size", int)
         except RefusedError as error:
             raise self._wrong(_CONTROLS) from error
-        self._check_config(config, needed)
+        self._check_config(config, needed, seeded=seeded)
         await self._check_generate()
         await self._check_tokenizer(codec)
         await self._check_vocabulary(vocabulary)
         model = config["model_config"]
-        about = await self._http.get("/version", seconds=_QUICK)
+        vllm = await self._told("/version", "version", str)
+        if not vllm.startswith(RELEASE):
+            logger.warning("the server %s is vLLM %s; agentrl is made for %s", self.address, vllm, RELEASE)
         return Identity(
-            vllm=str(about["version"]),
+            vllm=vllm,
             model=str(model["model"]),
             max_tokens=int(model["max_model_len"]),
             vocabulary=vocabulary,
@@ -167,7 +176,15 @@ class Replica:
             raise GarbageError(f"{self.address}/server_info tells no configuration of vLLM")
         return config
 
-    def _check_config(self, config: Mapping[str, Any], needed: int) -> None:
+    async def _told(self, path: str, name: str, kind: type[_Value]) -> _Value:
+        """What it says of ``name`` at ``path``. Raises GarbageError if that is nothing of the kind."""
+        answer = await self._http.get(path, seconds=_QUICK)
+        value = answer.get(name) if isinstance(answer, Mapping) else None
+        if not isinstance(value, kind):
+            raise GarbageError(f"{self.address}{path} tells no {name}: {answer!r:.100}")
+        return value
+
+    def _check_config(self, config: Mapping[str, Any], needed: int, *, seeded: bool) -> None:
         model = config["model_config"]
         if model.get("logprobs_mode") != "processed_logprobs":
             raise self._wrong(
@@ -176,6 +193,12 @@ class Replica:
             )
         if not config.get("cache_config", {}).get("enable_prefix_caching"):
             raise self._wrong("it caches no prefixes: start it with --enable-prefix-caching")
+        parts = config.get("scheduler_config", {}).get("enable_chunked_prefill")
+        if seeded and parts and config.get("device_config", {}).get("device_type") == "cpu":
+            raise self._wrong(
+                "on a CPU it dies where a request with a seed is prefilled in parts: start it with "
+                "--no-enable-chunked-prefill, or set rollout.vllm.seeded=false"
+            )
         if int(model["max_model_len"]) < needed:
             raise self._wrong(
                 f"its token limit is {model['max_model_len']}, rollout.max_prompt_tokens and "
@@ -196,7 +219,10 @@ class Replica:
             answer = await self._http.post("/tokenize", {"prompt": _TEXT, "add_special_tokens": False}, seconds=_QUICK)
         except RefusedError as error:
             raise self._wrong(f"it serves no tokenizer (/tokenize: {error}): start it without --tokens-only") from error
-        theirs, ours = tuple(answer.get("tokens", ())), codec.encode(_TEXT)
+        said = answer.get("tokens") if isinstance(answer, Mapping) else None
+        if not isinstance(said, list):
+            raise GarbageError(f"{self.address}/tokenize tells no tokens: {answer!r:.100}")
+        theirs, ours = tuple(said), codec.encode(_TEXT)
         if theirs != ours:
             raise self._wrong(
                 f"it has another tokenizer than the policy: of {len(ours)} tokens of a test sentence it gives "
