@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ import torch
 from rollout.fakes import EOS, byte_codec, tiny_model
 
 from agentrl.errors import SettingsError
-from agentrl.rollout.engines.base import Completion, EngineError, Sampling
+from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, Sampling
 from agentrl.rollout.engines.batcher import Batcher, Request
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.settings import RolloutSettings
@@ -329,6 +330,54 @@ async def test_a_bug_in_a_forward_reaches_everyone_who_waits_as_it_is() -> None:
             with pytest.raises(IndexError):
                 await task
         assert_exact(model, (1, 2), await ask(engine, (1, 2), name="after"))
+
+
+def rows_for(most: int) -> Callable[..., None]:
+    """A hook: memory for so many rows."""
+
+    def forward(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs["input_ids"].shape[0] > most:
+            raise torch.OutOfMemoryError("no room for so many rows")
+
+    return forward
+
+
+async def test_out_of_memory_halves_what_is_computed_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model()
+    asked = [(place, 1, 2) for place in range(8)]
+    async with serving(model, max_batch_tokens=1000) as engine:
+        hook = model.model.register_forward_pre_hook(rows_for(4), with_kwargs=True)
+        with caplog.at_level(logging.WARNING):
+            tasks = [ask(engine, prompt, name=f"t{i}", max_tokens=7) for i, prompt in enumerate(asked)]
+            failed = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [str(item) for item in failed] == ["the engine ran out of memory: no room for so many rows"] * 8
+        assert all(isinstance(item, EngineError) for item in failed)
+        assert (
+            "from now on at most 500 tokens in a forward (rollout.max_batch_tokens) and 40 in the cache "
+            "(rollout.kv_cache_tokens)"
+        ) in caplog.text
+        use = await engine.cache_use()
+        assert (use.tokens, use.used) == (40, 0.0)
+        tasks = [ask(engine, prompt, name=f"t{i}", max_tokens=7) for i, prompt in enumerate(asked)]
+        answers = await asyncio.gather(*tasks)
+        hook.remove()
+    for prompt, answer in zip(asked, answers, strict=True):
+        assert_exact(model, prompt, answer)
+
+
+async def test_how_full_the_cache_is_and_who_lost_a_prefix() -> None:
+    async with serving(tiny_model(), kv_cache_tokens=64) as engine:
+        assert await engine.cache_use() == CacheUse(tokens=64, used=0.0, preemptions=0)
+        for name in ("a", "b", "c"):
+            await ask(engine, (1, 2, 3, 4), name=name, max_tokens=12)
+        assert await engine.cache_use() == CacheUse(tokens=64, used=0.75, preemptions=0)
+        await ask(engine, (1, 2, 3, 4), name="d", max_tokens=12)
+        await ask(engine, (1, 2, 3, 4), name="e", max_tokens=12)
+        assert await engine.cache_use() == CacheUse(tokens=64, used=1.0, preemptions=1)
+        for name in "abcde":
+            engine.release(name)
+        await ask(engine, (1, 2), name="f", max_tokens=3)
+        assert await engine.cache_use() == CacheUse(tokens=64, used=0.25, preemptions=1)
 
 
 async def test_closing_cancels_what_runs() -> None:

@@ -87,7 +87,7 @@ class Batcher:
         self._eos_ids = eos_ids
         self._table = table
         self._max_batch_tokens = max_batch_tokens
-        self._kv_cache_tokens = kv_cache_tokens
+        self.kv_cache_tokens = kv_cache_tokens
         self._keep_prefixes = keep_prefixes
         self._device = next(model.parameters()).device
         self._additive_mask = model.config._attn_implementation == "eager"
@@ -149,10 +149,16 @@ class Batcher:
         self.clear()
         self._cache = SlotCache(self._model.config.num_hidden_layers)  # what a failed forward stored may be NaN
 
+    def halve(self) -> tuple[int, int]:
+        """Make do with half from now on: of the tokens of a forward, and of the rows that are there (one stays)."""
+        self._max_batch_tokens = max(1, self._max_batch_tokens // 2)
+        self.kv_cache_tokens = max(1, self._reach, min(self.kv_cache_tokens, len(self._rows) * self._reach) // 2)
+        return self._max_batch_tokens, self.kv_cache_tokens
+
     @property
     def used(self) -> float:
         """The share of the cache that trajectories hold."""
-        return len(self._owner) * self._reach / self._kv_cache_tokens
+        return len(self._owner) * self._reach / self.kv_cache_tokens
 
     @property
     def busy(self) -> bool:
@@ -189,7 +195,7 @@ class Batcher:
         request = self._waiting.popleft()
         request.failure = (
             f"{len(request.token_ids)} tokens and up to {request.sampling.max_tokens} new ones do not fit into the "
-            f"engine's cache: rollout.kv_cache_tokens={self._kv_cache_tokens}"
+            f"engine's cache: rollout.kv_cache_tokens={self.kv_cache_tokens}"
         )
         return request
 
@@ -234,12 +240,12 @@ class Batcher:
         if index is None:
             index = next((i for i, row in enumerate(self._rows) if row.trajectory_id is None), None)
         length = max(length, self._reach)
-        if index is None and (len(self._rows) + 1) * length <= self._kv_cache_tokens:
+        if index is None and (len(self._rows) + 1) * length <= self.kv_cache_tokens:
             index = len(self._rows)
             self._rows.append(_Row())
         if index is None:
             index = next((i for i, row in enumerate(self._rows) if row.request is None), None)
-        if index is None or len(self._rows) * length > self._kv_cache_tokens:
+        if index is None or len(self._rows) * length > self.kv_cache_tokens:
             return None
         row = self._rows[index]
         if row.trajectory_id != request.trajectory_id or not self._keep_prefixes:
@@ -251,7 +257,7 @@ class Batcher:
         row.cached = row.cached[: _common_prefix(row.cached, request.token_ids[:-1])]
         self._reach = length
         # Room for those who wait as well: growing copies what is stored.
-        room = min(len(self._rows) + len(self._waiting) - 1, self._kv_cache_tokens // length)
+        room = min(len(self._rows) + len(self._waiting) - 1, self.kv_cache_tokens // length)
         self._cache.reserve(max(len(self._rows), room))
         return index
 

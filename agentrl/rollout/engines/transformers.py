@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -18,6 +19,8 @@ from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, Sampling
 from agentrl.rollout.engines.batcher import Batcher, Request
 from agentrl.rollout.settings import RolloutSettings
+
+logger = logging.getLogger(__name__)
 
 # Forwards in a row on the engine's thread before it looks at the event loop again.
 _FORWARDS = 64
@@ -50,7 +53,6 @@ class TransformersEngine:
         self._keep_running = settings.kv_on_update == "kept"
         self._open = asyncio.Event()
         self._open.set()
-        self._cache_tokens = settings.kv_cache_tokens
         self._batcher = Batcher(
             model,
             eos_ids=frozenset({codec.eos_id, *eos_ids}),
@@ -140,7 +142,9 @@ class TransformersEngine:
 
     async def cache_use(self) -> CacheUse:
         """Trajectories hold a row each from their first turn to their end."""
-        return CacheUse(tokens=self._cache_tokens, used=self._batcher.used, preemptions=self._batcher.evictions)
+        return CacheUse(
+            tokens=self._batcher.kv_cache_tokens, used=self._batcher.used, preemptions=self._batcher.evictions
+        )
 
     def fingerprint(self) -> str:
         return model_fingerprint(self._model.state_dict().items())
@@ -193,12 +197,18 @@ class TransformersEngine:
     def _served(self, server: asyncio.Task[None]) -> None:
         """A forward failed: out of memory is the world's fault and typed, anything else is a bug and raises as it is.
 
-        Either way every request under way ends with the error, and the next one finds an empty engine.
+        Either way every request under way ends with the error, and the next one finds an empty engine; after the first
+        kind less is computed at once.
         """
         if server.cancelled():
             return
         error = server.exception()
         if isinstance(error, torch.OutOfMemoryError):
+            batch, cache = self._batcher.halve()
+            logger.warning(
+                "the engine ran out of memory: from now on at most %d tokens in a forward "
+                "(rollout.max_batch_tokens) and %d in the cache (rollout.kv_cache_tokens)", batch, cache,
+            )  # fmt: skip
             error = EngineError(f"the engine ran out of memory: {error}")
         for future in self._futures.values():
             if not future.done() and error is not None:
