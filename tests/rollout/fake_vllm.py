@@ -128,7 +128,7 @@ class FakeVLLM:
                         "model_config": model,
                         "cache_config": {"enable_prefix_caching": self.caching},
                         "scheduler_config": {"enable_chunked_prefill": self.chunks},
-                        "device_config": {"device_type": self.device},
+                        "device_config": {"device": self.device},
                     }
                 }
             case "/get_world_size":

@@ -405,13 +405,13 @@ async def test_a_refused_version_of_weights_is_garbage_after_an_update() -> None
 # -- the cache ------------------------------------------------------------------------------------------------------
 
 
-def told(used: float, *, preemptions: int = 0, blocks: int = 100) -> str:
+def told(used: float, *, preemptions: int = 0, tokens: int = 1600) -> str:
     labels = 'engine="0",model_name="policy"'
     return "\n".join(
         [
             f"vllm:kv_cache_usage_perc{{{labels}}} {used}",
             f"vllm:num_preemptions_total{{{labels}}} {preemptions}.0",
-            f'vllm:cache_config_info{{block_size="16",engine="0",num_gpu_blocks="{blocks}"}} 1.0',
+            f'vllm:cache_config_info{{block_size="16",engine="0",kv_cache_size_tokens="{tokens}"}} 1.0',
         ]
     )
 
@@ -419,7 +419,7 @@ def told(used: float, *, preemptions: int = 0, blocks: int = 100) -> str:
 async def test_the_cache_is_as_full_as_that_of_the_fullest_server() -> None:
     async with fakes(CODEC, 3) as servers, opened(servers) as engine:
         assert await engine.cache_use() is None
-        servers[0].metrics, servers[1].metrics = told(0.2, preemptions=2), told(0.7, preemptions=1, blocks=50)
+        servers[0].metrics, servers[1].metrics = told(0.2, preemptions=2), told(0.7, preemptions=1, tokens=800)
         servers[2].metrics = "vllm:kv_cache_usage_perc 0.9"  # tells half of it
         assert await engine.cache_use() == CacheUse(tokens=2400, used=0.7, preemptions=3)
         await servers[1].die()

@@ -194,7 +194,7 @@ class Replica:
         if not config.get("cache_config", {}).get("enable_prefix_caching"):
             raise self._wrong("it caches no prefixes: start it with --enable-prefix-caching")
         parts = config.get("scheduler_config", {}).get("enable_chunked_prefill")
-        if seeded and parts and config.get("device_config", {}).get("device_type") == "cpu":
+        if seeded and parts and config.get("device_config", {}).get("device") == "cpu":
             raise self._wrong(
                 "on a CPU it dies where a request with a seed is prefilled in parts: start it with "
                 "--no-enable-chunked-prefill, or set rollout.vllm.seeded=false"

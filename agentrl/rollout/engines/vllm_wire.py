@@ -94,8 +94,8 @@ def read_cache_use(metrics: str) -> CacheUse:
     ... vllm:kv_cache_usage_perc{engine="0",model_name="policy"} 0.25
     ... vllm:kv_cache_usage_perc{engine="1",model_name="policy"} 0.75
     ... vllm:num_preemptions_total{engine="0",model_name="policy"} 3.0
-    ... vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0
-    ... vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="100"} 1.0''')
+    ... vllm:cache_config_info{block_size="16",engine="0",kv_cache_size_tokens="1600",num_gpu_blocks="120"} 1.0
+    ... vllm:cache_config_info{block_size="16",engine="1",kv_cache_size_tokens="1600",num_gpu_blocks="120"} 1.0''')
     CacheUse(tokens=3200, used=0.75, preemptions=3)
     """
     found: dict[str, list[tuple[str, str]]] = {}
@@ -104,7 +104,7 @@ def read_cache_use(metrics: str) -> CacheUse:
     try:
         sizes = [dict(_LABEL.findall(labels)) for labels, _ in found["cache_config_info"]]
         return CacheUse(
-            tokens=sum(int(size["num_gpu_blocks"]) * int(size["block_size"]) for size in sizes),
+            tokens=sum(int(size["kv_cache_size_tokens"]) for size in sizes),
             used=max(float(value) for _, value in found["kv_cache_usage_perc"]),
             preemptions=int(sum(float(value) for _, value in found["num_preemptions_total"])),
         )
