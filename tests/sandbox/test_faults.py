@@ -129,6 +129,11 @@ async def test_one_request_id_runs_once_while_in_flight_and_after(sandbox):
     assert first.stdout != other.stdout
 
 
+async def test_one_request_id_for_two_programs_mixes_nothing_up(sandbox):
+    done = [await sandbox.execute(f"print({number})", request_id="c6") for number in range(2)]
+    assert [execution.stdout for execution in done] == ["0\n", "1\n"]
+
+
 async def test_a_cancelled_waiter_leaves_the_run_to_the_others(sandbox):
     program = "import time; time.sleep(0.2); print('done')"
     first, second = (asyncio.ensure_future(sandbox.execute(program, request_id="a7")) for _ in range(2))
@@ -152,6 +157,27 @@ async def test_a_failed_request_may_be_retried(sandbox):
     os.kill(servers()[0], signal.SIGKILL)
     assert (await call).outcome is Outcome.INFRASTRUCTURE_FAILURE
     assert (await sandbox.execute("print(1)", request_id="a9")).outcome is Outcome.OK
+
+
+async def test_a_server_that_cannot_be_started_is_an_infrastructure_failure():
+    """Without a free descriptor there is no socket for it; in a process of its own, whose limit this is."""
+    script = (
+        "import asyncio, os, resource, signal\nfrom agentrl_sandbox.client import *\n"
+        "async def main():\n    sandbox = await open_sandbox(SandboxSettings(workers=4))\n"
+        "    (server,) = open(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read().split()\n"
+        "    os.kill(int(server), signal.SIGKILL)\n"
+        "    while not sandbox._servers._server.gone:\n        await asyncio.sleep(0.01)\n"
+        "    before = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))\n"
+        "    failed = await sandbox.execute('print(1)')\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, before)\n"
+        "    print(failed.outcome.value, (await sandbox.execute('print(1)')).outcome.value)\n"
+        "    await sandbox.close()\nasyncio.run(main())"
+    )
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", script], capture_output=True, text=True, timeout=300
+    )
+    assert (done.stdout, done.stderr) == ("infrastructure_failure ok\n", "")
 
 
 async def test_a_killed_client_leaves_no_process():
