@@ -28,7 +28,7 @@ HELD = Isolation(layers=dict.fromkeys(PROPERTIES, "a layer"), mode="root")
 
 
 class SteeredSandbox:
-    """Programs are commands: ``wait`` until released, ``impossible``, ``broken``, or text to echo."""
+    """Programs are commands: ``wait`` until released, ``impossible``, ``bug``, ``broken``, or text to echo."""
 
     def __init__(self) -> None:
         self.started: list[str] = []
@@ -62,6 +62,8 @@ class SteeredSandbox:
                 raise
         if program == "impossible":
             raise ValueError("an impossible name")
+        if program == "bug":
+            raise RuntimeError("nobody thought of this")
         if session is not None:
             self._history(session).append(program)
             program = "|".join(self._history(session))
