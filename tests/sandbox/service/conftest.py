@@ -179,7 +179,7 @@ async def running_front(sockets: Path, *, queue_limit: int = 64, runners: int = 
         headers = {"Authorization": f"Bearer {TOKEN}"}
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60) as client:
             if runners:
-                assert await pool.roster.wait_for_runner(20)
+                assert await pool.roster.wait_for_runner(120)
             yield RunningFront(front, server, port, client)
     finally:
         server.should_exit = True
@@ -198,7 +198,7 @@ async def front(sockets: Path, runner: RunningRunner) -> AsyncIterator[RunningFr
         yield started
 
 
-async def until(true: Callable[[], object], seconds: float = 20.0) -> None:
+async def until(true: Callable[[], object], seconds: float = 120.0) -> None:
     """Wait until something holds."""
     async with asyncio.timeout(seconds):
         while not true():
