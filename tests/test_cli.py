@@ -18,6 +18,7 @@ from agentrl_sandbox.client import SandboxError
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the command line adds the working directory
 
 
 class Recorder:

@@ -48,7 +48,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_gymnasium_example_runs(tmp_path: Path) -> None:
     example, _ = blocks("environments.md", "python")
-    done = subprocess.run([sys.executable, "-W", "error", "-c", example], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", example], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -63,7 +65,9 @@ def test_the_own_environment_trains(tmp_path: Path) -> None:
     agentrl = command.removeprefix("$ ").split()
     assert agentrl[0] == "agentrl"
     script = Path(sys.executable).parent / "agentrl"
-    done = subprocess.run([script, *agentrl[1:], *short.split()], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [script, *agentrl[1:], *short.split()], cwd=tmp_path, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stderr
     assert "gymnasium environment MentalArithmetic" in done.stdout + done.stderr
     assert json.loads((tmp_path / "runs" / "own" / "summary.json").read_text())["steps"] == 1

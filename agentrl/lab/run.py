@@ -98,7 +98,7 @@ def variance_command(
     causal_lm = read_model(model, settings.model).eval()
     played, greedy = asyncio.run(_play(settings, causal_lm, codec, lab, problems))
     rules = FilterRules(void_turns="remove", accuracy_range=None, drop_zero_variance=False)
-    groups, why = usable(filter_groups(played, rules).groups, smallest=lab.samples)
+    groups, why = usable(filter_groups(played, rules).groups, size=lab.samples)
     groups = groups[: lab.problems]
     reasons = [f"{count} with {name}" for name, count in why.items()]
     left_out = f"; left out: {', '.join(reasons)}" if reasons else ""
@@ -107,7 +107,6 @@ def variance_command(
             f"only {len(groups)} of {len(played)} problems can be measured{left_out}; two are the least: take "
             "another model, other problems or more samples"
         )
-    groups = [group.without(group.trajectories[lab.samples :]) for group in groups]
     console.note(
         f"sampled: {len(played)} problems x {lab.samples} trajectories; measured on {len(groups)} of them{left_out}"
     )
