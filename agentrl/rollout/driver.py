@@ -1,7 +1,8 @@
 """The driver: plays episodes against an engine, each trajectory on its own, and writes trajectories.
 
 It alone knows both tokens and text. The ids the engine sampled are the ids of the trajectory; an observation is
-encoded once, on its own, as plain text; nothing is ever decoded and encoded again.
+encoded once, on its own, as plain text but for the marks that a protocol has set; nothing is ever decoded and encoded
+again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.turnstile import Turnstile
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.episode import Environment, Episode
+from agentrl_envs.marked_text import MarkedText
 from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict
 
 # Encoded prompts that are kept.
@@ -123,7 +125,11 @@ class Driver:
         self._seed = seed
         self._deterministic = deterministic
         # The trajectories of a group start with the same prompt.
-        self._encode_prompt = lru_cache(maxsize=_PROMPTS)(codec.encode_prompt)
+        self._encode_plain_prompt = lru_cache(maxsize=_PROMPTS)(codec.encode_prompt)
+
+    def _encode_prompt(self, text: str) -> tuple[int, ...]:
+        # Two marked texts that read the same may differ in what is marked: those are not kept.
+        return self._codec.encode_prompt(text) if isinstance(text, MarkedText) else self._encode_plain_prompt(text)
 
     async def prompt_tokens(self, problem: Problem) -> int:
         """The length of a problem's prompt in tokens."""
@@ -274,19 +280,23 @@ class Driver:
             )
             draft.calls.extend(step.tool_calls)
             draft.verdict, draft.answer = step.verdict, step.answer
-            ended = self._observe(draft, step, full)
+            ended = self._observe(draft, step, full=full, cut=completion.finish_reason == "length")
             if ended is not None:
                 return ended
 
-    def _observe(self, draft: _Draft, step: Step, full: bool) -> Ended | None:
-        """Append the observation; how the trajectory ended, if it did. ``full``: the total limit cut the turn."""
-        observed = self._codec.encode(step.observation) if step.observation else ()
+    def _observe(self, draft: _Draft, step: Step, *, full: bool, cut: bool) -> Ended | None:
+        """Append the observation; how the trajectory ended, if it did.
+
+        ``full``: the total limit cut the turn; ``cut``: that one or the turn's own did.
+        """
+        parts = self._codec.unsampled(step.observation, draft.context) if step.observation else ()
+        observed = self._codec.encode_parts(parts)
         fits = draft.used + len(observed) <= self._settings.max_response_tokens
         if observed and fits:
-            draft.observe(step.observation, observed)
+            draft.observe(str(MarkedText(*parts)), observed)
         if step.ended is not None:
-            cut = full and step.ended in (Ended.VOID_TURN, Ended.STOPPED)
-            return Ended.TOKEN_LIMIT if cut else step.ended
+            limited = (full and step.ended is Ended.VOID_TURN) or ((full or cut) and step.ended is Ended.STOPPED)
+            return Ended.TOKEN_LIMIT if limited else step.ended
         if not fits or draft.used >= self._settings.max_response_tokens:
             return Ended.TOKEN_LIMIT
         return None
