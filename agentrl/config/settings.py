@@ -46,8 +46,8 @@ class EnvironmentOptions(BaseModel):
 class Settings(BaseModel):
     """The resolved settings of one run. The defaults are the published values for large models.
 
-    ``environment`` holds :class:`SimpleTIRSettings` when ``env`` is ``simpletir``, :class:`ReasoningSettings` when it is
-    ``reasoning`` and free options otherwise.
+    ``environment`` holds :class:`SimpleTIRSettings` when ``env`` is ``simpletir``, :class:`ReasoningSettings` when it
+    is ``reasoning`` and free options otherwise.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -22,13 +22,13 @@ from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import evaluation_set, load_source
 from agentrl.rollout.driver import Driver, Issue
 from agentrl.rollout.engines.transformers import TransformersEngine
-from agentrl.rollout.environment import environment_and_codec
+from agentrl.rollout.environment import build_reward, environment_and_codec
 from agentrl.rollout.filters import FilterRules, filter_groups
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import atomic_write
 from agentrl.trajectory import Group
-from agentrl_envs.registry import resolve_environment
 from agentrl_envs.episode import Environment
+from agentrl_envs.registry import resolve_environment
 from agentrl_envs.types import Problem
 
 if TYPE_CHECKING:
@@ -173,7 +173,12 @@ async def _play(
     await environment.open()
     try:
         driver = Driver(
-            environment=environment, engine=engine, codec=codec, settings=settings.rollout, seed=settings.seed
+            environment=environment,
+            engine=engine,
+            codec=codec,
+            settings=settings.rollout,
+            seed=settings.seed,
+            reward=build_reward(settings),
         )
         issues = [Issue(index=index, problem=problem) for index, problem in enumerate(problems)]
         size = round(lab.samples * _MORE_SAMPLES)

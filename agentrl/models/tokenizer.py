@@ -80,7 +80,9 @@ class TextCodec:
 
         Where a protocol has set marks, they say themselves how the text starts.
         """
-        return self.encode_parts(parts_of(text)) if isinstance(text, MarkedText) else self.prefix_ids + self.encode(text)
+        if isinstance(text, MarkedText):
+            return self.encode_parts(text.parts)
+        return self.prefix_ids + self.encode(text)
 
     def encode_parts(self, parts: Iterable[Part]) -> tuple[int, ...]:
         """Token ids of parts, each encoded on its own: marks with their special tokens, the others as plain text."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -24,7 +25,10 @@ from agentrl.rollout.turnstile import Turnstile
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.episode import Environment, Episode
 from agentrl_envs.marked_text import MarkedText
+from agentrl_envs.rewards import Conversation, Reward, Said
 from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict
+
+logger = logging.getLogger(__name__)
 
 # Encoded prompts that are kept.
 _PROMPTS = 512
@@ -117,7 +121,10 @@ class Driver:
         settings: RolloutSettings,
         seed: int,
         deterministic: bool = False,
+        reward: Reward | None = None,
     ) -> None:
+        """``reward`` takes the place of the environment's rewards, on a trajectory's last model token."""
+        self._reward = reward
         self._environment = environment
         self._engine = engine
         self._codec = codec
@@ -259,7 +266,23 @@ class Driver:
         finally:
             self._engine.release(draft.name)
             await episode.close()
-        return draft.finish(ended, loop.time() - began)
+        return await self._rewarded(draft.finish(ended, loop.time() - began), play)
+
+    async def _rewarded(self, trajectory: Trajectory, play: _Play) -> Trajectory:
+        """With the reward of ``reward.function`` where there is one; one that takes too long leaves no data."""
+        if self._reward is None or trajectory.no_data:
+            return trajectory
+        said = tuple(Said(origin=segment.origin, text=segment.text) for segment in trajectory.segments)
+        conversation = Conversation(
+            turns=said, ended=trajectory.ended, answer=trajectory.answer, environment_reward=trajectory.reward
+        )
+        try:
+            value = await self._reward(trajectory.problem, conversation, trajectory.verdict)
+        except TimeoutError as error:
+            logger.warning("problem %s: %s", trajectory.problem.id, error)
+            return replace(trajectory, ended=Ended.INFRASTRUCTURE_FAILURE)
+        await play.turnstile.enter()
+        return trajectory.with_reward(value)
 
     async def _converse(self, draft: _Draft, episode: Episode, play: _Play, deadline: float) -> Ended:
         draft.prompt_ids = draft.context = self._encode_prompt(await episode.start())

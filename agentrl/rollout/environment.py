@@ -9,6 +9,7 @@ from agentrl.models.tokenizer import TextCodec
 from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import Environment
 from agentrl_envs.registry import OWN, resolve_environment
+from agentrl_envs.rewards import Reward
 from agentrl_envs.settings import GymnasiumSettings, SimpleTIRSettings
 from agentrl_envs.tools import load_tools
 
@@ -41,6 +42,12 @@ def chat_format(settings: Settings, tokenizer: Any, name: str) -> ChatFormat | N
         tools=[schema.as_function() for schema in load_tools(settings.environment.tools).schemas],
         options=settings.environment.template_options,
     )
+
+
+def build_reward(settings: Settings) -> Reward | None:
+    """The user's reward. Raises EnvironmentLookupError where ``reward.function`` leads to none."""
+    reward = settings.reward
+    return None if reward.function is None else Reward(reward.function, deadline=reward.deadline)
 
 
 def needs_chat_format(settings: Settings) -> bool:

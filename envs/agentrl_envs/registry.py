@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, cast
+from typing import cast
 
 from agentrl_envs.episode import Environment, EnvironmentLookupError
+from agentrl_envs.plugins import import_attribute
 
 GROUP = "agentrl.envs"
 
@@ -34,7 +34,7 @@ def resolve_environment(name: str) -> EnvironmentFactory:
     `GymnasiumSettings`). Raises `EnvironmentLookupError` that names the valid names and the nearest.
     """
     path = OWN.get(name, name)
-    found = _import_path(path) if ":" in path else _entry_point(name).load()
+    found = import_attribute(path, "environment") if ":" in path else _entry_point(name).load()
     if not callable(found):
         raise EnvironmentLookupError(
             f"environment {name!r} is a {type(found).__name__}, expected a class or a function"
@@ -67,16 +67,3 @@ def _entry_point(name: str) -> EntryPoint:
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     known = ", ".join(names)
     raise EnvironmentLookupError(f"no environment named {name!r}{hint} Valid names: {known}, or module:Class")
-
-
-def _import_path(path: str) -> Any:
-    module_name, _, attribute = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise EnvironmentLookupError(f"environment {path!r}: there is no module {error.name!r}") from error
-    if not hasattr(module, attribute):
-        nearest = difflib.get_close_matches(attribute, dir(module), n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise EnvironmentLookupError(f"environment {path!r}: module {module_name!r} has no {attribute!r}{hint}")
-    return getattr(module, attribute)

@@ -136,9 +136,7 @@ class SimpleTIREpisode:
                 execution, call = await self._execute(request.arguments["code"])
                 made.append(call)
                 if execution is None:
-                    return Step(
-                        observation="", reward=0.0, ended=Ended.INFRASTRUCTURE_FAILURE, tool_calls=tuple(made)
-                    )
+                    return Step(observation="", reward=0.0, ended=Ended.INFRASTRUCTURE_FAILURE, tool_calls=tuple(made))
                 results.append(self._protocol.result(execution))
         return self._goes_on(self._protocol.observation(action, results), tuple(made))
 

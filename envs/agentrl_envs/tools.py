@@ -17,14 +17,14 @@ what ``required`` names, and are of the ``type`` that ``properties`` say; no oth
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from agentrl_envs.episode import AgentRLEnvError, EnvironmentLookupError
+from agentrl_envs.episode import EnvironmentContractError, EnvironmentLookupError
+from agentrl_envs.plugins import describe_error, import_attribute
 
 PYTHON = "python"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
@@ -39,7 +39,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 }
 
 
-class ToolError(AgentRLEnvError, RuntimeError):
+class ToolError(EnvironmentContractError):
     """A user's tool raised, or returned something that is not text."""
 
 
@@ -134,24 +134,17 @@ async def call_tool(tool: Tool, arguments: Mapping[str, Any]) -> str:
     try:
         said = await tool.call(arguments)
     except Exception as error:
-        raise ToolError(f"the tool {tool.name!r} raised {type(error).__name__}: {error}") from error
+        raise ToolError(f"the tool {tool.name!r} raised {describe_error(error)}") from error
     if not isinstance(said, str):
         raise ToolError(f"the tool {tool.name!r} must return a str, not {type(said).__name__}")
     return said.encode(errors="replace").decode()  # half of a surrogate pair has no encoding
 
 
 def _load(path: str) -> Tool:
-    module_name, colon, attribute = path.partition(":")
-    if not (module_name and colon and attribute):
+    if ":" not in path:
         raise EnvironmentLookupError(f"environment.tools: {path!r} is no tool; valid: {PYTHON}, or module:attribute")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise EnvironmentLookupError(f"environment.tools: {path!r}: there is no module {error.name!r}") from error
-    if not hasattr(module, attribute):
-        raise EnvironmentLookupError(f"environment.tools: {path!r}: module {module_name!r} has no {attribute!r}")
-    found = getattr(module, attribute)
-    tool = found() if inspect.isclass(found) else found
+    found = import_attribute(path, "environment.tools")
+    tool: Any = found() if inspect.isclass(found) else found
     problem = _lack(tool)
     if problem is not None:
         raise EnvironmentLookupError(f"environment.tools: {path!r} is no tool: {problem}")

@@ -1,4 +1,4 @@
-r"""The ReTool protocol: ``<code>`` around a fenced program, ``<interpreter>`` around its output, ``<answer>`` at the end.
+r"""The ReTool protocol: ``<code>`` around a fenced program, ``<interpreter>`` around its output, ``<answer>`` last.
 
 A turn is over at ``</code>`` or ``</answer>``, whichever comes first; what an engine sampled past it is in no program
 and in no answer. Between ``<code>`` and ``</code>`` stands a fence that says ``py``, ``python`` or ``python3``, and the
