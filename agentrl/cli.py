@@ -34,13 +34,13 @@ Config = Annotated[
     str | None, typer.Option(help="YAML file, or the name of a shipped one such as word_problems", metavar="FILE")
 ]
 
+Env = Annotated[str | None, typer.Option(help="environment: simpletir, reasoning, or module:Class", metavar="NAME")]
+
 
 @app.command()
 def train(
     overrides: Overrides = None,
-    env: Annotated[
-        str | None, typer.Option(help="environment: simpletir, reasoning, or module:Class", metavar="NAME")
-    ] = None,
+    env: Env = None,
     config: Config = None,
     reward: Annotated[
         str | None,
@@ -90,9 +90,7 @@ def coldstart(
 @app.command(name="eval")
 def evaluate(
     overrides: Overrides = None,
-    env: Annotated[
-        str | None, typer.Option(help="environment: simpletir, reasoning, or module:Class", metavar="NAME")
-    ] = None,
+    env: Env = None,
     model: Annotated[
         str | None, typer.Option(help="directory or Hugging Face id; with --base-url its name there", metavar="MODEL")
     ] = None,

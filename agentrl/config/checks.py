@@ -163,7 +163,7 @@ def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:
             "with --base-url: simpletir, retool, torl, or --env reasoning"
         )
     if command == "eval" and settings.evaluation.chat_template:
-        yield "evaluation.chat_template=true: environment.protocol=hermes uses the chat template by itself; leave it out"
+        yield "evaluation.chat_template=true: environment.protocol=hermes uses the template by itself; leave it out"
     if command != "eval" and (settings.model.path is None or settings.coldstart.demonstrations is not None):
         yield (
             "environment.protocol=hermes needs a model that knows tool calls: set model.path to one with a chat "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ Result = TypeVar("Result")
 
 
 class BlockingCalls:
-    """Runs up to ``threads`` blocking calls at once, each under a deadline.
+    """Runs up to ``threads`` blocking calls at once.
 
     A call that outlives its deadline goes on in its thread, and holds its place, because Python cannot end a thread;
     but it keeps no process from ending.
@@ -23,7 +24,7 @@ class BlockingCalls:
         self._name = name
         self._numbers = itertools.count()
 
-    async def run(self, call: Callable[[], Result], *, deadline: float) -> Result:
+    async def run(self, call: Callable[[], Result], *, deadline: float | None = None) -> Result:
         """What ``call`` returns or raises. TimeoutError after ``deadline`` seconds, those without a place included."""
         async with asyncio.timeout(deadline):
             await self._places.acquire()
@@ -48,7 +49,7 @@ class BlockingCalls:
                 result = call()
             except BaseException as raised:  # noqa: BLE001  (it is raised where the call is awaited)
                 error = raised
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(settle, result, error)
 
         # Not a pool of the standard library: Python waits for those threads before it ends.

@@ -95,9 +95,7 @@ class Reward:
     async def _value(self, problem: Problem, conversation: Conversation, verdict: Verdict | None) -> Any:
         if inspect.iscoroutinefunction(self._function):
             return await self._function(problem, conversation, verdict)
-        value = await self._threads.run(
-            lambda: self._function(problem, conversation, verdict), deadline=2 * self._deadline
-        )
+        value = await self._threads.run(lambda: self._function(problem, conversation, verdict))
         return await value if inspect.isawaitable(value) else value
 
     def _say(self, problem: Problem, what: str) -> str:
