@@ -38,6 +38,10 @@ def read_chat_format(
     said = {"role": "assistant", "content": _CALL}
     told = {"role": "tool", "content": _RESPONSE, "name": str(tools[0]["function"]["name"])}
     before_problem, after_problem = template.pieces([user], [_PROBLEM])
+    names = [str(tool["function"]["name"]) for tool in tools]
+    missing = [tool for tool in names if tool not in before_problem + after_problem]
+    if missing:
+        raise SettingsError(f"the chat template of {name} does not show the tools it is given: {missing}")
     _check_calls(template, user, told, tools)
     _, _, before, after = template.pieces([user, said, told], [_PROBLEM, _CALL, _RESPONSE])
     places = [_PROBLEM, _CALL, _RESPONSE, _RESPONSE]
@@ -110,13 +114,12 @@ class _Template:
 def _check_calls(
     template: _Template, user: Mapping[str, Any], told: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raise SettingsError unless the template shows the tools and writes a call as the protocol reads it."""
+    """Raise SettingsError unless the template writes a call as the protocol reads it."""
     name = str(tools[0]["function"]["name"])
     wanted = {"name": name, "arguments": {"place": _CALL}}
     called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": wanted}]}
     rendered = template.render([user, called, told])
-    before, _, after = rendered.partition(_PROBLEM)
-    form = _CALL_FORM.search(after)
+    form = _CALL_FORM.search(rendered.partition(_PROBLEM)[2])
     try:
         read = None if form is None else json.loads(form[1])
     except ValueError:
@@ -126,9 +129,6 @@ def _check_calls(
             f"the chat template of {template.name} does not write a call as <tool_call>, a JSON object with name and "
             "arguments, </tool_call>: environment.protocol=hermes is for models of that form"
         )
-    missing = [tool["function"]["name"] for tool in tools if json.dumps(tool["function"]["name"]) not in before + after]
-    if missing:
-        raise SettingsError(f"the chat template of {template.name} does not show the tools it is given: {missing}")
 
 
 def _turn_end(tokenizer: Any, text: str) -> str:
