@@ -14,15 +14,15 @@ def import_attribute(path: str, key: str) -> Any:
     """What ``module:attribute`` names. Raises `EnvironmentLookupError` that names the setting ``key``."""
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
-        raise EnvironmentLookupError(f"{key}: {path!r} leads nowhere; valid: module:attribute")
+        raise EnvironmentLookupError(f"{key} {path!r} leads nowhere; valid: module:attribute")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise EnvironmentLookupError(f"{key}: {path!r}: there is no module {error.name!r}") from error
+        raise EnvironmentLookupError(f"{key} {path!r}: there is no module {error.name!r}") from error
     if not hasattr(module, attribute):
         nearest = difflib.get_close_matches(attribute, dir(module), n=1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise EnvironmentLookupError(f"{key}: {path!r}: module {module_name!r} has no {attribute!r}{hint}")
+        raise EnvironmentLookupError(f"{key} {path!r}: module {module_name!r} has no {attribute!r}{hint}")
     return getattr(module, attribute)
 
 

@@ -66,7 +66,7 @@ class Reward:
         found = import_attribute(path, "reward.function")
         if not callable(found):
             raise EnvironmentLookupError(
-                f"reward.function: {path!r} is a {type(found).__name__}, expected a function "
+                f"reward.function {path!r} is a {type(found).__name__}, expected a function "
                 "(problem, conversation, verdict) -> float"
             )
         self._path = path

@@ -142,12 +142,12 @@ async def call_tool(tool: Tool, arguments: Mapping[str, Any]) -> str:
 
 def _load(path: str) -> Tool:
     if ":" not in path:
-        raise EnvironmentLookupError(f"environment.tools: {path!r} is no tool; valid: {PYTHON}, or module:attribute")
+        raise EnvironmentLookupError(f"environment.tools {path!r} is no tool; valid: {PYTHON}, or module:attribute")
     found = import_attribute(path, "environment.tools")
     tool: Any = found() if inspect.isclass(found) else found
     problem = _lack(tool)
     if problem is not None:
-        raise EnvironmentLookupError(f"environment.tools: {path!r} is no tool: {problem}")
+        raise EnvironmentLookupError(f"environment.tools {path!r} is no tool: {problem}")
     checked: Tool = tool
     return checked
 

@@ -121,7 +121,7 @@ async def test_a_deadline_is_kept(name: str) -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("nowhere:reward", "reward.function: 'nowhere:reward': there is no module 'nowhere'"),
+        ("nowhere:reward", "reward.function 'nowhere:reward': there is no module 'nowhere'"),
         (f"{__name__}:lenth", "has no 'lenth'; did you mean 'length'"),
         (f"{__name__}:NUMBER", "is a int, expected a function"),
         ("length", "'length' leads nowhere; valid: module:attribute"),
