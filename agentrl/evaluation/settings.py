@@ -46,7 +46,7 @@ class EvaluationSettings(BaseModel):
         0.95, gt=0, le=1, description="sample from the likeliest tokens that together have this probability"
     )
     max_turns: int | None = Field(
-        None, ge=1, description="turns of a simpletir episode in evaluation; none: environment.max_turns"
+        None, ge=1, description="turns of an episode with tools in evaluation; none: environment.max_turns"
     )
     max_turn_tokens: int | None = Field(
         None, ge=1, description="model tokens in one turn of an evaluation; none: rollout.max_turn_tokens"
