@@ -86,7 +86,7 @@ class SimpleTIREpisode:
         if execution is None:
             return Step(observation="", reward=0.0, ended=Ended.INFRASTRUCTURE_FAILURE, tool_calls=(call,))
         observation = self._protocol.observation(execution)
-        answer = self._protocol.executed_answer(execution) or turn.answer
+        answer = self._protocol.printed_answer(execution.stdout) or turn.answer
         if answer is not None:
             return await self._grade(answer, observation=observation, calls=(call,))
         ended = Ended.TURN_LIMIT if self._turns >= self._settings.max_turns else None

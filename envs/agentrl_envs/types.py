@@ -63,11 +63,16 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCall:
-    """One program run, as telemetry sees it. ``outcome`` is a value of ``agentrl_sandbox.client.Outcome``."""
+    """One program run, as telemetry sees it. ``outcome`` is a value of ``agentrl_sandbox.client.Outcome``.
+
+    ``printed`` is the end of what it printed, which the model may not have been shown whole: enough to find its answer
+    again.
+    """
 
     outcome: str
     seconds: float
     truncated: bool = False
+    printed: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

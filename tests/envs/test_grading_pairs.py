@@ -141,7 +141,7 @@ PROTOCOL = SimpleTIRProtocol(instruction="", observation_limit=512)
 
 
 def printed(execution: Callable[..., Execution], stdout: str) -> str | None:
-    return PROTOCOL.executed_answer(execution(stdout))
+    return PROTOCOL.printed_answer(stdout)
 
 
 def test_a_box_in_a_program_is_no_answer() -> None:

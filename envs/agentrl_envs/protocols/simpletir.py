@@ -93,9 +93,9 @@ class SimpleTIRProtocol:
         """
         return "\n".join(part for part in (_FINAL_ANSWER, problem.setup, program) if part)
 
-    def executed_answer(self, execution: Execution) -> str | None:
-        r"""The last complete ``\boxed{...}`` in stdout, however the program ended afterwards."""
-        return last_boxed(execution.stdout)
+    def printed_answer(self, stdout: str) -> str | None:
+        r"""The last complete ``\boxed{...}``, however the program ended afterwards."""
+        return last_boxed(stdout)
 
     def observation(self, execution: Execution) -> str:
         """The output, or what went wrong: the last line of stderr, or a note where a limit ended the program."""
