@@ -170,6 +170,8 @@ def _value(form: Any) -> complex | None:
     try:
         form = form.doit() if form.has(UnevaluatedExpr) else form
         value = complex(form.subs(point).evalf(20) if point else form.evalf(20))
-    except (TypeError, ValueError, ArithmeticError, AttributeError, NotImplementedError):
+    except (TypeError, ValueError, ArithmeticError, AttributeError):
+        return None
+    except NotImplementedError:  # SymPy raises it where it knows no value, for example of a relation or a set
         return None
     return value if abs(value) < float("inf") else None
