@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import resource
 import sys
 import tempfile
 import time
@@ -152,6 +153,12 @@ def measured(results: Mapping[str, Any], name: str, n: int, ks: Sequence[int]) -
     return found | {f"pass@{k}": one["pass"][str(k)]["value"] for k in ks}
 
 
+def cpu_seconds() -> tuple[float, float]:
+    """CPU time of this process, and of its descendants that have ended and been waited for."""
+    own, others = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime, others.ru_utime + others.ru_stime
+
+
 class Memory:
     """Resident megabytes of this process and its children over time."""
 
@@ -213,13 +220,15 @@ def main() -> int:
         output = options.output or Path(temporary) / "evaluation"
         opened = OpenedScript(settings, sets)
         evaluation = Evaluation(settings, sets, request, output, console, engine=opened)
-        began = time.monotonic()
+        began, cpu = time.monotonic(), cpu_seconds()
         directory = asyncio.run(play(evaluation, memory, output / "rollouts.jsonl.zst"))
-        played = time.monotonic()
+        played, cpu_then = time.monotonic(), cpu_seconds()
         results = finish(directory, settings, sets, request, console)
         ended = time.monotonic()
         size = directory.rollouts.stat().st_size / 2**20
         report = directory.report.stat().st_size / 2**20
+    own, others = (1e3 * (after - before) / rollouts for before, after in zip(cpu, cpu_then, strict=True))
+    print(f"CPU a rollout: {own:.1f} ms in this process, {others:.1f} ms in the sandbox's and the grader's")
     return summary(options.n, sets, results, memory, rollouts, (played - began, ended - played), (size, report))
 
 
