@@ -113,7 +113,7 @@ RESTATED = "A train covers 12 km in 3 hours. What is its speed in km/h?"
         (r"\boxed{\{3, 4\}}", INCORRECT),
         (r"\boxed{3; 4}", INCORRECT),
         (r"\boxed{3 4}", Verdict.UNPARSABLE_ANSWER),
-        (r"\boxed{3 \vee 4}", INCORRECT),
+        (r"\boxed{3 \vee 4}", Verdict.UNPARSABLE_ANSWER),
         (r"\boxed{x = 3, x = 4}", INCORRECT),
         (r"\boxed{0 = 4}", INCORRECT),
         (r"\boxed{1 \le x \le 4}", INCORRECT),
