@@ -160,12 +160,15 @@ def regrade(
         str | None,
         typer.Option(help="a function (answer, gold) -> bool; none: the built-in one", metavar="MODULE:NAME"),
     ] = None,
+    extract: Annotated[
+        bool, typer.Option("--extract", help="first find the answers again in the stored conversations")
+    ] = False,
 ) -> None:
     """Grade the stored answers of an evaluation again, without generating, and show what changed."""
     settings = _load("regrade", None, None, list(overrides or []))
     from agentrl.evaluation.regrade import regrade_command
 
-    regrade_command(run, settings, grader)
+    regrade_command(run, settings, grader, extract=extract)
 
 
 @app.command()

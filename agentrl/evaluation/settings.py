@@ -81,7 +81,8 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
         "evaluation.max_turn_tokens": "12000",
         "evaluation.max_response_tokens": "36000",
     },
-    # The optimal-token-baseline paper's: avg@32 at temperature 1 and top_p 0.95, in the limits of its training.
+    # The optimal-token-baseline paper's (section 6, appendix F.1): avg@32 at temperature 1 and top_p 0.95. It names
+    # turns and tokens for training alone; the evaluation is taken to have the same.
     "otb-paper": {
         "evaluation.samples": "32",
         "evaluation.temperature": "1.0",

@@ -262,6 +262,9 @@ class CheckpointSettings(_Settings):
 
     every: int = Field(50, ge=1, description="steps between checkpoints; the last step is always saved")
     keep: int = Field(2, ge=1, description="newest checkpoints kept")
+    best: bool = Field(
+        True, description="export the policy of the best evaluation on held-out problems to checkpoints/best"
+    )
 
 
 class ColdstartSettings(_Settings):

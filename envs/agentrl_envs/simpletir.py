@@ -115,7 +115,7 @@ class SimpleTIREpisode:
         if execution is None:
             return Step(observation="", reward=0.0, ended=Ended.INFRASTRUCTURE_FAILURE, tool_calls=(call,))
         observation = self._protocol.observation(action, [self._protocol.result(execution)])
-        answer = self._protocol.executed_answer(execution) or said
+        answer = self._protocol.printed_answer(execution.stdout) or said
         if answer is not None:
             return await self._grade(answer, observation=observation, calls=(call,))
         return self._goes_on(observation, (call,))

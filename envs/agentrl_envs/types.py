@@ -70,11 +70,14 @@ class ToolCall:
     """One program run or tool called, as telemetry sees it.
 
     ``outcome`` is a value of ``agentrl_sandbox.client.Outcome``, or ``malformed`` for a call that could not be made.
+    ``printed`` is the end of what a program printed, which the model may not have been shown whole: enough to find its
+    answer again.
     """
 
     outcome: str
     seconds: float
     truncated: bool = False
+    printed: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -68,8 +68,8 @@ class Protocol(typing.Protocol):
         """The source that the sandbox runs for this program."""
         ...
 
-    def executed_answer(self, execution: Execution) -> str | None:
-        """The answer that a program gave while it ran, if any."""
+    def printed_answer(self, stdout: str) -> str | None:
+        """The answer that a program gave while it ran, if any, by what it printed."""
         ...
 
     def result(self, execution: Execution) -> str:

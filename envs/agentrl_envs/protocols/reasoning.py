@@ -47,7 +47,7 @@ class ReasoningProtocol:
         """Never asked for: no turn has a program."""
         raise AssertionError("reasoning runs no program")
 
-    def executed_answer(self, execution: Execution) -> str | None:
+    def printed_answer(self, stdout: str) -> str | None:
         """Never asked for: no turn has a program."""
         raise AssertionError("reasoning runs no program")
 

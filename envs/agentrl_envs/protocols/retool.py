@@ -85,7 +85,7 @@ class ReToolProtocol:
         """The problem's setup and the program."""
         return with_setup(problem.setup, program)
 
-    def executed_answer(self, execution: Execution) -> str | None:
+    def printed_answer(self, stdout: str) -> str | None:
         """None: the model says its answer itself."""
         return None
 

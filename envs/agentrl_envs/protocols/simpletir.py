@@ -74,9 +74,9 @@ class SimpleTIRProtocol:
         """
         return with_setup(_FINAL_ANSWER, with_setup(problem.setup, program))
 
-    def executed_answer(self, execution: Execution) -> str | None:
-        r"""The last complete ``\boxed{...}`` in stdout, however the program ended afterwards."""
-        return last_boxed(execution.stdout)
+    def printed_answer(self, stdout: str) -> str | None:
+        r"""The last complete ``\boxed{...}``, however the program ended afterwards."""
+        return last_boxed(stdout)
 
     def result(self, execution: Execution) -> str:
         """The output, or what went wrong, cut to ``observation_limit`` characters."""
