@@ -22,6 +22,9 @@ class ScriptedEngine(Generic[State]):
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         return (-1.0,) * (len(token_ids) - 1)
 
+    async def cache_use(self) -> None:
+        return None
+
     def fingerprint(self) -> str:
         return "scripted"
 

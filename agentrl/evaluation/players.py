@@ -17,7 +17,7 @@ from agentrl.evaluation.text_engine import ContextFullError, TextEngine, TextSam
 from agentrl.evaluation.transcript import Sample, Transcript, Turn
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.driver import Driver
-from agentrl.rollout.engines.base import Completion, Engine, EngineError, Sampling
+from agentrl.rollout.engines.base import CacheUse, Completion, Engine, EngineError, Sampling
 from agentrl.rollout.engines.sampling import sampling_key
 from agentrl.rollout.ledger import Issue
 from agentrl.rollout.settings import RolloutSettings
@@ -108,6 +108,9 @@ class NucleusEngine:
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         return await self._engine.score(token_ids)
+
+    async def cache_use(self) -> CacheUse | None:
+        return await self._engine.cache_use()
 
     def fingerprint(self) -> str:
         return self._engine.fingerprint()

@@ -11,6 +11,7 @@ import asyncio
 import gc
 import logging
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Protocol
@@ -18,6 +19,7 @@ from typing import Protocol
 import stamina
 
 from agentrl.models.tokenizer import TextCodec
+from agentrl.rollout.admission import Admission
 from agentrl.rollout.engines.base import Completion, Engine, EngineError, Sampling
 from agentrl.rollout.engines.sampling import sampling_key
 from agentrl.rollout.ledger import Issue
@@ -153,12 +155,22 @@ class Driver:
         self._seed = seed
         self._deterministic = deterministic
         self._label = label
+        self._admission = Admission(
+            engine.cache_use,
+            ceiling=settings.concurrency,
+            longest=settings.max_prompt_tokens + settings.max_response_tokens,
+            kv_use=settings.kv_use,
+        )
         # The trajectories of a group start with the same prompt.
         self._encode_plain_prompt = lru_cache(maxsize=_PROMPTS)(codec.encode_prompt)
 
     def _encode_prompt(self, text: str) -> tuple[int, ...]:
         # Two marked texts that read the same may differ in what is marked: those are not kept.
         return self._codec.encode_prompt(text) if isinstance(text, MarkedText) else self._encode_plain_prompt(text)
+
+    def metrics(self) -> dict[str, float]:
+        """What admission to the engine was like since this was last asked."""
+        return self._admission.metrics()
 
     async def prompt_tokens(self, problem: Problem) -> int:
         """The length of a problem's prompt in tokens."""
@@ -258,8 +270,11 @@ class Driver:
     ) -> None:
         try:
             while (job := await jobs.next()) is not None:
-                await play.turnstile.enter()
-                finished.put_nowait(await self._trajectory(job, play))
+                async with self._admission if play.rounds is None else nullcontext():
+                    await play.turnstile.enter()
+                    trajectory = await self._trajectory(job, play)
+                    self._admission.ended(trajectory.length, trajectory.seconds)
+                    finished.put_nowait(trajectory)
         finally:
             if play.rounds is not None:
                 play.rounds.leave()

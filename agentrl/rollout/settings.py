@@ -84,7 +84,14 @@ class RolloutSettings(BaseModel):
     max_prompt_tokens: int = Field(2048, ge=1, description="problems with longer prompts are skipped and counted")
     max_turn_tokens: int = Field(8192, ge=1, description="model tokens in one turn")
     max_response_tokens: int = Field(8192, ge=1, description="model and observation tokens of a trajectory")
-    concurrency: int = Field(1024, ge=1, description="trajectories in flight")
+    concurrency: int = Field(1024, ge=1, description="trajectories in flight, at most")
+    kv_use: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="share of the engine's KV cache in use above which fewer trajectories are let in; as many as fit "
+        "whatever their length always are",
+    )
     trajectory_deadline: float = Field(1800.0, gt=0, description="seconds a trajectory may take")
     step_deadline: float = Field(
         7200.0, gt=0, description="seconds a step's rollouts may take before the run ends with an error"

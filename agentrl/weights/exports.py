@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from agentrl.weights.transports import read_weights, write_weights
+from agentrl.weights.transports import held, read_weights, write_weights
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -37,7 +37,7 @@ def untied(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]
     for name, tensor in tensors:
         headed |= name == HEAD
         if name == EMBEDDING:
-            embedding = tensor.to("cpu", copy=True)
+            embedding = held(tensor)
         yield name, tensor
     if not headed and embedding is not None:
         yield HEAD, embedding
@@ -82,7 +82,7 @@ def write_shards(target: Path, tensors: Iterable[tuple[str, Tensor]], *, most: i
         nonlocal size, written
         written += 1
         file = f"model-{written:05d}.safetensors"
-        write_weights(target / file, shard.items())
+        write_weights(target / file, shard)
         places.update(dict.fromkeys(shard, file))
         shard.clear()
         size = 0
@@ -90,7 +90,7 @@ def write_shards(target: Path, tensors: Iterable[tuple[str, Tensor]], *, most: i
     for name, tensor in tensors:
         if shard and size + tensor.nbytes > most:
             flush()
-        shard[name] = tensor.to("cpu", copy=True).contiguous()
+        shard[name] = held(tensor)
         size += tensor.nbytes
     if shard:
         flush()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,12 +22,17 @@ class TransferTarget:
     world_sizes: tuple[int, ...] = ()
 
 
-def write_weights(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write tensors to ``path`` (safetensors) under a temporary name, then rename."""
+def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors that :func:`held` gave to ``path`` (safetensors) under a temporary name, then rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    save_file({name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors}, partial)
+    save_file(tensors, partial)
     os.replace(partial, path)
+
+
+def held(tensor: Tensor) -> Tensor:
+    """A copy in memory that shares nothing, as safetensors wants it."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def read_weights(path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -54,6 +54,7 @@ def test_a_server_on_the_cpu_is_configured_for_training(monkeypatch: pytest.Monk
     assert option(command, "--logprobs-mode") == "processed_logprobs"
     assert option(command, "--generation-config") == "vllm"
     assert {"--enable-scale-out", "--enable-prefix-caching", "--enforce-eager"} <= set(command)
+    assert "--no-enable-chunked-prefill" in command
     assert command[-2:] == ["--max-num-seqs", "7"]
     assert not {"--enable-sleep-mode", "--weight-transfer-config", "--tensor-parallel-size"} & set(command)
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"

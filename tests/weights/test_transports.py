@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from agentrl.weights.sources import full_parameters, gathered
-from agentrl.weights.transports import read_weights, write_weights
+from agentrl.weights.transports import held, read_weights, write_weights
 
 
 class Tied(nn.Module):
@@ -42,7 +42,7 @@ def test_a_head_gives_weight_and_bias() -> None:
 def test_a_file_brings_back_every_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     path = tmp_path / "new" / "policy.safetensors"
     sent = {"a": torch.randn(3, 4).to(dtype), "b": torch.randn(4, 3).to(dtype).t()}
-    write_weights(path, sent.items())
+    write_weights(path, {name: held(tensor) for name, tensor in sent.items()})
     read = dict(read_weights(path))
     assert read.keys() == sent.keys()
     assert all(torch.equal(read[name], sent[name]) for name in sent)
@@ -51,9 +51,9 @@ def test_a_file_brings_back_every_bit(tmp_path: Path, dtype: torch.dtype) -> Non
 
 def test_later_weights_replace_earlier_ones_whole(tmp_path: Path) -> None:
     path = tmp_path / "policy.safetensors"
-    write_weights(path, [("a", torch.zeros(2))])
+    write_weights(path, {"a": torch.zeros(2)})
     opened = read_weights(path)
     name, value = next(opened)
-    write_weights(path, [("a", torch.ones(2))])
+    write_weights(path, {"a": torch.ones(2)})
     assert (name, value.tolist()) == ("a", [0.0, 0.0])
     assert dict(read_weights(path))["a"].tolist() == [1.0, 1.0]

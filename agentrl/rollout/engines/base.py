@@ -36,6 +36,18 @@ class Completion:
     version_spans: tuple[tuple[int, int], ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheUse:
+    """An engine's KV cache: ``tokens`` that it holds at most and the share that is in use where it is fullest (0 to 1).
+
+    ``preemptions``: how often in its life a trajectory lost keys and values for want of room.
+    """
+
+    tokens: int
+    used: float
+    preemptions: int
+
+
 class Engine(Protocol):
     """Thousands of calls may be in flight; cancelling one aborts its request.
 
@@ -58,6 +70,9 @@ class Engine(Protocol):
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Log-probabilities at temperature 1 of tokens 1.. given those before: for probes."""
+
+    async def cache_use(self) -> CacheUse | None:
+        """How full the KV cache is; None if nobody can tell at present."""
 
     def fingerprint(self) -> str: ...
 

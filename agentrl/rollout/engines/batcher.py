@@ -99,6 +99,7 @@ class Batcher:
         self._owner: dict[str, int] = {}  # trajectory -> row
         self._waiting: deque[Request] = deque()
         self._waited = 0
+        self.evictions = 0  # trajectories that lost their prefix to another one
         self._reach = 0  # the longest that any row may become; the cache itself is as long as the rows are
 
     # -- requests -------------------------------------------------------------------------------------------------
@@ -149,6 +150,11 @@ class Batcher:
         self._cache = SlotCache(self._model.config.num_hidden_layers)  # what a failed forward stored may be NaN
 
     @property
+    def used(self) -> float:
+        """The share of the cache that trajectories hold."""
+        return len(self._owner) * self._reach / self._kv_cache_tokens
+
+    @property
     def busy(self) -> bool:
         return bool(self._waiting) or any(row.request is not None for row in self._rows)
 
@@ -172,6 +178,7 @@ class Batcher:
             return ended + self._decode(running)
         if self._waiting:
             # Nothing runs and the first request fits into no row: prefixes of other trajectories have to go.
+            self.evictions += len(self._owner)
             self.clear()
             joined = self._join(0)
             return ended + (self._prefill(joined) if joined else [self._refuse()])
@@ -237,6 +244,7 @@ class Batcher:
         row = self._rows[index]
         if row.trajectory_id != request.trajectory_id or not self._keep_prefixes:
             if row.trajectory_id is not None:
+                self.evictions += row.trajectory_id != request.trajectory_id
                 self._owner.pop(row.trajectory_id, None)
             row.trajectory_id, row.cached = request.trajectory_id, []
             self._owner[request.trajectory_id] = index

@@ -61,6 +61,10 @@ class JSONClient:
         """The JSON at ``path``; None for an empty answer."""
         return await self._call("GET", path, None, seconds)
 
+    async def text(self, path: str, *, seconds: float) -> str:
+        """The text at ``path``."""
+        return (await self._content("GET", path, None, seconds)).decode(errors="replace")
+
     async def post(self, path: str, body: Any = None, *, seconds: float) -> Any:
         """The JSON that ``path`` answers to ``body``; None for an empty answer."""
         return await self._call("POST", path, body, seconds)
@@ -69,6 +73,13 @@ class JSONClient:
         await self._client.aclose()
 
     async def _call(self, method: str, path: str, body: Any, seconds: float) -> Any:
+        content = await self._content(method, path, body, seconds)
+        try:
+            return json.loads(content) if content else None
+        except ValueError:
+            raise GarbageError(f"{self.address}{path} answered what is not JSON: {_quoted(content)}") from None
+
+    async def _content(self, method: str, path: str, body: Any, seconds: float) -> bytes:
         try:
             async with asyncio.timeout(seconds):
                 answer = await self._client.request(method, path, json=body)
@@ -81,12 +92,7 @@ class JSONClient:
             raise GarbageError(f"{self.address}{path} answered what is not HTTP: {error}") from error
         if answer.status_code >= 400:
             raise RefusedError(answer.status_code, _message(answer.content))
-        if not answer.content:
-            return None
-        try:
-            return json.loads(answer.content)
-        except ValueError:
-            raise GarbageError(f"{self.address}{path} answered what is not JSON: {_quoted(answer.content)}") from None
+        return answer.content
 
 
 def _message(content: bytes) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from agentrl.errors import SettingsError
 from agentrl.models.loading import attends_to_everything, model_fingerprint
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.engines.base import Completion, EngineError, Sampling
+from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, Sampling
 from agentrl.rollout.engines.batcher import Batcher, Request
 from agentrl.rollout.settings import RolloutSettings
 
@@ -50,6 +50,7 @@ class TransformersEngine:
         self._keep_running = settings.kv_on_update == "kept"
         self._open = asyncio.Event()
         self._open.set()
+        self._cache_tokens = settings.kv_cache_tokens
         self._batcher = Batcher(
             model,
             eos_ids=codec.end_ids.union(eos_ids),
@@ -136,6 +137,10 @@ class TransformersEngine:
     def version(self) -> int:
         """The policy version of the weights."""
         return self._version
+
+    async def cache_use(self) -> CacheUse:
+        """Trajectories hold a row each from their first turn to their end."""
+        return CacheUse(tokens=self._cache_tokens, used=self._batcher.used, preemptions=self._batcher.evictions)
 
     def fingerprint(self) -> str:
         return model_fingerprint(self._model.state_dict().items())

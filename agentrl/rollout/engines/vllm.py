@@ -18,7 +18,7 @@ from pathlib import Path
 from agentrl.errors import WorldError
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.balancer import Balancer
-from agentrl.rollout.engines.base import Completion, EngineError, Sampling
+from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, Sampling
 from agentrl.rollout.engines.http import GarbageError, HTTPFailure, RefusedError
 from agentrl.rollout.engines.vllm_replica import Identity, Replica
 from agentrl.rollout.engines.vllm_server import ServerProcess, says_out_of_memory
@@ -258,6 +258,23 @@ class VLLMEngine:
             except HTTPFailure as error:
                 self._note_failure(place, error)
         raise EngineError("no vLLM server works: " + "; ".join(member.lost for member in self._members))
+
+    async def cache_use(self) -> CacheUse | None:
+        """Of all servers that are up together, as full as the fullest; None while none of them says."""
+        asked = (self._members[place].replica.cache_use() for place in self._balancer.up())
+        known: list[CacheUse] = []
+        for said in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(said, CacheUse):
+                known.append(said)
+            elif not isinstance(said, HTTPFailure):
+                raise said
+        if not known:
+            return None
+        return CacheUse(
+            tokens=sum(item.tokens for item in known),
+            used=max(item.used for item in known),
+            preemptions=sum(item.preemptions for item in known),
+        )
 
     # -- failures -------------------------------------------------------------------------------------------------
 

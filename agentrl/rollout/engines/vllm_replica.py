@@ -8,9 +8,16 @@ from typing import Any
 
 from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.engines.base import Completion, Sampling
+from agentrl.rollout.engines.base import CacheUse, Completion, Sampling
 from agentrl.rollout.engines.http import GarbageError, JSONClient, RefusedError
-from agentrl.rollout.engines.vllm_wire import GENERATE, generate_body, read_completion, read_scores, score_body
+from agentrl.rollout.engines.vllm_wire import (
+    GENERATE,
+    generate_body,
+    read_cache_use,
+    read_completion,
+    read_scores,
+    score_body,
+)
 
 # Seconds for calls that cost a server nothing, and for those that move or hash all weights.
 _QUICK = 30.0
@@ -75,6 +82,10 @@ class Replica:
     async def version(self) -> str:
         """The label of its weights; ``default`` until it is given one."""
         return str((await self._http.get("/weight_info", seconds=_QUICK))["weight_version"])
+
+    async def cache_use(self) -> CacheUse:
+        """How full its KV cache is. Raises HTTPFailure."""
+        return read_cache_use(await self._http.text("/metrics", seconds=_QUICK))
 
     async def pause(self) -> None:
         """Hold every request where it is, with its keys and values; they go on after :meth:`resume`.

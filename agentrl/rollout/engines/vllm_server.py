@@ -71,6 +71,8 @@ class ServerPlan:
             command += ["--gpu-memory-utilization", str(self.memory), "--tensor-parallel-size", str(len(self.gpus))]
         else:
             command += ["--enforce-eager"]  # compiling takes longer than what small models on CPUs ever win
+            # vLLM 0.32 dies where a request with a seed is prefilled in parts: "CPU Generator does not use offset".
+            command += ["--no-enable-chunked-prefill"]
         if self.backend is not None:
             command += ["--weight-transfer-config", f'{{"backend": "{self.backend}"}}']
         if self.sleeps:

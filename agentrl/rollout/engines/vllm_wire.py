@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from agentrl.rollout.engines.base import Completion, Sampling
+from agentrl.rollout.engines.base import CacheUse, Completion, Sampling
 from agentrl.rollout.engines.http import GarbageError
 
 GENERATE = "/inference/v1/generate"
 _SEEDS = 1 << 63
 # vLLM writes minus infinity and NaN as this.
 _FLOOR = -9999.0
+_METRIC = re.compile(r"^vllm:(kv_cache_usage_perc|num_preemptions_total|cache_config_info)\{(.*)\} (\S+)", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 def generate_body(
@@ -82,6 +85,31 @@ def read_scores(answer: Any, token_ids: Sequence[int]) -> tuple[float, ...]:
         value = entry.get(str(token)) if isinstance(entry, Mapping) else None
         scores.append(_finite(value.get("logprob") if isinstance(value, Mapping) else None))
     return tuple(scores)
+
+
+def read_cache_use(metrics: str) -> CacheUse:
+    """The KV cache out of a server's Prometheus metrics; engines of one server count together, the fullest for all.
+
+    >>> read_cache_use('''# TYPE vllm:kv_cache_usage_perc gauge
+    ... vllm:kv_cache_usage_perc{engine="0",model_name="policy"} 0.25
+    ... vllm:kv_cache_usage_perc{engine="1",model_name="policy"} 0.75
+    ... vllm:num_preemptions_total{engine="0",model_name="policy"} 3.0
+    ... vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0
+    ... vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="100"} 1.0''')
+    CacheUse(tokens=3200, used=0.75, preemptions=3)
+    """
+    found: dict[str, list[tuple[str, str]]] = {}
+    for name, labels, value in _METRIC.findall(metrics):
+        found.setdefault(name, []).append((labels, value))
+    try:
+        sizes = [dict(_LABEL.findall(labels)) for labels, _ in found["cache_config_info"]]
+        return CacheUse(
+            tokens=sum(int(size["num_gpu_blocks"]) * int(size["block_size"]) for size in sizes),
+            used=max(float(value) for _, value in found["kv_cache_usage_perc"]),
+            preemptions=int(sum(float(value) for _, value in found["num_preemptions_total"])),
+        )
+    except (KeyError, ValueError) as error:
+        raise GarbageError(f"its metrics do not tell how full its KV cache is: {error!r}") from error
 
 
 def _choice(answer: Any) -> Mapping[str, Any]:

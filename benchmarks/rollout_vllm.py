@@ -1,0 +1,143 @@
+"""Real vLLM servers: tokens a second of multi-turn rollouts over those of as many tokens without tools.
+
+Starts ``--replicas`` servers of a random tiny policy with ``agentrl serve-policy`` and plays one step on them with the
+real driver and engine, in turn: with tools, ``--turns`` turns of ``--turn-tokens`` tokens with a tool's latency and a
+short observation after each; without, as many tokens in one turn. Latencies are drawn from a Pareto distribution and
+waited for, without work for the CPU that the servers compute on. Both fill the trajectory's token limit. Ratios below 1
+are what turns, prefixes that come back and trajectories that wait for tools cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rollout_simulation import SimulatedEnvironment
+
+from agentrl.models.loading import write_model
+from agentrl.models.settings import TinyModelSettings
+from agentrl.models.tiny import build_tiny_model, train_tokenizer
+from agentrl.models.tokenizer import TextCodec
+from agentrl.rollout.driver import Driver, Issue
+from agentrl.rollout.engines.vllm import VLLMEngine
+from agentrl.rollout.settings import RolloutSettings, VLLMSettings
+from agentrl_envs.types import Ended, Problem
+
+_START = 900.0
+_PROMPT = "How much is 12 + 345? "
+
+
+def random_policy(folder: Path) -> tuple[Path, TextCodec, int]:
+    """A policy of random weights, its tokenizer and the size of its vocabulary."""
+    settings = TinyModelSettings(vocabulary_size=300, hidden_size=64, layers=2, heads=2, intermediate_size=128)
+    tokenizer = train_tokenizer([_PROMPT], vocabulary_size=300)
+    model = build_tiny_model(settings, tokenizer, seed=5)
+    write_model(folder / "policy", model=model, tokenizer=tokenizer, title="random", body="Untrained.")
+    return folder / "policy", TextCodec(tokenizer), model.config.vocab_size
+
+
+@contextmanager
+def servers(policy: Path, folder: Path, args: argparse.Namespace) -> Iterator[list[str]]:
+    """The addresses of servers that answer."""
+    lengths = [f"rollout.{name}={value}" for name, value in token_limits(args).items()]
+    command = [sys.executable, "-m", "agentrl.cli", "serve-policy", "--model", str(policy), *lengths]
+    command += ["model.dtype=float32", "rollout.engine=vllm"]
+    processes, logs = [], [folder / f"server-{place}.log" for place in range(args.replicas)]
+    try:
+        for log in logs:
+            with log.open("w") as file:
+                environment = os.environ | {"OMP_NUM_THREADS": "1"}
+                processes.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment))
+        yield [address_in(log, process) for log, process in zip(logs, processes, strict=True)]
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(60)
+
+
+def address_in(log: Path, process: subprocess.Popen[bytes]) -> str:
+    """Wait for a server to say its address."""
+    deadline = time.monotonic() + _START
+    while (found := re.search(r"serving \S+ at (http://\S+)", log.read_text())) is None:
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"no server within {_START:g} s:\n{log.read_text()}")
+        time.sleep(0.5)
+    return found[1]
+
+
+def token_limits(args: argparse.Namespace) -> dict[str, int]:
+    """Prompt, turn and trajectory."""
+    whole = args.turns * args.turn_tokens
+    return {"max_prompt_tokens": 64, "max_turn_tokens": whole, "max_response_tokens": whole}
+
+
+async def play(
+    addresses: list[str], codec: TextCodec, vocabulary: int, args: argparse.Namespace, *, step: int, tools: bool
+) -> tuple[int, float]:
+    """Model tokens and seconds of one step."""
+    limits = token_limits(args) | ({"max_turn_tokens": args.turn_tokens} if tools else {})
+    vllm = VLLMSettings(placement="external", addresses=addresses)
+    settings = RolloutSettings(engine="vllm", vllm=vllm, concurrency=args.trajectories, **limits)
+
+    def latency(numbers: random.Random) -> float:
+        return min(args.tool_limit, args.tool_seconds * numbers.paretovariate(args.tool_shape)) if tools else 0.0
+
+    # More turns than fit: the token limit ends every trajectory.
+    environment = SimulatedEnvironment(turns=10**6, latency=latency, seed=step, observation="= 4" if tools else "")
+    engine = VLLMEngine(addresses, codec, settings, vocabulary=vocabulary)
+    await engine.open()
+    try:
+        driver = Driver(environment=environment, engine=engine, codec=codec, settings=settings, seed=step)
+        problem = Problem(id="p", statement=_PROMPT, answer="4", source="bench")
+        issues = [Issue(index=i, problem=problem) for i in range(args.trajectories // args.group_size)]
+        tokens, began = 0, time.perf_counter()
+        async for group in driver.play(issues, step=step, group_size=args.group_size):
+            if any(item.ended is not Ended.TOKEN_LIMIT for item in group.trajectories):
+                raise RuntimeError(f"a trajectory went wrong: {group}")
+            tokens += sum(item.model_tokens for item in group.trajectories)
+        return tokens, time.perf_counter() - began
+    finally:
+        await engine.close()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--trajectories", type=int, default=256)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turn-tokens", type=int, default=32)
+    parser.add_argument("--tool-seconds", type=float, default=0.2, help="the shortest tool call")
+    parser.add_argument("--tool-shape", type=float, default=1.5, help="of Pareto; smaller: heavier tail")
+    parser.add_argument("--tool-limit", type=float, default=5.0, help="the longest tool call")
+    parser.add_argument("--repeat", type=int, default=3)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print a row for each pair of steps."""
+    with tempfile.TemporaryDirectory() as name:
+        policy, codec, vocabulary = random_policy(Path(name))
+        with servers(policy, Path(name), args) as addresses:
+            ratios = []
+            print("without tools: tokens   tokens/s   with tools: tokens   tokens/s   ratio")
+            asyncio.run(play(addresses, codec, vocabulary, args, step=0, tools=True))  # what is compiled late
+            for step in range(1, args.repeat + 1):
+                plain, seconds = asyncio.run(play(addresses, codec, vocabulary, args, step=step, tools=False))
+                tooled, longer = asyncio.run(play(addresses, codec, vocabulary, args, step=step, tools=True))
+                ratios.append(tooled / longer / (plain / seconds))
+                print(
+                    f"{plain:21}   {plain / seconds:8.0f}   {tooled:18}   {tooled / longer:8.0f}   {ratios[-1]:5.2f}",
+                    flush=True,
+                )
+            print(f"median ratio {statistics.median(ratios):.2f}")
