@@ -34,18 +34,27 @@ Config = Annotated[
     str | None, typer.Option(help="YAML file, or the name of a shipped one such as word_problems", metavar="FILE")
 ]
 
+Env = Annotated[str | None, typer.Option(help="environment: simpletir, reasoning, or module:Class", metavar="NAME")]
+
 
 @app.command()
 def train(
     overrides: Overrides = None,
-    env: Annotated[str | None, typer.Option(help="environment: simpletir, or module:Class", metavar="NAME")] = None,
+    env: Env = None,
     config: Config = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(help="function (problem, conversation, verdict) -> float", metavar="MODULE:NAME"),
+    ] = None,
     num_processes: Annotated[int | None, typer.Option(help="training ranks on this machine", metavar="N")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue the run of this name, or the newest")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show settings, passes and memory; run nothing")] = False,
 ) -> None:
     """Train a policy. Without model.path=...: the embedded tiny one, on this machine, in minutes."""
+    from agentrl.evaluation.options import quoted
+
     extra = [] if num_processes is None else [f"training.num_processes={num_processes}"]
+    extra += [] if reward is None else [quoted("reward.function", reward)]
     settings = _load("train", env, config, [*(overrides or []), *extra], resume=resume)
     if dry_run:
         from agentrl.training import dry_run as preview
@@ -81,7 +90,7 @@ def coldstart(
 @app.command(name="eval")
 def evaluate(
     overrides: Overrides = None,
-    env: Annotated[str | None, typer.Option(help="environment: simpletir, or module:Class", metavar="NAME")] = None,
+    env: Env = None,
     model: Annotated[
         str | None, typer.Option(help="directory or Hugging Face id; with --base-url its name there", metavar="MODEL")
     ] = None,
@@ -151,12 +160,15 @@ def regrade(
         str | None,
         typer.Option(help="a function (answer, gold) -> bool; none: the built-in one", metavar="MODULE:NAME"),
     ] = None,
+    extract: Annotated[
+        bool, typer.Option("--extract", help="first find the answers again in the stored conversations")
+    ] = False,
 ) -> None:
     """Grade the stored answers of an evaluation again, without generating, and show what changed."""
     settings = _load("regrade", None, None, list(overrides or []))
     from agentrl.evaluation.regrade import regrade_command
 
-    regrade_command(run, settings, grader)
+    regrade_command(run, settings, grader, extract=extract)
 
 
 @app.command()

@@ -161,6 +161,14 @@ class Trajectory:
         """True when it failed for reasons outside the policy: in no reward, no baseline, no average."""
         return self.ended.is_no_data or self.verdict in (Verdict.GRADER_TIMEOUT, Verdict.UNPARSABLE_GOLD)
 
+    def with_reward(self, reward: float) -> Trajectory:
+        """A copy whose one reward stands on its last model token."""
+        last = max(place for place, segment in enumerate(self.segments) if segment.origin == "model")
+        segments = tuple(
+            replace(segment, reward=reward if place == last else 0.0) for place, segment in enumerate(self.segments)
+        )
+        return replace(self, segments=segments)
+
     def to_record(self) -> dict[str, Any]:
         """A JSON-able record, enough to regrade, replay or view."""
         record = _fields_of(self)  # asdict would copy every token by itself

@@ -20,6 +20,8 @@ import statistics
 import time
 from dataclasses import dataclass
 
+from scripted import ScriptedEngine, written
+
 from agentrl.models.tiny import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.driver import Driver
@@ -59,14 +61,13 @@ def p99_ms(seconds: list[float]) -> float:
     return 1e3 * statistics.quantiles(seconds, n=100)[98]
 
 
-class ScriptedEngine:
+class FixedEngine(ScriptedEngine[int]):
     """Answers every turn after a fixed time: programs, then in the last turn the answer."""
 
     def __init__(self, codec: TextCodec, *, turns: int, latency: float) -> None:
-        work, answer = self._completion(codec, WORK), self._completion(codec, ANSWER)
-        self._script = [work] * (turns - 1) + [answer]
+        super().__init__()
+        self._script = [written(codec, WORK)] * (turns - 1) + [written(codec, ANSWER)]
         self._latency = latency
-        self._turn: dict[str, int] = {}
 
     async def generate(
         self,
@@ -78,35 +79,10 @@ class ScriptedEngine:
         seed: int,
         deadline: float,
     ) -> Completion:
-        turn = self._turn.get(trajectory_id, 0)
-        self._turn[trajectory_id] = turn + 1
+        turn = self.playing.get(trajectory_id, 0)
+        self.playing[trajectory_id] = turn + 1
         await asyncio.sleep(self._latency)
         return self._script[turn]
-
-    def release(self, trajectory_id: str) -> None:
-        del self._turn[trajectory_id]
-
-    async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        return (-1.0,) * (len(token_ids) - 1)
-
-    async def cache_use(self) -> None:
-        return None
-
-    def fingerprint(self) -> str:
-        return "scripted"
-
-    async def health(self) -> str:
-        return "scripted"
-
-    async def close(self) -> None:
-        self._turn.clear()
-
-    @staticmethod
-    def _completion(codec: TextCodec, text: str) -> Completion:
-        ids = codec.encode(text)
-        return Completion(
-            token_ids=ids, log_probs=(-0.5,) * len(ids), finish_reason="stop", version_spans=((0, len(ids)),)
-        )
 
 
 class ScriptedSandbox:
@@ -196,7 +172,7 @@ async def measure(kind: str, codec: TextCodec, args: argparse.Namespace) -> Meas
     await environment.open()
     driver = Driver(
         environment=environment,
-        engine=ScriptedEngine(codec, turns=args.turns, latency=args.engine_latency),
+        engine=FixedEngine(codec, turns=args.turns, latency=args.engine_latency),
         codec=codec,
         settings=RolloutSettings(concurrency=args.trajectories),
         seed=0,

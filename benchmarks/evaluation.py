@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import resource
 import sys
 import tempfile
 import time
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from scripted import ScriptedEngine, written
 
 from agentrl.config import load_settings
 from agentrl.evaluation.directory import EvaluationDirectory
@@ -57,17 +59,20 @@ def answer_of(problem: Problem, place: int, rollout: int, n: int) -> str:
     return problem.answer if rollout < right else WRONG[(rollout - right) % len(WRONG)]
 
 
-class ScriptedEngine:
-    """Knows the problem by the prompt; a trajectory's number among its problem's decides what it answers."""
+class AnsweringEngine(ScriptedEngine[tuple[Problem, int, int]]):
+    """Knows the problem by the prompt; a trajectory's number among its problem's decides what it answers.
+
+    Of each trajectory under way it knows the problem, the problem's place and the trajectory's number.
+    """
 
     def __init__(self, codec: TextCodec, sets: Sequence[ProblemSet], n: int) -> None:
+        super().__init__()
         self._codec = codec
         self._n = n
         self._problems = [problem for one in sets for problem in one.problems]
         self._places = {problem.statement: place for one in sets for place, problem in enumerate(one.problems)}
-        self._work = self._completion(WORK)
+        self._work = written(codec, WORK)
         self._begun: dict[str, int] = {}
-        self._state: dict[str, tuple[Problem, int, int]] = {}  # problem, its place, the rollout's number
 
     async def generate(
         self,
@@ -80,47 +85,20 @@ class ScriptedEngine:
         deadline: float,
     ) -> Completion:
         await asyncio.sleep(0)
-        if trajectory_id not in self._state:
+        if trajectory_id not in self.playing:
             problem = self._asked(self._codec.decode(token_ids))
             rollout = self._begun.get(problem.id, 0)
             self._begun[problem.id] = rollout + 1
-            self._state[trajectory_id] = (problem, self._places[problem.statement], rollout)
+            self.playing[trajectory_id] = (problem, self._places[problem.statement], rollout)
             return self._work
-        problem, place, rollout = self._state[trajectory_id]
+        problem, place, rollout = self.playing[trajectory_id]
         answer = answer_of(problem, place, rollout, self._n)
         if answer.lstrip("-").isdigit():
-            return self._completion(f"So:\n```python\nfinal_answer({answer!r})\n```")
-        return self._completion(f"So \\boxed{{{answer}}}.", ended=True)
-
-    def release(self, trajectory_id: str) -> None:
-        self._state.pop(trajectory_id, None)
-
-    async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        return (-1.0,) * (len(token_ids) - 1)
-
-    async def cache_use(self) -> None:
-        return None
-
-    def fingerprint(self) -> str:
-        return "scripted"
-
-    async def health(self) -> str:
-        return "scripted"
-
-    async def close(self) -> None:
-        self._state.clear()
+            return written(self._codec, f"So:\n```python\nfinal_answer({answer!r})\n```")
+        return written(self._codec, f"So \\boxed{{{answer}}}.", ended=True)
 
     def _asked(self, prompt: str) -> Problem:
         return next(problem for problem in self._problems if prompt.endswith(f"{problem.statement}\n"))
-
-    def _completion(self, text: str, *, ended: bool = False) -> Completion:
-        ids = self._codec.encode(text) + ((self._codec.eos_id,) if ended else ())
-        return Completion(
-            token_ids=ids,
-            log_probs=(-0.5,) * len(ids),
-            finish_reason="eos" if ended else "stop",
-            version_spans=((0, len(ids)),),
-        )
 
 
 class OpenedScript:
@@ -129,7 +107,7 @@ class OpenedScript:
     def __init__(self, settings: Any, sets: Sequence[ProblemSet]) -> None:
         self._settings = settings
         self._codec = TextCodec(train_tokenizer([WORK, *WRONG], vocabulary_size=400))
-        self._engine = ScriptedEngine(self._codec, sets, settings.evaluation.samples)
+        self._engine = AnsweringEngine(self._codec, sets, settings.evaluation.samples)
         self.concurrency = settings.rollout.concurrency
 
     def model(self) -> Mapping[str, Any]:
@@ -173,6 +151,12 @@ def measured(results: Mapping[str, Any], name: str, n: int, ks: Sequence[int]) -
     one = results["benchmarks"][name]
     found = {f"avg@{n}": one["avg"]["mean"], f"maj@{n}": one["maj"]}
     return found | {f"pass@{k}": one["pass"][str(k)]["value"] for k in ks}
+
+
+def cpu_seconds() -> tuple[float, float]:
+    """CPU time of this process, and of its descendants that have ended and been waited for."""
+    own, others = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime, others.ru_utime + others.ru_stime
 
 
 class Memory:
@@ -236,13 +220,15 @@ def main() -> int:
         output = options.output or Path(temporary) / "evaluation"
         opened = OpenedScript(settings, sets)
         evaluation = Evaluation(settings, sets, request, output, console, engine=opened)
-        began = time.monotonic()
+        began, cpu = time.monotonic(), cpu_seconds()
         directory = asyncio.run(play(evaluation, memory, output / "rollouts.jsonl.zst"))
-        played = time.monotonic()
+        played, cpu_then = time.monotonic(), cpu_seconds()
         results = finish(directory, settings, sets, request, console)
         ended = time.monotonic()
         size = directory.rollouts.stat().st_size / 2**20
         report = directory.report.stat().st_size / 2**20
+    own, others = (1e3 * (after - before) / rollouts for before, after in zip(cpu, cpu_then, strict=True))
+    print(f"CPU a rollout: {own:.1f} ms in this process, {others:.1f} ms in the sandbox's and the grader's")
     return summary(options.n, sets, results, memory, rollouts, (played - began, ended - played), (size, report))
 
 

@@ -5,7 +5,8 @@
 Answers are made from the gold answers of MATH (``math500.jsonl``, ``math35_train.jsonl``) in two ways. *Changed*: a
 digit replaced, a term added, the sign turned, another answer beside it. *Damaged*: characters lost, doubled, swapped,
 inserted, two answers spliced. A correct verdict is suspicious when the answer has other letters and numbers than the
-gold answer and no known leniency explains it (``explained``); each is printed, and any makes the exit code 1.
+gold answer and no known leniency explains it (``explained``); each is printed, and any makes the exit code 1, but for
+those that were looked at and are right (``LOOKED_AT``). Large numbers are best run in pieces, each with its own seed.
 """
 
 from __future__ import annotations
@@ -87,16 +88,48 @@ def spliced(gold: str, other: str, rng: random.Random) -> str:
 MUTATIONS: tuple[Mutation, ...] = (another_digit, one_more, turned, other_beside, damaged, damaged, damaged, spliced)
 
 
+# Answers that came up, have other letters and numbers than the gold answer, and are right.
+LOOKED_AT: dict[tuple[str, str], str] = {
+    (r"$None0, \frac{1}{2}", r"0, \frac{1}{2}"): "letters times 0",
+    (r"x0 ,1", "0,1"): "x times 0",
+    (r"\left'(\frac{17}{4},0right)", r"\left(\frac{17}{4},0\right)"): "letters times 0",
+    (r"\frac' 13", r"\frac 13"): "a mark between",
+    (r"0ext{ min}", "0"): "letters times 0",
+    (r"2 \cdot (0)", "0"): "2 times 0",
+    (r"0,-0-3", "0,-3"): "-0-3 is -3",
+    (r"(9-\infty,\infty)", r"(-\infty,\infty)"): "9 less infinity",
+    (
+        r"\begin{pmatrix} 0x & 1  &0 \\ 1 & 0 & 0 \\ 0 & 0 & 2 \end{pmatrix}",
+        r"\begin{pmatrix} 0 & 1 & 0 \\ 1 & 0 & 0 \\ 0 & 0 & 2 \end{pmatrix}",
+    ): "0 times x",
+    (r"\frac{88}{77}", r"\frac{8}{7}"): "not in lowest terms",
+    (r"3, -\frac{11}{33}", r"3, -\frac{1}{3}"): "not in lowest terms",
+    (r"\frac{58}{7}1", r"\frac{58}{7}"): "times 1",
+    (r"\frac{13}{51}1", r"\dfrac{13}{51}"): "times 1",
+    (r"3+1\frac{\sqrt{69}}{3}", r"3+ \frac{\sqrt{69}}{3}"): "times 1",
+    (r"3y +\sqrt 1", "3y + 1"): "the root of 1",
+    (r"x=\sqrt1", "x=1"): "the root of 1",
+    (r"1251\sqrt1", "1251"): "the root of 1",
+    (r"32\sqrt{2!}", r"32\sqrt{2}"): "2! is 2",
+    ("22112", "22112_6"): "the base left out",
+    ("1056_6", "1056"): "a base added to the same digits",
+    ("8c", r"8\text{ cm}"): "a unit",
+}
+
+
 def tokens(text: str) -> list[str]:
     """Numbers without needless zeros and single letters, in their order.
 
     Left out are the names of commands that set text or fractions, units and other words behind a number (math-verify's
     published leniency), and what stands left of an equals sign.
     """
-    text = re.sub(r"(?<=[\da-z}])\s*\\(?:text|mbox|mathrm|textbf)\b.*", "", respelled(text), flags=re.DOTALL)
-    text = re.sub(r"\\(?:text|mathrm|textbf|circ|begin|end|boxed|cdot|d?frac)(?![a-zA-Z])", " ", text)
+    text = re.sub(r"(?<!\d)['\"$]|['\"$](?!\d)", "", respelled(text)).replace("\\\\", "\\").replace("%", "")
+    text = re.sub(r"(?<=[\da-z}])\s*\\(?:text|mbox|mathrm|textbf|textnormal)\b.*", "", text, flags=re.DOTALL)
+    text = re.sub(r"\\(?:begin|end)\{\w+\}|\\(?:text|mathrm|textbf|circ|boxed|cdot|d?frac)(?![a-zA-Z])", " ", text)
     text = re.sub(r"(?<!\d)\.(?=\d)", "0.", text.rpartition("=")[2].replace("$", ""))
-    text = re.sub(r"(?<![\d.])0+(?=\d)|(?<=\d)\.0+(?!\d)", "", text)
+    text = re.sub(
+        r"(?<=\d),(?=\d{3}(?!\d))|(?<![\d.])0+(?=\d)|(?<=\d)\.0+(?!\d)|(?<=\.)(\d*[1-9])0+(?!\d)", r"\1", text
+    )
     return re.findall(r"\d+(?:\.\d+)?|[a-z%|!]", text.casefold())
 
 
@@ -124,7 +157,8 @@ async def run(mutations: int, seed: int, workers: int, data_dir: Path) -> int:
         finally:
             slots.release()
         verdicts[mutation.__name__, verdict] += 1
-        if verdict is Verdict.CORRECT and not explained(answer, gold, mutation.__name__):
+        known = explained(answer, gold, mutation.__name__) or (answer, gold) in LOOKED_AT
+        if verdict is Verdict.CORRECT and not known:
             suspicious.append((mutation.__name__, answer, gold))
 
     async with asyncio.TaskGroup() as tasks:

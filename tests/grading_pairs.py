@@ -6,6 +6,19 @@ different bases, whatever stands in words behind a number.
 """
 
 EQUAL: dict[str, str] = {
+    "boxes, subscripts, letters and roundings that say the same": r"""
+        \boxed{\frac12} | \frac{1}{2}
+        \boxed{ 5 } | 5
+        1011_2 | 1011
+        1011 | 1011_2
+        1011_{2} | 1011_2
+        2 s | 2s
+        s \cdot 2 | 2s
+        5m | 5
+        0.3333333 | 0.333333
+        \frac{1}{4 \cdot 2003!} | \frac{0.25}{2003!}
+        \$\frac23 \approx \$0.7 | \$\dfrac23 \approx \$0.67
+    """,
     "fractions": r"""
         \frac\pi2 | \frac{\pi}{2}
         \frac{3}4 | 0.75
@@ -197,6 +210,50 @@ EQUAL: dict[str, str] = {
 }
 
 DIFFERENT: dict[str, str] = {
+    "signs between digits, which math-verify drops": r"""
+        1'74 | 174
+        126"0 | 1260
+        1$74 | 174
+        0\$$$675 | \$675
+        \frac{36}{1"1} | \frac{36}{11}
+        10\%1 | 10\%
+        32 \%1 | 32 \%
+    """,
+    "unknown commands, which are no blanks": r"""
+        x+\cir6 | x+6
+        205^\ci1 | 205^\circ
+        -\sqrt{2}\p | -\sqrt{2}
+        3\sqrt{2\cu} | 3\sqrt{2}
+        \p\pi | \pi
+        \frac{67}{\l89} | \frac{67}{89}
+    """,
+    "something beside a box": r"""
+        9\boxed991 | 991
+        \boxed{5}7 | 5
+        5\fbox{7} | 7
+    """,
+    "letters that are variables, not units": r"""
+        2 | 2s
+        70o | 70
+        15 | 15t
+        3c | 3
+    """,
+    "other subscripts of numerals": r"""
+        2215_15_6 | 2215_6
+        42"_77 | 42_7
+        1_i_6 | 1_6
+        22_6.1 | 22_6
+        28_9\!956.63 | 28_9
+        25_6 | 25^\circ
+        1323_{4\circ44} | 1323_{4}
+        -7 - 9i1_2 | -7 - 9i
+    """,
+    "small and large numbers with decimals": r"""
+        .0000671 | .0000672
+        2^{4181} + 0.5 | 2^{4181}
+        \frac{1}{2064!} | \frac{1}{2004!}
+        \frac23 \approx 3.67 | \frac23 \approx 0.67
+    """,
     "several answers in one box": r"""
         5 or 6 | 5
         5, 6 | 5

@@ -30,6 +30,11 @@ def start_ranks(script: Path, outputs: Sequence[Path]) -> list[subprocess.Popen[
 
 
 def finish(ranks: Sequence[subprocess.Popen[str]], *, seconds: float) -> None:
-    """Wait for all; one that failed fails the test with what all of them said."""
-    said = [process.communicate(timeout=seconds)[0] for process in ranks]
+    """Wait for all; one that failed fails the test with what all of them said. None outlives the test."""
+    try:
+        said = [process.communicate(timeout=seconds)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
     assert [process.returncode for process in ranks] == [0] * len(ranks), "\n".join(said)

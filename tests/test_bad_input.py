@@ -10,10 +10,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from agentrl.cli import main
 
@@ -33,9 +34,14 @@ SHORT = [
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In a folder of its own; what the command line does to its process is undone."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the command line adds the working directory
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -85,6 +91,13 @@ GOOD = {"problem": "What is 1 + 1?", "answer": "2"}
         (["--env", "nowhere:Nothing"], "environment 'nowhere:Nothing': there is no module 'nowhere'"),
         (["--env", "json:Nothing"], "environment 'json:Nothing': module 'json' has no 'Nothing'"),
         (["--env", "json:JSONDecoder"], "JSONDecoder is neither a gymnasium.Env nor an agentrl Environment"),
+        (["--reward", "nowhere:reward"], "reward.function 'nowhere:reward': there is no module 'nowhere'"),
+        (["--reward", "json:lods"], "reward.function 'json:lods': module 'json' has no 'lods'; did you mean 'loads'?"),
+        (["--reward", "reward"], 'reward.function="reward" (command line): valid is text matching'),
+        (["environment.protocol=torrl"], "valid is one of simpletir, retool, torl, hermes"),
+        (["environment.protocol=hermes"], "environment.protocol=hermes needs a model that knows tool calls"),
+        (["environment.max_calls=2"], "environment.max_calls=2 is for environment.protocol=hermes alone, it is simple"),
+        (["--env", "reasoning", "environment.max_turns=2"], "unknown key environment.max_turns"),
         (["data.train.0.path=builtin:arithmetik"], "builtin:arithmetik: no such built-in problems; valid: builtin:ari"),
         (["data.train.0.families=[boxes]"], "builtin:arithmetic: unknown family 'boxes'; valid: "),
         (["data.train.0.split=test"], "builtin:arithmetic: unknown split 'test'; valid: train, heldout"),

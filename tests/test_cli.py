@@ -18,6 +18,7 @@ from agentrl_sandbox.client import SandboxError
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the command line adds the working directory
 
 
 class Recorder:
@@ -69,11 +70,12 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_train_hands_over_settings_and_the_exit_code(monkeypatch: pytest.MonkeyPatch, work: Recorder) -> None:
     work.answer = 7
     arguments = ["train", "rollout.group_size=4", "--env", "simpletir", "seed=3", "--num-processes", "2", "name=x"]
-    assert run(monkeypatch, *arguments) == 7
+    assert run(monkeypatch, *arguments, "--reward", "mine:reward") == 7
     ((name, settings, resume),) = work.calls
     assert (name, resume) == ("train", False)
     assert isinstance(settings, Settings)
     assert (settings.rollout.group_size, settings.seed, settings.training.num_processes) == (4, 3, 2)
+    assert settings.reward.function == "mine:reward"
 
 
 def test_dry_run_runs_nothing(monkeypatch: pytest.MonkeyPatch, work: Recorder) -> None:

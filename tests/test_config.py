@@ -245,7 +245,7 @@ def test_every_known_key_is_its_own_nearest() -> None:
         ("=3", "'=3': settings are given as key=value"),
         ("rollout..x=3", "'rollout..x=3': settings are given as key=value"),
         ("rollout.temperature=[1", "rollout.temperature='[1', line 1, column 3: not valid YAML"),
-        ("env=simpletr", 'env="simpletr": no such environment; nearest: simpletir; valid: simpletir, or module:Class'),
+        ("env=simpletr", 'env="simpletr": no such environment; nearest: simpletir; valid: reasoning, simpletir, or'),
     ],
 )
 def test_bad_values(override: str, expected: str) -> None:

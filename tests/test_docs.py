@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
@@ -13,7 +14,10 @@ from agentrl.config.messages import known_keys
 from agentrl.config.overlays import parse_yaml
 from agentrl.problems.demonstrations import read_demonstrations
 from agentrl.problems.settings import ProblemSourceSettings
-from agentrl_envs.types import Ended
+from agentrl_envs.rewards import Conversation, Reward, Said
+from agentrl_envs.settings import INSTRUCTIONS
+from agentrl_envs.tools import call_tool, load_tools
+from agentrl_envs.types import Ended, Problem, Verdict
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "sandbox" / "README.md"])
@@ -47,15 +51,17 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_gymnasium_example_runs(tmp_path: Path) -> None:
-    example, _ = blocks("environments.md", "python")
-    done = subprocess.run([sys.executable, "-W", "error", "-c", example], cwd=tmp_path, capture_output=True, text=True)
+    example, *_ = blocks("environments.md", "python")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", example], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_the_own_environment_trains(tmp_path: Path) -> None:
-    _, example = blocks("environments.md", "python")
+    *_, example = blocks("environments.md", "python")
     (tmp_path / "mental.py").write_text(example)
-    (command,) = blocks("environments.md", "console")
+    *_, command = blocks("environments.md", "console")
     short = (
         "coldstart.steps=5 coldstart.count=64 training.steps=1 evaluation.problems=2 evaluation.samples=2 "
         "rollout.problems_per_step=2 rollout.group_size=2 name=own"
@@ -63,10 +69,38 @@ def test_the_own_environment_trains(tmp_path: Path) -> None:
     agentrl = command.removeprefix("$ ").split()
     assert agentrl[0] == "agentrl"
     script = Path(sys.executable).parent / "agentrl"
-    done = subprocess.run([script, *agentrl[1:], *short.split()], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [script, *agentrl[1:], *short.split()], cwd=tmp_path, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stderr
     assert "gymnasium environment MentalArithmetic" in done.stdout + done.stderr
     assert json.loads((tmp_path / "runs" / "own" / "summary.json").read_text())["steps"] == 1
+
+
+def test_a_tool_and_a_reward_of_ones_own_and_reasoning_are_as_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, tool, reasoning, reward, _ = blocks("environments.md", "python")
+    (tmp_path / "my_tools.py").write_text(tool)
+    (tmp_path / "my_rewards.py").write_text(reward)
+    monkeypatch.syspath_prepend(tmp_path)
+    constant = load_tools(("python", "my_tools:Constant")).own["constant"]
+    assert asyncio.run(call_tool(constant, {"which": "pi"})) == "3.14159"
+    problem = Problem(id="toy", statement="?", answer="5", source="toy")
+    turns = tuple(Said(origin=origin, text="x") for origin in ("model", "observation", "model"))
+    right = Conversation(turns=turns, ended=Ended.ANSWERED, answer="5", environment_reward=1.0)
+    shorter = Reward("my_rewards:shorter", deadline=60.0)
+    assert asyncio.run(shorter(problem, right, Verdict.CORRECT)) == 0.9
+    assert asyncio.run(shorter(problem, right, Verdict.INCORRECT)) == 0.0
+    exec(compile(reasoning, "environments.md", "exec"), {})
+
+
+def test_every_protocol_is_described() -> None:
+    text = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+    assert [name for name in INSTRUCTIONS if f"`{name}`" not in text and f"--env {name}`" not in text] == []
+    (command, _) = blocks("environments.md", "console")
+    settings = load_settings(overrides=command.removeprefix("$ agentrl train --config tiny ").split())
+    assert settings.environment.protocol == "torl"
 
 
 def test_every_ending_is_described() -> None:

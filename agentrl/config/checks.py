@@ -12,6 +12,7 @@ from typing import Literal
 
 from agentrl.config.settings import Settings
 from agentrl.errors import SettingsError
+from agentrl_envs.settings import SimpleTIRSettings
 
 GROUP_ESTIMATORS = frozenset(
     {"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "gpg", "opo", "ogb", "eob"}
@@ -35,6 +36,7 @@ def check_settings(settings: Settings, command: Command = "train") -> None:
     if command == "train":
         training += _schedule_contradictions(settings)
     found = [*_lacking(settings, command), *training, *_model_problems(settings), *_server_problems(settings)]
+    found += _protocol_problems(settings, command)
     if found:
         raise SettingsError("\n".join(found))
 
@@ -158,6 +160,35 @@ def _model_problems(settings: Settings) -> Iterator[str]:
         yield f"model.path={path!r} is a file; valid: a model directory or a Hugging Face id such as Qwen/Qwen2.5-7B"
     elif path.startswith(("/", ".", "~")) or path.count("/") != 1:
         yield f"model.path={path!r}: there is no such directory, and a Hugging Face id is written OWNER/NAME"
+
+
+def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:
+    """Protocol hermes writes in the chat template of a model that is read here."""
+    environment = settings.environment
+    if not isinstance(environment, SimpleTIRSettings):
+        return
+    if environment.protocol != "hermes":
+        for name in ("tools", "max_calls", "template_options"):
+            default = SimpleTIRSettings.model_fields[name].get_default(call_default_factory=True)
+            if getattr(environment, name) != default:
+                yield (
+                    f"environment.{name}={getattr(environment, name)!r} is for environment.protocol=hermes alone, it "
+                    f"is {environment.protocol}"
+                )
+        return
+    if command == "eval" and settings.evaluation.endpoint.url is not None:
+        yield (
+            "environment.protocol=hermes writes in the model's chat template, and an endpoint applies its own; valid "
+            "with --base-url: simpletir, retool, torl, or --env reasoning"
+        )
+    if command == "eval" and settings.evaluation.chat_template:
+        yield "evaluation.chat_template=true: environment.protocol=hermes uses the template by itself; leave it out"
+    if command != "eval" and (settings.model.path is None or settings.coldstart.demonstrations is not None):
+        yield (
+            "environment.protocol=hermes needs a model that knows tool calls: set model.path to one with a chat "
+            "template, and coldstart.demonstrations=null (demonstrations are not written as tool calls, and the "
+            "embedded tiny policy has no template)"
+        )
 
 
 def _server_problems(settings: Settings) -> Iterator[str]:

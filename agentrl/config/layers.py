@@ -12,7 +12,6 @@ import copy
 import difflib
 import json
 from collections.abc import Mapping, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from agentrl.config.messages import settings_error, show, unknown_key
 from agentrl.config.overlays import Layer, interpolate, overlay_chain, parse_yaml
 from agentrl.config.settings import SIMPLETIR, Settings, settings_model
 from agentrl.errors import SettingsError
+from agentrl_envs.registry import environment_names
 
 PRESET = "tiny"
 COMMAND_LINE = "command line"
@@ -50,6 +50,7 @@ def load_settings(
         overrides = [f"env={env}", *overrides]
     top = [_override(text) for text in overrides]
     asked = _basics(files, top)
+    files = _fitting(files, asked["env"])
     if resume:
         return _resumed(find_run(asked), files, top)
     # What is evaluated is named, or served elsewhere: never the embedded policy.
@@ -101,8 +102,13 @@ def _preset(asked: Mapping[str, Any], named: set[str]) -> list[Layer]:
     model = asked["model"]
     if not isinstance(model, dict) or model.get("path") is not None:
         return []
-    preset = [layer for layer in overlay_chain(PRESET) if layer.origin not in named]
-    return preset if asked["env"] == SIMPLETIR else [_without_environment(layer) for layer in preset]
+    return _fitting([layer for layer in overlay_chain(PRESET) if layer.origin not in named], asked["env"])
+
+
+def _fitting(layers: list[Layer], env: Any) -> list[Layer]:
+    """The layers without what the tiny preset says of SimpleTIR's environment, where another one is asked for."""
+    preset = set() if env == SIMPLETIR else {layer.origin for layer in overlay_chain(PRESET)}
+    return [_without_environment(layer) if layer.origin in preset else layer for layer in layers]
 
 
 def _without_environment(layer: Layer) -> Layer:
@@ -192,7 +198,7 @@ def _validate(below: Sequence[Layer], top: Sequence[Override], command: Command)
 
 
 def _check_env(env: Any) -> None:
-    known = sorted({SIMPLETIR, *(point.name for point in entry_points(group="agentrl.envs"))})
+    known = environment_names()
     if isinstance(env, str) and (env in known or env.count(":") == 1):
         return
     near = difflib.get_close_matches(str(env), known, n=1)

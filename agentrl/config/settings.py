@@ -21,10 +21,11 @@ from agentrl.training.settings import (
     TrainingSettings,
 )
 from agentrl_envs.grading.settings import GraderSettings
-from agentrl_envs.settings import SimpleTIRSettings
+from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
 from agentrl_sandbox.settings import SandboxSettings
 
 SIMPLETIR = "simpletir"
+REASONING = "reasoning"
 
 
 class DataSettings(BaseModel):
@@ -37,7 +38,7 @@ class DataSettings(BaseModel):
 
 
 class EnvironmentOptions(BaseModel):
-    """Keyword arguments of an environment that is not SimpleTIR; ``model_extra`` holds them as a dictionary."""
+    """Keyword arguments of an environment that is not ours; ``model_extra`` holds them as a dictionary."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -45,7 +46,8 @@ class EnvironmentOptions(BaseModel):
 class Settings(BaseModel):
     """The resolved settings of one run. The defaults are the published values for large models.
 
-    ``environment`` holds :class:`SimpleTIRSettings` when ``env`` is ``simpletir`` and free options otherwise.
+    ``environment`` holds :class:`SimpleTIRSettings` when ``env`` is ``simpletir``, :class:`ReasoningSettings` when it
+    is ``reasoning`` and free options otherwise.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -55,12 +57,12 @@ class Settings(BaseModel):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="the run's directory in runs_dir; none: a free one",
     )
-    env: str = Field(SIMPLETIR, description="environment: an installed name, or module:Class")
+    env: str = Field(SIMPLETIR, description="environment: simpletir, reasoning, an installed name, or module:Class")
     seed: int = Field(0, ge=0, lt=2**31, description="of problems, sampling, cold start and evaluation")
     runs_dir: str = Field("runs", min_length=1, description="where run directories are made")
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
-    environment: SimpleTIRSettings | EnvironmentOptions = SimpleTIRSettings()
+    environment: SimpleTIRSettings | ReasoningSettings | EnvironmentOptions = SimpleTIRSettings()
     sandbox: SandboxSettings = SandboxSettings()
     grader: GraderSettings = GraderSettings()
     rollout: RolloutSettings = RolloutSettings()
@@ -83,6 +85,12 @@ class SimpleTIRRun(Settings):
     environment: SimpleTIRSettings = SimpleTIRSettings()
 
 
+class ReasoningRun(Settings):
+    """Settings whose environment is validated as that of reasoning without tools."""
+
+    environment: ReasoningSettings = ReasoningSettings()
+
+
 class OtherRun(Settings):
     """Settings whose environment takes any options."""
 
@@ -91,4 +99,5 @@ class OtherRun(Settings):
 
 def settings_model(env: str) -> type[Settings]:
     """The model that validates a run in the environment ``env``."""
-    return SimpleTIRRun if env == SIMPLETIR else OtherRun
+    own: dict[str, type[Settings]] = {SIMPLETIR: SimpleTIRRun, REASONING: ReasoningRun}
+    return own.get(env, OtherRun)

@@ -14,6 +14,7 @@ from agentrl.models.loading import read_model
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.base import Engine
 from agentrl.rollout.engines.transformers import TransformersEngine
+from agentrl.rollout.environment import build_environment, chat_format, needs_chat_format
 from agentrl_envs.episode import Environment
 
 if TYPE_CHECKING:
@@ -56,7 +57,11 @@ async def open_engine(settings: Settings) -> OpenedEngine:
         return OpenedEndpoint(engine=engine, settings=settings)
     path = str(settings.model.path)
     tokenizer = read_tokenizer(path)
-    codec = TemplatedCodec(tokenizer, path) if settings.evaluation.chat_template else TextCodec(tokenizer)
+    if settings.evaluation.chat_template:
+        codec: TextCodec = TemplatedCodec(tokenizer, path)
+    else:
+        chat = chat_format(settings, tokenizer, path)
+        codec = TextCodec(tokenizer, turn_end="" if chat is None else chat.turn_end)
     model = read_model(path, settings.model).eval()
     return OpenedModel(
         engine=TransformersEngine(model, codec, settings.rollout, eos_ids=_eos_ids(model)),
@@ -64,6 +69,14 @@ async def open_engine(settings: Settings) -> OpenedEngine:
         settings=settings,
         positions=model.config.max_position_embeddings,
     )
+
+
+def environment_of(settings: Settings) -> Environment:
+    """The environment of an evaluation, not yet open. An endpoint's template is its own: no protocol writes in it."""
+    path = settings.model.path
+    if path is None or settings.evaluation.endpoint.url is not None or not needs_chat_format(settings):
+        return build_environment(settings)
+    return build_environment(settings, chat_format(settings, read_tokenizer(path), path))
 
 
 @dataclass(frozen=True, kw_only=True)

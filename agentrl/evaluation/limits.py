@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from agentrl_envs.episode import Environment
+from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment
 
 if TYPE_CHECKING:
@@ -30,11 +31,11 @@ def evaluation_rollout(settings: Settings) -> RolloutSettings:
 def evaluation_settings(settings: Settings) -> Settings:
     """``settings`` whose environment and rollouts have the limits of evaluation.
 
-    ``evaluation.max_turns`` is for simpletir; other environments bring a limit of their own.
+    ``evaluation.max_turns`` is for episodes with tools; other environments bring a limit of their own.
     """
     update: dict[str, object] = {"rollout": evaluation_rollout(settings)}
     turns = settings.evaluation.max_turns
-    if settings.env == "simpletir" and turns is not None:
+    if isinstance(settings.environment, SimpleTIRSettings) and turns is not None:
         update["environment"] = settings.environment.model_copy(update={"max_turns": turns})
     return settings.model_copy(update=update)
 

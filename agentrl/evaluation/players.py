@@ -180,8 +180,9 @@ class TextPlayer:
             step = await episode.step(draft.conversation[-1])
             draft.take(step)
             if step.ended is not None:
-                cut = reason == "length" and limit == room and step.ended in (Ended.VOID_TURN, Ended.STOPPED)
-                return Ended.TOKEN_LIMIT if cut else step.ended
+                full = reason == "length" and limit == room and step.ended is Ended.VOID_TURN
+                cut = reason == "length" and step.ended is Ended.STOPPED
+                return Ended.TOKEN_LIMIT if full or cut else step.ended
             if draft.tokens >= self._settings.max_response_tokens:
                 return Ended.TOKEN_LIMIT
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.evaluation.problem_sets import ProblemSet
 from agentrl.evaluation.settings import EndpointSettings
+from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -51,6 +52,7 @@ def provenance(
         "protocol": {
             "env": settings.env,
             **settings.environment.model_dump(mode="json"),
+            **_instruction(settings),
             "prompt": _prompt_format(settings),
         },
         "sampling": {"n": evaluation.samples, "temperature": evaluation.temperature, "top_p": evaluation.top_p},
@@ -102,7 +104,17 @@ def _under(key: str, name: str) -> bool:
     return key == name or (name.endswith(".") and key.startswith(name))
 
 
+def _instruction(settings: Settings) -> dict[str, str]:
+    """What the model is told, where the settings leave that to the protocol."""
+    environment = settings.environment
+    if isinstance(environment, SimpleTIRSettings | ReasoningSettings):
+        return {"instruction": environment.shown_instruction}
+    return {}
+
+
 def _prompt_format(settings: Settings) -> str:
+    if isinstance(settings.environment, SimpleTIRSettings) and settings.environment.protocol == "hermes":
+        return "chat template with tools"
     endpoint = settings.evaluation.endpoint
     if endpoint.url is not None:
         return "chat messages" if endpoint.api == "chat" else "plain text"

@@ -1,7 +1,8 @@
 """``agentrl regrade RUN``: grade the stored answers again, without generating, and show what changes.
 
-What was extracted as the answer stays; what the grader says of it may change. The evaluation's own files stay as they
-are; ``regraded.json`` holds the new scores and every verdict that changed.
+With ``--extract`` the answers are found again in the stored conversations first, so that a change of the extraction
+shows as well. The evaluation's own files stay as they are; ``regraded.json`` holds the new scores, every answer and
+every verdict that changed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import SettingsError
 from agentrl.evaluation.directory import EvaluationDirectory
+from agentrl.evaluation.extraction import extracted, protocol_of
 from agentrl.evaluation.provenance import grader_record
 from agentrl.evaluation.results import make_results
 from agentrl.evaluation.tables import Table, result_tables
@@ -25,6 +27,7 @@ from agentrl.evaluation.transcript import Transcript
 from agentrl.evaluation.voting import Grades
 from agentrl.telemetry.console import Console
 from agentrl_envs.grading import Grader
+from agentrl_envs.protocols.base import Protocol
 from agentrl_envs.types import Ended, Verdict
 
 if TYPE_CHECKING:
@@ -64,32 +67,46 @@ class FunctionGrader:
         """Nothing to release."""
 
 
-def regrade_command(run: Path, settings: Settings, grader: str | None) -> dict[str, Any]:
-    """Grade, show, and write ``regraded.json``; returns what stands in it."""
+def regrade_command(run: Path, settings: Settings, grader: str | None, *, extract: bool = False) -> dict[str, Any]:
+    """Extract if asked to, grade, show, and write ``regraded.json``; returns what stands in it."""
     directory = EvaluationDirectory.existing(run)
     before = directory.results()
     console = Console(settings.telemetry)
-    changes, after = asyncio.run(_regrade(directory, before, settings, grader))
-    kinds = Counter((change["before"], change["after"]) for change in changes)
-    rows = tuple((f"{old} -> {new}", str(count)) for (old, new), count in kinds.most_common())
-    if changes:
-        console.table("Verdicts that changed", ("verdict", "rollouts"), rows)
-        shown = _examples(changes)
-        console.table(shown.title, shown.columns, shown.rows)
+    protocol = protocol_of(before["provenance"]) if extract else None
+    changes, after = asyncio.run(_regrade(directory, before, settings, grader, protocol))
+    answers = [change for change in changes if change["answer"] != change["answer_before"]]
+    verdicts = [change for change in changes if change["before"] != change["after"]]
+    if answers:
+        _show_answers(console, answers)
+    elif extract:
+        console.note("no answer changed: extraction finds what was found before")
+    if verdicts:
+        _show_verdicts(console, verdicts)
     else:
         console.note("no verdict changed")
     for name, one in after["benchmarks"].items():
         console.note(f"{name}: {before['benchmarks'][name]['avg']['mean']:.4f} -> {one['avg']['mean']:.4f}")
     scores = result_tables(after)[0]
     console.table("Scores, graded again", scores.columns, scores.rows)
-    record = {**after, "changed": changes, "grader": grader or grader_record(settings)}
+    record = {
+        **after,
+        "changed": verdicts,
+        "changed_answers": answers,
+        "extracted": extract,
+        "grader": grader or grader_record(settings),
+    }
     directory.write_json(directory.path / "regraded.json", record)
-    console.note(f"{len(changes)} changed verdicts and the new scores lie in {directory.path / 'regraded.json'}")
+    also = f"{len(answers)} changed answers, " if extract else ""
+    console.note(f"{also}{len(verdicts)} changed verdicts and the new scores lie in {directory.path / 'regraded.json'}")
     return record
 
 
 async def _regrade(
-    directory: EvaluationDirectory, before: dict[str, Any], settings: Settings, path: str | None
+    directory: EvaluationDirectory,
+    before: dict[str, Any],
+    settings: Settings,
+    path: str | None,
+    protocol: Protocol | None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     sets = directory.problem_sets()
     golds = {(one.name, problem.id): problem.answer for one in sets for problem in one.problems}
@@ -97,16 +114,22 @@ async def _regrade(
     ledger, changes = Ledger(), list[dict[str, Any]]()
 
     async def flush(batch: list[Transcript]) -> None:
-        graded = await asyncio.gather(*(_graded(one, golds[one.benchmark, one.problem], grader) for one in batch))
+        found = batch if protocol is None else [extracted(one, protocol) for one in batch]
+        graded = await asyncio.gather(
+            *(
+                _graded(old, new, golds[old.benchmark, old.problem], grader)
+                for old, new in zip(batch, found, strict=True)
+            )
+        )
         for old, new in zip(batch, graded, strict=True):
             ledger.add(new)
-            if new.verdict is not old.verdict:
+            if new.verdict is not old.verdict or new.answer != old.answer:
                 changes.append(_change(old, new, golds[old.benchmark, old.problem]))
 
     try:
         batch: list[Transcript] = []
         for transcript in directory.transcripts():
-            batch.append(replace(transcript, turns=()))  # conversations are not needed, thousands are not kept
+            batch.append(transcript)
             if len(batch) == _AT_ONCE:
                 await flush(batch)
                 batch = []
@@ -117,16 +140,17 @@ async def _regrade(
         await grader.close()
 
 
-async def _graded(transcript: Transcript, gold: str, grader: Grades) -> Transcript:
-    """With the verdict of today. What was not graded (no answer, a failed sandbox) is not graded now.
+async def _graded(old: Transcript, new: Transcript, gold: str, grader: Grades) -> Transcript:
+    """``new`` with the verdict of today. What was not graded (no answer, a failed sandbox) is not graded now.
 
-    A rollout whose grader failed has an answer and no verdict: it becomes data.
+    A rollout whose grader failed has an answer and no verdict: it becomes data. So does an answer found only now.
     """
-    if transcript.answer is None or (transcript.verdict is None and not transcript.ended.is_no_data):
-        return transcript
-    verdict = await grader.grade(transcript.answer, gold)
-    ended = Ended.ANSWERED if transcript.ended is Ended.INFRASTRUCTURE_FAILURE else transcript.ended
-    return replace(transcript, verdict=verdict, ended=ended, reward=float(verdict is Verdict.CORRECT))
+    ungraded = old.verdict is None and not old.ended.is_no_data and new.answer == old.answer
+    if new.answer is None or ungraded:
+        return new
+    verdict = await grader.grade(new.answer, gold)
+    ended = Ended.ANSWERED if new.ended is Ended.INFRASTRUCTURE_FAILURE else new.ended
+    return replace(new, verdict=verdict, ended=ended, reward=float(verdict is Verdict.CORRECT))
 
 
 def _change(old: Transcript, new: Transcript, gold: str) -> dict[str, Any]:
@@ -134,20 +158,53 @@ def _change(old: Transcript, new: Transcript, gold: str) -> dict[str, Any]:
         "benchmark": old.benchmark,
         "problem": old.problem,
         "sample": old.sample,
-        "answer": old.answer,
+        "answer_before": old.answer,
+        "answer": new.answer,
         "gold": gold,
         "before": "none" if old.verdict is None else old.verdict.value,
         "after": "none" if new.verdict is None else new.verdict.value,
     }
 
 
-def _examples(changes: list[dict[str, Any]]) -> Table:
-    """The first of each different change of an answer."""
-    different = {(one["benchmark"], one["problem"], one["answer"]): one for one in reversed(changes)}
+def _show_verdicts(console: Console, changes: list[dict[str, Any]]) -> None:
+    """By what changed, apart from whether the answer did."""
+    kinds = Counter(
+        (change["before"], change["after"], change["answer"] == change["answer_before"]) for change in changes
+    )
     rows = tuple(
-        (f"{one['benchmark']} {one['problem']}", one["answer"][:60], one["gold"][:60], one["before"], one["after"])
+        (f"{old} -> {new}", "the same" if same else "another", str(count))
+        for (old, new, same), count in kinds.most_common()
+    )
+    console.table("Verdicts that changed", ("verdict", "answer", "rollouts"), rows)
+    columns = ("problem", "answer", "gold", "before", "now")
+    shown = _examples("Answers whose verdict changed", columns, changes, ("answer", "gold", "before", "after"))
+    console.table(shown.title, shown.columns, shown.rows)
+
+
+def _show_answers(console: Console, changes: list[dict[str, Any]]) -> None:
+    kinds = Counter(_kind_of_answer(change) for change in changes)
+    console.table(
+        "Answers that changed", ("answer", "rollouts"), tuple((kind, str(count)) for kind, count in kinds.most_common())
+    )
+    columns = ("problem", "answer before", "answer now", "gold")
+    shown = _examples("Rollouts whose answer changed", columns, changes, ("answer_before", "answer", "gold"))
+    console.table(shown.title, shown.columns, shown.rows)
+
+
+def _kind_of_answer(change: dict[str, Any]) -> str:
+    if change["answer_before"] is None:
+        return "found only now"
+    return "no longer found" if change["answer"] is None else "another one"
+
+
+def _examples(title: str, columns: tuple[str, ...], changes: list[dict[str, Any]], keys: tuple[str, ...]) -> Table:
+    """The first of each different change."""
+    different = {(one["benchmark"], one["problem"], *(one[key] for key in keys)): one for one in reversed(changes)}
+    rows = tuple(
+        (f"{one['benchmark']} {one['problem']}", *("(none)" if one[key] is None else one[key][:60] for key in keys))
         for one in list(reversed(different.values()))[:_SHOWN]
     )
     more = len(different) - len(rows)
-    title = "Answers whose verdict changed" + (f" (the first {_SHOWN} of {len(different)})" if more else "")
-    return Table(title=title, columns=("problem", "answer", "gold", "before", "now"), rows=rows)
+    return Table(
+        title=title + (f" (the first {_SHOWN} of {len(different)})" if more else ""), columns=columns, rows=rows
+    )

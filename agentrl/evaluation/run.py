@@ -104,9 +104,9 @@ class Evaluation:
     async def _environment(self, stack: AsyncExitStack) -> Environment:
         if self._given_environment is not None:
             return self._given_environment
-        from agentrl.rollout.environment import build_environment  # heavy: not before the problems are found good
+        from agentrl.evaluation.engines import environment_of  # heavy: not before the problems are found good
 
-        environment = build_environment(self._settings)
+        environment = environment_of(self._settings)
         stack.push_async_callback(environment.close)
         await environment.open()
         return environment

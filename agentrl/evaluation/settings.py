@@ -46,7 +46,7 @@ class EvaluationSettings(BaseModel):
         0.95, gt=0, le=1, description="sample from the likeliest tokens that together have this probability"
     )
     max_turns: int | None = Field(
-        None, ge=1, description="turns of a simpletir episode in evaluation; none: environment.max_turns"
+        None, ge=1, description="turns of an episode with tools in evaluation; none: environment.max_turns"
     )
     max_turn_tokens: int | None = Field(
         None, ge=1, description="model tokens in one turn of an evaluation; none: rollout.max_turn_tokens"
@@ -81,7 +81,8 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
         "evaluation.max_turn_tokens": "12000",
         "evaluation.max_response_tokens": "36000",
     },
-    # The optimal-token-baseline paper's: avg@32 at temperature 1 and top_p 0.95, in the limits of its training.
+    # The optimal-token-baseline paper's (section 6, appendix F.1): avg@32 at temperature 1 and top_p 0.95. It names
+    # turns and tokens for training alone; the evaluation is taken to have the same.
     "otb-paper": {
         "evaluation.samples": "32",
         "evaluation.temperature": "1.0",

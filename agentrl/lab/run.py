@@ -22,12 +22,13 @@ from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import evaluation_set, load_source
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.transformers import TransformersEngine
-from agentrl.rollout.environment import build_environment
+from agentrl.rollout.environment import build_reward, environment_and_codec
 from agentrl.rollout.filters import FilterRules, filter_groups
 from agentrl.rollout.ledger import Issue
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import atomic_write
 from agentrl.trajectory import Group
+from agentrl_envs.episode import Environment
 from agentrl_envs.registry import resolve_environment
 from agentrl_envs.types import Problem
 
@@ -94,11 +95,11 @@ def variance_command(
     console = Console(settings.telemetry)
     _make(output)
     tokenizer = read_tokenizer(model)
-    codec = TextCodec(tokenizer)
+    environment, codec = environment_and_codec(settings, tokenizer, model)
     causal_lm = read_model(model, settings.model).eval()
-    played, greedy = asyncio.run(_play(settings, causal_lm, codec, lab, problems))
+    played, greedy = asyncio.run(_play(settings, causal_lm, environment, codec, lab, problems))
     rules = FilterRules(void_turns="remove", accuracy_range=None, drop_zero_variance=False)
-    groups, why = usable(filter_groups(played, rules).groups, smallest=lab.samples)
+    groups, why = usable(filter_groups(played, rules).groups, size=lab.samples)
     groups = groups[: lab.problems]
     reasons = [f"{count} with {name}" for name, count in why.items()]
     left_out = f"; left out: {', '.join(reasons)}" if reasons else ""
@@ -107,7 +108,6 @@ def variance_command(
             f"only {len(groups)} of {len(played)} problems can be measured{left_out}; two are the least: take "
             "another model, other problems or more samples"
         )
-    groups = [group.without(group.trajectories[lab.samples :]) for group in groups]
     console.note(
         f"sampled: {len(played)} problems x {lab.samples} trajectories; measured on {len(groups)} of them{left_out}"
     )
@@ -161,15 +161,24 @@ def lab_problems(settings: Settings, lab: LabSettings, given: str | None) -> tup
 
 
 async def _play(
-    settings: Settings, causal_lm: Any, codec: TextCodec, lab: LabSettings, problems: Sequence[Problem]
+    settings: Settings,
+    causal_lm: Any,
+    environment: Environment,
+    codec: TextCodec,
+    lab: LabSettings,
+    problems: Sequence[Problem],
 ) -> tuple[list[Group], dict[int, float]]:
     """(every problem's trajectories, its greedy rollout's reward by group index)."""
     engine = TransformersEngine(causal_lm, codec, settings.rollout)
-    environment = build_environment(settings)
     await environment.open()
     try:
         driver = Driver(
-            environment=environment, engine=engine, codec=codec, settings=settings.rollout, seed=settings.seed
+            environment=environment,
+            engine=engine,
+            codec=codec,
+            settings=settings.rollout,
+            seed=settings.seed,
+            reward=build_reward(settings),
         )
         issues = [Issue(index=index, problem=problem) for index, problem in enumerate(problems)]
         size = round(lab.samples * _MORE_SAMPLES)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.algorithms import AdvantageInputs
+from agentrl.algorithms import AdvantageInputs, cross_energy
 from agentrl.models.policy import PolicyModel, scatter_tokens
 from agentrl.trajectory import Batch, Group
 
@@ -42,21 +42,19 @@ class ProblemSample:
         return self.batch.response_mask.sum(-1)
 
 
-def usable(groups: Sequence[Group], *, smallest: int) -> tuple[list[Group], dict[str, int]]:
-    """Groups with rewards that differ and at least ``smallest`` trajectories, all cut to the same number; why others
+def usable(groups: Sequence[Group], *, size: int) -> tuple[list[Group], dict[str, int]]:
+    """The first ``size`` trajectories of every group that has so many and in which their rewards differ; why others
     are not among them."""
     why = {"equal rewards": 0, "too few trajectories that are data": 0}
     kept = []
     for group in groups:
-        if len(group.trajectories) < smallest:
+        if len(group.trajectories) < size:
             why["too few trajectories that are data"] += 1
-        elif len({item.reward for item in group.trajectories}) < 2:
+        elif len({item.reward for item in group.trajectories[:size]}) < 2:
             why["equal rewards"] += 1
         else:
-            kept.append(group)
-    size = min((len(group.trajectories) for group in kept), default=0)
-    cut = [group.without(group.trajectories[size:]) for group in kept]
-    return cut, {name: count for name, count in why.items() if count}
+            kept.append(group.without(group.trajectories[size:]))
+    return kept, {name: count for name, count in why.items() if count}
 
 
 def look_at(
@@ -126,13 +124,9 @@ def row_blocks(batch: Batch, budget: int) -> Iterator[slice]:
 
 def _cross_energies(policy: PolicyModel, hidden: Tensor, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
     """sum_{k <= t} max(0, <delta_k, delta_t>) [B, T] from hidden [n, D] of the model tokens, a row at a time."""
-    parts = []
-    for states, targets in zip(hidden.split(mask.sum(-1).tolist()), _rows_of(ids, mask), strict=True):
-        delta = -torch.softmax(policy.head(states).float() / temperature, dim=-1)
-        delta[torch.arange(len(targets)), targets] += 1
-        parts.append((delta @ delta.t()).clamp(min=0).tril().sum(-1))
+    lengths = mask.sum(-1).tolist()
+    parts = [
+        cross_energy(torch.log_softmax(policy.head(states).float() / temperature, dim=-1), targets).float()
+        for states, targets in zip(hidden.split(lengths), ids[mask].split(lengths), strict=True)
+    ]
     return scatter_tokens(torch.cat(parts), mask)
-
-
-def _rows_of(ids: Tensor, mask: Tensor) -> list[Tensor]:
-    return [row[kept] for row, kept in zip(ids, mask, strict=True)]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+
+from agentrl_envs.marked_text import Mark, MarkedText, Part, parts_of
 
 _CHARACTERS = 0x100
 
@@ -29,11 +32,22 @@ class TextCodec:
     ``<|endoftext|>`` gives the model text and not an end. ``table`` gives each token's bytes; their concatenation
     over a sequence is its text, so stop strings are found without decoding a sequence again.
 
+    Only the marks of a :class:`~agentrl_envs.marked_text.MarkedText`, which protocols alone set, are encoded with their
+    special tokens. Each part of such a text is encoded on its own, so that what is untrusted cannot change a mark.
+    ``end_ids`` are the tokens at which a turn ends: the tokenizer's, and that of ``turn_end``.
+
     Not guaranteed: a tokenizer that cannot write every text (no byte-level alphabet, no byte fallback) still gives
     its unknown token for what it lacks.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, turn_end: str = "") -> None:
+        """``turn_end``: the special token with which a chat template ends a turn of the model.
+
+        Raises ValueError where that is not one token.
+        """
+        self._encode_mark = lru_cache(maxsize=64)(
+            lambda mark: tuple(tokenizer(mark, add_special_tokens=False)["input_ids"])
+        )
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
         self._byte_level = "ByteLevel" in json.dumps(backend.get("decoder"))
         special = set(tokenizer.all_special_ids)
@@ -43,6 +57,10 @@ class TextCodec:
         }
         self._plain = _without_added_tokens(backend)
         self.eos_id: int = tokenizer.eos_token_id
+        ends = self._encode_mark(turn_end) if turn_end else ()
+        if len(ends) > 1:
+            raise ValueError(f"{turn_end!r} is not one token of the tokenizer but {len(ends)}")
+        self.end_ids: frozenset[int] = frozenset({self.eos_id, *ends})
         self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.prefix_ids: tuple[int, ...] = self._prefix(tokenizer)
         self._table: list[bytes] | None = None
@@ -58,8 +76,31 @@ class TextCodec:
         return tuple(self._plain.encode(text, add_special_tokens=False).ids)
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """Token ids of a prompt: what the tokenizer starts every text with, then the plain text."""
+        """Token ids of a prompt: what the tokenizer starts every text with, then the plain text.
+
+        Where a protocol has set marks, they say themselves how the text starts.
+        """
+        if isinstance(text, MarkedText):
+            return self.encode_parts(text.parts)
         return self.prefix_ids + self.encode(text)
+
+    def encode_parts(self, parts: Iterable[Part]) -> tuple[int, ...]:
+        """Token ids of parts, each encoded on its own: marks with their special tokens, the others as plain text."""
+        return tuple(
+            token
+            for part in parts
+            for token in (self._encode_mark(part.text) if isinstance(part, Mark) else self.encode(part))
+        )
+
+    def unsampled(self, text: str, context: Sequence[int]) -> tuple[Part, ...]:
+        """The parts of an observation that are to follow ``context``: without the turn's end if that was sampled."""
+        parts = parts_of(text)
+        first = parts[0]
+        if isinstance(first, Mark) and first.ends_turn:
+            ids = self._encode_mark(first.text)
+            if tuple(context[len(context) - len(ids) :]) == ids:
+                return parts[1:]
+        return parts
 
     @property
     def table(self) -> list[bytes]:

@@ -1,14 +1,16 @@
 """The driver: plays episodes against an engine, each trajectory on its own, and writes trajectories.
 
 It alone knows both tokens and text. The ids the engine sampled are the ids of the trajectory; an observation is
-encoded once, on its own, as plain text; nothing is ever decoded and encoded again.
+encoded once, on its own, as plain text but for the marks that a protocol has set; nothing is ever decoded and encoded
+again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+import logging
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -26,7 +28,11 @@ from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.turnstile import Turnstile
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.episode import Environment, Episode
+from agentrl_envs.marked_text import MarkedText
+from agentrl_envs.rewards import Conversation, Reward, Said
 from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict
+
+logger = logging.getLogger(__name__)
 
 # Encoded prompts that are kept.
 _PROMPTS = 512
@@ -135,8 +141,13 @@ class Driver:
         seed: int,
         deterministic: bool = False,
         label: str = "",
+        reward: Reward | None = None,
     ) -> None:
-        """``label`` sets this driver's trajectories apart from those of another one at the same engine."""
+        """``label`` sets this driver's trajectories apart from those of another one at the same engine.
+
+        ``reward`` takes the place of the environment's rewards, on a trajectory's last model token.
+        """
+        self._reward = reward
         self._environment = environment
         self._engine = engine
         self._codec = codec
@@ -151,7 +162,11 @@ class Driver:
             kv_use=settings.kv_use,
         )
         # The trajectories of a group start with the same prompt.
-        self._encode_prompt = lru_cache(maxsize=_PROMPTS)(codec.encode_prompt)
+        self._encode_plain_prompt = lru_cache(maxsize=_PROMPTS)(codec.encode_prompt)
+
+    def _encode_prompt(self, text: str) -> tuple[int, ...]:
+        # Two marked texts that read the same may differ in what is marked: those are not kept.
+        return self._codec.encode_prompt(text) if isinstance(text, MarkedText) else self._encode_plain_prompt(text)
 
     def metrics(self) -> dict[str, float]:
         """What admission to the engine was like since this was last asked."""
@@ -225,7 +240,7 @@ class Driver:
         samples: int,
         greedy_sample: int | None,
         groups: int | None,
-    ) -> AsyncIterator[Group]:
+    ) -> AsyncGenerator[Group]:
         """Whole groups out of finished trajectories. A player that crashed comes as its task and raises here."""
         parts: dict[int, list[Trajectory]] = {}
         whole = 0
@@ -303,7 +318,23 @@ class Driver:
         finally:
             self._engine.release(draft.name)
             await episode.close()
-        return draft.finish(ended, loop.time() - began)
+        return await self._rewarded(draft.finish(ended, loop.time() - began), play)
+
+    async def _rewarded(self, trajectory: Trajectory, play: _Play) -> Trajectory:
+        """With the reward of ``reward.function`` where there is one; one that takes too long leaves no data."""
+        if self._reward is None or trajectory.no_data:
+            return trajectory
+        said = tuple(Said(origin=segment.origin, text=segment.text) for segment in trajectory.segments)
+        conversation = Conversation(
+            turns=said, ended=trajectory.ended, answer=trajectory.answer, environment_reward=trajectory.reward
+        )
+        try:
+            value = await self._reward(trajectory.problem, conversation, trajectory.verdict)
+        except TimeoutError as error:
+            logger.warning("problem %s: %s", trajectory.problem.id, error)
+            return replace(trajectory, ended=Ended.INFRASTRUCTURE_FAILURE)
+        await play.turnstile.enter()
+        return trajectory.with_reward(value)
 
     async def _converse(self, draft: _Draft, episode: Episode, play: _Play, deadline: float) -> Ended:
         draft.prompt_ids = draft.context = self._encode_prompt(await episode.start())
@@ -324,19 +355,23 @@ class Driver:
             )
             draft.calls.extend(step.tool_calls)
             draft.verdict, draft.answer = step.verdict, step.answer
-            ended = self._observe(draft, step, full)
+            ended = self._observe(draft, step, full=full, cut=completion.finish_reason == "length")
             if ended is not None:
                 return ended
 
-    def _observe(self, draft: _Draft, step: Step, full: bool) -> Ended | None:
-        """Append the observation; how the trajectory ended, if it did. ``full``: the total limit cut the turn."""
-        observed = self._codec.encode(step.observation) if step.observation else ()
+    def _observe(self, draft: _Draft, step: Step, *, full: bool, cut: bool) -> Ended | None:
+        """Append the observation; how the trajectory ended, if it did.
+
+        ``full``: the total limit cut the turn; ``cut``: that one or the turn's own did.
+        """
+        parts = self._codec.unsampled(step.observation, draft.context) if step.observation else ()
+        observed = self._codec.encode_parts(parts)
         fits = draft.used + len(observed) <= self._settings.max_response_tokens
         if observed and fits:
-            draft.observe(step.observation, observed)
+            draft.observe(str(MarkedText(*parts)), observed)
         if step.ended is not None:
-            cut = full and step.ended in (Ended.VOID_TURN, Ended.STOPPED)
-            return Ended.TOKEN_LIMIT if cut else step.ended
+            limited = (full and step.ended is Ended.VOID_TURN) or ((full or cut) and step.ended is Ended.STOPPED)
+            return Ended.TOKEN_LIMIT if limited else step.ended
         if not fits or draft.used >= self._settings.max_response_tokens:
             return Ended.TOKEN_LIMIT
         return None

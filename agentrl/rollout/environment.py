@@ -1,21 +1,62 @@
-"""The environment that a run's settings name."""
+"""The environment that a run's settings name, and the codec in which its conversations become tokens."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from agentrl.models.chat_template import read_chat_format
+from agentrl.models.tokenizer import TextCodec
+from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import Environment
-from agentrl_envs.registry import resolve_environment
+from agentrl_envs.registry import OWN, resolve_environment
+from agentrl_envs.rewards import Reward
+from agentrl_envs.settings import GymnasiumSettings, SimpleTIRSettings
+from agentrl_envs.tools import load_tools
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
 
 
-def build_environment(settings: Settings) -> Environment:
-    """The environment of ``settings.env``, not yet open; a plain gymnasium class gets its options as they are."""
-    factory = resolve_environment(settings.env)
-    if settings.env == "simpletir":
-        return factory(settings.environment, settings.sandbox, settings.grader)
-    from agentrl_envs.settings import GymnasiumSettings
+def build_environment(settings: Settings, chat: ChatFormat | None = None) -> Environment:
+    """The environment of ``settings.env``, not yet open; a plain gymnasium class gets its options as they are.
 
+    ``chat``: of the model that plays, by :func:`chat_format`.
+    """
+    factory = resolve_environment(settings.env)
+    if settings.env in OWN:
+        return factory(settings.environment, settings.sandbox, settings.grader, chat=chat)
     return factory(GymnasiumSettings(**(settings.environment.model_extra or {})))
+
+
+def chat_format(settings: Settings, tokenizer: Any, name: str) -> ChatFormat | None:
+    """The chat template of the model ``name`` where the environment's protocol needs one; None where it does not.
+
+    Raises SettingsError where it does and there is none that it can speak.
+    """
+    if not needs_chat_format(settings):
+        return None
+    assert isinstance(settings.environment, SimpleTIRSettings)
+    return read_chat_format(
+        tokenizer,
+        name=name,
+        tools=[schema.as_function() for schema in load_tools(settings.environment.tools).schemas],
+        options=settings.environment.template_options,
+    )
+
+
+def build_reward(settings: Settings) -> Reward | None:
+    """The user's reward. Raises EnvironmentLookupError where ``reward.function`` leads to none."""
+    reward = settings.reward
+    return None if reward.function is None else Reward(reward.function, deadline=reward.deadline)
+
+
+def needs_chat_format(settings: Settings) -> bool:
+    """Whether the environment's protocol writes in the model's chat template."""
+    return isinstance(settings.environment, SimpleTIRSettings) and settings.environment.protocol == "hermes"
+
+
+def environment_and_codec(settings: Settings, tokenizer: Any, name: str) -> tuple[Environment, TextCodec]:
+    """What a driver needs beside an engine, for the model ``name``: the environment is not yet open."""
+    chat = chat_format(settings, tokenizer, name)
+    codec = TextCodec(tokenizer, turn_end="" if chat is None else chat.turn_end)
+    return build_environment(settings, chat), codec

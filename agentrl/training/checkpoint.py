@@ -7,6 +7,7 @@
       random-RANK.pt    the random state of each rank
       critic/           the same of the critic, where there is one
       state.json        the run's and the rollout worker's position; written last: where it is, all is
+    checkpoints/best/   the policy of the best evaluation (:mod:`agentrl.training.best`)
 
 A kill at any moment leaves a complete newest checkpoint: one is written beside the others under a hidden name and is
 complete, and found, before it is renamed. Not guarded: a machine that loses power before its disk has all.

@@ -9,7 +9,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.problems.demonstrations import Demonstration, Turn, tokenizer_corpus
 from agentrl.problems.loading import LoadedDemonstrations, load_demonstrations
+from agentrl.training.demonstrated import in_protocol
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl_envs.episode import Environment
 
@@ -205,7 +206,8 @@ def read_cold_demonstrations(settings: Settings) -> LoadedDemonstrations:
             "there is no model.path and no coldstart.demonstrations: name a model, or demonstrations to start one from "
             "(a JSONL file, builtin:arithmetic or formula:FILE)"
         )
-    return load_demonstrations(cold.demonstrations, count=cold.count, variants=cold.variants, seed=_seed(settings))
+    loaded = load_demonstrations(cold.demonstrations, count=cold.count, variants=cold.variants, seed=_seed(settings))
+    return replace(loaded, demonstrations=in_protocol(loaded.demonstrations, settings))
 
 
 def with_direct_answers(

@@ -48,10 +48,13 @@ class Corrector:
         )
 
     def energy_weights(self, evidence: Evidence) -> Tensor:
-        """The weights of the energies [B, T] up to a factor common to all rows."""
+        """The weights of the energies [B, T] up to a factor common to all rows of an update.
+
+        Never normalised: the mean would be that of these rows, and those of one group may lie in several micro-batches.
+        """
         if not self._settings.active:
             return evidence.loss_mask.to(evidence.log_probs.dtype)
-        return self._apply(evidence).importance_weights
+        return self._over(evidence, self_normalize=False).importance_weights
 
     def _apply(self, evidence: Evidence) -> Correction:
         whole = self._over(evidence)
@@ -64,13 +67,13 @@ class Corrector:
             weights[rows] = self._over(evidence.take(rows)).weights
         return replace(whole, weights=weights)
 
-    def _over(self, evidence: Evidence) -> Correction:
+    def _over(self, evidence: Evidence, **changed: object) -> Correction:
         return rollout_correction(
             evidence.log_probs,
             evidence.rollout_log_probs,
             evidence.response_mask,
             loss_mask=evidence.loss_mask,
-            **self._settings.model_dump(),
+            **(self._settings.model_dump() | changed),
         )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from agentrl.models.loading import write_model
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.plots import draw_plots
 from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.training.best import BestPolicy
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -23,43 +25,61 @@ def evaluation_record(report: EvaluationReport) -> dict[str, Any]:
     return {"step": report.step, "falsified": report.falsified, "k": report.samples, **asdict(report.overall)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """A policy to be written: ``state`` holds the whole parameters of ``model`` after ``steps`` steps."""
+
+    settings: Settings
+    model: Any
+    tokenizer: Any
+    state: dict[str, Tensor]
+    steps: int
+
+    def write(self, folder: Path, remark: str) -> None:
+        """In the format of `transformers`; ``remark`` ends the model card."""
+        settings = self.settings
+        write_model(
+            folder,
+            model=self.model,
+            tokenizer=self.tokenizer,
+            state=self.state,
+            title=str(settings.name),
+            body=f"Trained by agentrl {agentrl.__version__} for {self.steps} steps with {settings.algorithm.estimator} "
+            f"on `{settings.env}`. {remark}",
+        )
+
+
 def finish_run(
     run: RunDirectory,
     settings: Settings,
     console: Console,
     *,
-    model: Any,
-    tokenizer: Any,
-    state: dict[str, Tensor],
-    steps: int,
+    export: Export,
     updates: int,
     evaluations: list[dict[str, Any]],
+    best: BestPolicy,
 ) -> None:
-    """Write everything; ``state`` holds the whole parameters of ``model`` after ``steps`` steps."""
-    write_model(
-        run.path / "policy",
-        model=model,
-        tokenizer=tokenizer,
-        state=state,
-        title=str(settings.name),
-        body=f"Trained by agentrl {agentrl.__version__} for {steps} steps with {settings.algorithm.estimator} on "
-        f"`{settings.env}`. Held-out scores and settings stand in {run.path.name}/summary.json.",
-    )
+    """Write everything a run leaves and show its scores."""
+    export.write(run.path / "policy", f"Held-out scores and settings stand in {run.path.name}/summary.json.")
     rows = list(run.metrics())
     if settings.telemetry.plots:
         draw_plots(rows, run.plots)
+    chosen = best.record(evaluations)
     run.write_summary(
         {
             "agentrl": agentrl.__version__,
-            "steps": steps,
+            "steps": export.steps,
             "updates": updates,
             "seed": settings.seed,
             "train_seconds": sum(row.get("time/step_s", 0.0) for row in rows),
             "evaluations": [row for row in rows if "eval/avg_at_k" in row or "eval_falsified/avg_at_k" in row],
             "scores": evaluations,
+            "best": chosen,
         }
     )
     _table(console, evaluations)
+    if chosen is not None:
+        console.note(best.line(chosen))
     plots = "plots/overview.png, " if settings.telemetry.plots else ""
     console.note(
         f"everything lies in {run.path}: policy/ (transformers format), {plots}metrics.jsonl, trajectories/, "

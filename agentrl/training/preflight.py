@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from agentrl.models.tokenizer import read_tokenizer
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import FILE_KINDS, load_source
+from agentrl.rollout.environment import build_reward, chat_format, needs_chat_format
 from agentrl.training.coldstart import read_cold_demonstrations
 from agentrl.training.objective_settings import ObjectiveSettings
 from agentrl.training.options import loss_options, needs
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 def check_inputs(settings: Settings) -> list[str]:
     """One line for each problem file that was read. Raises SettingsError, ProblemError or EnvironmentLookupError."""
     resolve_environment(settings.env)  # first: its module may register an estimator or a loss
+    build_reward(settings)
+    _check_template(settings)
     objective = ObjectiveSettings.of(settings)
     loss_options(objective)  # first: an estimator may ask how its loss weighs tokens
     needs(objective)
@@ -33,6 +37,18 @@ def check_inputs(settings: Settings) -> list[str]:
         if _is_local(entry)
     ]
     return [report.describe() for report in reports if report is not None]
+
+
+def _check_template(settings: Settings) -> None:
+    """Raise SettingsError where the protocol needs a chat template and the model has none that it can speak."""
+    path = settings.model.path
+    if path is None or not needs_chat_format(settings):
+        return
+    try:
+        tokenizer = read_tokenizer(path)
+    except OSError:  # not here: whoever reads the model will say so
+        return
+    chat_format(settings, tokenizer, path)
 
 
 def _is_local(source: ProblemSourceSettings) -> bool:

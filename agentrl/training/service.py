@@ -21,6 +21,7 @@ from agentrl.models.tokenizer import TextCodec
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.problems.sources import load_mixture
 from agentrl.rollout.driver import Driver
+from agentrl.rollout.environment import build_reward
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.worker import Harvest, RolloutWorker
 from agentrl.training.batching import RankPlan, plan_step
@@ -237,10 +238,11 @@ class LocalService:
             settings=self._settings.rollout,
             seed=self._settings.seed,
             deterministic=self._settings.training.deterministic,
+            reward=build_reward(self._settings),
         )
 
     def _evaluation_driver(self, environment: Environment) -> Driver:
-        """As for training, with the limits and the sampling of evaluation."""
+        """As for training, with the limits and the sampling of evaluation, and the environment's own rewards."""
         return Driver(
             environment=environment,
             engine=NucleusEngine(self._engine, self._settings.evaluation.top_p),

@@ -14,10 +14,11 @@ import torch
 from agentrl.models.loading import read_model
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
-from agentrl.rollout.environment import build_environment
+from agentrl.rollout.environment import environment_and_codec
 from agentrl.telemetry.console import Console, RunProgress
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.batching import due
+from agentrl.training.best import BestPolicy, best_evaluation
 from agentrl.training.checkpoint import (
     RunState,
     check_reference,
@@ -31,7 +32,7 @@ from agentrl.training.deepspeed_engine import TrainingEngine, from_rank_zero
 from agentrl.training.fidelity import BOUNDS
 from agentrl.training.objective_settings import ObjectiveSettings
 from agentrl.training.options import needs
-from agentrl.training.outcome import evaluation_record, finish_run
+from agentrl.training.outcome import Export, evaluation_record, finish_run
 from agentrl.training.policy import starting_policy
 from agentrl.training.reference import read_reference, reference_path
 from agentrl.training.service import InterruptedRunError, LocalService, RolloutService, StepPlan
@@ -39,9 +40,11 @@ from agentrl.training.trainer import Trainer
 from agentrl.training.transfer import WeightSender
 from agentrl.weights.sources import full_parameters
 from agentrl.weights.verify import probe_tokens
+from agentrl_envs.episode import Environment
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
+    from agentrl.evaluation.evaluate import EvaluationReport
 
 INTERRUPTED = 130
 """Exit code of a run that was asked to stop and did."""
@@ -74,9 +77,10 @@ class Session:
         self._done = _Progress()
         self._empty_steps = 0
         self._checkpoints = Path(settings.runs_dir) / str(settings.name) / "checkpoints"
+        self._best = BestPolicy(self._checkpoints.parent)
         path = starting_policy(settings, console)
         self._tokenizer = read_tokenizer(path)
-        codec = TextCodec(self._tokenizer)
+        environment, codec = environment_and_codec(settings, self._tokenizer, path)
         self._policy = PolicyModel(
             read_model(path, settings.model),
             backend=settings.training.head_backend,
@@ -103,7 +107,7 @@ class Session:
             critic=self._critic,
         )
         self._make_room()
-        self._service = self._open_service(path, codec)
+        self._service = self._open_service(path, environment, codec)
         self._sender = WeightSender(
             self._service,
             self._engine,
@@ -113,7 +117,7 @@ class Session:
             host=socket.gethostname() if settings.rollout.vllm.placement == "external" else "127.0.0.1",
         )
 
-    def _open_service(self, path: str, codec: TextCodec) -> RolloutService:
+    def _open_service(self, path: str, environment: Environment, codec: TextCodec) -> RolloutService:
         if self._world > 1 or self._settings.rollout.schedule != "synchronous":
             from agentrl.training.remote import RemoteService
 
@@ -125,7 +129,7 @@ class Session:
             model = read_model(path, self._settings.model).to(self._engine.device)
         return LocalService(
             self._settings,
-            environment=build_environment(self._settings),
+            environment=environment,
             model=model,
             codec=codec,
             policy_path=path,
@@ -268,21 +272,34 @@ class Session:
         except InterruptedRunError:
             report = None
         self._service.meet(f"the evaluation at step {self._done.step}")
-        if self._run is None:
-            return
+        if self._run is not None:
+            self._record(self._run, report, falsified=falsified)
+        if not falsified and self._settings.checkpoint.best:
+            self._export_if_best()
+
+    def _record(self, run: RunDirectory, report: EvaluationReport | None, *, falsified: bool) -> None:
         if report is None:
             if not self._stop:
                 of = " that reveals a value by execution" if falsified else ""
                 self._console.note(f"step {self._done.step}: not evaluated, data.eval holds no problem{of}")
             return
         self._done.evaluations.append(evaluation_record(report))
-        self._run.append_metrics(report.metrics())
+        run.append_metrics(report.metrics())
         name = "with falsified observations" if falsified else "held out"
         score = report.overall
         self._console.note(
             f"step {self._done.step}: avg@{report.samples} {name} {score.mean:.3f} "
             f"[{score.this_benchmark.low:.3f}, {score.this_benchmark.high:.3f}] on {score.problems} problems"
         )
+
+    def _export_if_best(self) -> None:
+        """Export the policy if the evaluation of this step, which rank 0 knows, is the best so far. Collective."""
+        best = best_evaluation(self._done.evaluations) if self.rank == 0 else None
+        if from_rank_zero(best is not None and best["step"] == self._done.step):
+            export = self._export()
+            if best is not None:
+                self._best.write(best, lambda folder: export.write(folder, f"Best of its run at step {best['step']}."))
+            self._service.meet(f"the export of the best policy at step {self._done.step}")
 
     def _evaluate_and_stop(self, *, falsified: bool = False) -> bool:
         """Evaluate; whether the run was asked to stop."""
@@ -303,6 +320,12 @@ class Session:
         )
         also = [] if self._critic is None else [self._critic]
         save_checkpoint(self._checkpoints, self._engine, state, keep=self._settings.checkpoint.keep, also=also)
+        self._settle_best()
+
+    def _settle_best(self) -> None:
+        """Once a checkpoint knows of the evaluations so far."""
+        if self.rank == 0 and self._settings.checkpoint.best:
+            self._best.settle(best_evaluation(self._done.evaluations))
 
     def _restore(self) -> bool:
         """Load the newest checkpoint; False if there is none."""
@@ -322,6 +345,7 @@ class Session:
             self._sender.send(state.updates)
         if self._run is not None:
             self._run.truncate_after(self._done.step if newest is not None else -1)
+        self._settle_best()
         self._console.note(f"resumed after step {self._done.step}")
         return newest is not None
 
@@ -343,23 +367,30 @@ class Session:
 
     def _finish(self) -> None:
         self._save()
-        state = {name: value.to("cpu", copy=True) for name, value in self._parameters_for_export()}
+        export = self._export()
         if self._run is not None:
             finish_run(
                 self._run,
                 self._settings,
                 self._console,
-                model=self._policy.causal_lm,
-                tokenizer=self._tokenizer,
-                state=state,
-                steps=self._done.step,
+                export=export,
                 updates=self._done.updates,
                 evaluations=self._done.evaluations,
+                best=self._best,
             )
         self._service.meet("the end of the run")
 
+    def _export(self) -> Export:
+        """The policy as it is now. Every rank takes part in gathering the parameters, rank 0 keeps them."""
+        return Export(
+            settings=self._settings,
+            model=self._policy.causal_lm,
+            tokenizer=self._tokenizer,
+            state={name: value.to("cpu", copy=True) for name, value in self._parameters_for_export()},
+            steps=self._done.step,
+        )
+
     def _parameters_for_export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole parameters: every rank takes part in gathering them, rank 0 keeps them."""
         for name, value in full_parameters(self._policy.causal_lm):
             if self.rank == 0:
                 yield name, value

@@ -84,7 +84,14 @@ class AlgorithmSettings(_Settings):
 
 
 class RewardSettings(_Settings):
-    """What is added to the environment's reward before advantages. Filters see the environment's reward alone."""
+    """What a trajectory is worth, and what is added to that before advantages. Filters do not see what is added."""
+
+    function: str | None = Field(
+        None,
+        pattern=r"^[^:\s]+:[^:\s]+$",
+        description="module:function that gives a trajectory's reward; none: the environment does",
+    )
+    deadline: float = Field(30.0, gt=0, description="seconds reward.function may take; then the trajectory is no data")
 
     overlong_buffer: int = Field(
         0,
@@ -255,6 +262,9 @@ class CheckpointSettings(_Settings):
 
     every: int = Field(50, ge=1, description="steps between checkpoints; the last step is always saved")
     keep: int = Field(2, ge=1, description="newest checkpoints kept")
+    best: bool = Field(
+        True, description="export the policy of the best evaluation on held-out problems to checkpoints/best"
+    )
 
 
 class ColdstartSettings(_Settings):

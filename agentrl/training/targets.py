@@ -60,7 +60,7 @@ class TargetMaker:
         self.needs_exact_energy = "trajectory_energy" in needs(settings).inputs
 
     def energy_weights(self, evidence: Evidence) -> Tensor:
-        """What multiplies each token's gradient in an exact energy [B, T], up to a factor common to all rows."""
+        """What multiplies each token's gradient in an exact energy [B, T], up to a factor common to an update."""
         return self._corrector.energy_weights(evidence)
 
     def make(self, evidence: Evidence, *, beta: float, meter: Meter, counted: bool = True) -> Targets:

@@ -23,8 +23,8 @@ import torch
 
 from agentrl.errors import AgentRLError
 from agentrl.models.loading import read_model
-from agentrl.models.tokenizer import TextCodec, read_tokenizer
-from agentrl.rollout.environment import build_environment
+from agentrl.models.tokenizer import read_tokenizer
+from agentrl.rollout.environment import environment_and_codec
 from agentrl.training.policy import computing_processes, quieten_libraries, set_threads
 from agentrl.training.service import InterruptedRunError, LocalService
 from agentrl.training.wire import Failure, Reply, Request, Startup
@@ -220,12 +220,14 @@ def _make(startup: Startup) -> LocalService:
         model = read_model(startup.policy_path, settings.model)
         if torch.cuda.is_available():
             model = model.to("cuda")
+    path = startup.policy_path
+    environment, codec = environment_and_codec(settings, read_tokenizer(path), path)
     return LocalService(
         settings,
-        environment=build_environment(settings),
+        environment=environment,
         model=model,
-        codec=TextCodec(read_tokenizer(startup.policy_path)),
-        policy_path=startup.policy_path,
+        codec=codec,
+        policy_path=path,
         ranks=startup.ranks,
         shared=False,
     )

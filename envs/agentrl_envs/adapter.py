@@ -9,15 +9,14 @@ episode as `Ended.ANSWERED`, ``truncated`` as `Ended.TURN_LIMIT`, unless ``info[
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import zlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import gymnasium
 
+from agentrl_envs.blocking import BlockingCalls
 from agentrl_envs.episode import EnvironmentContractError, EpisodeUsageError
 from agentrl_envs.settings import GymnasiumSettings
 from agentrl_envs.types import Ended, Problem, Step, Verdict
@@ -31,12 +30,10 @@ EnvFactory = Callable[[], "gymnasium.Env[Any, Any]"]
 class GymnasiumEpisode:
     """One play of a gymnasium text environment. It owns its environment and closes it."""
 
-    def __init__(
-        self, problem: Problem, *, make: EnvFactory, executor: ThreadPoolExecutor, call_deadline: float
-    ) -> None:
+    def __init__(self, problem: Problem, *, make: EnvFactory, threads: BlockingCalls, call_deadline: float) -> None:
         self.problem = problem
         self._make = make
-        self._executor = executor
+        self._threads = threads
         self._call_deadline = call_deadline
         self._env: gymnasium.Env[Any, Any] | None = None
         self._actions: list[str] = []
@@ -84,9 +81,7 @@ class GymnasiumEpisode:
 
     async def fork(self) -> GymnasiumEpisode:
         """A new environment in which the same actions are played again: right for deterministic environments."""
-        twin = GymnasiumEpisode(
-            self.problem, make=self._make, executor=self._executor, call_deadline=self._call_deadline
-        )
+        twin = GymnasiumEpisode(self.problem, make=self._make, threads=self._threads, call_deadline=self._call_deadline)
         if self._env is not None:
             await twin.start()
         for action in self._actions:
@@ -105,9 +100,7 @@ class GymnasiumEpisode:
         return self._env
 
     async def _call(self, blocking: Callable[[], Result]) -> Result:
-        """Run a blocking call in a thread. At the deadline the thread is left behind: Python cannot end it."""
-        future = asyncio.get_running_loop().run_in_executor(self._executor, blocking)
-        return await asyncio.wait_for(future, self._call_deadline)
+        return await self._threads.run(blocking, deadline=self._call_deadline)
 
 
 class GymnasiumEnvironment:
@@ -116,29 +109,27 @@ class GymnasiumEnvironment:
     def __init__(self, make: Callable[..., gymnasium.Env[Any, Any]], settings: GymnasiumSettings | None = None) -> None:
         self.settings = settings or GymnasiumSettings()
         self._make = make
-        self._executor: ThreadPoolExecutor | None = None
+        self._threads: BlockingCalls | None = None
 
     async def open(self) -> None:
-        """Start the thread pool."""
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(self.settings.threads, thread_name_prefix="gymnasium-env")
+        """Make room for the threads."""
+        if self._threads is None:
+            self._threads = BlockingCalls(self.settings.threads, name="gymnasium-env")
 
     def episode(self, problem: Problem) -> GymnasiumEpisode:
         """A fresh episode; its environment is made when it starts."""
-        if self._executor is None:
+        if self._threads is None:
             raise EpisodeUsageError("the environment is not open: await its open() first")
         return GymnasiumEpisode(
             problem,
             make=lambda: self._make(**self.settings.kwargs),
-            executor=self._executor,
+            threads=self._threads,
             call_deadline=self.settings.call_deadline,
         )
 
     async def close(self) -> None:
-        """Let running calls end and stop the threads."""
-        if self._executor is not None:
-            executor, self._executor = self._executor, None
-            executor.shutdown(wait=False, cancel_futures=True)
+        """Play no more episodes; calls that still run end by themselves."""
+        self._threads = None
 
     def describe(self) -> list[str]:
         """The environment's name and the number of threads."""

@@ -3,7 +3,7 @@
 AgentRLEnvError
 ├── EpisodeUsageError        a call out of order: a bug of the caller
 ├── EnvironmentLookupError   no such environment (a user's setting)
-├── EnvironmentContractError a plain gymnasium environment that does not speak text
+├── EnvironmentContractError a user's environment, tool or reward that does not keep its contract
 └── grading.GraderError      the grader's processes cannot work
 """
 
@@ -27,7 +27,7 @@ class EnvironmentLookupError(AgentRLEnvError, LookupError):
 
 
 class EnvironmentContractError(AgentRLEnvError, TypeError):
-    """A gymnasium environment returned something that is not text."""
+    """A user's environment, tool or reward raised, or returned something that it must not."""
 
 
 @runtime_checkable

@@ -13,6 +13,9 @@ from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.types import ToolCall
 from agentrl_sandbox.client import Execution, Outcome, Sandbox, SandboxError
 
+PRINTED = 4096
+"""Characters of a program's output that are kept beside the conversation."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -50,7 +53,10 @@ async def run_program(sandbox: Sandbox, source: str, settings: SimpleTIRSettings
         logger.warning("the sandbox failed %d times: %s", settings.sandbox_attempts, error)
         return None, _failed(0.0)
     return execution, ToolCall(
-        outcome=execution.outcome.value, seconds=execution.seconds, truncated=execution.truncated
+        outcome=execution.outcome.value,
+        seconds=execution.seconds,
+        truncated=execution.truncated,
+        printed=execution.stdout[-PRINTED:],
     )
 
 

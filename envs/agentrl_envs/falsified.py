@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 from agentrl_envs.episode import Episode
+from agentrl_envs.marked_text import MarkedText
 from agentrl_envs.types import Step
 
 _DIGITS = re.compile(r"[0-9]+")
@@ -53,7 +54,12 @@ class FalsifiedObservations:
     async def step(self, action: str) -> Step:
         """The inner episode's step with its numbers falsified in the observation alone."""
         step = await self._episode.step(action)
-        return replace(step, observation=falsify(step.observation, self._seed))
+        return replace(step, observation=self._falsified(step.observation))
+
+    def _falsified(self, observation: str) -> str:
+        if isinstance(observation, MarkedText):
+            return observation.map_plain(lambda part: falsify(part, self._seed))
+        return falsify(observation, self._seed)
 
     async def fork(self) -> FalsifiedObservations:
         """A fork that tells the same lies."""

@@ -1,4 +1,7 @@
-"""The gymnasium face of a SimpleTIR episode, registered as ``agentrl/SimpleTIR-v0`` by `agentrl_envs.registration`."""
+"""The gymnasium faces of episodes, with tools and without.
+
+`agentrl_envs.registration` registers them as ``agentrl/SimpleTIR-v0`` and ``agentrl/Reasoning-v0``.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ from typing import Any
 
 import gymnasium
 
+from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import EpisodeUsageError
 from agentrl_envs.grading import GraderSettings
 from agentrl_envs.loop_thread import LoopThread
-from agentrl_envs.settings import SimpleTIRSettings
+from agentrl_envs.reasoning import ReasoningEnvironment
+from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment, SimpleTIREpisode
 from agentrl_envs.spaces import UnicodeText
 from agentrl_envs.types import Problem, Step, ToolCall
@@ -25,43 +30,24 @@ SAMPLE_PROBLEMS = (
 )
 
 
-class SimpleTIREnv(gymnasium.Env[str, str]):
-    """SimpleTIR as a gymnasium environment: actions are turns of the model, observations the text it reads next.
+class ProblemEnv(gymnasium.Env[str, str]):
+    """Problems as a gymnasium environment: actions are turns of the model, observations the text it reads next.
 
     ``reset`` draws a problem by the seed, or takes ``options={"problem": Problem}``; its observation is the prompt.
     ``info`` is deterministic; how long programs took stands in ``env.unwrapped.telemetry``, one `ToolCall` a program
     since the last reset. An episode that failed through no fault of the policy is ``truncated``.
-
-    Example::
-
-        env = gymnasium.make("agentrl_envs.registration:agentrl/SimpleTIR-v0")
-        prompt, info = env.reset(seed=1)
-        observation, reward, terminated, truncated, info = env.step("```py\\nfinal_answer(17 * 23)\\n```")
     """
 
     metadata = {"render_modes": []}  # noqa: RUF012  (gymnasium's name and type)
 
-    def __init__(
-        self,
-        problems: Sequence[Problem] = SAMPLE_PROBLEMS,
-        *,
-        settings: SimpleTIRSettings | None = None,
-        sandbox: Sandbox | SandboxSettings | None = None,
-        grader: GraderSettings | None = None,
-    ) -> None:
+    def __init__(self, problems: Sequence[Problem], environment: SimpleTIREnvironment | ReasoningEnvironment) -> None:
         if not problems:
             raise ValueError("problems is empty: give at least one Problem")
         self.action_space = UnicodeText(_MAX_TEXT)
         self.observation_space = UnicodeText(_MAX_TEXT)
         self.telemetry: list[ToolCall] = []
         self._problems = tuple(problems)
-        by_settings = sandbox is None or isinstance(sandbox, SandboxSettings)
-        self._environment = SimpleTIREnvironment(
-            settings,
-            sandbox if isinstance(sandbox, SandboxSettings) else None,
-            grader,
-            sandbox=None if by_settings else sandbox,  # type: ignore[arg-type]
-        )
+        self._environment = environment
         self._loop: LoopThread | None = None
         self._episode: SimpleTIREpisode | None = None
 
@@ -112,3 +98,53 @@ class SimpleTIREnv(gymnasium.Env[str, str]):
             "answer": step.answer,
             "tool_outcomes": tuple(call.outcome for call in step.tool_calls),
         }
+
+
+class SimpleTIREnv(ProblemEnv):
+    """SimpleTIR, or with ``settings`` that say so another protocol with tools. ``chat``: as protocol hermes needs it.
+
+    Example::
+
+        env = gymnasium.make("agentrl_envs.registration:agentrl/SimpleTIR-v0")
+        prompt, info = env.reset(seed=1)
+        observation, reward, terminated, truncated, info = env.step("```py\\nfinal_answer(17 * 23)\\n```")
+    """
+
+    def __init__(
+        self,
+        problems: Sequence[Problem] = SAMPLE_PROBLEMS,
+        *,
+        settings: SimpleTIRSettings | None = None,
+        sandbox: Sandbox | SandboxSettings | None = None,
+        grader: GraderSettings | None = None,
+        chat: ChatFormat | None = None,
+    ) -> None:
+        by_settings = sandbox is None or isinstance(sandbox, SandboxSettings)
+        environment = SimpleTIREnvironment(
+            settings,
+            sandbox if isinstance(sandbox, SandboxSettings) else None,
+            grader,
+            chat=chat,
+            sandbox=None if by_settings else sandbox,  # type: ignore[arg-type]
+        )
+        super().__init__(problems, environment)
+
+
+class ReasoningEnv(ProblemEnv):
+    """The same problems in one turn without tools.
+
+    Example::
+
+        env = gymnasium.make("agentrl_envs.registration:agentrl/Reasoning-v0")
+        prompt, info = env.reset(seed=1)
+        observation, reward, terminated, truncated, info = env.step("17 times 23 is \\\\boxed{391}.")
+    """
+
+    def __init__(
+        self,
+        problems: Sequence[Problem] = SAMPLE_PROBLEMS,
+        *,
+        settings: ReasoningSettings | None = None,
+        grader: GraderSettings | None = None,
+    ) -> None:
+        super().__init__(problems, ReasoningEnvironment(settings, None, grader))

@@ -13,12 +13,14 @@ from __future__ import annotations
 from gymnasium.envs.registration import register, registry
 
 SIMPLETIR_ID = "agentrl/SimpleTIR-v0"
+REASONING_ID = "agentrl/Reasoning-v0"
 
 
 def register_envs() -> None:
-    """Register ``agentrl/SimpleTIR-v0``; a second call does nothing."""
-    if SIMPLETIR_ID not in registry:
-        register(id=SIMPLETIR_ID, entry_point="agentrl_envs.gym_env:SimpleTIREnv")
+    """Register ``agentrl/SimpleTIR-v0`` and ``agentrl/Reasoning-v0``; a second call does nothing."""
+    for name, face in ((SIMPLETIR_ID, "SimpleTIREnv"), (REASONING_ID, "ReasoningEnv")):
+        if name not in registry:
+            register(id=name, entry_point=f"agentrl_envs.gym_env:{face}")
 
 
 register_envs()

@@ -1,24 +1,30 @@
-"""Find an environment by name: an entry point of the group ``agentrl.envs``, or ``module:Class``."""
+"""Find an environment by name: one of our own, an entry point of the group ``agentrl.envs``, or ``module:Class``."""
 
 from __future__ import annotations
 
 import difflib
 import functools
-import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, cast
+from typing import cast
 
 from agentrl_envs.episode import Environment, EnvironmentLookupError
+from agentrl_envs.plugins import import_attribute
 
 GROUP = "agentrl.envs"
+
+OWN: Mapping[str, str] = {
+    "simpletir": "agentrl_envs.simpletir:SimpleTIREnvironment",
+    "reasoning": "agentrl_envs.reasoning:ReasoningEnvironment",
+}
+"""The environments of this package. They take their settings, the sandbox's, the grader's, and ``chat``."""
 
 EnvironmentFactory = Callable[..., Environment]
 
 
 def environment_names() -> tuple[str, ...]:
-    """The installed names, sorted."""
-    return tuple(sorted({entry.name for entry in entry_points(group=GROUP)}))
+    """Our own names and the installed ones, sorted."""
+    return tuple(sorted({*OWN, *(entry.name for entry in entry_points(group=GROUP))}))
 
 
 def resolve_environment(name: str) -> EnvironmentFactory:
@@ -27,7 +33,8 @@ def resolve_environment(name: str) -> EnvironmentFactory:
     A gymnasium environment class comes back as a factory of `GymnasiumEnvironment` around it (its one argument:
     `GymnasiumSettings`). Raises `EnvironmentLookupError` that names the valid names and the nearest.
     """
-    found = _import_path(name) if ":" in name else _entry_point(name).load()
+    path = OWN.get(name, name)
+    found = import_attribute(path, "environment") if ":" in path else _entry_point(name).load()
     if not callable(found):
         raise EnvironmentLookupError(
             f"environment {name!r} is a {type(found).__name__}, expected a class or a function"
@@ -55,20 +62,8 @@ def _entry_point(name: str) -> EntryPoint:
     by_name = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name in by_name:
         return by_name[name]
-    nearest = difflib.get_close_matches(name, by_name, n=1)
+    names = environment_names()
+    nearest = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    known = ", ".join(sorted(by_name)) or "none installed"
+    known = ", ".join(names)
     raise EnvironmentLookupError(f"no environment named {name!r}{hint} Valid names: {known}, or module:Class")
-
-
-def _import_path(path: str) -> Any:
-    module_name, _, attribute = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise EnvironmentLookupError(f"environment {path!r}: there is no module {error.name!r}") from error
-    if not hasattr(module, attribute):
-        nearest = difflib.get_close_matches(attribute, dir(module), n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise EnvironmentLookupError(f"environment {path!r}: module {module_name!r} has no {attribute!r}{hint}")
-    return getattr(module, attribute)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-INSTRUCTION = (
+ToolProtocol = Literal["simpletir", "retool", "torl", "hermes"]
+
+_SIMPLETIR = (
     "Work through the problem below step by step. You may write Python to help you: every program is executed, and "
     'what it prints is shown to you after "Code execution result: ". Put a program into a fenced block,\n'
     "```python\nprint(1 + 1)\n```\n"
@@ -15,18 +18,82 @@ INSTRUCTION = (
 )
 
 
+_RETOOL = (
+    "Solve the problem below step by step. Where a computation helps you, write a complete Python program; it is "
+    "executed, and what it prints comes back between <interpreter> and </interpreter>. Write a program as\n"
+    "<code>\n```python\nprint(1 + 1)\n```\n</code>\n"
+    "Each program starts in a fresh interpreter: import what it needs, and print what you want to see."
+)
+
+_TORL = (
+    "A User asks a question and an Assistant solves it, by reasoning in words and by Python programs. The Assistant "
+    "writes a program as\n```python\nprint(1 + 1)\n```\n```output\n2\n```\n"
+    "where the output block is filled in by executing the program. The Assistant gives the final answer as "
+    "\\boxed{...}."
+)
+
+_HERMES = (
+    "Solve the problem below step by step. Call the tools where they help you. When you know the answer, call none "
+    "and write it as \\boxed{...}."
+)
+
+_REASONING = "Work through the problem below step by step, and write the final answer as \\boxed{...}."
+
+INSTRUCTIONS: Mapping[str, str] = {
+    "simpletir": _SIMPLETIR,
+    "retool": _RETOOL,
+    "torl": _TORL,
+    "hermes": _HERMES,
+    "reasoning": _REASONING,
+}
+"""What each protocol tells the model, unless ``environment.instruction`` says something else."""
+
+
 class SimpleTIRSettings(BaseModel):
-    """How a SimpleTIR episode runs. ``instruction`` stands before the problem, separated by an empty line."""
+    """How an episode with tools runs, under the SimpleTIR protocol or another."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    protocol: ToolProtocol = Field(
+        "simpletir", description="how programs, outputs and answers are written; hermes needs a chat template"
+    )
     max_turns: int = Field(default=10, ge=1, description="turns of the model in one episode")
-    instruction: str = Field(default=INSTRUCTION, description='text before the problem; "" for none')
-    execution_timeout: float = Field(default=10.0, gt=0, description="seconds one program may run")
+    instruction: str | None = Field(
+        default=None, description='text before the problem; "" for none, null for the protocol\'s own'
+    )
+    execution_timeout: float = Field(default=10.0, gt=0, description="seconds one program or tool may run")
     observation_limit: int = Field(default=512, ge=2, description="characters of a program's output the model is shown")
+    tools: tuple[str, ...] = Field(
+        default=("python",),
+        min_length=1,
+        description="of protocol hermes: python (the sandbox), and tools of one's own as module:attribute",
+    )
+    max_calls: int = Field(default=8, ge=1, description="of protocol hermes: calls of one turn that are answered")
+    template_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="of protocol hermes: variables of the chat template, such as enable_thinking",
+    )
     sandbox_attempts: int = Field(default=4, ge=1, description="tries of one program when the sandbox itself fails")
     sandbox_deadline: float = Field(default=300.0, gt=0, description="seconds for all tries, waiting included")
     sandbox_retry_wait: float = Field(default=0.2, ge=0, description="seconds before the second try; grows, jittered")
+
+    @property
+    def shown_instruction(self) -> str:
+        """The instruction that the model is shown."""
+        return INSTRUCTIONS[self.protocol] if self.instruction is None else self.instruction
+
+
+class ReasoningSettings(BaseModel):
+    """How an episode of reasoning without tools runs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    instruction: str | None = Field(default=None, description='text before the problem; "" for none, null for its own')
+
+    @property
+    def shown_instruction(self) -> str:
+        """The instruction that the model is shown."""
+        return INSTRUCTIONS["reasoning"] if self.instruction is None else self.instruction
 
 
 class GymnasiumSettings(BaseModel):

@@ -34,6 +34,10 @@ class Ended(StrEnum):
         return self in (Ended.CANCELLED, Ended.INFRASTRUCTURE_FAILURE)
 
 
+MALFORMED = "malformed"
+"""The outcome of a call that could not be made."""
+
+
 class Verdict(StrEnum):
     """What the grader said of an answer. Only ``CORRECT`` earns a reward; ``GRADER_TIMEOUT`` is no data."""
 
@@ -63,11 +67,17 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCall:
-    """One program run, as telemetry sees it. ``outcome`` is a value of ``agentrl_sandbox.client.Outcome``."""
+    """One program run or tool called, as telemetry sees it.
+
+    ``outcome`` is a value of ``agentrl_sandbox.client.Outcome``, or ``malformed`` for a call that could not be made.
+    ``printed`` is the end of what a program printed, which the model may not have been shown whole: enough to find its
+    answer again.
+    """
 
     outcome: str
     seconds: float
     truncated: bool = False
+    printed: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

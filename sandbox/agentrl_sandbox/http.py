@@ -200,7 +200,7 @@ class HttpSandbox:
             raise self._error(response)
         try:
             return response.json() if response.content else None
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # neither text nor JSON
             raise BusyError(f"{self._settings.url} gave an answer that is no JSON: {error}") from error
 
     def _one_connection(self) -> httpx.AsyncHTTPTransport:
@@ -252,6 +252,10 @@ class HttpSandbox:
         """A limit that the user set here must be the service's: it cannot be changed from here."""
         for name in self._settings.model_fields_set & set(_LIMITS):
             wanted, there = getattr(self._settings, name), state.get("limits", {}).get(name)
+            if there is None:
+                raise StartError(
+                    f"the sandbox at {self._settings.url} does not say its {name}, which is to be {wanted}"
+                )
             if there != wanted:
                 raise StartError(
                     f"the sandbox at {self._settings.url} has {name}={there:g}, not {wanted}: limits are set where the "

@@ -22,7 +22,7 @@ from agentrl_sandbox.errors import (
     UnisolatedError,
 )
 from agentrl_sandbox.file_names import check_files, check_names
-from agentrl_sandbox.once import Once
+from agentrl_sandbox.once import Once, digest
 from agentrl_sandbox.probes import probe
 from agentrl_sandbox.runner.config import RunnerConfig
 from agentrl_sandbox.runner.order import Order
@@ -94,7 +94,8 @@ class LocalSandbox:
         )
         if request_id is None:
             return await self._run(order, session)
-        return await self._once.run(request_id, lambda: self._run(order, session))
+        header, blobs = replace(order, identifier=0).to_frame()
+        return await self._once.run((request_id, digest((header, session), *blobs)), lambda: self._run(order, session))
 
     async def open_session(self) -> str:
         """Start an interpreter that keeps its state; see ``Sandbox.open_session``."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -12,6 +14,17 @@ from agentrl_sandbox.types import Execution, Outcome
 
 _REMEMBERED_BYTES = 16 << 20  # of small results those of a minute at 270 calls a second
 _OVERHEAD_BYTES = 1024
+
+
+def digest(described: object, *contents: bytes) -> bytes:
+    """Equal for equal calls, so that one request id used for two programs never mixes them up.
+
+    ``described`` is what JSON can say of a call, ``contents`` its bytes: the program, its input, its files.
+    """
+    result = hashlib.sha256()
+    for part in (*contents, json.dumps(described).encode()):
+        result.update(len(part).to_bytes(8, "big") + part)
+    return result.digest()
 
 
 @dataclass(slots=True)

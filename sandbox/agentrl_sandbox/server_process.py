@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import subprocess
 import sys
@@ -58,23 +59,10 @@ class ServerProcess(asyncio.Protocol):
     @classmethod
     async def start(cls, config: RunnerConfig) -> ServerProcess:
         """Exec a server with a scrubbed environment. Raises StartError with the kernel's reason."""
-        ours, theirs = socket.socketpair()
-        messages = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
-        arguments = (config.to_json(), str(theirs.fileno()))
-        command = runner_config.command(
-            sys.executable, "agentrl_sandbox.runner.server", config.package_path, *arguments
-        )
-        with theirs:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=messages,
-                pass_fds=(theirs.fileno(),),
-                env=runner_config.ENVIRONMENT,
-                cwd="/",
-                start_new_session=True,
-            )
+        try:
+            process, messages, ours = _spawn(config)
+        except OSError as error:
+            raise StartError(f"the sandbox's server did not start: {error}") from error
         server = cls(process, messages)
         try:
             await asyncio.get_running_loop().create_connection(lambda: server, sock=ours)
@@ -206,6 +194,28 @@ class ServerProcess(asyncio.Protocol):
             future = self._waiting.pop(header["id"], None)
             if future is not None and not future.done():
                 future.set_result(frame)
+
+
+def _spawn(config: RunnerConfig) -> tuple[subprocess.Popen[bytes], IO[bytes], socket.socket]:
+    """(the process, the file of its messages, our end of its socket). Raises OSError, and then leaves nothing open."""
+    with contextlib.ExitStack() as opened:
+        ours, theirs = socket.socketpair()
+        opened.enter_context(ours)
+        with theirs:
+            messages = opened.enter_context(tempfile.TemporaryFile())
+            arguments = (config.to_json(), str(theirs.fileno()))
+            process = subprocess.Popen(
+                runner_config.command(sys.executable, "agentrl_sandbox.runner.server", config.package_path, *arguments),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=messages,
+                pass_fds=(theirs.fileno(),),
+                env=runner_config.ENVIRONMENT,
+                cwd="/",
+                start_new_session=True,
+            )
+        opened.pop_all()  # they live as long as the server
+    return process, messages, ours
 
 
 def _execution(header: dict[str, Any], blobs: list[bytes]) -> Execution:

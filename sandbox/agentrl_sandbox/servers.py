@@ -87,7 +87,11 @@ class Servers:
         if burial is not None:
             await asyncio.shield(burial)
         turn, self._starts = self._starts, self._starts + 1
-        server = await ServerProcess.start(replace(self._config, first_user=first_user(self._settings, turn)))
+        try:
+            users = first_user(self._settings, turn)
+        except OSError as error:
+            raise StartError(f"no users could be drawn for the sandbox's server: {error}") from error
+        server = await ServerProcess.start(replace(self._config, first_user=users))
         try:
             await server.warm()
         except asyncio.CancelledError:

@@ -100,7 +100,8 @@ class Sandbox(Protocol):
         fetch_files: Sequence[str] = (),
         echo: bool = False,
     ) -> Execution:
-        """Run a program. ``timeout`` in seconds (None: the setting's). One ``request_id`` never runs twice.
+        """Run a program. ``timeout`` in seconds (None: the setting's). Equal calls with one ``request_id``
+        share one run.
 
         ``files`` are written into the scratch directory before, ``fetch_files`` read from it afterwards. ``echo``
         prints the value of a last expression. In a ``session`` variables and files of earlier programs are there.

@@ -7,7 +7,16 @@ import importlib
 
 import pytest
 
-MODULES = ("types", "answers", "falsified", "grading.fast", "protocols.simpletir")
+PROTOCOLS = ("simpletir", "retool", "torl", "reasoning")
+MODULES = (
+    "types",
+    "answers",
+    "falsified",
+    "grading.fast",
+    "marked_text",
+    "chat",
+    *(f"protocols.{one}" for one in PROTOCOLS),
+)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -19,6 +19,7 @@ from agentrl_envs.episode import (
     Episode,
     EpisodeUsageError,
 )
+from agentrl_envs.reasoning import ReasoningEnvironment
 from agentrl_envs.registry import environment_names, resolve_environment
 from agentrl_envs.settings import GymnasiumSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment
@@ -163,9 +164,10 @@ async def test_a_step_that_hangs_is_no_data(problem: Problem) -> None:
     await environment.close()
 
 
-def test_simpletir_is_found_by_its_entry_point() -> None:
-    assert "simpletir" in environment_names()
+def test_our_own_environments_are_found_by_name() -> None:
+    assert {"simpletir", "reasoning"} <= set(environment_names())
     assert resolve_environment("simpletir") is SimpleTIREnvironment
+    assert resolve_environment("reasoning") is ReasoningEnvironment
 
 
 @pytest.mark.parametrize(

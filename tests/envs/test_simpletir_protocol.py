@@ -16,6 +16,10 @@ from agentrl_sandbox.client import Execution, Outcome
 PROTOCOL = SimpleTIRProtocol(instruction="", observation_limit=512)
 
 
+def observed(execution: Execution) -> str:
+    return PROTOCOL.observation("", [PROTOCOL.result(execution)])
+
+
 def prompt(instruction: str) -> str:
     problem = Problem(id="p", statement="What is 2 + 3?", answer="5", source="toy")
     return SimpleTIRProtocol(instruction=instruction, observation_limit=512).prompt(problem)
@@ -27,7 +31,7 @@ def test_prompt_is_instruction_and_statement() -> None:
 
 
 def test_default_instruction_says_what_a_policy_must_know() -> None:
-    instruction = SimpleTIRSettings().instruction
+    instruction = SimpleTIRSettings().shown_instruction
     for word in (
         "step by step",
         "Python",
@@ -142,14 +146,14 @@ def test_completeness_never_goes_away(text: str) -> None:
 
 
 def test_observation_is_the_output(execution: Callable[..., Execution]) -> None:
-    assert PROTOCOL.observation(execution("5\n")) == "\nCode execution result: 5\n"
-    assert PROTOCOL.observation(execution("")) == "\nCode execution result: \n"
-    assert PROTOCOL.observation(execution("  1\n  2\n")) == "\nCode execution result:   1\n  2\n"
+    assert observed(execution("5\n")) == "\nCode execution result: 5\n"
+    assert observed(execution("")) == "\nCode execution result: \n"
+    assert observed(execution("  1\n  2\n")) == "\nCode execution result:   1\n  2\n"
 
 
 def test_last_line_of_stderr_replaces_stdout(execution: Callable[..., Execution]) -> None:
     failed = execution("5\n", stderr="Traceback:\n  line 1\nNameError: name 'x'\n\n", outcome=Outcome.ERROR)
-    assert PROTOCOL.observation(failed) == "\nCode execution result: NameError: name 'x'\n"
+    assert observed(failed) == "\nCode execution result: NameError: name 'x'\n"
 
 
 @pytest.mark.parametrize(
@@ -162,20 +166,20 @@ def test_last_line_of_stderr_replaces_stdout(execution: Callable[..., Execution]
     ],
 )
 def test_limits_are_said(execution: Callable[..., Execution], outcome: Outcome, word: str) -> None:
-    observation = PROTOCOL.observation(execution("partial", outcome=outcome))
+    observation = observed(execution("partial", outcome=outcome))
     assert observation.startswith(f"\nCode execution result: {word}: ")
     assert "partial" not in observation
 
 
 def test_long_output_keeps_head_and_tail(execution: Callable[..., Execution]) -> None:
     exact = "a" * 512
-    assert PROTOCOL.observation(execution(exact)) == f"\nCode execution result: {exact}\n"
+    assert observed(execution(exact)) == f"\nCode execution result: {exact}\n"
     long = "a" * 256 + "b" + "c" * 256
-    assert PROTOCOL.observation(execution(long)) == (
+    assert observed(execution(long)) == (
         "\nCode execution result: " + "a" * 256 + "\n[... output cut ...]\n" + "c" * 256 + "\n"
     )
     odd = SimpleTIRProtocol(instruction="", observation_limit=3)
-    assert odd.observation(execution("abcdef")) == "\nCode execution result: a\n[... output cut ...]\nef\n"
+    assert odd.result(execution("abcdef")) == "a\n[... output cut ...]\nef"
 
 
 def test_setup_and_final_answer_stand_before_the_program() -> None:

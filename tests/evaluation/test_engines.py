@@ -9,11 +9,17 @@ from typing import Any
 import pytest
 from evaluation.runs import settings
 from rollout.fakes import byte_codec, byte_tokenizer, tiny_model
+from rollout.templates import QWEN, chat_tokenizer
 
 from agentrl.errors import SettingsError
 from agentrl.evaluation.chat_template import TemplatedCodec
-from agentrl.evaluation.engines import OpenedModel, open_engine
+from agentrl.evaluation.engines import OpenedModel, environment_of, open_engine
 from agentrl.evaluation.players import TokenPlayer
+from agentrl.evaluation.provenance import provenance
+from agentrl_envs.marked_text import MarkedText
+from agentrl_envs.settings import INSTRUCTIONS
+from agentrl_envs.simpletir import SimpleTIREnvironment
+from agentrl_envs.types import Problem
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -88,3 +94,44 @@ async def test_the_ends_that_generation_knows_end_a_turn(tmp_path: Path) -> None
         assert opened.engine._batcher._eos_ids == {256, 258}  # type: ignore[attr-defined]
     finally:
         await opened.close()
+
+
+async def test_tool_calls_are_evaluated_in_the_models_template(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    chat_tokenizer(QWEN).save_pretrained(tmp_path)
+    chosen = settings(f"model.path={tmp_path}", "model.dtype=float32", "environment.protocol=hermes")
+    environment = environment_of(chosen)
+    assert isinstance(environment, SimpleTIREnvironment)
+    opened = await open_engine(chosen)
+    try:
+        assert isinstance(opened, OpenedModel)
+        assert opened.codec.end_ids == {256, 258}  # what the tokenizer and the template end with
+        assert opened.engine._batcher._eos_ids == {256, 258}  # type: ignore[attr-defined]
+        await environment.open()
+        prompt = await environment.episode(Problem(id="a", statement="1?", answer="1", source="toy")).start()
+        assert isinstance(prompt, MarkedText)
+        assert opened.codec.encode_prompt(prompt).count(257) == 3
+    finally:
+        await opened.close()
+        await environment.close()
+
+
+@pytest.mark.parametrize(
+    ("protocol", "prompt"), [("retool", "plain text"), ("torl", "plain text"), ("hermes", "chat template with tools")]
+)
+def test_results_say_under_which_protocol_they_were_made(protocol: str, prompt: str) -> None:
+    record = provenance(settings(f"environment.protocol={protocol}"), [], model={}, environment=[])["protocol"]
+    assert (record["protocol"], record["prompt"]) == (protocol, prompt)
+    assert record["instruction"] == INSTRUCTIONS[protocol]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("evaluation.chat_template=true", "hermes uses the template by itself; leave it out"),
+        ("evaluation.endpoint.url=http://localhost:1/v1", "and an endpoint applies its own"),
+    ],
+)
+def test_tool_calls_need_a_template_that_is_read_here(override: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        settings("environment.protocol=hermes", override)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from agentrl.config import load_settings
@@ -60,3 +62,10 @@ def test_presets_are_valid_settings(name: str) -> None:
     settings = load_settings(overrides=[*given, "model.path=a/b"], command="eval")
     values = {key: str(getattr(settings.evaluation, key.removeprefix("evaluation."))) for key in PRESETS[name]}
     assert values == PRESETS[name]
+
+
+def test_the_page_has_the_values_of_the_presets() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:3] == "| `"]
+    found = {row[0]: row[1:7] for row in rows if row[0] in PRESETS}
+    assert found == {name: list(values.values()) for name, values in PRESETS.items()}

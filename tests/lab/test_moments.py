@@ -316,11 +316,11 @@ def test_usable_groups() -> None:
     def group(index: int, rewards: list[float]) -> Group:
         return make_group([make_trajectory(i, ((1,),), reward, index) for i, reward in enumerate(rewards)])
 
-    kept, why = usable(
-        [group(0, [1, 0, 0, 1, 1]), group(1, [1, 0]), group(2, [1] * 4), group(3, [0, 1, 0, 0])], smallest=4
-    )
+    # The last one's rewards differ only in what is cut off.
+    rewards = ([1, 0, 0, 1, 1], [1, 0], [1] * 4, [0, 1, 0, 0], [0] * 4 + [1])
+    kept, why = usable([group(index, each) for index, each in enumerate(rewards)], size=4)
     assert [(item.index, len(item.trajectories)) for item in kept] == [(0, 4), (3, 4)]
-    assert why == {"equal rewards": 1, "too few trajectories that are data": 1}
+    assert why == {"equal rewards": 2, "too few trajectories that are data": 1}
 
 
 @pytest.mark.parametrize(

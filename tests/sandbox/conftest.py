@@ -120,7 +120,7 @@ async def open_world(name: str, settings: SandboxSettings) -> Sandbox | World:
 
 @pytest.fixture(scope="module")
 def settings() -> SandboxSettings:
-    return SandboxSettings(timeout=20.0, memory_mb=256, max_processes=16, scratch_mb=8, output_limit=4096)
+    return SandboxSettings(timeout=60.0, memory_mb=256, max_processes=16, scratch_mb=8, output_limit=4096)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,10 +32,11 @@ def server_of(sandbox: Sandbox) -> int:
     return sandbox._servers._server._process.pid  # type: ignore[attr-defined]
 
 
-async def until(reached: Callable[[], bool]) -> bool:
-    """Whether it comes to be within some seconds."""
-    for _ in range(500):
-        if reached():
-            return True
+async def until(reached: Callable[[], bool], seconds: float = 120.0) -> bool:
+    """Whether it comes to be; the machine may be slow, so the wait is long where all is not well."""
+    end = time.monotonic() + seconds
+    while not reached():
+        if time.monotonic() > end:
+            return False
         await asyncio.sleep(0.02)
-    return False
+    return True

@@ -91,7 +91,7 @@ async def test_a_daemonised_grandchild_is_gone_with_its_program(run):
         f"import os, subprocess, sys, time\n{LEAVE}"
         "if os.fork() == 0:\n    leave()\n    if os.fork() == 0:\n"
         f"        os.execv('/bin/sh', ['sh', '-c', 'sleep 60 # {mark}; true'])\n    os._exit(0)\n"
-        "time.sleep(0.2)\nprint('left it behind')"
+        "time.sleep(1.5)\nprint('left it behind')"
     )
     call = asyncio.ensure_future(run(program))
     seen: list[str] = []

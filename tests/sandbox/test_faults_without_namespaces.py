@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from sandbox.programs import LEAVE
+from sandbox.session_support import until
 
 from agentrl_sandbox.client import Outcome
 
@@ -53,11 +54,8 @@ async def test_whatever_is_killed_leaves_no_process_and_no_file(everywhere, whic
     os.kill({"undertaker": undertaker, "server": server, "interpreter": interpreter}[which], signal.SIGKILL)
     assert (await call).outcome is Outcome.INFRASTRUCTURE_FAILURE
     assert (await everywhere.execute("print('back')")).stdout == "back\n"
-    for _ in range(500):
-        if not holding(mark) and (which == "interpreter" or not scratch.exists()):
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError((holding(mark), scratch.exists()))
+    assert await until(lambda: not holding(mark)), holding(mark)
+    assert which == "interpreter" or await until(lambda: not scratch.exists())
 
 
 def children(pid: int) -> list[int]:

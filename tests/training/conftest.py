@@ -50,7 +50,9 @@ class CommandLine:
     def start(self, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
         """A command in a process group of its own, with changes to its environment variables."""
         quiet = {"OMP_NUM_THREADS": "1"}
-        whole = os.environ | quiet | {"PYTHONPATH": str(Path(__file__).parent)} | (environment or {})
+        places = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        path = {"PYTHONPATH": os.pathsep.join(place for place in places if place)}
+        whole = os.environ | quiet | path | (environment or {})
         process = subprocess.Popen(
             [sys.executable, "-m", "agentrl.cli", *arguments],
             cwd=self.folder,

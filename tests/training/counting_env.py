@@ -22,14 +22,18 @@ def doubled(rollouts: Rollouts, options: ScalarOptions) -> Estimate:
 
 
 class CountingEnv(gymnasium.Env[str, str]):
-    """Each step appends a byte to ``tally`` and takes ``seconds``."""
+    """Each step appends a byte to ``tally`` and takes ``seconds``.
+
+    A turn that ends while the tally holds as many bytes as ``right`` says, its end left out, is worth 1.
+    """
 
     metadata = {"render_modes": [], "stop": ("\n",)}  # noqa: RUF012
     action_space = UnicodeText(1000)
     observation_space = UnicodeText(1000)
 
-    def __init__(self, tally: str = "", seconds: float = 0.0) -> None:
+    def __init__(self, tally: str = "", seconds: float = 0.0, right: tuple[int, int] = (0, 0)) -> None:
         self._tally = tally
+        self._right = range(*right)
         self._seconds = seconds
         self._turn = 0
 
@@ -45,5 +49,6 @@ class CountingEnv(gymnasium.Env[str, str]):
                 tally.write(b".")
         time.sleep(self._seconds)
         self._turn += 1
-        reward = 1.0 / (1 + len(action))
+        lucky = bool(self._right) and Path(self._tally).stat().st_size in self._right
+        reward = 1.0 if lucky else 0.5 / (1 + len(action))
         return "go on\n", reward, self._turn == 2, False, {}

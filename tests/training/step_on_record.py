@@ -137,7 +137,12 @@ CASES = {
     "reinforce_pp": Case(zero_stage=0, algorithm={"estimator": "reinforce_pp"}),
     "dr_grpo": Case(zero_stage=0, algorithm={"estimator": "dr_grpo", "aggregation": None}),
     "remax": Case(zero_stage=0, algorithm={"estimator": "remax"}),
-    "eob": Case(zero_stage=3, near=True, algorithm={"estimator": "eob"}, correction={"weights": "token"}),
+    "eob": Case(
+        zero_stage=3,
+        near=True,
+        algorithm={"estimator": "eob"},
+        correction={"weights": "token", "self_normalize": True},
+    ),
     "overlong": Case(zero_stage=0, reward={"overlong_buffer": 6, "overlong_limit": 10}),
     "critic": Case(zero_stage=2, algorithm={"estimator": "gae", "lam": 0.9, "gamma": 0.9}),
     "critic_zero3": Case(

@@ -74,6 +74,16 @@ def test_weights_are_normalised_over_each_update() -> None:
     assert result.weights[1].tolist() == pytest.approx([1.0, 1.0])
 
 
+def test_exact_energies_do_not_depend_on_what_shares_a_micro_batch() -> None:
+    """Their weights come micro-batch by micro-batch, and one group's rows may lie in several."""
+    rows = evidence([[1.0, 3.0], [0.5, 0.5]], updates=[0, 0])
+    corrector = Corrector(CorrectionSettings(weights="token", weight_high=10.0, self_normalize=True))
+    together = corrector.energy_weights(rows)
+    apart = torch.cat([corrector.energy_weights(rows.cut(row, 1, 2)) for row in range(2)])
+    assert (together / together[0, 0]).tolist() == [pytest.approx([1.0, 3.0]), pytest.approx([0.5, 0.5])]
+    assert (apart / apart[0, 0]).tolist() == (together / together[0, 0]).tolist()
+
+
 def test_effective_sample_size_from_the_means() -> None:
     rho = [1.8, 0.6, 1.2]
     metrics = {

@@ -22,6 +22,8 @@ from agentrl.training.checkpoint import latest_checkpoint, read_state, settle
 
 from .conftest import DEADLINE, CommandLine, wait_until
 
+KEYS = ("scores", "best")
+HEAD = "model.embed_tokens.weight"
 TIMINGS = ("time/", "tokens_per_s", "rollout/seconds")
 
 
@@ -70,9 +72,11 @@ def test_a_deterministic_run_killed_again_and_again_ends_like_one_never_killed(
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     start = load_file(cold_policy / "model.safetensors")
     assert not torch.equal(start["model.embed_tokens.weight"], weights[0]["model.embed_tokens.weight"])
-    scores = [json.loads((run / "summary.json").read_text())["scores"] for run in (killed, whole)]
+    scores, best = ([json.loads((run / "summary.json").read_text())[key] for run in (killed, whole)] for key in KEYS)
     assert scores[0] == scores[1]
     assert [score["step"] for score in scores[0]] == [0, 4]
+    assert best[0] == best[1]
+    assert torch.equal(*(load_file(run / best[0]["policy"] / "model.safetensors")[HEAD] for run in (killed, whole)))
 
 
 def test_a_stopped_run_goes_on_with_the_problems_it_had_issued(command_line: CommandLine, random_policy: Path) -> None:
@@ -116,7 +120,7 @@ def test_checkpoints_are_pruned_and_the_export_is_plain_transformers(
     for noise in ("Loading weights", "Writing model", "[WARNING]", "Warning:", "Traceback"):
         assert noise not in said
     run = command_line.folder / "runs" / "plain"
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000003", "step-000004"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["best", "step-000003", "step-000004"]
     assert (run / "policy" / "README.md").read_text().startswith("---\nlibrary_name: transformers")
     model, report = AutoModelForCausalLM.from_pretrained(run / "policy", output_loading_info=True)
     assert not report["missing_keys"]

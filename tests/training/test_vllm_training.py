@@ -1,4 +1,4 @@
-"""Training on two vLLM servers that the run starts itself; one of them is killed on the way."""
+"""Training on vLLM servers that the run starts itself: one of two is killed; weights change under running requests."""
 
 from __future__ import annotations
 
@@ -70,3 +70,18 @@ def test_a_run_loses_no_trajectory_with_one_of_two_servers(command_line: Command
     assert not (run / ".weights").exists()
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
+
+
+def test_weights_change_under_running_requests(command_line: CommandLine, policy: Path) -> None:
+    ahead = ["rollout.schedule=asynchronous", "rollout.max_staleness=2", "correction.weights=token"]
+    own = ["rollout.engine=vllm", "rollout.concurrency=3", "training.steps=6", "telemetry.trajectories_every=1"]
+    command_line.run(*command_line.counting(policy, "name=ahead", "environment.kwargs.seconds=0.1", *ahead, *own))
+    rows = [row for row in command_line.metrics("ahead") if "policy/updates" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["policy/updates"] for row in rows] == [1] * 6
+    assert 1 <= max(row["staleness/max"] for row in rows) <= 2
+    assert max(row["staleness/mixed_share"] for row in rows) > 0
+    assert max(row.get("policy/engine_abs_diff", 0.0) for row in rows) < 1e-5
+    run = RunDirectory(command_line.folder / "runs" / "ahead")
+    trained = [record["group"] for step in range(1, 7) for record in run.read_trajectories(step)]
+    assert sorted(trained) == [group for group in range(18) for _ in range(4)]

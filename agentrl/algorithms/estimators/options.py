@@ -1,12 +1,12 @@
 """Options of the estimators: frozen records whose defaults are *the* defaults. InvalidOptionError on a bad value."""
 
-import math
 from dataclasses import dataclass
 
 from agentrl.algorithms.aggregation import AGGREGATIONS
 from agentrl.algorithms.baselines import TAILS
+from agentrl.algorithms.bounds import check_flag, check_positive, check_range
 from agentrl.algorithms.energy import ENERGIES
-from agentrl.algorithms.errors import InvalidOptionError, check_choice
+from agentrl.algorithms.errors import check_choice
 from agentrl.algorithms.normalization import NORMALIZATIONS
 
 
@@ -35,7 +35,7 @@ class DiscountedOptions(WhitenedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_fraction("gamma", self.gamma)
+        check_range("gamma", self.gamma, 0.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class GaeOptions(DiscountedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_fraction("lam", self.lam)
+        check_range("lam", self.lam, 0.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,8 @@ class WeightedOptions(ScalarOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_flag("leave_one_out", self.leave_one_out)
-        _check_positive("epsilon", self.epsilon)
+        check_flag("leave_one_out", self.leave_one_out)
+        check_positive("epsilon", self.epsilon)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class CrossBaselineOptions(WeightedOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("tail", self.tail, TAILS)
-        _check_fraction("gamma", self.gamma)
+        check_range("gamma", self.gamma, 0.0, 1.0)
         check_choice("loss_aggregation", self.loss_aggregation, AGGREGATIONS)
 
 
@@ -112,22 +112,3 @@ class TokenBaselineOptions(CrossBaselineOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("energy", self.energy, ENERGIES)
-
-
-def _check_fraction(name: str, value: object) -> None:
-    if not _is_number(value) or not 0.0 <= float(value) <= 1.0:  # type: ignore[arg-type]
-        raise InvalidOptionError(f"{name}={value!r} lies outside [0, 1]")
-
-
-def _check_positive(name: str, value: object) -> None:
-    if not _is_number(value) or not 0.0 < float(value) < math.inf:  # type: ignore[arg-type]
-        raise InvalidOptionError(f"{name}={value!r} must be positive and finite")
-
-
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise InvalidOptionError(f"{name}={value!r} must be True or False")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from agentrl.algorithms.bounds import check_fraction, check_order, check_positive, check_range
+from agentrl.algorithms.bounds import check_fraction, check_order, check_positive, check_range, is_number
 from agentrl.algorithms.errors import InvalidOptionError
 
 
@@ -27,8 +27,8 @@ class DualClipOptions(ClipOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1.0 < self.dual_clip < math.inf:
-            raise InvalidOptionError(f"dual_clip={self.dual_clip} must be greater than 1 and finite")
+        if not (is_number(self.dual_clip) and 1.0 < self.dual_clip < math.inf):
+            raise InvalidOptionError(f"dual_clip={self.dual_clip!r} must be greater than 1 and finite")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,16 @@ from agentrl.kernels.energies.collector import LayerEnergies
 from agentrl.kernels.energies.head import HeadRow, head_row
 from agentrl.kernels.energies.modules import Parts, take_apart
 from agentrl.kernels.records import KernelInputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """Trajectories as the passes take them: left-aligned, what is attended to first. All [B, S]."""
+
+    input_ids: Tensor
+    mask: Tensor  # bool, the tokens y_t that count
+    active: Tensor  # bool, the positions whose state reaches the log-probability of one of them
+    coefficients: Tensor  # what multiplies it, 0 off the mask; in the dtype of accumulation
 
 
 def trajectory_energies(
@@ -53,29 +64,35 @@ def trajectory_energies(
     module), reentrant gradient checkpointing, and inputs that do not fit together.
     """
     parts = take_apart(model)
-    mask = token_mask.bool()
-    _check(input_ids, mask, attention_mask, importance_weights, temperature)
+    _check(input_ids, token_mask.bool(), attention_mask, importance_weights, temperature)
+    dtype = torch.float64 if parts.embedding.weight.dtype == torch.float64 else torch.float32
+    rows = _prepared(input_ids, token_mask.bool(), attention_mask, importance_weights, dtype)
+    layers = LayerEnergies(parts.layers, rows.active, dtype)
+    with torch.enable_grad(), layers.attached():
+        embedded, hidden = _forward(parts, rows.input_ids)
+        shares = _head_shares(parts, hidden.detach(), rows, temperature)
+        layers.begin_backward()
+        (gradient,) = torch.autograd.grad(hidden, embedded, _gradient_of_states(hidden, shares, rows))
+    layers.check_complete()
+    totals = layers.totals + _outer_energies(parts, shares, rows, gradient.detach().to(dtype))
+    return totals.to(dtype)
+
+
+def _prepared(
+    input_ids: Tensor, mask: Tensor, attention_mask: Tensor | None, weights: Tensor | None, dtype: torch.dtype
+) -> _Rows:
+    """The rows without what is not attended to, and what counts in them."""
     if attention_mask is not None:
         order = _left_aligned(attention_mask.bool())
         input_ids, mask = input_ids.gather(1, order), mask.gather(1, order)
-        importance_weights = None if importance_weights is None else importance_weights.gather(1, order)
-    # A state matters if a counted token comes after it. What a row is padded with on the right never does.
-    active = mask.long().flip(-1).cumsum(-1).flip(-1) - mask.long() > 0
-    dtype = torch.float64 if parts.embedding.weight.dtype == torch.float64 else torch.float32
-    coefficients = mask.to(dtype)
-    if importance_weights is not None:
-        coefficients = torch.where(mask, importance_weights.detach(), 0.0).to(dtype)
-    layers = LayerEnergies(parts.layers, active, dtype)
-    with torch.enable_grad(), layers.attached():
-        embedded, hidden = _forward(parts, input_ids)
-        rows = _head_rows(parts, hidden.detach(), input_ids, mask, coefficients, temperature, active)
-        counted, gradient = _before(mask), torch.zeros_like(hidden, dtype=dtype)
-        gradient[counted] = torch.cat([row.hidden_gradient for row in rows])
-        layers.begin_backward()
-        (gradient,) = torch.autograd.grad(hidden, embedded, gradient.to(hidden.dtype))
-    layers.check_complete()
-    totals = layers.totals + _outer_energies(parts, rows, input_ids, gradient.detach().to(dtype), active)
-    return totals.to(dtype)
+        weights = None if weights is None else weights.gather(1, order)
+    coefficients = mask.to(dtype) if weights is None else torch.where(mask, weights.detach(), 0.0).to(dtype)
+    return _Rows(input_ids=input_ids, mask=mask, active=_before_a_counted(mask), coefficients=coefficients)
+
+
+def _before_a_counted(mask: Tensor) -> Tensor:
+    """Where a counted token comes later in the row: what a row is padded with on the right never is."""
+    return mask.long().flip(-1).cumsum(-1).flip(-1) - mask.long() > 0
 
 
 def _left_aligned(attended: Tensor) -> Tensor:
@@ -109,31 +126,30 @@ def _forward(parts: Parts, input_ids: Tensor) -> tuple[Tensor, Tensor]:
     return leaves[0], hidden
 
 
-def _head_rows(
-    parts: Parts,
-    hidden: Tensor,
-    input_ids: Tensor,
-    mask: Tensor,
-    coefficients: Tensor,
-    temperature: float,
-    active: Tensor,
-) -> list[HeadRow]:
+def _gradient_of_states(hidden: Tensor, shares: list[HeadRow], rows: _Rows) -> Tensor:
+    """[B, S, D]: of sum_t rho_t ln p(y_t) with respect to the states after the last norm, in their dtype."""
+    gradient = torch.zeros_like(hidden, dtype=rows.coefficients.dtype)
+    gradient[_before(rows.mask)] = torch.cat([share.hidden_gradient for share in shares])
+    return gradient.to(hidden.dtype)
+
+
+def _head_shares(parts: Parts, hidden: Tensor, rows: _Rows, temperature: float) -> list[HeadRow]:
     """The head's share of every row, computed inside one call of the head, whose hooks have gathered its weight."""
-    rows: list[HeadRow] = []
+    shares: list[HeadRow] = []
     wants_cross = parts.tied and parts.embedding.weight.requires_grad
 
     def inside(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        for row in range(mask.shape[0]):
-            tokens = mask[row].nonzero().squeeze(-1)
-            rows.append(
+        for row in range(rows.mask.shape[0]):
+            tokens = rows.mask[row].nonzero().squeeze(-1)
+            shares.append(
                 head_row(
-                    hidden[row, tokens - 1].to(coefficients.dtype),
+                    hidden[row, tokens - 1].to(rows.coefficients.dtype),
                     parts.head.weight.detach(),
                     None if parts.head.bias is None else parts.head.bias.detach(),
-                    input_ids[row, tokens],
-                    coefficients[row, tokens],
+                    rows.input_ids[row, tokens],
+                    rows.coefficients[row, tokens],
                     temperature,
-                    input_ids[row, active[row]] if wants_cross else None,
+                    rows.input_ids[row, rows.active[row]] if wants_cross else None,
                 )
             )
 
@@ -143,13 +159,13 @@ def _head_rows(
             parts.head(hidden[:1, :1].to(parts.head.weight.dtype))  # what it gives is of no use
     finally:
         handle.remove()
-    return rows
+    return shares
 
 
-def _outer_energies(parts: Parts, rows: list[HeadRow], input_ids: Tensor, gradient: Tensor, active: Tensor) -> Tensor:
+def _outer_energies(parts: Parts, shares: list[HeadRow], rows: _Rows, gradient: Tensor) -> Tensor:
     """[B]: head and embedding, with the cross term if they are one parameter. gradient [B, S, D]: the embedding's."""
-    weights = torch.tensor([row.weight_energy for row in rows], dtype=torch.float64, device=gradient.device)
-    biases = torch.tensor([row.bias_energy for row in rows], dtype=torch.float64, device=gradient.device)
+    weights = torch.tensor([share.weight_energy for share in shares], dtype=torch.float64, device=gradient.device)
+    biases = torch.tensor([share.bias_energy for share in shares], dtype=torch.float64, device=gradient.device)
     total = torch.zeros_like(weights)
     if parts.head.weight.requires_grad:
         total += weights
@@ -158,14 +174,16 @@ def _outer_energies(parts: Parts, rows: list[HeadRow], input_ids: Tensor, gradie
     if not parts.embedding.weight.requires_grad:
         return total
     # The embedding gives its padding token no gradient.
-    learns = active if parts.embedding.padding_idx is None else active & (input_ids != parts.embedding.padding_idx)
+    padding = parts.embedding.padding_idx
+    learns = rows.active if padding is None else rows.active & (rows.input_ids != padding)
     owner = learns.nonzero()[:, 0]
-    total += embedding_energy(input_ids[learns], owner, gradient[learns], len(rows))
+    total += embedding_energy(rows.input_ids[learns], owner, gradient[learns], len(shares))
     if parts.tied:
-        for row, share in enumerate(rows):
+        for row, share in enumerate(shares):
             assert share.cross is not None  # asked for above
-            kept = learns[row, active[row]].unsqueeze(-1)
-            products = torch.where(kept, share.cross * gradient[row, active[row]], 0.0)
+            active = rows.active[row]
+            kept = learns[row, active].unsqueeze(-1)
+            products = torch.where(kept, share.cross * gradient[row, active], 0.0)
             total[row] += 2 * products.sum(dtype=torch.float64)
     return total
 

@@ -55,7 +55,7 @@ class TransformersEngine:
         self._open.set()
         self._batcher = Batcher(
             model,
-            eos_ids=frozenset({codec.eos_id, *eos_ids}),
+            eos_ids=codec.end_ids.union(eos_ids),
             table=codec.table,
             max_batch_tokens=settings.max_batch_tokens,
             kv_cache_tokens=settings.kv_cache_tokens,

@@ -76,7 +76,7 @@ class VLLMEngine:
         self._vllm = settings.vllm
         self._vocabulary = vocabulary
         self._version = version
-        self._eos_ids = frozenset({codec.eos_id, *eos_ids})
+        self._eos_ids = codec.end_ids.union(eos_ids)
         self._members = [
             Member(replica=Replica(item))
             if isinstance(item, str)

@@ -10,12 +10,15 @@ Imports SymPy: for the grading process alone.
   leading digits too, so 0.0000001 is not 0.0000002.
 - **Not equal although the letters are.** Words that are anagrams (products of letters to a LaTeX parser), numerals of
   different bases, the right side of a false equation (``4=5`` is not 5), and words behind a number that change it: to
-  math-verify all words are units, so ``5 \text{ million}`` is 5.
+  math-verify all words are units, so ``5 \text{ million}`` is 5, and so are most single letters, so ``3t`` is 3.
+- **No answer although something can be read.** Signs that math-verify drops from between two digits (``1'74``,
+  ``1$74``), numbers side by side (``17 0``, ``10\%1``), and a box with something beside it.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +26,7 @@ import sympy
 from math_verify import ExprExtractionConfig, parse, verify
 from sympy.core.expr import UnevaluatedExpr
 
+from agentrl_envs.answers import last_boxed
 from agentrl_envs.grading.latex import read_latex
 from agentrl_envs.grading.notation import python_notation
 from agentrl_envs.grading.spelling import respelled, words_in
@@ -33,8 +37,14 @@ _ONLY_A_NUMBER = re.compile(
     r"[+-]?[$€£¥]? ?(?:\d+|\d{1,3}(?:[, ]\d{3})+)?(?:\.\d+)? ?(?:[$€£¥%]|percent|pct)?", re.ASCII
 )
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+", re.ASCII)
-_SIDE_BY_SIDE = re.compile(r"(?<![_^\d.])\d[\d.]*\s+\d")  # two numbers: to math-verify a product, and "17 0" would be 0
-_NUMERAL = re.compile(r"(?P<digits>[0-9A-Za-z]+)_\{?(?P<base>\d+)\}?", re.ASCII)
+# Two numbers: to math-verify a product ("17 0" would be 0), or one number (4"08 would be 408).
+_SIDE_BY_SIDE = re.compile(r"(?<![_^\d.])\d[\d.]*\s+\d|\d\s*(?:\\?[$%]|['\"])[\\$%'\"\s]*\d")
+_BOX = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])")
+_SUBSCRIPT = re.compile(r"(?<=\d)[\s'\"]*_(?:\{([^{}]*)\}|([\w.]+))", re.ASCII)
+_NUMERAL = re.compile(r"([0-9]+)_(?:\{\d+\}|\d+)", re.ASCII)
+_ATTACHED_LETTER = re.compile(r"[\d}]([cdghlmost])$", re.ASCII)  # those that math-verify takes for units
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_UNITS_OF_ONE_LETTER = "msghl"
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _MEANT = re.compile(
     r"\b(?:(?:hundred|thousand|million|billion|trillion|dozen|third|fourth|fifth|sixth|tenth)s?|half|halves|squared|cubed"
@@ -44,6 +54,8 @@ _MEANT = re.compile(
 _I = sympy.Symbol("i", real=True)
 _TOO_NEAR = 2e-6  # absolute: math-verify rounds decimals to six digits
 _EXACT = 1e-12  # relative: double precision
+_ROUGHLY = 0.05  # relative: what is called approximately equal
+_FLOATS_END = 1e300
 _LEADING_DIGITS = 1e-2  # relative: farther apart is different, however small
 
 
@@ -75,13 +87,38 @@ def _same(answer: str, gold: str, answer_forms: list[Any], gold_forms: list[Any]
     answer, gold = respelled(answer), respelled(gold)
     if not set(_MEANT.findall(answer.lower())) <= set(_MEANT.findall(gold.lower())):
         return False
-    if "_" in answer and "_" in gold:
-        answer_numeral, gold_numeral = _NUMERAL.fullmatch(answer), _NUMERAL.fullmatch(gold)
-        if answer_numeral and gold_numeral and answer_numeral["base"] != gold_numeral["base"]:
-            return False
+    if not _bases_agree(answer, gold) or not _letters_agree(answer, gold):
+        return False
     if _DECIMAL_COMMA.fullmatch(answer):
         answer_forms = [*answer_forms, sympy.Float(answer.replace(",", "."))]
     return _any_equal(gold_forms, answer_forms)
+
+
+def _bases_agree(answer: str, gold: str) -> bool:
+    """Whether the subscripts of numerals are those of the gold answer, which the LaTeX parser drops.
+
+    An answer may leave them out, and may write one where the gold answer is nothing but its digits.
+    """
+    said, wanted = _subscripts(answer), _subscripts(gold)
+    if not said or said == wanted:
+        return True
+    numeral = _NUMERAL.fullmatch(answer)
+    return numeral is not None and numeral[1] == gold
+
+
+def _subscripts(text: str) -> list[str]:
+    return [(braced or bare).strip() for braced, bare in _SUBSCRIPT.findall(text)] if "_" in text else []
+
+
+def _letters_agree(answer: str, gold: str) -> bool:
+    """Whether a single letter attached to a number is in both: math-verify drops most of them as units.
+
+    That of a gold answer is a variable (``2s``); that of an answer may be a unit (``5m`` for 5).
+    """
+    in_answer, in_gold = _ATTACHED_LETTER.search(answer), _ATTACHED_LETTER.search(gold)
+    if in_gold is not None and in_gold[1] not in _COMMAND.sub("", answer):
+        return False
+    return in_answer is None or in_answer[1] in _UNITS_OF_ONE_LETTER or in_answer[1] in _COMMAND.sub("", gold)
 
 
 def _any_equal(gold_forms: list[Any], answer_forms: list[Any]) -> bool:
@@ -97,10 +134,17 @@ def _any_equal(gold_forms: list[Any], answer_forms: list[Any]) -> bool:
 def _forms(text: str) -> list[Any]:
     """Every reading of a text; a text that cannot be read is among its readings as it stands."""
     text = respelled(text)
-    if not _braces_balance(text) or _SIDE_BY_SIDE.search(text):
+    if _BOX.search(text):
+        inner = last_boxed(text)
+        if inner is None or text.replace(" ", "") != f"\\boxed{{{inner}}}".replace(" ", ""):
+            return [text]
+        text = inner
+    if not _braces_balance(text) or _SIDE_BY_SIDE.search(text) or _falsely_rounded(text):
         return [text]
     in_latex = read_latex(text)
     forms: list[Any] = [] if in_latex is None else [in_latex]
+    if _ATTACHED_LETTER.search(text) and (variable := read_latex(text, units=False)) is not None:
+        forms.append(variable)
     in_python = python_notation(text)
     if in_python is not None:
         forms = [in_python, *_as_matrix(in_python), *forms]
@@ -144,17 +188,24 @@ def _false_equation(form: Any) -> bool:
     """An equation between numbers that are not equal."""
     if not isinstance(form, sympy.Eq) or form.free_symbols:
         return False
-    left, right = _value(form.lhs), _value(form.rhs)
+    left, right = _value(form.lhs, {}), _value(form.rhs, {})
     return left is not None and right is not None and abs(left - right) > _TOO_NEAR
 
 
 def _refuted(gold: Any, answer: Any) -> bool:
-    """Whether two expressions certainly differ: their values do, at one point where both have one."""
-    if not _comparable(gold) or not _comparable(answer) or gold.free_symbols != answer.free_symbols:
+    """Whether two forms certainly differ: in kind, or in value at one point where both have one."""
+    if _kind(gold) != _kind(answer):
+        return _kind(gold) is not None and _kind(answer) is not None
+    if not _comparable(gold) or not _comparable(answer):
         return False
-    left, right = _value(gold), _value(answer)
+    names = sorted({symbol.name for symbol in gold.free_symbols | answer.free_symbols})
+    point = {name: sympy.Rational(1009 + 211 * place, 773) for place, name in enumerate(names)}
+    left, right = _value(gold, point), _value(answer, point)
     if left is None or right is None:
-        return False
+        # In a number beyond floats a decimal counts for nothing: 2^4181 + 0.5 would be 2^4181.
+        return gold.has(sympy.Float) != answer.has(sympy.Float) and _huge(gold) and _huge(answer)
+    if left == right == 0:
+        return _far_from_one(gold / answer, point) or _far_from_one(answer / gold, point)  # 1/2004! is not 1/2064!
     apart, size = abs(left - right), max(abs(left), abs(right))
     return apart > _TOO_NEAR + _EXACT * size or apart > _LEADING_DIGITS * size
 
@@ -164,12 +215,47 @@ def _comparable(form: Any) -> bool:
     return isinstance(form, sympy.Expr) and not isinstance(form, sympy.Symbol) and not form.has(UnevaluatedExpr)
 
 
-def _value(form: Any) -> complex | None:
-    """The value with numbers in place of the symbols; None where there is none."""
-    point = {symbol: sympy.Rational(1009 + 211 * i, 773) for i, symbol in enumerate(sorted(form.free_symbols, key=str))}
+def _far_from_one(ratio: Any, point: Mapping[str, Any]) -> bool:
+    value = _value(ratio, point)
+    return value is not None and abs(value - 1) > _LEADING_DIGITS
+
+
+def _falsely_rounded(text: str) -> bool:
+    """``2/3 \\approx 3.67``: to math-verify its first part is what is said."""
+    exact, sign, rounded = text.partition(r"\approx")
+    if not sign or not exact.strip():
+        return False
+    left, right = (_number(read_latex(respelled(part))) for part in (exact, rounded))
+    return left is not None and right is not None and abs(left - right) > _ROUGHLY * max(abs(left), abs(right))
+
+
+def _number(form: Any) -> complex | None:
+    return _value(form, {}) if _comparable(form) and not form.free_symbols else None
+
+
+def _huge(form: Any) -> bool:
+    return not form.free_symbols and bool(abs(form.evalf(5)) > _FLOATS_END)
+
+
+def _kind(form: Any) -> str | None:
+    """What no other kind can equal; None where that is not certain."""
+    if isinstance(form, sympy.MatrixBase):
+        return "matrix"
+    if isinstance(form, (sympy.Interval, sympy.Union)):
+        return "interval"
+    return "expression" if _comparable(form) else None
+
+
+def _value(form: Any, point: Mapping[str, Any]) -> complex | None:
+    """The value with numbers in place of the symbols, by their names; None where there is none."""
     try:
         form = form.doit() if form.has(UnevaluatedExpr) else form
-        value = complex(form.subs(point).evalf(20) if point else form.evalf(20))
-    except (TypeError, ValueError, ArithmeticError, AttributeError, NotImplementedError):
+        symbols = form.free_symbols
+        value = complex(
+            form.subs({symbol: point[symbol.name] for symbol in symbols}).evalf(20) if symbols else form.evalf(20)
+        )
+    except (TypeError, ValueError, ArithmeticError, AttributeError):
+        return None
+    except NotImplementedError:  # SymPy raises it where it knows no value, for example of a relation or a set
         return None
     return value if abs(value) < float("inf") else None

@@ -33,8 +33,9 @@ _LEADING_DIGITS = Fraction(1, 100)  # ... and, where they are small, in their le
 def quick_verdict(answer: str, gold: str) -> Verdict | None:
     """The verdict where it is certain without algebra, else None.
 
-    Equal spellings are correct. Integers and ratios are compared exactly, decimals to six digits behind the point; they
-    may have a sign, leading zeros and thousands commas. Words are compared by their letters.
+    Equal spellings are correct. Integers and ratios are compared exactly, decimals to six digits behind the point, two
+    of them to the digits of the shorter; they may have a sign, leading zeros and thousands commas. Words are compared
+    by their letters.
     """
     if answer == gold and gold.strip():
         return Verdict.CORRECT
@@ -71,9 +72,11 @@ def _by_value(answer: str, gold: str) -> Verdict | None:
     if answer_value == gold_value:
         return Verdict.CORRECT
     apart = abs(answer_value - gold_value)
+    places = [len(text.partition(".")[2]) for text in (answer, gold) if _DECIMAL.fullmatch(text)]
+    if len(places) == 2 and apart > Fraction(1, 2 * 10 ** min(places)):
+        return Verdict.INCORRECT  # neither is the other, rounded
     near = apart < _ROUNDED and apart <= _LEADING_DIGITS * max(abs(answer_value), abs(gold_value))
-    rounded = _DECIMAL.fullmatch(answer) or _DECIMAL.fullmatch(gold)
-    return Verdict.CORRECT if near and rounded else Verdict.INCORRECT
+    return Verdict.CORRECT if near and places else Verdict.INCORRECT
 
 
 def _by_words(answer: str, gold: str) -> Verdict | None:

@@ -20,11 +20,14 @@ _NORMAL = LatexExtractionConfig().normalization_config
 _WITHOUT_UNITS = replace(_NORMAL, units=False)
 
 
-def read_latex(text: str) -> Any | None:
+def read_latex(text: str, *, units: bool = True) -> Any | None:
     """The SymPy object that the text writes in LaTeX, or None.
 
-    Units are dropped; where that leaves nothing readable, the last letter was none (``sin t`` has no tons).
+    Units are dropped; where that leaves nothing readable, the last letter was none (``sin t`` has no tons). Without
+    ``units`` there are none.
     """
+    if not units:
+        return _read(latex2sympy2.normalize_latex(text, config=_WITHOUT_UNITS))
     read = _read(latex2sympy2.normalize_latex(text, config=_NORMAL))
     return _read(latex2sympy2.normalize_latex(text, config=_WITHOUT_UNITS)) if read is None else read
 
@@ -63,8 +66,11 @@ class _TwoStageParser(latex2sympy2.PSParser):
 
 class _Reader(latex2sympy2._Latex2Sympy):
     def create_parser(self, text: str) -> Any:
-        parser = super().create_parser(text)
-        two_stage = _TwoStageParser(parser.getTokenStream())
+        tokens = super().create_parser(text).getTokenStream()
+        # An unknown command or sign is no reading. It raises here, all of the text at once: raised in the middle of a
+        # parse it would be taken for a parse that failed, and the second one would go on behind it.
+        tokens.fill()
+        two_stage = _TwoStageParser(tokens)
         two_stage.removeErrorListeners()
         two_stage.addErrorListener(self.MathErrorListener(text))
         return two_stage

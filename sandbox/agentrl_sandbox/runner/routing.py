@@ -58,8 +58,7 @@ def needs_science(program: str) -> bool:
     """
     if _SUSPECT.search(program) is None:
         return False
-    rest, found = _FROM_IMPORT.subn(lambda match: "" if match[1] in _FREE_MODULES else match[0], program)
-    del found
+    rest = _FROM_IMPORT.sub(lambda match: "" if match[1] in _FREE_MODULES else match[0], program)
     for match in _IMPORT.finditer(rest):
         if not all(_is_free(clause) for clause in match[1].split(",")):
             return True

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl_sandbox.once import digest
 from agentrl_sandbox.types import Execution, Sandbox
 
 
@@ -28,13 +27,9 @@ class Call:
     echo: bool = False
 
     def digest(self) -> bytes:
-        """Equal for equal calls, so that one ``request_id`` used for two programs never mixes them up."""
-        texts = (self.program.encode("utf-8", "surrogatepass"), self.stdin.encode("utf-8", "surrogatepass"))
-        rest = (self.timeout, self.session, list(self.files), self.fetch_files, self.echo)
-        digest = hashlib.sha256()
-        for part in (*texts, json.dumps(rest).encode(), *self.files.values()):
-            digest.update(len(part).to_bytes(8, "big") + part)
-        return digest.digest()
+        """What tells it from another call with the same ``request_id``."""
+        header, blobs = self.frame()
+        return digest(header, *blobs)
 
     async def run(self, sandbox: Sandbox) -> Execution:
         """Execute it. Raises as ``Sandbox.execute`` does."""

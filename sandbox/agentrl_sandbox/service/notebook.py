@@ -1,6 +1,6 @@
 """A program that runs cells as a notebook does: one namespace, output and last expression of each kept apart.
 
-It is sent to a runner as text, with ``cells.json`` beside it, and leaves ``results.json``; nothing imports it.
+It is sent to a runner as text, with the file ``CELLS`` beside it, and leaves the file ``RESULTS``; nothing imports it.
 """
 
 from __future__ import annotations

@@ -219,6 +219,9 @@ class FrontConnection(asyncio.Protocol):
             del self.tasks[identifier]
             if task.cancelled():  # before its first step
                 self.send(_refused(identifier, "cancelled", "cancelled"))
+            elif (bug := task.exception()) is not None:  # silence would cost this runner its front
+                _log.error("a request could not be answered", exc_info=bug)
+                self.send(_refused(identifier, "failed", f"{type(bug).__name__}: {bug}"))
 
         return forget
 

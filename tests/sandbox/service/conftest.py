@@ -28,7 +28,7 @@ HELD = Isolation(layers=dict.fromkeys(PROPERTIES, "a layer"), mode="root")
 
 
 class SteeredSandbox:
-    """Programs are commands: ``wait`` until released, ``impossible``, ``broken``, or text to echo."""
+    """Programs are commands: ``wait`` until released, ``impossible``, ``bug``, ``broken``, or text to echo."""
 
     def __init__(self) -> None:
         self.started: list[str] = []
@@ -62,6 +62,8 @@ class SteeredSandbox:
                 raise
         if program == "impossible":
             raise ValueError("an impossible name")
+        if program == "bug":
+            raise RuntimeError("nobody thought of this")
         if session is not None:
             self._history(session).append(program)
             program = "|".join(self._history(session))
@@ -177,7 +179,7 @@ async def running_front(sockets: Path, *, queue_limit: int = 64, runners: int = 
         headers = {"Authorization": f"Bearer {TOKEN}"}
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60) as client:
             if runners:
-                assert await pool.roster.wait_for_runner(20)
+                assert await pool.roster.wait_for_runner(120)
             yield RunningFront(front, server, port, client)
     finally:
         server.should_exit = True
@@ -196,7 +198,7 @@ async def front(sockets: Path, runner: RunningRunner) -> AsyncIterator[RunningFr
         yield started
 
 
-async def until(true: Callable[[], object], seconds: float = 20.0) -> None:
+async def until(true: Callable[[], object], seconds: float = 120.0) -> None:
     """Wait until something holds."""
     async with asyncio.timeout(seconds):
         while not true():

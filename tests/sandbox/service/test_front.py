@@ -76,6 +76,14 @@ async def test_one_id_for_two_programs_mixes_nothing_up(front):
     assert answers == ["a", "b"]
 
 
+async def test_whatever_a_runner_trips_over_is_answered_at_once(front, runner):
+    answer = (await front.run("bug")).json()
+    assert answer["outcome"] == "infrastructure_failure"
+    assert "RuntimeError: nobody thought of this" in answer["stderr"]
+    assert (await front.run("p")).json()["outcome"] == "ok"
+    assert front.pool.roster.running == 0
+
+
 async def test_an_infrastructure_failure_is_not_remembered(front, runner):
     for _ in range(2):
         assert (await front.run("broken", request_id="x")).json()["outcome"] == "infrastructure_failure"

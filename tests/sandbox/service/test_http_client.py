@@ -175,34 +175,53 @@ async def test_calls_survive_a_front_that_is_replaced(sockets, runner, running_f
     await asyncio.gather(*(task for task in relaying if task is not None))
 
 
-async def test_an_answer_that_cannot_be_read_is_asked_for_again():
-    good = {"outcome": "ok", "stdout": "x", "stderr": "", "exit_code": 0, "seconds": 0, "truncated": False, "files": {}}
-    layers = {"isolation": {"mode": "root", "layers": {}}, "limits": {}}
-    answers = [layers, good, {"outcome": "won"}, good]
-    asked: list[bytes] = []
+GOOD = {"outcome": "ok", "stdout": "x", "stderr": "", "exit_code": 0, "seconds": 0, "truncated": False, "files": {}}
+READY = {"isolation": {"mode": "root", "layers": {}}, "limits": {}}
 
-    left = asyncio.Event()
+
+@asynccontextmanager
+async def answering(*answers: bytes) -> AsyncIterator[tuple[str, list[bytes]]]:
+    """A service that gives these bodies, one a request: its address, and a list of the bodies that it was sent."""
+    left = list(answers)
+    asked: list[bytes] = []
+    serving: dict[asyncio.StreamWriter, asyncio.Task[None] | None] = {}
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving[writer] = asyncio.current_task()
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = re.search(rb"content-length: (\d+)", head.lower())
                 asked.append(await reader.readexactly(int(length[1]) if length else 0))
-                body = json.dumps(answers.pop(0)).encode()
+                body = left.pop(0)
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-        except asyncio.IncompleteReadError:
+        except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
-            left.set()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    sandbox = await open_sandbox(SandboxSettings(url=url, allow_unisolated=True))
-    assert (await sandbox.execute("p", request_id="x")).stdout == "x"
-    assert [json.loads(body)["request_id"] for body in asked[2:]] == ["x", "x"]
-    await sandbox.close()
-    await left.wait()
-    server.close()
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", asked
+    finally:
+        server.close()
+        for writer in serving:
+            writer.close()
+        await asyncio.gather(*(task for task in serving.values() if task is not None))
+
+
+@pytest.mark.parametrize("unreadable", [b'{"outcome": "won"}', b"no JSON", b'"\xff"'])
+async def test_an_answer_that_cannot_be_read_is_asked_for_again(unreadable):
+    ready, good = json.dumps(READY).encode(), json.dumps(GOOD).encode()
+    async with answering(ready, good, unreadable, good) as (url, asked):
+        sandbox = await open_sandbox(SandboxSettings(url=url, allow_unisolated=True))
+        assert (await sandbox.execute("p", request_id="x")).stdout == "x"
+        assert [json.loads(body)["request_id"] for body in asked[2:]] == ["x", "x"]
+        await sandbox.close()
+
+
+async def test_a_limit_that_the_service_does_not_tell_is_refused():
+    async with answering(json.dumps(READY).encode()) as (url, _):
+        with pytest.raises(StartError, match="does not say its memory_mb, which is to be 100"):
+            await open_sandbox(SandboxSettings(url=url, allow_unisolated=True, memory_mb=100))
 
 
 async def test_a_closed_sandbox_says_so(front):

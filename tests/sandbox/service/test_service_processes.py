@@ -6,12 +6,14 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+from sandbox.session_support import until
 
 from agentrl_sandbox.client import Outcome, SandboxSettings, open_sandbox
 
@@ -29,12 +31,20 @@ class Serving:
 
     async def runner(self) -> int:
         """The runner's process, a child of the front."""
-        while True:
+        end = time.monotonic() + READY_SECONDS
+        while time.monotonic() < end:
             children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
             found = [int(pid) for pid in children if b"runner" in Path(f"/proc/{pid}/cmdline").read_bytes()]
             if found:
                 return found[0]
             await asyncio.sleep(0.05)
+        raise AssertionError("the front has no runner")
+
+    async def until_running(self, count: int) -> None:
+        """Wait until so many programs run."""
+        async with asyncio.timeout(READY_SECONDS), httpx.AsyncClient(headers={"Authorization": "Bearer tok"}) as client:
+            while f"sandbox_running {count}.0" not in (await client.get(f"{self.url}/metrics")).text:
+                await asyncio.sleep(0.02)
 
 
 @asynccontextmanager
@@ -56,14 +66,13 @@ async def serving(*arguments: str) -> AsyncIterator[Serving]:
 
 
 async def gone(pid: int) -> bool:
-    for _ in range(1000):
+    def is_gone() -> bool:
         try:
-            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                return True
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
         except FileNotFoundError:
             return True
-        await asyncio.sleep(0.02)
-    return False
+
+    return await until(is_gone)
 
 
 async def test_real_programs_through_the_whole_service():
@@ -112,9 +121,7 @@ async def test_a_killed_runner_is_replaced_and_nothing_is_lost_or_run_twice():
         sandbox = await open_sandbox(service.settings(patience=120.0))
         before = await service.runner()
         sleeping = [asyncio.ensure_future(sandbox.execute("import time; time.sleep(9)")) for _ in range(2)]
-        async with httpx.AsyncClient(headers={"Authorization": "Bearer tok"}) as client:
-            while "sandbox_running 2.0" not in (await client.get(f"{service.url}/metrics")).text:
-                await asyncio.sleep(0.02)
+        await service.until_running(2)
         queued = [asyncio.ensure_future(sandbox.execute(f"print({i})")) for i in range(20)]
         await asyncio.sleep(0.2)
         os.kill(before, signal.SIGKILL)
@@ -128,10 +135,8 @@ async def test_sigterm_finishes_what_runs_and_leaves_no_process():
     async with serving("workers=2") as service:
         sandbox = await open_sandbox(service.settings())
         runner = await service.runner()
-        call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(2); print('done')"))
-        async with httpx.AsyncClient(headers={"Authorization": "Bearer tok"}) as client:
-            while "sandbox_running 1.0" not in (await client.get(f"{service.url}/metrics")).text:
-                await asyncio.sleep(0.02)
+        call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(4); print('done')"))
+        await service.until_running(1)
         service.process.terminate()
         assert (await call).stdout == "done\n"
         assert await asyncio.wait_for(service.process.wait(), 60) == 0

@@ -1,0 +1,89 @@
+"""The policy of the best evaluation of a run, exported so that ``agentrl eval --model`` takes it.
+
+::
+
+    checkpoints/best/          config.json, weights, tokenizer, README.md (format of `transformers`)
+      best.json                the evaluation: its step, avg@k and interval
+    checkpoints/.best-000005/  exported, but no checkpoint knows of that evaluation yet
+
+An export takes its place when a checkpoint has been saved whose evaluations make it the best. So a run that is killed
+and goes on from an older checkpoint finds the best policy of what it still knows. Not guarded: other programs that
+write there.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.telemetry.files import world_errors
+
+_RECORD = "best.json"
+
+
+def best_evaluation(evaluations: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The highest avg@k on held-out problems, the earlier of equals; what was shown falsified does not count.
+
+    >>> one, two = {"step": 0, "mean": 0.5, "falsified": False}, {"step": 9, "mean": 0.5, "falsified": False}
+    >>> best_evaluation([one, two, {"step": 9, "mean": 0.9, "falsified": True}])["step"]
+    0
+    """
+    held_out = [item for item in evaluations if not item["falsified"]]
+    return max(held_out, key=lambda item: float(item["mean"]), default=None)  # of equals the first
+
+
+class BestPolicy:
+    """The exports in a run's directory; used by rank 0 alone."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._checkpoints = run / "checkpoints"
+        self.path = self._checkpoints / "best"
+
+    def write(self, evaluation: dict[str, Any], export: Callable[[Path], None]) -> None:
+        """Have ``export`` write the policy of ``evaluation``; it waits for :meth:`settle`. WorldError if it cannot."""
+        waiting = self._waiting(evaluation["step"])
+        partial = self._checkpoints / f"{waiting.name}.partial"
+        with world_errors(partial, "write the best policy to"):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            export(partial)
+            (partial / _RECORD).write_text(json.dumps(evaluation, indent=1) + "\n")
+            shutil.rmtree(waiting, ignore_errors=True)
+            partial.rename(waiting)
+
+    def settle(self, best: dict[str, Any] | None) -> None:
+        """Keep the export of ``best``, the best evaluation that is saved; remove all others."""
+        with world_errors(self.path, "put the best policy in"):
+            if best is not None and self._waiting(best["step"]).is_dir():
+                shutil.rmtree(self.path, ignore_errors=True)
+                self._waiting(best["step"]).rename(self.path)
+            elif self.path.exists() and not self.holds(best):
+                shutil.rmtree(self.path)
+            for other in self._checkpoints.glob(".best-*"):
+                shutil.rmtree(other)
+
+    def holds(self, best: dict[str, Any] | None) -> bool:
+        """Whether the export in place is that of ``best``."""
+        record = self.path / _RECORD
+        return best is not None and record.is_file() and bool(json.loads(record.read_text())["step"] == best["step"])
+
+    def record(self, evaluations: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+        """The best evaluation, and where in the run directory its policy lies (``policy``; None: it was not kept)."""
+        best = best_evaluation(evaluations)
+        if best is None:
+            return None
+        return best | {"policy": self.path.relative_to(self._run).as_posix() if self.holds(best) else None}
+
+    def line(self, record: dict[str, Any]) -> str:
+        """What a user is told of :meth:`record`."""
+        score = f"best evaluation: step {record['step']}, avg@{record['k']} {record['mean']:.3f}"
+        if record["policy"] is None:
+            return f"{score}; its policy was not kept (checkpoint.best)"
+        return f"{score}; its policy: agentrl eval --model {self.path}"
+
+    def _waiting(self, step: int) -> Path:
+        return self._checkpoints / f".best-{step:06d}"

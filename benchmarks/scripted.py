@@ -1,0 +1,46 @@
+"""What the benchmarks' scripted engines have in common: all that does not depend on the script."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from agentrl.models.tokenizer import TextCodec
+from agentrl.rollout.engines.base import Completion
+
+State = TypeVar("State")
+
+
+class ScriptedEngine(Generic[State]):
+    """An engine but for ``generate``. ``playing`` is what a subclass remembers of each trajectory under way."""
+
+    def __init__(self) -> None:
+        self.playing: dict[str, State] = {}
+
+    def release(self, trajectory_id: str) -> None:
+        self.playing.pop(trajectory_id, None)
+
+    async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        return (-1.0,) * (len(token_ids) - 1)
+
+    async def cache_use(self) -> None:
+        return None
+
+    def fingerprint(self) -> str:
+        return "scripted"
+
+    async def health(self) -> str:
+        return "scripted"
+
+    async def close(self) -> None:
+        self.playing.clear()
+
+
+def written(codec: TextCodec, text: str, *, ended: bool = False) -> Completion:
+    """A turn of this text, cut at a stop string or ended by the end of sequence."""
+    ids = codec.encode(text) + ((codec.eos_id,) if ended else ())
+    return Completion(
+        token_ids=ids,
+        log_probs=(-0.5,) * len(ids),
+        finish_reason="eos" if ended else "stop",
+        version_spans=((0, len(ids)),),
+    )

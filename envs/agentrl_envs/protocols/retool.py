@@ -1,0 +1,102 @@
+r"""The ReTool protocol: ``<code>`` around a fenced program, ``<interpreter>`` around its output, ``<answer>`` last.
+
+A turn is over at ``</code>`` or ``</answer>``, whichever comes first; what an engine sampled past it is in no program
+and in no answer. Between ``<code>`` and ``</code>`` stands a fence that says ``py``, ``python`` or ``python3``, and the
+program up to the last fence before ``</code>``. The answer is the last ``\boxed{...}`` between ``<answer>`` and
+``</answer>``; of a turn that ends by end of sequence without either tag, the last one in it.
+
+**Malformed** is ``</code>`` without ``<code>`` before it, a ``<code>`` that is still open at the turn's end, and one
+without a closed fence in it, or with an empty one. The model then reads what was wrong, in the place of the output.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentrl_envs.answers import last_boxed
+from agentrl_envs.protocols.base import MalformedCall, ParsedTurn
+from agentrl_envs.protocols.results import shown, with_setup
+from agentrl_envs.types import Ended, Problem
+from agentrl_sandbox.client import Execution
+
+_CLOSE_CODE, _CLOSE_ANSWER = "</code>", "</answer>"
+_END = re.compile(f"{_CLOSE_CODE}|{_CLOSE_ANSWER}")
+_FENCE = re.compile(r"```(?:py|python|python3)[ \t]*\r?\n(?P<program>.*)```", re.DOTALL | re.IGNORECASE)
+_FORM = "\n\nThe last part of your reply must be\n<answer>\n\\boxed{your final answer}\n</answer>"
+_NOT_OPENED = "CallError: </code> without <code> before it"
+_OPEN = "CallError: <code> is not closed by </code>"
+_NO_FENCE = "CallError: there is no closed ```python block between <code> and </code>"
+_EMPTY = "CallError: the ```python block is empty"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReToolProtocol:
+    """ReTool as text.
+
+    >>> protocol = ReToolProtocol(instruction="", observation_limit=512)
+    >>> turn = "<code>\\n```python\\nprint(2+3)\\n```\\n</code>"
+    >>> protocol.turn_complete(turn), protocol.parse(turn).program, protocol.observation(turn, ["5"])
+    (True, 'print(2+3)\\n', '\\n\\n<interpreter>\\n5\\n</interpreter>\\n\\n')
+    """
+
+    instruction: str
+    observation_limit: int
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """The ends of a program and of an answer."""
+        return (_CLOSE_CODE, _CLOSE_ANSWER)
+
+    @property
+    def empty_turn(self) -> Ended:
+        """An ordinary end, worth nothing."""
+        return Ended.STOPPED
+
+    def prompt(self, problem: Problem) -> str:
+        """The instruction, the statement, and the form of the answer; without instruction the statement alone."""
+        if not self.instruction:
+            return f"{problem.statement}\n"
+        return f"{self.instruction}\n\nProblem:\n{problem.statement}{_FORM}\n\n"
+
+    def turn_complete(self, text: str) -> bool:
+        """True once a program or an answer is closed, opened or not."""
+        return _END.search(text) is not None
+
+    def parse(self, text: str) -> ParsedTurn:
+        """What stands before the first closing tag: a program, an answer, or what is malformed."""
+        end = _END.search(text)
+        before = text if end is None else text[: end.start()]
+        opened = before.rfind("<code>")
+        if end is None or end.group() == _CLOSE_ANSWER:
+            if end is None and opened >= 0:
+                return _malformed(_OPEN)
+            return ParsedTurn(program=None, answer=last_boxed(before[max(before.rfind("<answer>"), 0) :]))
+        if opened < 0:
+            return _malformed(_NOT_OPENED)
+        fence = _FENCE.search(before, opened)
+        if fence is None:
+            return _malformed(_NO_FENCE)
+        program = fence["program"].replace("\r\n", "\n")
+        return ParsedTurn(program=program, answer=None) if program.strip() else _malformed(_EMPTY)
+
+    def runnable(self, problem: Problem, program: str) -> str:
+        """The problem's setup and the program."""
+        return with_setup(problem.setup, program)
+
+    def printed_answer(self, stdout: str) -> str | None:
+        """None: the model says its answer itself."""
+        return None
+
+    def result(self, execution: Execution) -> str:
+        """The output, or what went wrong, cut to ``observation_limit`` characters."""
+        return shown(execution, self.observation_limit)
+
+    def observation(self, text: str, results: Sequence[str]) -> str:
+        """The result between its tags, as it was printed: a printed ``</interpreter>`` is text like any other."""
+        return f"\n\n<interpreter>\n{' '.join(results)}\n</interpreter>\n\n"
+
+
+def _malformed(message: str) -> ParsedTurn:
+    return ParsedTurn(program=None, answer=None, calls=(MalformedCall(message=message),))

@@ -1,0 +1,107 @@
+"""Rewards of users' own: a function that says what a finished trajectory is worth, in place of the environment.
+
+It is named ``module:function`` (``--reward``, ``reward.function``) and called once for every trajectory that is data,
+however that ended, with what `RewardFunction` says::
+
+    def shorter_is_better(problem, conversation, verdict):
+        right = verdict is Verdict.CORRECT
+        return 1.0 - 0.1 * len(conversation.turns) if right else 0.0
+
+A plain function runs in a thread, beside others; an ``async`` one on the event loop, which it must not block. What it
+raises, or returns instead of a finite number, ends the run with a message that names function and problem.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from agentrl_envs.blocking import BlockingCalls
+from agentrl_envs.episode import EnvironmentContractError, EnvironmentLookupError
+from agentrl_envs.plugins import describe_error, import_attribute
+from agentrl_envs.types import Ended, Problem, Verdict
+
+_THREADS = 32  # plain functions that run at once
+
+
+class RewardError(EnvironmentContractError):
+    """A user's reward raised, or returned something else than a finite number."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Said:
+    """What the model wrote in one turn, or what it was shown after it."""
+
+    origin: Literal["model", "observation"]
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """A finished trajectory as text. ``environment_reward`` is what the environment gave for it, over all turns."""
+
+    turns: tuple[Said, ...]
+    ended: Ended
+    answer: str | None
+    environment_reward: float
+
+
+class RewardFunction(Protocol):
+    """``verdict`` is the grader's; None where no answer was graded."""
+
+    def __call__(
+        self, problem: Problem, conversation: Conversation, verdict: Verdict | None, /
+    ) -> float | Awaitable[float]: ...
+
+
+class Reward:
+    """A reward function with its deadline."""
+
+    def __init__(self, path: str, *, deadline: float) -> None:
+        """``path`` is ``module:function``. Raises `EnvironmentLookupError` where that leads to no function."""
+        found = import_attribute(path, "reward.function")
+        if not callable(found):
+            raise EnvironmentLookupError(
+                f"reward.function {path!r} is a {type(found).__name__}, expected a function "
+                "(problem, conversation, verdict) -> float"
+            )
+        self._path = path
+        self._function: RewardFunction = found
+        self._deadline = deadline
+        self._threads = BlockingCalls(_THREADS, name="reward")
+
+    async def __call__(self, problem: Problem, conversation: Conversation, verdict: Verdict | None) -> float:
+        """What the trajectory is worth. Raises `RewardError`, and TimeoutError past the deadline."""
+        try:
+            async with asyncio.timeout(self._deadline) as limit:
+                value = await self._value(problem, conversation, verdict)
+        except TimeoutError as error:
+            if limit.expired():
+                raise TimeoutError(f"the reward {self._path} took longer than {self._deadline:g} s") from error
+            raise RewardError(self._say(problem, f"raised {describe_error(error)}")) from error
+        except Exception as error:
+            raise RewardError(self._say(problem, f"raised {describe_error(error)}")) from error
+        if isinstance(value, bool) or not _is_number(value):
+            said = f"returned {value!r:.100}, a {type(value).__name__}; valid: a finite number"
+            raise RewardError(self._say(problem, said))
+        if not math.isfinite(value):
+            raise RewardError(self._say(problem, f"returned {value}; valid: a finite number"))
+        return float(value)
+
+    async def _value(self, problem: Problem, conversation: Conversation, verdict: Verdict | None) -> Any:
+        if inspect.iscoroutinefunction(self._function):
+            return await self._function(problem, conversation, verdict)
+        value = await self._threads.run(lambda: self._function(problem, conversation, verdict))
+        return await value if inspect.isawaitable(value) else value
+
+    def _say(self, problem: Problem, what: str) -> str:
+        return f"the reward {self._path} {what} (problem {problem.id})"
+
+
+def _is_number(value: object) -> bool:
+    """Whatever has a value as a float: NumPy's and torch's numbers too, but no text."""
+    return hasattr(value, "__float__") and not isinstance(value, str)

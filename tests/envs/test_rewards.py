@@ -1,0 +1,133 @@
+"""Rewards of users' own: called in threads or on the loop, under a deadline, and only finite numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentrl_envs.episode import EnvironmentLookupError
+from agentrl_envs.rewards import Conversation, Reward, RewardError, Said
+from agentrl_envs.types import Ended, Problem, Verdict
+
+PROBLEM = Problem(id="toy-3", statement="2 + 3?", answer="5", source="toy")
+CONVERSATION = Conversation(
+    turns=(Said(origin="model", text="\\boxed{5}"),), ended=Ended.ANSWERED, answer="5", environment_reward=1.0
+)
+LET_GO = threading.Event()
+NUMBER = 5
+
+
+def length(problem: Problem, conversation: Conversation, verdict: Verdict | None) -> float:
+    assert threading.current_thread() is not threading.main_thread()
+    return len(conversation.turns[0].text) + (0.5 if verdict is Verdict.CORRECT else 0.0)
+
+
+async def later(problem: Problem, conversation: Conversation, verdict: Verdict | None) -> float:
+    await asyncio.sleep(0)
+    return 0.25
+
+
+class Callable:
+    async def __call__(self, problem: Problem, conversation: Conversation, verdict: Verdict | None) -> int:
+        return 2
+
+
+instance = Callable()
+
+
+def numpy_number(*_: Any) -> Any:
+    return np.float32(0.5)
+
+
+def infinite(*_: Any) -> float:
+    return float("inf")
+
+
+def nan(*_: Any) -> float:
+    return float("nan")
+
+
+def text(*_: Any) -> Any:
+    return "1.0"
+
+
+def truth(*_: Any) -> Any:
+    return True
+
+
+def nothing(*_: Any) -> Any:
+    return None
+
+
+def bug(*_: Any) -> float:
+    raise KeyError("gold")
+
+
+def own_timeout(*_: Any) -> float:
+    raise TimeoutError("of a request inside")
+
+
+def stuck(*_: Any) -> float:
+    LET_GO.wait()
+    return 1.0
+
+
+async def stuck_on_the_loop(*_: Any) -> float:
+    await asyncio.Event().wait()
+    return 1.0
+
+
+def reward(name: str, deadline: float = 60.0) -> Reward:
+    return Reward(f"{__name__}:{name}", deadline=deadline)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("length", 9.5), ("later", 0.25), ("instance", 2.0), ("numpy_number", 0.5)]
+)
+async def test_plain_and_async_functions(name: str, value: float) -> None:
+    assert await reward(name)(PROBLEM, CONVERSATION, Verdict.CORRECT) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("infinite", "returned inf; valid: a finite number"),
+        ("nan", "returned nan; valid: a finite number"),
+        ("text", "returned '1.0', a str; valid: a finite number"),
+        ("truth", "returned True, a bool"),
+        ("nothing", "returned None, a NoneType"),
+        ("bug", r"raised KeyError: 'gold' \(.*test_rewards\.py:\d+\)"),
+        ("own_timeout", "raised TimeoutError: of a request inside"),
+    ],
+)
+async def test_what_is_no_reward_is_told_with_its_problem(name: str, message: str) -> None:
+    with pytest.raises(RewardError, match=rf"the reward {__name__}:{name} {message}.* \(problem toy-3\)"):
+        await reward(name)(PROBLEM, CONVERSATION, None)
+
+
+@pytest.mark.parametrize("name", ["stuck", "stuck_on_the_loop"])
+async def test_a_deadline_is_kept(name: str) -> None:
+    try:
+        with pytest.raises(TimeoutError, match=rf"the reward {__name__}:{name} took longer than 0\.05 s"):
+            await reward(name, 0.05)(PROBLEM, CONVERSATION, None)
+    finally:
+        LET_GO.set()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nowhere:reward", "reward.function 'nowhere:reward': there is no module 'nowhere'"),
+        (f"{__name__}:lenth", "has no 'lenth'; did you mean 'length'"),
+        (f"{__name__}:NUMBER", "is a int, expected a function"),
+        ("length", "'length' leads nowhere; valid: module:attribute"),
+    ],
+)
+def test_what_is_no_function_is_said(path: str, message: str) -> None:
+    with pytest.raises(EnvironmentLookupError) as caught:
+        Reward(path, deadline=1.0)
+    assert message in str(caught.value)
