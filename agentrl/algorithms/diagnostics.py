@@ -23,7 +23,11 @@ def diagonal_proxy(token_energy: Tensor, advantages: Tensor, response_mask: Tens
     trajectory. As an estimate of the parameter gradient's norm it drops the cross terms between tokens, so never call
     it ||g||^2; and it has no S beside it.
     """
-    return _masked_sum(token_energy, advantages, response_mask)
+    mask = response_mask.bool()
+    if not token_energy.shape == advantages.shape == mask.shape:
+        raise InvalidInputError("token_energy, advantages and response_mask must all be [B, T]")
+    energy = torch.where(mask, token_energy.double(), 0.0)
+    return (energy * torch.where(mask, advantages.double(), 0.0).square()).sum(-1)
 
 
 @torch.no_grad()
@@ -126,11 +130,3 @@ class HeadVarianceAccumulator:
         if self._bias is not None:
             logits = logits + self._bias[block].to(self._dtype)
         return logits / self._temperature
-
-
-def _masked_sum(token_energy: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
-    mask = response_mask.bool()
-    if not token_energy.shape == advantages.shape == mask.shape:
-        raise InvalidInputError("token_energy, advantages and response_mask must all be [B, T]")
-    energy = torch.where(mask, token_energy.double(), 0.0)
-    return (energy * torch.where(mask, advantages.double(), 0.0).square()).sum(-1)

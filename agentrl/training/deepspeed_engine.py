@@ -56,10 +56,6 @@ def deepspeed_config(
     }
 
 
-class DistributedError(RuntimeError):
-    """A collective failed or a rank is missing."""
-
-
 def start_distributed() -> tuple[int, int]:
     """Join the process group (gloo on CPU, NCCL on GPUs); alone if no launcher started us. Returns (rank, size)."""
     if torch.cuda.is_available():

@@ -132,7 +132,16 @@ class Trainer:
         self._update(step)
 
     def _two_passes(self, step: _Step) -> None:
-        """A statistics pass over the whole step, its results gathered over ranks, then the updates."""
+        """A statistics pass over the whole step, then the updates."""
+        targets = self._statistics_pass(step)
+        done = 0
+        for number, update in enumerate(step.plan.updates):
+            part = targets[done : done + len(update.micro_batches)]
+            self._train_update(step, update, part, fresh=number == 0)
+            done += len(part)
+
+    def _statistics_pass(self, step: _Step) -> list[Targets]:
+        """Targets of every micro-batch of all updates, from the rows of all ranks; nothing else of it stays."""
         numbered = [
             (number, micro) for number, update in enumerate(step.plan.updates) for micro in update.micro_batches
         ]
@@ -143,11 +152,7 @@ class Trainer:
             targets = self._targets_over_ranks(step, micros, evidence)
         for micro, item, own in zip(micros, scored, targets, strict=True):
             self._account(step, item, own, counted=not micro.dummy)
-        done = 0
-        for number, update in enumerate(step.plan.updates):
-            part = targets[done : done + len(update.micro_batches)]
-            self._train_update(step, update, part, fresh=number == 0)
-            done += len(part)
+        return targets
 
     def _train_update(self, step: _Step, update: UpdatePlan, targets: Sequence[Targets], *, fresh: bool) -> None:
         """``fresh``: the weights are still those of the statistics pass."""

@@ -150,7 +150,7 @@ class DockerSandbox:
         environment["SANDBOX_ALLOW_UNISOLATED"] = str(settings.allow_unisolated)
         memory = (settings.memory_mb + settings.scratch_mb) * settings.concurrency + _SPARE_MB
         try:
-            self._container = self._client.containers.create(
+            container = self._client.containers.create(
                 self._image,
                 ["runner", "--sockets", _SOCKETS, "--linger", str(_LINGER_SECONDS)],
                 auto_remove=True,
@@ -170,7 +170,12 @@ class DockerSandbox:
                 volumes={str(self._sockets): {"bind": _SOCKETS, "mode": "rw"}},
                 labels={"agentrl-sandbox": "docker"},
             )
-            self._container.start()
+            try:
+                container.start()
+            except DockerException:
+                container.remove(force=True)  # it removes itself only once it has run
+                raise
+            self._container = container
         except ImageNotFound as error:
             why = f"no image {self._image!r} here; build it: docker build -t {self._image} sandbox"
             raise StartError(why) from error

@@ -11,7 +11,7 @@ import pytest
 
 from agentrl_sandbox.client import Sandbox, UnknownSessionError
 
-SMALL = {"timeout": 20.0, "memory_mb": 128, "max_processes": 16, "scratch_mb": 4, "workers": 4}
+SMALL = {"timeout": 60.0, "memory_mb": 128, "max_processes": 16, "scratch_mb": 4, "workers": 4}
 
 
 async def ended(sandbox: Sandbox, session: str) -> str:

@@ -1,4 +1,4 @@
-"""The examples in the sandbox's README run as they stand."""
+"""The examples in the sandbox's README run as they stand, and its settings arrive."""
 
 from __future__ import annotations
 
@@ -10,16 +10,27 @@ from pathlib import Path
 import pytest
 
 import agentrl_sandbox
+from agentrl_sandbox.client import SandboxSettings
+from agentrl_sandbox.service.settings import ServiceSettings
 
+ROOT = Path(agentrl_sandbox.__file__).parents[1]
 SHOWN = ["ok {2: 3, 3: 2, 5: 1}", "42"]
 
 
 @pytest.mark.parametrize("number", range(len(SHOWN)))
 def test_the_examples_run(number):
-    readme = Path(agentrl_sandbox.__file__).parents[1] / "README.md"
-    programs = re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert len(programs) == len(SHOWN)
     ran = subprocess.run(
-        [sys.executable, "-W", "error", "-c", programs[number]], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-W", "error", "-c", programs[number]], capture_output=True, text=True, check=True, timeout=300
     )
     assert SHOWN[number] in ran.stdout
+
+
+def test_compose_passes_every_setting_on():
+    """One that is not passed on would be taken and change nothing."""
+    text = (ROOT / "compose.yaml").read_text(encoding="utf-8")
+    passed = set(re.findall(r"^      (SANDBOX_\w+): \$\{\1:-\}", text, re.MULTILINE)) | {"SANDBOX_TOKEN_FILE"}
+    front = set(ServiceSettings.model_fields) - {"host", "port"}  # fixed in the container, published by SANDBOX_BIND
+    runner = set(SandboxSettings.model_fields) - {"url", "token", "patience"}
+    assert passed == {f"SANDBOX_{name.upper()}" for name in front | runner}

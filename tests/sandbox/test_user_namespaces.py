@@ -91,7 +91,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     needed = sorted({sys.prefix, sys.base_prefix, str(package.parent)})
     command = [sys.executable, "-W", "error", "-c", SCRIPT, json.dumps(PROGRAMS), json.dumps(needed)]
     environment = {**os.environ, "HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, cwd="/", check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd="/", check=False)
     if "UnisolatedError" in ran.stderr and "unshare" in ran.stderr:
         pytest.skip(f"this machine gives unprivileged users no user namespaces: {ran.stderr.splitlines()[-1]}")
     assert ran.returncode == 0, ran.stderr

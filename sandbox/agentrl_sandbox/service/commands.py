@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from agentrl_sandbox.errors import SandboxError, StartError
+from agentrl_sandbox.service.messages import check_answers_fit
 from agentrl_sandbox.service.settings import NO_TOKEN, ServiceSettings, read_settings
 from agentrl_sandbox.settings import SandboxSettings
 
@@ -70,7 +71,8 @@ def _runner(options: argparse.Namespace) -> int:
 
     if not _NAME.fullmatch(options.name):
         raise SandboxError(f"{options.name!r} cannot name a socket; use letters, digits, dots and dashes")
-    environment = {"SANDBOX_STANDBY": "true", **os.environ}  # a service does not pause when a fork server dies
+    standby = os.environ.get("SANDBOX_STANDBY") or "true"  # a service does not pause when a fork server dies
+    environment = {**os.environ, "SANDBOX_STANDBY": standby}
     settings = read_settings(SandboxSettings, environment, options.settings, without=_OF_CLIENTS)
     where = RunnerOptions(sockets=options.sockets, name=options.name, linger=options.linger, parent=options.parent)
     asyncio.run(serve_runner(settings, where))
@@ -92,7 +94,8 @@ def _serve(options: argparse.Namespace) -> int:
     arguments = [*options.settings, *(f"{name}={value}" for name, value in named.items())]
     of_front = [text for text in arguments if text.partition("=")[0] in ServiceSettings.model_fields]
     of_runners = [text for text in arguments if text not in of_front]
-    read_settings(SandboxSettings, os.environ, of_runners, without=_OF_CLIENTS)  # complain here, not in a child
+    of_a_runner = read_settings(SandboxSettings, os.environ, of_runners, without=_OF_CLIENTS)
+    check_answers_fit(of_a_runner)  # complain here, not in a child
     if options.sockets is not None and of_runners:
         raise SandboxError(f"{of_runners[0]!r} belongs to runners, which are not started here with --sockets")
     settings = read_settings(ServiceSettings, os.environ, of_front)

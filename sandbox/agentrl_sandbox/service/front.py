@@ -65,7 +65,10 @@ class DrainingServer(uvicorn.Server):
 async def serve_front(
     settings: ServiceSettings, sockets: Path, *, on_listening: Callable[[int], None] = lambda port: None
 ) -> None:
-    """Serve until SIGTERM or SIGINT. ``on_listening`` is told the port. Raises StartError where it cannot listen."""
+    """Serve until SIGTERM, SIGINT or a cancellation. ``on_listening`` is told the port.
+
+    Raises StartError where it cannot listen.
+    """
     token = settings.token or kept_token(settings.token_file)
     pool = RunnerPool(sockets, queue_limit=settings.queue_limit, queue_seconds=settings.queue_seconds)
     front = Front(pool, batch_limit=settings.batch_limit)
@@ -87,7 +90,14 @@ async def serve_front(
             timeout_graceful_shutdown=5,
         )
         on_listening(listener.getsockname()[1])
-        await DrainingServer(config, front, settings.drain_seconds).serve([listener])
+        server = DrainingServer(config, front, settings.drain_seconds)
+        serving = asyncio.ensure_future(server.serve([listener]))
+        try:
+            await asyncio.shield(serving)
+        except asyncio.CancelledError:
+            server.should_exit = True  # uvicorn writes a traceback where it is cancelled
+            await serving
+            raise
 
 
 def _listening(host: str, port: int) -> socket.socket:

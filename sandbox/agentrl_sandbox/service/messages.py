@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from agentrl_sandbox.errors import StartError
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import Execution, Isolation, Outcome
 from agentrl_sandbox.wire import Frame, FrameError
@@ -23,12 +24,17 @@ from agentrl_sandbox.wire import Frame, FrameError
 MAX_FRAME = 64 << 20
 """Bytes of a frame in either direction."""
 
+MAX_ANSWER = MAX_FRAME // 2
+"""Bytes of a program's output and files that a runner sends."""
+
 LIMITS = (
     *("timeout", "memory_mb", "max_processes", "scratch_mb", "output_limit", "flood_limit"),
     *("fetch_limit", "max_sessions", "session_idle_timeout"),
 )
 """The settings of a runner that its users should know."""
 
+_LONGEST_ENCODING = 3  # bytes of U+FFFD, which stands for a byte that is no UTF-8
+_NOTES = 1024  # bytes at most that say what was left out, and why
 _Identifier = Annotated[int, Field(ge=1)]
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
 _Why = Annotated[str, Field(max_length=65_536)]
@@ -97,6 +103,19 @@ _MODELS: dict[str, type[_Message]] = {
     "session": SessionAnswer,
     "refused": Refused,
 }
+
+
+def check_answers_fit(settings: SandboxSettings) -> None:
+    """Programs must not be able to write answers that cannot be sent, which would read as failures of the sandbox.
+
+    Raises StartError.
+    """
+    largest = settings.fetch_limit + 2 * _LONGEST_ENCODING * settings.output_limit + _NOTES
+    if largest > MAX_ANSWER:
+        raise StartError(
+            f"fetch_limit={settings.fetch_limit} and output_limit={settings.output_limit} allow answers of {largest} "
+            f"bytes (bad bytes of output become {_LONGEST_ENCODING}); a service carries {MAX_ANSWER}"
+        )
 
 
 def hello(settings: SandboxSettings, isolation: Isolation) -> dict[str, Any]:

@@ -48,6 +48,7 @@ class RunnerOptions:
 
 async def serve_runner(settings: SandboxSettings, options: RunnerOptions) -> None:
     """Run until SIGTERM or SIGINT, then finish what runs. Raises SandboxError where it cannot start."""
+    messages.check_answers_fit(settings)
     if options.parent is not None:
         kernel.die_with_parent(signal.SIGTERM)
         if os.getppid() != options.parent:
@@ -233,7 +234,7 @@ class FrontConnection(asyncio.Protocol):
             answer, out = _refused(identifier, "cancelled", "cancelled"), []
         except (SandboxError, ValueError) as error:
             answer, out = _refused(identifier, _kind(error), str(error)), []
-        if sum(map(len, out)) > messages.MAX_FRAME // 2:
+        if sum(map(len, out)) > messages.MAX_ANSWER:
             answer, out = _refused(identifier, "failed", "the output and files are too large to be sent"), []
         self.send(answer, *out)
 

@@ -159,6 +159,7 @@ async def test_a_killed_front_takes_its_runner_along():
         (["--port", "99999"], "port"),
         (["memory_mb=1"], "memory_mb"),
         (["--sockets", "/nowhere", "memory_mb=64"], "memory_mb=64"),
+        (["fetch_limit=40000000"], "fetch_limit=40000000 and output_limit=65536 allow answers of"),
     ],
 )
 async def test_wrong_arguments_end_with_one_message_and_exit_code_2(arguments, says):
@@ -168,6 +169,21 @@ async def test_wrong_arguments_end_with_one_message_and_exit_code_2(arguments, s
     _, message = await asyncio.wait_for(process.communicate(), READY_SECONDS)
     assert process.returncode == 2
     assert says in message.decode()
+    assert "Traceback" not in message.decode()
+
+
+async def test_a_runner_that_cannot_start_ends_the_service_with_its_message(tmp_path):
+    folder = tmp_path / ("x" * 100)  # the path of a Unix socket has at most 107 bytes
+    folder.mkdir()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "agentrl_sandbox", "serve", "--port", "0"),
+        env={**os.environ, "SANDBOX_TOKEN": "tok", "TMPDIR": str(folder)},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, message = await asyncio.wait_for(process.communicate(), READY_SECONDS)
+    assert process.returncode == 2
+    assert "cannot listen at" in message.decode()
+    assert message.decode().splitlines()[-1] == "error: the runner could not start; its own message says why"
     assert "Traceback" not in message.decode()
 
 
