@@ -60,6 +60,7 @@ def test_a_scripted_engine_in_the_real_environment_gives_closed_forms(
     assert spec.loader is not None
     benchmark = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, benchmark)
+    monkeypatch.syspath_prepend(file.parent)
     spec.loader.exec_module(benchmark)
     # What is expected, once more by hand for n = 4: right are 3 and 0 of 4, the wrong ones each another answer.
     found = benchmark.expected(problem_set(2), 4, (1, 2))
