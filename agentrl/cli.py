@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -262,6 +263,7 @@ def check(context: typer.Context) -> None:
 def main() -> None:
     """Run a command; what the user or the world did wrong becomes one message and an exit code, never a traceback."""
     shorten_spinning()
+    logging.getLogger("stamina").setLevel(logging.ERROR)  # it announces every retry; who retries says what failed
     sys.path.append("")  # --env module:Class may lie in the working directory, as under python -m
     try:
         app()

@@ -185,7 +185,10 @@ def test_a_bug_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch, work: Recorde
         (["eval", "--model", "a/b", "--n", "4", "--k", "8"], "error: --k=8 is above --n=4"),
         (["eval", "--model", "a/b", "--k", "one"], "error: --k=one: valid are whole numbers from 1 on"),
         (["eval", "--model", "a/b", "--benchmarks", "aime42"], "error: unknown benchmark 'aime42'; valid: aime24"),
-        (["eval", "--model", "a/b", "--benchmarks", "aime24", "--data-dir", "gone"], "aime24.jsonl: no such file"),
+        (
+            ["eval", "--model", "a/b", "--benchmarks", "aime24", "--data-dir", "gone"],
+            "gone/aime24.jsonl: no such file; there is no folder gone",
+        ),
         (["eval", "--model", "a/b", "evaluation.top_p=0"], "error: evaluation.top_p=0 (command line): valid is"),
         (["compare", "a", "b"], "error: a is no evaluation"),
         (["regrade", "a"], "error: a is no evaluation"),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from agentrl.problems.errors import ProblemError, did_you_mean
+from agentrl.problems.errors import ProblemError, ProblemFieldError, did_you_mean
 from agentrl.problems.settings import FieldName, ProblemSourceSettings
 from agentrl.problems.sources import FILE_KINDS, read_places
 from agentrl_envs.types import Problem, Verdict
@@ -147,12 +147,17 @@ def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBe
     benchmark = BENCHMARKS.get(name)
     settings = _source_of_file(name) if benchmark is None else _source(benchmark, data_dir)
     problems, places, unanswered = [], [], []
-    for place, problem in read_places(settings):
-        if problem is None:
-            unanswered.append(DataError(place=place, reason="the problem has no answer"))
-        else:
-            problems.append(problem)
-            places.append(place)
+    try:
+        for place, problem in read_places(settings):
+            if problem is None:
+                unanswered.append(DataError(place=place, reason="the problem has no answer"))
+            else:
+                problems.append(problem)
+                places.append(place)
+    except ProblemFieldError as error:
+        keys = (f"path={settings.path}", "fields.problem=FIELD", "fields.answer=FIELD")
+        given = " ".join(f"data.eval.0.{key}" for key in keys)
+        raise ProblemFieldError(f"{error}: {given} in place of --benchmarks") from error
     rows = len(problems) + len(unanswered)
     return LoadedBenchmark(
         name=name,

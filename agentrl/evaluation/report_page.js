@@ -64,10 +64,14 @@ function render(problem, rollout) {
   return box;
 }
 
-async function open(row, place, cell, sample) {
-  const was = cell.classList.contains("chosen");
+function close(row) {
   row.querySelectorAll(".conversation").forEach((old) => old.remove());
   row.querySelectorAll(".chosen").forEach((old) => old.classList.remove("chosen"));
+}
+
+async function open(row, place, cell, sample) {
+  const was = cell.classList.contains("chosen");
+  close(row);
   if (was) return;
   cell.classList.add("chosen");
   const found = await conversations(place);
@@ -102,7 +106,7 @@ function filter() {
       cell.classList.toggle("off", !on);
       any = any || on;
     }
-    row.hidden = !any;
+    if (row.querySelector(".chosen.off")) close(row);
     row.style.display = any ? "" : "none";
   }
 }

@@ -28,7 +28,7 @@ from agentrl.evaluation.transcript import Transcript
 from agentrl.telemetry.console import Console
 from agentrl_envs.episode import Environment
 from agentrl_envs.grading import Grader
-from agentrl_envs.types import Ended
+from agentrl_envs.types import Ended, Verdict
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -218,10 +218,20 @@ def finish(
     write_report(directory, results, conversations=request.conversations)
     for table in tables:
         console.table(f"{table.title} ({results['provenance']['model']['name']})", table.columns, table.rows)
-    console.note(
-        f"everything lies in {directory.path}: results.json, table.md, report.html, plots/, rollouts.jsonl.zst"
-    )
+    _warn_of_unreadable_golds(results, console)
+    plots = "plots/, " if settings.telemetry.plots else ""
+    console.note(f"everything lies in {directory.path}: results.json, table.md, report.html, {plots}rollouts.jsonl.zst")
     return results
+
+
+def _warn_of_unreadable_golds(results: dict[str, Any], console: Console) -> None:
+    for name, one in results["benchmarks"].items():
+        unreadable = one["no_data"].get(Verdict.UNPARSABLE_GOLD.value, 0)
+        if unreadable:
+            console.warning(
+                f"{name}: {unreadable} rollouts are in no average because their gold answers cannot be read, which is "
+                "an error in the data: agentrl eval --check-data lists them"
+            )
 
 
 async def _results(

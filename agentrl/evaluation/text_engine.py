@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import json
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -32,8 +33,11 @@ from agentrl.rollout.engines.base import EngineError
 
 _AGAIN = frozenset({408, 409, 425, 429, *range(500, 600)})
 _LONGEST_WAIT = 60.0
+_SAY_EVERY = 30.0  # seconds
 _CONTEXT = ("context length", "context_length", "maximum context", "max_model_len", "longest sequence")
 _TEMPLATE = ("chat template", "chat_template")
+
+logger = logging.getLogger(__name__)
 
 Sleep = Callable[[float], Awaitable[object]]
 
@@ -100,7 +104,7 @@ class TextEngine:
             transport=transport,
         )
         self._sleep, self._clock = sleep, clock
-        self._not_before = 0.0  # by the clock
+        self._not_before = self._silent_until = 0.0  # by the clock
         self._usage = True
         self._model: str | None = settings.model
         self._served: Mapping[str, Any] = {}
@@ -222,6 +226,10 @@ class TextEngine:
                     except _AgainError as error:
                         if error.wait is not None:
                             self._not_before = max(self._not_before, self._clock() + error.wait)
+                        self._say(error)
+                        raise
+                    except httpx.TransportError as error:
+                        self._say(error)
                         raise
         except (_AgainError, httpx.TransportError) as error:
             said = str(error) or type(error).__name__
@@ -229,6 +237,20 @@ class TextEngine:
                 f"{said} (tried for evaluation.endpoint.patience={self._settings.patience:g} s)"
             ) from error
         raise AssertionError("a retry neither succeeded nor failed")
+
+    def _say(self, error: Exception) -> None:
+        """Tell of the endpoint's trouble, once in a while: thousands of requests may have the same."""
+        if self._clock() < self._silent_until:
+            return
+        self._silent_until = self._clock() + _SAY_EVERY
+        wait = self._not_before - self._clock()
+        logger.warning(
+            "the endpoint %s: %s; asking again%s, up to %g s a request (evaluation.endpoint.patience)",
+            self._settings.url,
+            str(error) or type(error).__name__,
+            f" in {wait:.0f} s, as it wishes" if wait >= 1 else "",
+            self._settings.patience,
+        )
 
     async def _turn(self) -> None:
         """Wait until a request may be sent: after a ``Retry-After``, and no faster than ``requests_per_minute``."""

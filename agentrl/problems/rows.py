@@ -71,4 +71,6 @@ def require_file(path: Path) -> None:
         raise ProblemFileError(f"{path}: is a folder, not a file")
     if not path.exists():
         there = sorted(entry.name for entry in path.parent.glob(f"*{path.suffix}"))[:8] if path.parent.is_dir() else []
-        raise ProblemFileError(f"{path}: no such file" + (f"; in that folder: {', '.join(there)}" if there else ""))
+        hint = f"; in that folder: {', '.join(there)}" if there else ""
+        hint = hint if path.parent.is_dir() else f"; there is no folder {path.parent}"
+        raise ProblemFileError(f"{path}: no such file{hint}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from agentrl.config import load_settings
 from agentrl.evaluation.benchmarks import BENCHMARKS, DataCheck, check_benchmark, load_benchmark, read_benchmark
+from agentrl.evaluation.problem_sets import problem_sets
 from agentrl.problems.errors import ProblemError
 from agentrl.problems.fields import problem_of
 from agentrl_envs.grading import Grader, GraderSettings
@@ -82,8 +85,15 @@ def test_unknown_names_and_missing_files(tmp_path: Path) -> None:
 
 def test_wrong_fields_show_those_there_are(tmp_path: Path) -> None:
     file = write(tmp_path / "mine.jsonl", [{"text": "What is 1 + 1?", "result": 2}])
-    with pytest.raises(ProblemError, match=r"mine\.jsonl:1: no field for the .*; fields there: result, text"):
+    with pytest.raises(ProblemError, match=r"mine\.jsonl:1: no field for the .*; fields there: result, text") as raised:
         load_benchmark(str(file))
+    # What it advises works.
+    advice = re.search(r"fields\.problem: (.*) in place of --benchmarks", str(raised.value))
+    assert advice is not None
+    given = advice[1].replace("problem=FIELD", "problem=text").replace("answer=FIELD", "answer=result").split()
+    settings = load_settings(overrides=["model.path=a/b", *given], command="eval")
+    (found,) = problem_sets(settings, (), None)
+    assert [(problem.statement, problem.answer) for problem in found.problems] == [("What is 1 + 1?", "2")]
 
 
 def test_a_users_own_benchmark_is_a_file(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_a_scripted_engine_in_the_real_environment_gives_closed_forms(
     assert spec.loader is not None
     benchmark = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, benchmark)
-    monkeypatch.syspath_prepend(file.parent)
+    monkeypatch.syspath_prepend(file.parent)  # as when it is run as a script
     spec.loader.exec_module(benchmark)
     # What is expected, once more by hand for n = 4: right are 3 and 0 of 4, the wrong ones each another answer.
     found = benchmark.expected(problem_set(2), 4, (1, 2))
@@ -242,3 +242,17 @@ async def test_endings_are_counted(tmp_path: Path) -> None:
     assert one["ended"] == {"answered": 2, "token_limit": 2, "turn_limit": 2, "void_turn": 2}
     assert one["truncated"] == {"share": 0.5, "turn_limit": 2, "token_limit": 2, "deadline": 0}
     assert (one["void_share"], one["avg"]["mean"], one["maj"]) == (0.25, 0.25, 1.0)
+
+
+async def test_gold_answers_that_cannot_be_read_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def write(sample: Sample) -> Any:
+        unreadable = sample.problem.id == "p0"
+        return transcript(sample, **({"verdict": Verdict.UNPARSABLE_GOLD, "reward": 0.0} if unreadable else {}))
+
+    sets = [problem_set(2)]
+    await play(WrittenEngine(write), tmp_path, sets)
+    shown = ("telemetry.console=plain",)
+    await asyncio.to_thread(results, tmp_path, sets, *shown)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "warning: toy: 4 rollouts are in no average because their gold answers cannot be read" in said
+    assert "report.html, rollouts.jsonl.zst" in said

@@ -159,6 +159,21 @@ async def test_thoughts_that_are_kept_apart_count_and_are_no_text() -> None:
     assert (done.text, done.tokens) == ("4", 2)
 
 
+async def test_trouble_is_told_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    busy = [refused(503, "busy"), refused(429, "slow down", **{"retry-after": "7"}), httpx.ConnectError("refused")]
+    endpoint = Endpoint(*busy, stream(said("a")), refused(429, "slow down", **{"retry-after": "40"}), stream(said("b")))
+    await endpoint.ask()
+    endpoint.now += 60
+    await endpoint.ask()
+    told = [record.getMessage() for record in caplog.records if record.name == "agentrl.evaluation.text_engine"]
+    patience = "up to 30 s a request (evaluation.endpoint.patience)"
+    name = "the endpoint http://host/v1"
+    assert told == [
+        f"{name}: 503 Service Unavailable: busy; asking again, {patience}",
+        f"{name}: 429 Too Many Requests: slow down; asking again in 40 s, as it wishes, {patience}",
+    ]
+
+
 async def test_retry_after_holds_every_request_back() -> None:
     endpoint = Endpoint(refused(429, "slow down", **{"retry-after": "7"}), stream(said("a")), stream(said("b")))
     assert (await endpoint.ask()).text == "a"
