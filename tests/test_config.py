@@ -24,7 +24,7 @@ from agentrl.config.checks import GROUP_ESTIMATORS
 from agentrl.config.messages import known_keys, nearest_key
 from agentrl.config.overlays import parse_yaml
 from agentrl.errors import SettingsError
-from agentrl_envs.settings import SimpleTIRSettings
+from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +127,17 @@ def test_env_decides_how_the_environment_is_validated() -> None:
     assert isinstance(free.environment, EnvironmentOptions)
     assert free.environment.model_extra == {"level": 3}  # and nothing of SimpleTIR's preset
     assert "environment.level" in refused("environment.level=3")
+
+
+def test_the_tiny_preset_speaks_of_simpletir_alone() -> None:
+    for given in (None, "tiny"):
+        reasoning = load_settings("reasoning", given)
+        assert reasoning.environment == ReasoningSettings()
+        assert reasoning.rollout == load_settings(config_file=given).rollout
+        assert load_settings("my_module:MyEnv", given).environment.model_extra == {}
+    torl = load_settings(overrides=["environment.protocol=torl"]).environment
+    assert isinstance(torl, SimpleTIRSettings)
+    assert (torl.protocol, torl.max_turns, torl.shown_instruction) == ("torl", 4, "Solve with Python.")
 
 
 def test_variables_are_replaced_and_a_missing_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

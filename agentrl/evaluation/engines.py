@@ -14,7 +14,7 @@ from agentrl.models.loading import read_model
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.base import Engine
 from agentrl.rollout.engines.transformers import TransformersEngine
-from agentrl.rollout.environment import build_environment, chat_format, needs_chat_format
+from agentrl.rollout.environment import build_codec, build_environment, chat_format, needs_chat_format
 from agentrl_envs.episode import Environment
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ async def open_engine(settings: Settings) -> OpenedEngine:
     if settings.evaluation.chat_template:
         codec: TextCodec = TemplatedCodec(tokenizer, path)
     else:
-        chat = chat_format(settings, tokenizer, path)
-        codec = TextCodec(tokenizer, turn_end="" if chat is None else chat.turn_end)
+        codec = build_codec(tokenizer, chat_format(settings, tokenizer, path))
     model = read_model(path, settings.model).eval()
     return OpenedModel(
         engine=TransformersEngine(model, codec, settings.rollout, eos_ids=_eos_ids(model)),

@@ -58,5 +58,9 @@ def needs_chat_format(settings: Settings) -> bool:
 def environment_and_codec(settings: Settings, tokenizer: Any, name: str) -> tuple[Environment, TextCodec]:
     """What a driver needs beside an engine, for the model ``name``: the environment is not yet open."""
     chat = chat_format(settings, tokenizer, name)
-    codec = TextCodec(tokenizer, turn_end="" if chat is None else chat.turn_end)
-    return build_environment(settings, chat), codec
+    return build_environment(settings, chat), build_codec(tokenizer, chat)
+
+
+def build_codec(tokenizer: Any, chat: ChatFormat | None) -> TextCodec:
+    """The codec of conversations in a chat template, or in none."""
+    return TextCodec(tokenizer, turn_end="" if chat is None else chat.turn_end)

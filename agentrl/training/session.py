@@ -14,7 +14,7 @@ import torch
 from agentrl.models.loading import read_model
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
-from agentrl.rollout.environment import environment_and_codec
+from agentrl.rollout.environment import build_codec, build_environment, chat_format
 from agentrl.telemetry.console import Console, RunProgress
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.batching import due
@@ -40,7 +40,7 @@ from agentrl.training.trainer import Trainer
 from agentrl.training.transfer import WeightSender
 from agentrl.weights.sources import full_parameters
 from agentrl.weights.verify import probe_tokens
-from agentrl_envs.episode import Environment
+from agentrl_envs.chat import ChatFormat
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -80,7 +80,8 @@ class Session:
         self._best = BestPolicy(self._checkpoints.parent)
         path = starting_policy(settings, console)
         self._tokenizer = read_tokenizer(path)
-        environment, codec = environment_and_codec(settings, self._tokenizer, path)
+        chat = chat_format(settings, self._tokenizer, path)
+        codec = build_codec(self._tokenizer, chat)
         self._policy = PolicyModel(
             read_model(path, settings.model),
             backend=settings.training.head_backend,
@@ -107,7 +108,7 @@ class Session:
             critic=self._critic,
         )
         self._make_room()
-        self._service = self._open_service(path, environment, codec)
+        self._service = self._open_service(path, chat, codec)
         self._sender = WeightSender(
             self._service,
             self._engine,
@@ -117,7 +118,7 @@ class Session:
             host=socket.gethostname() if settings.rollout.vllm.placement == "external" else "127.0.0.1",
         )
 
-    def _open_service(self, path: str, environment: Environment, codec: TextCodec) -> RolloutService:
+    def _open_service(self, path: str, chat: ChatFormat | None, codec: TextCodec) -> RolloutService:
         if self._world > 1 or self._settings.rollout.schedule != "synchronous":
             from agentrl.training.remote import RemoteService
 
@@ -129,7 +130,7 @@ class Session:
             model = read_model(path, self._settings.model).to(self._engine.device)
         return LocalService(
             self._settings,
-            environment=environment,
+            environment=build_environment(self._settings, chat),
             model=model,
             codec=codec,
             policy_path=path,

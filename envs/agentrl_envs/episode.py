@@ -48,7 +48,7 @@ class Episode(Protocol):
         ...
 
     async def start(self) -> str:
-        """The prompt's text. Called once, first."""
+        """The prompt's text, a `MarkedText` where marks of a chat template stand in it. Called once, first."""
         ...
 
     async def step(self, action: str) -> Step:

@@ -84,7 +84,8 @@ class ToolCall:
 class Step:
     """What an episode answers to one turn of the model.
 
-    ``observation`` is the text the model reads next ("" if none); it is appended even when the episode has ended.
+    ``observation`` is the text the model reads next ("" if none), a `MarkedText` where marks of a chat template stand
+    in it; it is appended even when the episode has ended.
     ``verdict`` and ``answer`` are set once an answer was graded.
     """
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from agentrl_envs.episode import Episode
 from agentrl_envs.falsified import FalsifiedObservations, falsify
-from agentrl_envs.types import Ended
+from agentrl_envs.marked_text import Mark, MarkedText
+from agentrl_envs.types import Ended, Step
 from agentrl_sandbox.client import Execution
 
 PROGRAM = "```py\nprint(2)\n```"
@@ -48,3 +49,17 @@ async def test_only_the_observation_is_falsified(play: Callable[..., Any], execu
     assert (last.reward, last.answer, last.ended) == (1.0, "5", Ended.ANSWERED)
     assert "5" not in last.observation
     await episode.close()
+
+
+async def test_the_marks_of_a_template_are_not_falsified() -> None:
+    class Marked:
+        """An episode that only answers."""
+
+        async def step(self, action: str) -> Step:
+            return Step(
+                observation=MarkedText(Mark("<|1|>", ends_turn=True), "12", Mark("<2>")), reward=0.0, ended=None
+            )
+
+    shown = (await FalsifiedObservations(Marked(), seed=1).step("x")).observation  # type: ignore[arg-type]
+    assert isinstance(shown, MarkedText)
+    assert shown.parts == (Mark("<|1|>", ends_turn=True), falsify("12", 1), Mark("<2>"))

@@ -75,6 +75,22 @@ async def test_works_inside_a_running_event_loop(scripted_sandbox: Sandboxes, ex
     await asyncio.to_thread(env.close)
 
 
+def test_reasoning_has_a_face_of_its_own() -> None:
+    env = gymnasium.make("agentrl_envs.registration:agentrl/Reasoning-v0")
+    check_env(env.unwrapped, skip_render_check=True)
+    problem = Problem(id="toy", statement="2 + 3?", answer="5", source="toy")
+    prompt, _ = env.reset(options={"problem": problem})
+    assert prompt.endswith("2 + 3?\n")
+    assert env.step("```py\nprint(5)\n```\nSo \\boxed{5}.") == (
+        "",
+        1.0,
+        True,
+        False,
+        {"problem_id": "toy", "ended": "answered", "verdict": "correct", "answer": "5", "tool_outcomes": ()},
+    )
+    env.close()
+
+
 def test_misuse_is_named() -> None:
     with pytest.raises(ValueError, match="at least one"):
         SimpleTIREnv([])

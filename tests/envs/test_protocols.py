@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -179,6 +180,12 @@ def test_hermes_thoughts_are_neither_calls_nor_answers() -> None:
     assert HERMES.parse(f"<think>{thought}</think>\\boxed{{5}}").answer == "5"
     assert HERMES.parse(f"{thought}</think>\\boxed{{5}}").answer == "5"  # the template has opened it
     assert HERMES.parse(f"<think>{thought}") == ParsedTurn(program=None, answer=None)
+
+
+def test_hermes_a_thought_that_the_template_opens_and_nobody_closes_says_nothing() -> None:
+    opening = replace(HERMES, chat=replace(CHAT, after_problem="</u><a><think>\n"))
+    assert opening.parse(f"{call('x')} \\boxed{{5}}") == ParsedTurn(program=None, answer=None)
+    assert opening.parse("hm</think> \\boxed{5}").answer == "5"
 
 
 def test_hermes_answers_so_many_calls_of_one_turn() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ from agentrl.rollout.engines.base import EngineError
 from agentrl.rollout.ledger import Issue
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Group, Trajectory
-from agentrl_envs.types import Ended, ToolCall, Verdict
+from agentrl_envs.rewards import Conversation, Reward
+from agentrl_envs.types import Ended, Problem, ToolCall, Verdict
 
 CODEC = byte_codec()
 TURN = completion(CODEC, "aEND")
@@ -35,12 +37,19 @@ def make(
     *,
     seed: int = 0,
     deterministic: bool = False,
+    reward: Reward | None = None,
     **changes: Any,
 ) -> tuple[Driver, ScriptedEnvironment]:
     environment = ScriptedEnvironment(build)
     settings = RolloutSettings(**changes)
     driver = Driver(
-        environment=environment, engine=engine, codec=CODEC, settings=settings, seed=seed, deterministic=deterministic
+        environment=environment,
+        engine=engine,
+        codec=CODEC,
+        settings=settings,
+        seed=seed,
+        deterministic=deterministic,
+        reward=reward,
     )
     return driver, environment
 
@@ -79,6 +88,43 @@ async def test_the_worked_example() -> None:
     # The engine saw exactly the tokens of the trajectory so far, and was told when it was over.
     assert [request[1] for request in engine.requests] == [prompt, prompt + first.token_ids + observation]
     assert engine.released == [engine.requests[0][0]]
+
+
+def turns_told(problem: Problem, conversation: Conversation, verdict: Verdict | None) -> float:
+    assert [turn.text for turn in conversation.turns] == ["aEND", "E", "aEND"]
+    assert (problem.id, conversation.ended, conversation.environment_reward) == ("toy-0", Ended.TURN_LIMIT, 1.25)
+    return -3.0 if verdict is None else 3.0
+
+
+async def test_a_reward_of_ones_own_takes_the_place_of_the_environments() -> None:
+    steps = [replace(goes_on("E"), reward=1.0), ends(Ended.TURN_LIMIT, reward=0.25)]
+    told = Reward(f"{__name__}:turns_told", deadline=60.0)
+    driver, _ = make(ScriptedEngine(lambda *_: TURN), lambda *_: ScriptedEpisode(steps), reward=told)
+    (group,) = await play(driver)
+    assert group.trajectories[0].rewards == (0.0,) * 8 + (-3.0,)
+
+
+async def never(*_: Any) -> float:
+    await asyncio.Event().wait()
+    return 0.0
+
+
+async def test_a_reward_that_takes_too_long_is_no_data_and_no_data_gets_no_reward() -> None:
+    driver, environment = make(
+        ScriptedEngine(lambda *_: TURN),
+        lambda *_: ScriptedEpisode([ends(reward=1.0)]),
+        retries=1,
+        reward=Reward(f"{__name__}:never", deadline=0.01),
+    )
+    (group,) = await play(driver)
+    assert (group.trajectories[0].ended, len(environment.episodes)) == (Ended.INFRASTRUCTURE_FAILURE, 2)
+    driver, _ = make(
+        ScriptedEngine(lambda *_: TURN),
+        lambda *_: ScriptedEpisode([ends(Ended.CANCELLED)]),
+        reward=Reward("builtins:print", deadline=60.0),  # which gives no number
+    )
+    (group,) = await play(driver)
+    assert group.trajectories[0].ended is Ended.CANCELLED
 
 
 async def test_tokens_past_a_stop_string_stay_as_they_were_sampled() -> None:

@@ -6,7 +6,8 @@ renders messages of the role ``tool``, up to where the next turn begins. A turn 
 ``\boxed{...}`` in it is the answer.
 
 **Thinking.** What stands before the last ``</think>`` is neither call nor answer, and so is what follows a ``<think>``
-that is never closed. It stays in the conversation, whatever the template would do with it later.
+that is never closed, be it the model's or the template's. It stays in the conversation, whatever the template would do
+with it later.
 
 **Malformed** is a call that is not closed, is not JSON, has no name or no arguments, names no tool that exists, or
 whose arguments the tool does not take. It gets a response that says so; the other calls of the turn are made.
@@ -63,7 +64,7 @@ class HermesProtocol:
 
     def parse(self, text: str) -> ParsedTurn:
         """The calls; where there are none, the answer."""
-        said = _after_thinking(text)
+        said = _after_thinking(text, opened=self.chat.after_problem.rstrip().endswith("<think>"))
         calls = list(self._calls(said))
         if len(calls) > self.max_calls:
             calls[self.max_calls :] = [_error(f"more than {self.max_calls} calls in one turn; these were not made")]
@@ -135,9 +136,10 @@ def _read(text: str, start: int) -> tuple[Any, int | None]:
         return None, None
 
 
-def _after_thinking(text: str) -> str:
-    said = text.rpartition("</think>")[2]
-    return said.partition("<think>")[0]
+def _after_thinking(text: str, *, opened: bool) -> str:
+    """What is said; ``opened``: the template has begun the thoughts, so without an end everything is thought."""
+    _, closed, said = text.rpartition("</think>")
+    return "" if opened and not closed else said.partition("<think>")[0]
 
 
 def _error(reason: str) -> MalformedCall:
