@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,8 +83,10 @@ class RolloutWorker:
             filtered = filter_groups(played, self._rules)
             rounds += 1
         groups = filtered.groups[:needed]
+        if self._settings.schedule != "synchronous":
+            groups = drawn(filtered.groups, needed, step=step)
         metrics = rollout_metrics(played) | {f"groups/{name}": count for name, count in filtered.counts.items()}
-        metrics |= self._clock.metrics(played) | self._play.metrics()
+        metrics |= self._clock.metrics(played) | self._play.metrics() | self._driver.metrics()
         metrics |= {
             "groups/trained": len(groups),
             "groups/surplus": len(filtered.groups) - len(groups),
@@ -155,6 +158,18 @@ class RolloutWorker:
                 f"step {step}: a token is {stalest:g} steps old, and rollout.schedule={self._settings.schedule} "
                 f"promises at most {bound}"
             )
+
+
+def drawn(groups: tuple[Group, ...], count: int, *, step: int) -> tuple[Group, ...]:
+    """``count`` of ``groups`` in their order, each as likely as any other, the same ones for a step.
+
+    Of groups that were played ahead, those issued last are there because they were short: to leave them out would
+    train on longer ones.
+    """
+    if len(groups) <= count:
+        return groups
+    places = random.Random(step).sample(range(len(groups)), count)
+    return tuple(groups[place] for place in sorted(places))
 
 
 def further_problems(first: int, needed: int, *, played: int, kept: int) -> int:

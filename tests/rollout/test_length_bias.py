@@ -19,7 +19,7 @@ from agentrl.trajectory import Group
 
 CODEC = train_codec()
 BATCH = 4
-SCHEDULES = ["synchronous"]
+SCHEDULES = ["synchronous", "overlapped", "asynchronous"]
 
 
 def useful(group: Group) -> bool:
