@@ -122,15 +122,17 @@ def test_the_commands_on_real_problems_run(shell: Shell, data_dir: Path) -> None
 
 
 def test_pip_and_uv_install_what_make_installs() -> None:
-    (installed,) = re.findall(r"pip install (.*)", (ROOT / "Makefile").read_text())
-    packages = shlex.split(installed)[-4:]
+    makefile = (ROOT / "Makefile").read_text()
+    (installed,) = re.findall(r"pip install (.*)", makefile)
+    (extras,) = re.findall(r"^EXTRAS \?= (.*)$", makefile, re.MULTILINE)
+    packages = shlex.split(installed.replace("$(EXTRAS)", extras))[-4:]
     assert packages == ["-e", "sandbox", "-e", ".[dev]"]
     pip, uv = blocks("bash")
     for block in (pip, uv):
         (line,) = (line for line in block.splitlines() if " install " in line)
         assert shlex.split(line)[-4:] == packages
         assert ".venv/bin/agentrl train --env simpletir" in block
-    (train,) = re.findall(r"^train:.*\n\t@(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    (train,) = re.findall(r"^train:.*\n\t@(.*)$", makefile, re.MULTILINE)
     assert train == "$(BIN)/agentrl train --env simpletir $(ARGS)"
 
 
