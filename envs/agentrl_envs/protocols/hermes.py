@@ -24,10 +24,9 @@ from typing import Any
 from agentrl_envs.answers import last_boxed
 from agentrl_envs.chat import ChatFormat
 from agentrl_envs.protocols.base import MalformedCall, ParsedTurn, ToolRequest
-from agentrl_envs.protocols.results import shown, with_setup
+from agentrl_envs.protocols.in_words import AnsweredInWords
 from agentrl_envs.tools import ToolSet
-from agentrl_envs.types import Ended, Problem
-from agentrl_sandbox.client import Execution
+from agentrl_envs.types import Problem
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -35,11 +34,9 @@ _BLANKS = re.compile(r"\s*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HermesProtocol:
+class HermesProtocol(AnsweredInWords):
     """Tool calls in a chat template. Of one turn ``max_calls`` calls are answered; the rest get one error."""
 
-    instruction: str
-    observation_limit: int
     chat: ChatFormat
     tools: ToolSet
     max_calls: int
@@ -48,11 +45,6 @@ class HermesProtocol:
     def stop(self) -> tuple[str, ...]:
         """None: the model ends its turns itself, after one call or several."""
         return ()
-
-    @property
-    def empty_turn(self) -> Ended:
-        """An ordinary end, worth nothing."""
-        return Ended.STOPPED
 
     def prompt(self, problem: Problem) -> str:
         """Instruction and statement as a user's message; the tools stand where the template puts them."""
@@ -69,18 +61,6 @@ class HermesProtocol:
         if len(calls) > self.max_calls:
             calls[self.max_calls :] = [_error(f"more than {self.max_calls} calls in one turn; these were not made")]
         return ParsedTurn(program=None, answer=None if calls else last_boxed(said), calls=tuple(calls))
-
-    def runnable(self, problem: Problem, program: str) -> str:
-        """The problem's setup and the program."""
-        return with_setup(problem.setup, program)
-
-    def printed_answer(self, stdout: str) -> str | None:
-        """None: the model says its answer itself."""
-        return None
-
-    def result(self, execution: Execution) -> str:
-        """The output, or what went wrong, cut to ``observation_limit`` characters."""
-        return shown(execution, self.observation_limit)
 
     def observation(self, text: str, results: Sequence[str]) -> str:
         """The responses in the template's marks; what they say is plain text, whatever it looks like."""

@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl_envs.answers import last_boxed
-from agentrl_envs.protocols.base import MalformedCall, ParsedTurn
-from agentrl_envs.protocols.results import shown, with_setup
-from agentrl_envs.types import Ended, Problem
-from agentrl_sandbox.client import Execution
+from agentrl_envs.protocols.base import ParsedTurn
+from agentrl_envs.protocols.in_words import AnsweredInWords, malformed
+from agentrl_envs.types import Problem
 
 _CLOSE_CODE, _CLOSE_ANSWER = "</code>", "</answer>"
 _END = re.compile(f"{_CLOSE_CODE}|{_CLOSE_ANSWER}")
@@ -32,7 +31,7 @@ _EMPTY = "CallError: the ```python block is empty"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReToolProtocol:
+class ReToolProtocol(AnsweredInWords):
     """ReTool as text.
 
     >>> protocol = ReToolProtocol(instruction="", observation_limit=512)
@@ -41,18 +40,10 @@ class ReToolProtocol:
     (True, 'print(2+3)\\n', '\\n\\n<interpreter>\\n5\\n</interpreter>\\n\\n')
     """
 
-    instruction: str
-    observation_limit: int
-
     @property
     def stop(self) -> tuple[str, ...]:
         """The ends of a program and of an answer."""
         return (_CLOSE_CODE, _CLOSE_ANSWER)
-
-    @property
-    def empty_turn(self) -> Ended:
-        """An ordinary end, worth nothing."""
-        return Ended.STOPPED
 
     def prompt(self, problem: Problem) -> str:
         """The instruction, the statement, and the form of the answer; without instruction the statement alone."""
@@ -71,32 +62,16 @@ class ReToolProtocol:
         opened = before.rfind("<code>")
         if end is None or end.group() == _CLOSE_ANSWER:
             if end is None and opened >= 0:
-                return _malformed(_OPEN)
+                return malformed(_OPEN)
             return ParsedTurn(program=None, answer=last_boxed(before[max(before.rfind("<answer>"), 0) :]))
         if opened < 0:
-            return _malformed(_NOT_OPENED)
+            return malformed(_NOT_OPENED)
         fence = _FENCE.search(before, opened)
         if fence is None:
-            return _malformed(_NO_FENCE)
+            return malformed(_NO_FENCE)
         program = fence["program"].replace("\r\n", "\n")
-        return ParsedTurn(program=program, answer=None) if program.strip() else _malformed(_EMPTY)
-
-    def runnable(self, problem: Problem, program: str) -> str:
-        """The problem's setup and the program."""
-        return with_setup(problem.setup, program)
-
-    def printed_answer(self, stdout: str) -> str | None:
-        """None: the model says its answer itself."""
-        return None
-
-    def result(self, execution: Execution) -> str:
-        """The output, or what went wrong, cut to ``observation_limit`` characters."""
-        return shown(execution, self.observation_limit)
+        return ParsedTurn(program=program, answer=None) if program.strip() else malformed(_EMPTY)
 
     def observation(self, text: str, results: Sequence[str]) -> str:
         """The result between its tags, as it was printed: a printed ``</interpreter>`` is text like any other."""
         return f"\n\n<interpreter>\n{' '.join(results)}\n</interpreter>\n\n"
-
-
-def _malformed(message: str) -> ParsedTurn:
-    return ParsedTurn(program=None, answer=None, calls=(MalformedCall(message=message),))

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl_envs.answers import last_boxed
-from agentrl_envs.protocols.base import MalformedCall, ParsedTurn
+from agentrl_envs.protocols.base import ParsedTurn
 from agentrl_envs.protocols.fences import Block, python_blocks
-from agentrl_envs.protocols.results import shown, with_setup
-from agentrl_envs.types import Ended, Problem
-from agentrl_sandbox.client import Execution
+from agentrl_envs.protocols.in_words import AnsweredInWords, malformed
+from agentrl_envs.types import Problem
 
 _OUTPUT = "```output"
 _NO_PROGRAM = "CallError: there is no ```python block before this ```output block"
@@ -29,7 +28,7 @@ _NOT_RUN = "CallError: the program was not run: write ```output on the line afte
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ToRLProtocol:
+class ToRLProtocol(AnsweredInWords):
     """ToRL as text: a dialogue of user and assistant, written without a chat template.
 
     >>> protocol = ToRLProtocol(instruction="", observation_limit=512)
@@ -38,18 +37,10 @@ class ToRLProtocol:
     (True, 'print(2+3)\\n', '\\n5\\n```\\n')
     """
 
-    instruction: str
-    observation_limit: int
-
     @property
     def stop(self) -> tuple[str, ...]:
         """The opening of the fence in which the output is to stand."""
         return (_OUTPUT,)
-
-    @property
-    def empty_turn(self) -> Ended:
-        """An ordinary end, worth nothing."""
-        return Ended.STOPPED
 
     def prompt(self, problem: Problem) -> str:
         """The instruction, the statement as the user's words, and the beginning of the assistant's."""
@@ -68,22 +59,10 @@ class ToRLProtocol:
         blocks = list(python_blocks(text, bare=False))
         answer = last_boxed(_without(text, blocks))
         if blocks and blocks[-1].program is None:
-            return _malformed(_OPEN)
+            return malformed(_OPEN)
         if blocks and answer is None:
-            return _malformed(_NOT_RUN)
+            return malformed(_NOT_RUN)
         return ParsedTurn(program=None, answer=answer)
-
-    def runnable(self, problem: Problem, program: str) -> str:
-        """The problem's setup and the program."""
-        return with_setup(problem.setup, program)
-
-    def printed_answer(self, stdout: str) -> str | None:
-        """None: the model says its answer itself."""
-        return None
-
-    def result(self, execution: Execution) -> str:
-        """The output, or what went wrong, cut to ``observation_limit`` characters."""
-        return shown(execution, self.observation_limit)
 
     def observation(self, text: str, results: Sequence[str]) -> str:
         """The rest of the ``output`` block; the whole of it where the model did not open one."""
@@ -94,15 +73,11 @@ class ToRLProtocol:
 
 def _called(blocks: list[Block]) -> ParsedTurn:
     if not blocks:
-        return _malformed(_NO_PROGRAM)
+        return malformed(_NO_PROGRAM)
     program = blocks[-1].program
     if program is None:
-        return _malformed(_OPEN)
-    return ParsedTurn(program=program, answer=None) if program.strip() else _malformed(_EMPTY)
-
-
-def _malformed(message: str) -> ParsedTurn:
-    return ParsedTurn(program=None, answer=None, calls=(MalformedCall(message=message),))
+        return malformed(_OPEN)
+    return ParsedTurn(program=program, answer=None) if program.strip() else malformed(_EMPTY)
 
 
 def _without(text: str, blocks: list[Block]) -> str:
