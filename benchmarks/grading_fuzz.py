@@ -6,7 +6,8 @@ Answers are made from the gold answers of MATH (``math500.jsonl``, ``math35_trai
 digit replaced, a term added, the sign turned, another answer beside it. *Damaged*: characters lost, doubled, swapped,
 inserted, two answers spliced. A correct verdict is suspicious when the answer has other letters and numbers than the
 gold answer and no known leniency explains it (``explained``); each is printed, and any makes the exit code 1, but for
-those that were looked at and are right (``LOOKED_AT``). Large numbers are best run in pieces, each with its own seed.
+those that were looked at and are right (``LOOKED_AT``). So does a grading process that dies. Large numbers are best run
+in pieces, each with its own seed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import random
 import re
@@ -139,6 +141,18 @@ def explained(answer: str, gold: str, mutation: str) -> bool:
     return left == right or (mutation == "damaged" and sorted(left) == sorted(right))
 
 
+class Deaths(logging.Handler):
+    """What the grader says of processes that ended in the middle of a comparison."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "ended" in record.getMessage():
+            self.messages.append(record.getMessage())
+
+
 async def run(mutations: int, seed: int, workers: int, data_dir: Path) -> int:
     """Grade them all, print the table and return the number of suspicious verdicts."""
     golds = sorted({answer for name in ("math500", "math35_train") for answer in answers(data_dir / f"{name}.jsonl")})
@@ -161,6 +175,8 @@ async def run(mutations: int, seed: int, workers: int, data_dir: Path) -> int:
         if verdict is Verdict.CORRECT and not known:
             suspicious.append((mutation.__name__, answer, gold))
 
+    deaths = Deaths()
+    logging.getLogger("agentrl_envs.grading").addHandler(deaths)
     async with asyncio.TaskGroup() as tasks:
         for _ in range(mutations):
             await slots.acquire()
@@ -170,9 +186,11 @@ async def run(mutations: int, seed: int, workers: int, data_dir: Path) -> int:
         print(f"{name:14} {verdict.value:18} {count}")
     for name, answer, gold in suspicious:
         print(f"suspicious: {name} {answer!r} for {gold!r}")
+    for message in deaths.messages:
+        print(f"died: {message}")
     seconds = time.monotonic() - begun
     print(f"{mutations} answers to {len(golds)} gold answers, {seconds:.0f} s, {len(suspicious)} suspicious")
-    return len(suspicious)
+    return len(suspicious) + len(deaths.messages)
 
 
 def answers(path: Path) -> list[str]:

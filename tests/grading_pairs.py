@@ -227,6 +227,12 @@ DIFFERENT: dict[str, str] = {
         \p\pi | \pi
         \frac{67}{\l89} | \frac{67}{89}
     """,
+    "inequalities of complex numbers": r"""
+        41e>9-4i | 41 + 9 - 4i
+        x > 3i | x > 3
+        [6i, 7) | [6, 7)
+        (-4,27i);(2, 15) | (-4,27);(2, 15)
+    """,
     "something beside a box": r"""
         9\boxed991 | 991
         \boxed{5}7 | 5

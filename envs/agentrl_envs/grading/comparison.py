@@ -150,12 +150,18 @@ def _forms(text: str) -> list[Any]:
         forms = [in_python, *_as_matrix(in_python), *forms]
     if not forms and _ONLY_A_NUMBER.fullmatch(text):
         forms = [*parse(text, extraction_config=_NUMBER, parsing_timeout=None), *forms]
-    return [*forms, *(form.xreplace({_I: sympy.I}) for form in forms if _has_i(form)), text]
+    imaginary = [form for form in map(_with_imaginary_unit, forms) if form is not None]
+    return [*forms, *imaginary, text]
 
 
-def _has_i(form: Any) -> bool:
-    """Whether math-verify read an i as a real variable: it may be the imaginary unit."""
-    return isinstance(form, sympy.Basic) and _I in form.free_symbols
+def _with_imaginary_unit(form: Any) -> Any | None:
+    """With the imaginary unit for an i that math-verify read as a real variable; None where there is none."""
+    if not isinstance(form, sympy.Basic) or _I not in form.free_symbols:
+        return None
+    try:
+        return form.xreplace({_I: sympy.I})
+    except (TypeError, ValueError, NotImplementedError):  # complex numbers have no inequalities and no intervals
+        return None
 
 
 def _braces_balance(text: str) -> bool:
