@@ -257,6 +257,9 @@ DIFFERENT: dict[str, str] = {
     "small and large numbers with decimals": r"""
         .0000671 | .0000672
         2^{4181} + 0.5 | 2^{4181}
+        52 + 303oo6 \sqrt{7} | 52 + 3036 \sqrt{7}
+        3 + \infty | 3
+        -\infty | \infty
         \frac{1}{2064!} | \frac{1}{2004!}
         \frac23 \approx 3.67 | \frac23 \approx 0.67
     """,

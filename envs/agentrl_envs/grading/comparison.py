@@ -17,6 +17,7 @@ Imports SymPy: for the grading process alone.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -207,7 +208,7 @@ def _refuted(gold: Any, answer: Any) -> bool:
     names = sorted({symbol.name for symbol in gold.free_symbols | answer.free_symbols})
     point = {name: sympy.Rational(1009 + 211 * place, 773) for place, name in enumerate(names)}
     left, right = _value(gold, point), _value(answer, point)
-    if left is None or right is None:
+    if left is None or right is None or math.isinf(abs(left)) and math.isinf(abs(right)):
         # In a number beyond floats a decimal counts for nothing: 2^4181 + 0.5 would be 2^4181.
         return gold.has(sympy.Float) != answer.has(sympy.Float) and _huge(gold) and _huge(answer)
     if left == right == 0:
@@ -253,7 +254,7 @@ def _kind(form: Any) -> str | None:
 
 
 def _value(form: Any, point: Mapping[str, Any]) -> complex | None:
-    """The value with numbers in place of the symbols, by their names; None where there is none."""
+    """The value with numbers in place of the symbols, by their names, perhaps infinite; None where there is none."""
     try:
         form = form.doit() if form.has(UnevaluatedExpr) else form
         symbols = form.free_symbols
@@ -264,4 +265,4 @@ def _value(form: Any, point: Mapping[str, Any]) -> complex | None:
         return None
     except NotImplementedError:  # SymPy raises it where it knows no value, for example of a relation or a set
         return None
-    return value if abs(value) < float("inf") else None
+    return None if math.isnan(abs(value)) else value
