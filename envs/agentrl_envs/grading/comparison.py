@@ -208,7 +208,7 @@ def _refuted(gold: Any, answer: Any) -> bool:
     names = sorted({symbol.name for symbol in gold.free_symbols | answer.free_symbols})
     point = {name: sympy.Rational(1009 + 211 * place, 773) for place, name in enumerate(names)}
     left, right = _value(gold, point), _value(answer, point)
-    if left is None or right is None or math.isinf(abs(left)) and math.isinf(abs(right)):
+    if left is None or right is None or (math.isinf(abs(left)) and math.isinf(abs(right))):
         # In a number beyond floats a decimal counts for nothing: 2^4181 + 0.5 would be 2^4181.
         return gold.has(sympy.Float) != answer.has(sympy.Float) and _huge(gold) and _huge(answer)
     if left == right == 0:
