@@ -56,7 +56,7 @@ _I = sympy.Symbol("i", real=True)
 _TOO_NEAR = 2e-6  # absolute: math-verify rounds decimals to six digits
 _EXACT = 1e-12  # relative: double precision
 _ROUGHLY = 0.05  # relative: what is called approximately equal
-_FLOATS_END = 1e300
+_DIGITS_END = 1e9  # from here on floats leave too few digits behind the point
 _LEADING_DIGITS = 1e-2  # relative: farther apart is different, however small
 
 
@@ -208,9 +208,11 @@ def _refuted(gold: Any, answer: Any) -> bool:
     names = sorted({symbol.name for symbol in gold.free_symbols | answer.free_symbols})
     point = {name: sympy.Rational(1009 + 211 * place, 773) for place, name in enumerate(names)}
     left, right = _value(gold, point), _value(answer, point)
-    if left is None or right is None or (math.isinf(abs(left)) and math.isinf(abs(right))):
-        # In a number beyond floats a decimal counts for nothing: 2^4181 + 0.5 would be 2^4181.
-        return gold.has(sympy.Float) != answer.has(sympy.Float) and _huge(gold) and _huge(answer)
+    if left is None or right is None:
+        return False
+    if min(abs(left), abs(right)) > _DIGITS_END and gold.has(sympy.Float) != answer.has(sympy.Float):
+        apart_exactly = _value(_exact(gold) - _exact(answer), point)  # 2^100 + 0.5 is not 2^100
+        return apart_exactly is not None and abs(apart_exactly) > _TOO_NEAR
     if left == right == 0:
         return _far_from_one(gold / answer, point) or _far_from_one(answer / gold, point)  # 1/2004! is not 1/2064!
     apart, size = abs(left - right), max(abs(left), abs(right))
@@ -240,8 +242,9 @@ def _number(form: Any) -> complex | None:
     return _value(form, {}) if _comparable(form) and not form.free_symbols else None
 
 
-def _huge(form: Any) -> bool:
-    return not form.free_symbols and bool(abs(form.evalf(5)) > _FLOATS_END)
+def _exact(form: Any) -> Any:
+    """With its decimals as fractions."""
+    return form.xreplace({decimal: sympy.Rational(str(decimal)) for decimal in form.atoms(sympy.Float)})
 
 
 def _kind(form: Any) -> str | None:
