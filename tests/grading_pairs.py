@@ -269,6 +269,8 @@ DIFFERENT: dict[str, str] = {
         2^{100} - 2 + 0.5 | 2^{100} - 2
         52 + 303oo6 \sqrt{7} | 52 + 3036 \sqrt{7}
         3 + \infty | 3
+        \infty4 | 384
+        \infty - 4 | 384
         -\infty | \infty
         \frac{1}{2064!} | \frac{1}{2004!}
         \frac23 \approx 3.67 | \frac23 \approx 0.67

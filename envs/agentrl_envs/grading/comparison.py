@@ -259,7 +259,7 @@ def _kind(form: Any) -> str | None:
 def _value(form: Any, point: Mapping[str, Any]) -> complex | None:
     """The value with numbers in place of the symbols, by their names, perhaps infinite; None where there is none."""
     try:
-        form = form.doit() if form.has(UnevaluatedExpr) else form
+        form = form.doit() if form.has(UnevaluatedExpr, sympy.oo, -sympy.oo) else form
         symbols = form.free_symbols
         value = complex(
             form.subs({symbol: point[symbol.name] for symbol in symbols}).evalf(20) if symbols else form.evalf(20)
