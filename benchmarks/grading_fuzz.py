@@ -6,7 +6,8 @@ Answers are made from the gold answers of MATH (``math500.jsonl``, ``math35_trai
 digit replaced, a term added, the sign turned, another answer beside it. *Damaged*: characters lost, doubled, swapped,
 inserted, two answers spliced. A correct verdict is suspicious when the answer has other letters and numbers than the
 gold answer and no known leniency explains it (``explained``); each is printed, and any makes the exit code 1, but for
-those that were looked at and are right (``LOOKED_AT``). Large numbers are best run in pieces, each with its own seed.
+those that were looked at and are right (``LOOKED_AT``). So does a grading process that dies. Large numbers are best run
+in pieces, each with its own seed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import random
 import re
@@ -112,6 +114,19 @@ LOOKED_AT: dict[tuple[str, str], str] = {
     (r"1251\sqrt1", "1251"): "the root of 1",
     (r"32\sqrt{2!}", r"32\sqrt{2}"): "2! is 2",
     ("22112", "22112_6"): "the base left out",
+    ("-37", "-37_8"): "the base left out",
+    ("1848_9", "1848"): "a base added to the same digits",
+    ("51_1", "51"): "a base added to the same digits",
+    (r"\left( \frac{15}{4}, \frac{1}{2}, 0 right)", r"\left( \frac{15}{4}, \frac{1}{2}, 0 \right)"): "letters times 0",
+    (r"8\sqrt{2}-4-\pi1", r"8\sqrt{2}-4-\pi"): "times 1",
+    (r"-\frac{1\sqrt{3}}{2}", r"-\frac{\sqrt{3}}{2}"): "times 1",
+    (r"-\frac1{2x}1", r"-\frac1{2x}"): "times 1",
+    (r"(8\sqrt31, 14, 2, 4)", r"(8\sqrt3, 14, 2, 4)"): "times 1, as LaTeX sets it",
+    ("x1+1", "x+1"): "times 1",
+    ("-7+24i1", "-7+24i"): "times 1",
+    ("0-2i", "-2i"): "from 0",
+    ("-1!,0,1", "-1,0,1"): "1! is 1",
+    ("1", "1:1"): "the ratio is 1",
     ("1056_6", "1056"): "a base added to the same digits",
     ("8c", r"8\text{ cm}"): "a unit",
 }
@@ -139,6 +154,18 @@ def explained(answer: str, gold: str, mutation: str) -> bool:
     return left == right or (mutation == "damaged" and sorted(left) == sorted(right))
 
 
+class Deaths(logging.Handler):
+    """What the grader says of processes that ended in the middle of a comparison."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "ended" in record.getMessage():
+            self.messages.append(record.getMessage())
+
+
 async def run(mutations: int, seed: int, workers: int, data_dir: Path) -> int:
     """Grade them all, print the table and return the number of suspicious verdicts."""
     golds = sorted({answer for name in ("math500", "math35_train") for answer in answers(data_dir / f"{name}.jsonl")})
@@ -161,6 +188,8 @@ async def run(mutations: int, seed: int, workers: int, data_dir: Path) -> int:
         if verdict is Verdict.CORRECT and not known:
             suspicious.append((mutation.__name__, answer, gold))
 
+    deaths = Deaths()
+    logging.getLogger("agentrl_envs.grading").addHandler(deaths)
     async with asyncio.TaskGroup() as tasks:
         for _ in range(mutations):
             await slots.acquire()
@@ -170,9 +199,11 @@ async def run(mutations: int, seed: int, workers: int, data_dir: Path) -> int:
         print(f"{name:14} {verdict.value:18} {count}")
     for name, answer, gold in suspicious:
         print(f"suspicious: {name} {answer!r} for {gold!r}")
+    for message in deaths.messages:
+        print(f"died: {message}")
     seconds = time.monotonic() - begun
     print(f"{mutations} answers to {len(golds)} gold answers, {seconds:.0f} s, {len(suspicious)} suspicious")
-    return len(suspicious)
+    return len(suspicious) + len(deaths.messages)
 
 
 def answers(path: Path) -> list[str]:

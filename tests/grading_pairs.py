@@ -16,6 +16,8 @@ EQUAL: dict[str, str] = {
         s \cdot 2 | 2s
         5m | 5
         0.3333333 | 0.333333
+        1.5 \cdot 10^{15} | 1500000000000000
+        c + 5 a | 5 a + c
         \frac{1}{4 \cdot 2003!} | \frac{0.25}{2003!}
         \$\frac23 \approx \$0.7 | \$\dfrac23 \approx \$0.67
     """,
@@ -227,6 +229,19 @@ DIFFERENT: dict[str, str] = {
         \p\pi | \pi
         \frac{67}{\l89} | \frac{67}{89}
     """,
+    "terms that math-verify drops as units": r"""
+        0.25\,\text{ cm}7 \dfrac{1}{4} | \frac{1}{4}
+        5\text{ cm} + \frac{1}{2} | 5
+        5\text{ or }\frac{1}{2} | 5
+        252\pi b + c | 252\pi
+        5 | 5 a + c
+    """,
+    "inequalities of complex numbers": r"""
+        41e>9-4i | 41 + 9 - 4i
+        x > 3i | x > 3
+        [6i, 7) | [6, 7)
+        (-4,27i);(2, 15) | (-4,27);(2, 15)
+    """,
     "something beside a box": r"""
         9\boxed991 | 991
         \boxed{5}7 | 5
@@ -251,6 +266,12 @@ DIFFERENT: dict[str, str] = {
     "small and large numbers with decimals": r"""
         .0000671 | .0000672
         2^{4181} + 0.5 | 2^{4181}
+        2^{100} - 2 + 0.5 | 2^{100} - 2
+        52 + 303oo6 \sqrt{7} | 52 + 3036 \sqrt{7}
+        3 + \infty | 3
+        \infty4 | 384
+        \infty - 4 | 384
+        -\infty | \infty
         \frac{1}{2064!} | \frac{1}{2004!}
         \frac23 \approx 3.67 | \frac23 \approx 0.67
     """,

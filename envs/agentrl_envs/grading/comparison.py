@@ -17,6 +17,7 @@ Imports SymPy: for the grading process alone.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -55,7 +56,7 @@ _I = sympy.Symbol("i", real=True)
 _TOO_NEAR = 2e-6  # absolute: math-verify rounds decimals to six digits
 _EXACT = 1e-12  # relative: double precision
 _ROUGHLY = 0.05  # relative: what is called approximately equal
-_FLOATS_END = 1e300
+_DIGITS_END = 1e9  # from here on floats leave too few digits behind the point
 _LEADING_DIGITS = 1e-2  # relative: farther apart is different, however small
 
 
@@ -150,12 +151,18 @@ def _forms(text: str) -> list[Any]:
         forms = [in_python, *_as_matrix(in_python), *forms]
     if not forms and _ONLY_A_NUMBER.fullmatch(text):
         forms = [*parse(text, extraction_config=_NUMBER, parsing_timeout=None), *forms]
-    return [*forms, *(form.xreplace({_I: sympy.I}) for form in forms if _has_i(form)), text]
+    imaginary = [form for form in map(_with_imaginary_unit, forms) if form is not None]
+    return [*forms, *imaginary, text]
 
 
-def _has_i(form: Any) -> bool:
-    """Whether math-verify read an i as a real variable: it may be the imaginary unit."""
-    return isinstance(form, sympy.Basic) and _I in form.free_symbols
+def _with_imaginary_unit(form: Any) -> Any | None:
+    """With the imaginary unit for an i that math-verify read as a real variable; None where there is none."""
+    if not isinstance(form, sympy.Basic) or _I not in form.free_symbols:
+        return None
+    try:
+        return form.xreplace({_I: sympy.I})
+    except (TypeError, ValueError, NotImplementedError):  # complex numbers have no inequalities and no intervals
+        return None
 
 
 def _braces_balance(text: str) -> bool:
@@ -202,8 +209,10 @@ def _refuted(gold: Any, answer: Any) -> bool:
     point = {name: sympy.Rational(1009 + 211 * place, 773) for place, name in enumerate(names)}
     left, right = _value(gold, point), _value(answer, point)
     if left is None or right is None:
-        # In a number beyond floats a decimal counts for nothing: 2^4181 + 0.5 would be 2^4181.
-        return gold.has(sympy.Float) != answer.has(sympy.Float) and _huge(gold) and _huge(answer)
+        return False
+    if min(abs(left), abs(right)) > _DIGITS_END and gold.has(sympy.Float) != answer.has(sympy.Float):
+        apart_exactly = _value(_exact(gold) - _exact(answer), point)  # 2^100 + 0.5 is not 2^100
+        return apart_exactly is not None and abs(apart_exactly) > _TOO_NEAR
     if left == right == 0:
         return _far_from_one(gold / answer, point) or _far_from_one(answer / gold, point)  # 1/2004! is not 1/2064!
     apart, size = abs(left - right), max(abs(left), abs(right))
@@ -233,8 +242,9 @@ def _number(form: Any) -> complex | None:
     return _value(form, {}) if _comparable(form) and not form.free_symbols else None
 
 
-def _huge(form: Any) -> bool:
-    return not form.free_symbols and bool(abs(form.evalf(5)) > _FLOATS_END)
+def _exact(form: Any) -> Any:
+    """With its decimals as fractions."""
+    return form.xreplace({decimal: sympy.Rational(str(decimal)) for decimal in form.atoms(sympy.Float)})
 
 
 def _kind(form: Any) -> str | None:
@@ -247,9 +257,9 @@ def _kind(form: Any) -> str | None:
 
 
 def _value(form: Any, point: Mapping[str, Any]) -> complex | None:
-    """The value with numbers in place of the symbols, by their names; None where there is none."""
+    """The value with numbers in place of the symbols, by their names, perhaps infinite; None where there is none."""
     try:
-        form = form.doit() if form.has(UnevaluatedExpr) else form
+        form = form.doit() if form.has(UnevaluatedExpr, sympy.oo, -sympy.oo) else form
         symbols = form.free_symbols
         value = complex(
             form.subs({symbol: point[symbol.name] for symbol in symbols}).evalf(20) if symbols else form.evalf(20)
@@ -258,4 +268,4 @@ def _value(form: Any, point: Mapping[str, Any]) -> complex | None:
         return None
     except NotImplementedError:  # SymPy raises it where it knows no value, for example of a relation or a set
         return None
-    return value if abs(value) < float("inf") else None
+    return None if math.isnan(abs(value)) else value

@@ -7,6 +7,7 @@ cheaper one is the same (``PredictionMode.SLL``). The classes used are math-veri
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,10 @@ from math_verify.grader import should_treat_as_complex
 from math_verify.parser import get_last_eq
 
 _NORMAL = LatexExtractionConfig().normalization_config
+_COMMANDS = r"\\(?:text(?:bf|it|rm|normal)?|mbox|math(?:bf|it|rm))\s*\{[^{}]*\}"
+_WORDS = re.compile(_COMMANDS)
+_ONLY_WORDS = re.compile(rf"(?:{_COMMANDS}|\s|\^\{{?\d\}}?|\{{\^\d\}})*")
+_OPERATOR = re.compile(r"[-+*=<>]")
 _WITHOUT_UNITS = replace(_NORMAL, units=False)
 
 
@@ -26,10 +31,21 @@ def read_latex(text: str, *, units: bool = True) -> Any | None:
     Units are dropped; where that leaves nothing readable, the last letter was none (``sin t`` has no tons). Without
     ``units`` there are none.
     """
-    if not units:
-        return _read(latex2sympy2.normalize_latex(text, config=_WITHOUT_UNITS))
-    read = _read(latex2sympy2.normalize_latex(text, config=_NORMAL))
-    return _read(latex2sympy2.normalize_latex(text, config=_WITHOUT_UNITS)) if read is None else read
+    plain = latex2sympy2.normalize_latex(text, config=_WITHOUT_UNITS)
+    bare = latex2sympy2.normalize_latex(text, config=_NORMAL)
+    read = _read(bare) if units and not _goes_on(text) and not _OPERATOR.search(_dropped(plain, bare)) else None
+    return _read(plain) if read is None else read
+
+
+def _goes_on(text: str) -> bool:
+    """Whether more than words stand behind words: math-verify drops all of it as one unit (``5\\text{ m}+{x}``)."""
+    words = _WORDS.search(text)
+    return words is not None and _ONLY_WORDS.fullmatch(text, words.end()) is None
+
+
+def _dropped(plain: str, bare: str) -> str:
+    """What was taken for a unit, but for words: by accident also terms (`` b + c``)."""
+    return _WORDS.sub("", plain[len(bare) :]) if plain.startswith(bare) else ""
 
 
 def _read(text: str) -> Any | None:
