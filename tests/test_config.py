@@ -436,6 +436,17 @@ def test_stale_tokens_without_correction_are_said() -> None:
     )
 
 
+def test_a_bound_on_staleness_without_effect_is_said() -> None:
+    (said,) = settings_warnings(load_settings(overrides=["rollout.max_staleness=3"]))
+    assert said.startswith("rollout.max_staleness=3 has no effect with rollout.schedule=synchronous")
+
+
+def test_forms_and_sizes_are_told_in_words() -> None:
+    assert refused("reward.function=good").endswith("valid is module:function or null")
+    assert refused("environment.tools=[]").endswith("valid is a list of at least 1 value")
+    assert "accuracy_range=[0.9, 0.1] needs 0 <= low < high <= 1" in refused("algorithm.accuracy_range=[0.9,0.1]")
+
+
 def test_other_surprises() -> None:
     surprising = load_settings(
         overrides=["training.deterministic=true", "training.num_processes=2", "optimizer.warmup_steps=999"]

@@ -48,6 +48,7 @@ def settings_warnings(settings: Settings) -> list[str]:
         *_inexact_reward_kl(settings),
         *_unreproducible(settings),
         *_stale_without_correction(settings),
+        *_staleness_without_effect(settings),
         *_late_warmup(settings),
     ]
 
@@ -258,6 +259,16 @@ def _stale_without_correction(settings: Settings) -> Iterator[str]:
             f"rollout.schedule={settings.rollout.schedule} trains on tokens of policies up to "
             f"{settings.rollout.staleness_bound} steps old as if the present one had sampled them; correction.weights="
             "token corrects for that"
+        )
+
+
+def _staleness_without_effect(settings: Settings) -> Iterator[str]:
+    rollout = settings.rollout
+    default = type(rollout).model_fields["max_staleness"].default
+    if rollout.schedule != "asynchronous" and rollout.max_staleness != default:
+        yield (
+            f"rollout.max_staleness={rollout.max_staleness} has no effect with rollout.schedule={rollout.schedule}: it "
+            "belongs to asynchronous"
         )
 
 

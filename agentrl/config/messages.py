@@ -174,7 +174,8 @@ def _walk(root: dict[str, Any], node: dict[str, Any], path: str) -> Iterable[str
 def _valid(root: dict[str, Any], node: dict[str, Any]) -> str:
     """What a value of this node may be, in words: ``a whole number at least 1, or none``."""
     options = _options(root, node)
-    words = [_valid_option(option) for option in options]
+    form = node.get("form")  # what a pattern means
+    words = [str(form)] if form else [_valid_option(option) for option in options]
     if any(one.get("type") == "null" for one in node.get("anyOf", [])):
         words.append("null")
     return " or ".join(dict.fromkeys(word for word in words if word))
@@ -192,7 +193,9 @@ def _valid_option(option: dict[str, Any]) -> str:
         return f"a mapping with the keys {', '.join(keys)}" if keys else "a mapping"
     if option.get("type") == "array":
         size = option.get("minItems")
-        return f"a list of {size} values" if size and size == option.get("maxItems") else "a list"
+        if size and size == option.get("maxItems"):
+            return f"a list of {size} values"
+        return f"a list of at least {size} value{'s' * (size > 1)}" if size else "a list"
     kind = _KINDS.get(str(option.get("type")), "")
     limits = [text.format(option[name]) for name, text in _LIMITS.items() if name in option]
     return " ".join([kind, " and ".join(limits)]).strip()

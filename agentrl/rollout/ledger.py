@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 # So many problems in a row with prompts over the limit mean that the limit is wrong.
 _MOST_SKIPPED = 1000
+# Skipped problems that are told by name.
+_MOST_SAID = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +49,7 @@ class Ledger:
         self._untrained: dict[int, Issue] = {}
         self._next_index = 0
         self._skipped = 0
+        self._said = 0
 
     async def issue(self) -> Issue:
         """The next problem. Raises SettingsError if the limit on prompts leaves none."""
@@ -92,11 +95,19 @@ class Ledger:
                 self._next_index += 1
                 return Issue(index=self._next_index - 1, problem=problem)
             self._skipped += 1
-            logger.warning(
-                "problem %s is skipped: its prompt has %d tokens, rollout.max_prompt_tokens is %d",
-                problem.id, tokens, self._max_prompt_tokens,
-            )  # fmt: skip
+            self._say_skipped(problem, tokens)
         raise SettingsError(
             f"{_MOST_SKIPPED} problems in a row have prompts over rollout.max_prompt_tokens={self._max_prompt_tokens}: "
             "raise it or shorten them"
         )
+
+    def _say_skipped(self, problem: Problem, tokens: int) -> None:
+        """The first few by name; all are counted in ``groups/skipped_long_prompt``."""
+        self._said += 1
+        if self._said > _MOST_SAID:
+            return
+        logger.warning(
+            "problem %s is skipped: its prompt has %d tokens, rollout.max_prompt_tokens is %d%s",
+            problem.id, tokens, self._max_prompt_tokens,
+            "; further ones are only counted (groups/skipped_long_prompt)" if self._said == _MOST_SAID else "",
+        )  # fmt: skip

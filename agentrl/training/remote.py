@@ -10,6 +10,7 @@ import contextlib
 import os
 import queue
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -189,6 +190,12 @@ class RemoteService:
             code = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
             return ""
+        if code < 0:
+            name = signal.Signals(-code).name
+            return (
+                f" (it was ended by {name}, as the system does where memory runs out; the run goes on from its last "
+                "checkpoint with --resume)"
+            )
         return f" (it ended with exit code {code})"
 
     def _where(self) -> str:

@@ -79,7 +79,7 @@ class AlgorithmSettings(_Settings):
     @model_validator(mode="after")
     def _consistent(self) -> AlgorithmSettings:
         if self.accuracy_range is not None and not 0 <= self.accuracy_range[0] < self.accuracy_range[1] <= 1:
-            raise ValueError("accuracy_range needs 0 <= low < high <= 1")
+            raise ValueError(f"accuracy_range={list(self.accuracy_range)} needs 0 <= low < high <= 1")
         return self
 
 
@@ -89,6 +89,7 @@ class RewardSettings(_Settings):
     function: str | None = Field(
         None,
         pattern=r"^[^:\s]+:[^:\s]+$",
+        json_schema_extra={"form": "module:function"},
         description="module:function that gives a trajectory's reward; none: the environment does",
     )
     deadline: float = Field(30.0, gt=0, description="seconds reward.function may take; then the trajectory is no data")

@@ -19,6 +19,10 @@ def import_attribute(path: str, key: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise EnvironmentLookupError(f"{key} {path!r}: there is no module {error.name!r}") from error
+    except (Exception, SystemExit) as error:
+        raise EnvironmentLookupError(
+            f"{key} {path!r}: module {module_name!r} cannot be imported, it raises {describe_error(error)}"
+        ) from error
     if not hasattr(module, attribute):
         nearest = difflib.get_close_matches(attribute, dir(module), n=1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""

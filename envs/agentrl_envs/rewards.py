@@ -7,8 +7,9 @@ however that ended, with what `RewardFunction` says::
         right = verdict is Verdict.CORRECT
         return 1.0 - 0.1 * len(conversation.turns) if right else 0.0
 
-A plain function runs in a thread, beside others; an ``async`` one on the event loop, which it must not block. What it
-raises, or returns instead of a finite number, ends the run with a message that names function and problem.
+A plain function runs in a thread, beside others; an ``async`` one on the event loop of all rollouts, which it must not
+block: what calculates, or waits without ``await``, belongs into a plain function. What it raises, or returns instead of
+a finite number, ends the run with a message that names function and problem.
 """
 
 from __future__ import annotations
@@ -69,6 +70,11 @@ class Reward:
                 f"reward.function {path!r} is a {type(found).__name__}, expected a function "
                 "(problem, conversation, verdict) -> float"
             )
+        if not _takes(found, 3):
+            raise EnvironmentLookupError(
+                f"reward.function {path!r} cannot be called with (problem, conversation, verdict): it takes "
+                f"{inspect.signature(found)}"
+            )
         self._path = path
         self._function: RewardFunction = found
         self._deadline = deadline
@@ -83,14 +89,18 @@ class Reward:
             if limit.expired():
                 raise TimeoutError(f"the reward {self._path} took longer than {self._deadline:g} s") from error
             raise RewardError(self._say(problem, f"raised {describe_error(error)}")) from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RewardError(self._say(problem, f"raised {describe_error(error)}")) from error
         if isinstance(value, bool) or not _is_number(value):
             said = f"returned {value!r:.100}, a {type(value).__name__}; valid: a finite number"
             raise RewardError(self._say(problem, said))
-        if not math.isfinite(value):
-            raise RewardError(self._say(problem, f"returned {value}; valid: a finite number"))
-        return float(value)
+        try:
+            number = float(value)
+        except (OverflowError, TypeError, ValueError):  # an integer beyond all floats, a tensor of several numbers
+            number = math.nan
+        if not math.isfinite(number):
+            raise RewardError(self._say(problem, f"returned {value!r:.100}; valid: a finite number"))
+        return number
 
     async def _value(self, problem: Problem, conversation: Conversation, verdict: Verdict | None) -> Any:
         if inspect.iscoroutinefunction(self._function):
@@ -100,6 +110,17 @@ class Reward:
 
     def _say(self, problem: Problem, what: str) -> str:
         return f"the reward {self._path} {what} (problem {problem.id})"
+
+
+def _takes(function: Any, count: int) -> bool:
+    """Whether so many positional arguments fit, as far as its signature tells."""
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature to read
+        return True
+    return True
 
 
 def _is_number(value: object) -> bool:

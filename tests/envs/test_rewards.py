@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,18 @@ def bug(*_: Any) -> float:
     raise KeyError("gold")
 
 
+def beyond_floats(*_: Any) -> Any:
+    return 10**400
+
+
+def gives_up(*_: Any) -> float:
+    raise SystemExit(3)
+
+
+def of_one_argument(problem: Problem) -> float:
+    return 1.0
+
+
 def own_timeout(*_: Any) -> float:
     raise TimeoutError("of a request inside")
 
@@ -100,6 +113,8 @@ async def test_plain_and_async_functions(name: str, value: float) -> None:
         ("text", "returned '1.0', a str; valid: a finite number"),
         ("truth", "returned True, a bool"),
         ("nothing", "returned None, a NoneType"),
+        ("beyond_floats", r"returned 10+\.*; valid: a finite number"),
+        ("gives_up", r"raised SystemExit: 3 \(.*test_rewards\.py:\d+\)"),
         ("bug", r"raised KeyError: 'gold' \(.*test_rewards\.py:\d+\)"),
         ("own_timeout", "raised TimeoutError: of a request inside"),
     ],
@@ -125,9 +140,17 @@ async def test_a_deadline_is_kept(name: str) -> None:
         (f"{__name__}:lenth", "has no 'lenth'; did you mean 'length'"),
         (f"{__name__}:NUMBER", "is a int, expected a function"),
         ("length", "'length' leads nowhere; valid: module:attribute"),
+        (f"{__name__}:of_one_argument", "cannot be called with (problem, conversation, verdict): it takes (problem: "),
+        ("raising_module:reward", "module 'raising_module' cannot be imported, it raises RuntimeError: at import ("),
+        ("exiting_module:reward", "module 'exiting_module' cannot be imported, it raises SystemExit: 5 ("),
+        ("wrong_module:reward", "module 'wrong_module' cannot be imported, it raises SyntaxError: "),
     ],
 )
-def test_what_is_no_function_is_said(path: str, message: str) -> None:
+def test_what_is_no_function_is_said(path: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "raising_module.py").write_text("raise RuntimeError('at import')\n")
+    (tmp_path / "exiting_module.py").write_text("raise SystemExit(5)\n")
+    (tmp_path / "wrong_module.py").write_text("def reward(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(EnvironmentLookupError) as caught:
         Reward(path, deadline=1.0)
     assert message in str(caught.value)

@@ -133,9 +133,11 @@ async def test_long_prompts_are_skipped_counted_and_said(caplog: pytest.LogCaptu
     assert f"problem {seen[1]} is skipped: its prompt has 11 tokens, rollout.max_prompt_tokens is 5" in caplog.text
 
 
-async def test_prompts_that_are_all_too_long_mean_a_wrong_limit() -> None:
-    with pytest.raises(SettingsError, match=r"rollout\.max_prompt_tokens=5"):
+async def test_prompts_that_are_all_too_long_mean_a_wrong_limit(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), pytest.raises(SettingsError, match=r"rollout\.max_prompt_tokens=5"):
         await worker(prompt=lambda _: "long prompt", max_prompt_tokens=5).harvest(0)
+    assert caplog.text.count("is skipped") == 10  # of a thousand
+    assert caplog.text.count("further ones are only counted") == 1
 
 
 async def test_past_the_step_deadline_it_says_what_is_missing_and_keeps_the_ledger() -> None:
