@@ -270,6 +270,7 @@ DIFFERENT: dict[str, str] = {
         52 + 303oo6 \sqrt{7} | 52 + 3036 \sqrt{7}
         3 + \infty | 3
         \infty4 | 384
+        \infty1094 | 104.99
         \infty - 4 | 384
         -\infty | \infty
         \frac{1}{2064!} | \frac{1}{2004!}

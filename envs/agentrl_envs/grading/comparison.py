@@ -213,6 +213,8 @@ def _refuted(gold: Any, answer: Any) -> bool:
     if min(abs(left), abs(right)) > _DIGITS_END and gold.has(sympy.Float) != answer.has(sympy.Float):
         apart_exactly = _value(_exact(gold) - _exact(answer), point)  # 2^100 + 0.5 is not 2^100
         return apart_exactly is not None and abs(apart_exactly) > _TOO_NEAR
+    if math.isinf(abs(left)) or math.isinf(abs(right)):
+        return math.isinf(abs(left)) != math.isinf(abs(right))
     if left == right == 0:
         return _far_from_one(gold / answer, point) or _far_from_one(answer / gold, point)  # 1/2004! is not 1/2064!
     apart, size = abs(left - right), max(abs(left), abs(right))
