@@ -11,6 +11,23 @@ import pytest
 
 from agentrl_sandbox.client import Sandbox, UnknownSessionError
 
+# Prints how many processes live, once those that are being killed are gone; one may vanish while it is looked at.
+LIVING = """
+import glob, time
+def living():
+    count = 0
+    for path in glob.glob('/proc/[0-9]*/stat'):
+        try:
+            count += open(path).read().split()[2] not in 'ZX'
+        except (FileNotFoundError, ProcessLookupError):
+            pass
+    return count
+for _ in range(100):
+    if living() == 2:
+        break
+    time.sleep(0.05)
+print(living())
+"""
 SMALL = {"timeout": 60.0, "memory_mb": 128, "max_processes": 16, "scratch_mb": 4, "workers": 4}
 
 

@@ -145,7 +145,7 @@ async def test_programs_go_to_the_runner_with_the_fewest_in_flight(sockets, star
     async with running_front(sockets) as front:
         await until(lambda: front.pool.roster.runners == 2)
         calls = [asyncio.ensure_future(front.run("wait")) for _ in range(4)]
-        await until(lambda: front.pool.roster.running == 4)
+        await until(lambda: sum(len(runner.sandbox.started) for runner in runners) == 4)
         assert [len(runner.sandbox.started) for runner in runners] == [2, 2]
         for runner in runners:
             runner.sandbox.release.set()
