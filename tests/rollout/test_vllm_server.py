@@ -187,25 +187,32 @@ async def test_weights_change_under_running_requests_and_are_verified(
     await host.engine.open()
     try:
         old, new = changed(read_model(policy, FLOAT32), 1), changed(read_model(policy, FLOAT32), 2)
-        exports = [
-            (str(write_export(tmp_path, model.named_parameters(), version)), version, await probe_of(model, codec))
-            for version, model in ((10, old), (11, new))
-        ]
-        await host.hold(blank=False)
-        assert await host.install(*exports[0]) is None
+        probes = {id(model): await probe_of(model, codec) for model in (old, new)}
+
+        async def install(model: Any, version: int) -> None:
+            await host.hold(blank=False)
+            folder = write_export(tmp_path, model.named_parameters(), version)
+            assert await host.install(str(folder), version, probes[id(model)]) is None
+
         prompt = (3, 4, 5)
-        running = [
-            asyncio.create_task(turn(host.engine, prompt, f"across{seed}", max_tokens=600, seed=seed))
-            for seed in range(16)
-        ]
-        await asyncio.sleep(0.3)
-        await host.hold(blank=False)
-        assert await host.install(*exports[1]) is None
-        across = [answer for answer in await asyncio.gather(*running) if len(answer.version_spans) == 2]
-        assert across, "every turn was over before the weights changed"
+        across: list[Completion] = []
+        version = 8
+        for wait in (0.1, 0.3, 0.2, 0.5, 0.05, 1.0, 2.0, 4.0):  # how fast the server is nobody knows
+            version += 2
+            await install(old, version)
+            running = [
+                asyncio.create_task(turn(host.engine, prompt, f"{version}-{seed}", max_tokens=600, seed=seed))
+                for seed in range(16)
+            ]
+            await asyncio.sleep(wait)
+            await install(new, version + 1)
+            across = [answer for answer in await asyncio.gather(*running) if len(answer.version_spans) == 2]
+            if across:
+                break
+        assert across, "every turn was over before the weights changed, or had not begun"
         tails = []
         for answer in across:
-            assert [version for version, _ in answer.version_spans] == [10, 11]
+            assert [one for one, _ in answer.version_spans] == [version, version + 1]
             first = answer.version_spans[0][1]
             before = teacher_forced(old, prompt, answer.token_ids, 1.0)
             after = teacher_forced(new, prompt, answer.token_ids, 1.0)
