@@ -210,10 +210,10 @@ async def test_what_fails_in_the_background_raises_where_groups_are_taken() -> N
 
 async def test_past_the_deadline_it_says_what_is_missing() -> None:
     policy = Policy(wait=lambda group: asyncio.sleep(3600) if group == 1 else asyncio.sleep(0))
-    async with working(policy, max_staleness=0, step_deadline=0.2) as worker:
-        with pytest.raises(WorldError, match=r"step 7: 1 of 2 groups .* rollout.step_deadline=0.2"):
+    async with working(policy, max_staleness=0, step_deadline=3.0) as worker:
+        with pytest.raises(WorldError, match=r"step 7: 1 of 2 groups .* rollout.step_deadline=3 s"):
             await worker.harvest(7)
-    async with working(policy, schedule="overlapped", step_deadline=0.2, last_step=2) as worker:
+    async with working(policy, schedule="overlapped", step_deadline=3.0, last_step=2) as worker:
         slow = Policy(wait=lambda group: asyncio.sleep(3600) if group > 1 else asyncio.sleep(0))
         worker._driver._engine = slow.engine
         harvest = await worker.harvest(1)
