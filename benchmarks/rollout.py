@@ -8,27 +8,12 @@ Each section is a module `rollout_SECTION.py` beside this one with its targets i
 its options.
 """
 
-import argparse
-
 import rollout_simulated
 import rollout_transfer
 import rollout_vllm
+from sections import run_section
 
 SECTIONS = {"simulated": rollout_simulated, "vllm": rollout_vllm, "transfer": rollout_transfer}
 
-
-def main() -> None:
-    """Run the section that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sections = parser.add_subparsers(dest="section", required=True)
-    for name, module in SECTIONS.items():
-        section = sections.add_parser(
-            name, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        module.add_arguments(section)
-    options = parser.parse_args()
-    SECTIONS[options.section].run(options)
-
-
 if __name__ == "__main__":
-    main()
+    run_section(__doc__, SECTIONS)

@@ -287,7 +287,7 @@ class SimulatedEpisode:
         return Step(observation=self._observation, reward=0.0, ended=None)
 
     async def fork(self) -> SimulatedEpisode:
-        raise NotImplementedError("nothing here is played twice")
+        raise RuntimeError("no benchmark forks a simulated episode")
 
     async def close(self) -> None:
         if self._barrier is not None:

@@ -161,7 +161,7 @@ def _with_imaginary_unit(form: Any) -> Any | None:
         return None
     try:
         return form.xreplace({_I: sympy.I})
-    except (TypeError, ValueError, NotImplementedError):  # complex numbers have no inequalities and no intervals
+    except (TypeError, ValueError, NotImplementedError):  # SymPy's: complex numbers have no inequalities, no intervals
         return None
 
 

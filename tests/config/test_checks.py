@@ -1,0 +1,145 @@
+"""Settings that contradict one another are refused, and those that surprise are said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from config.support import refused
+
+from agentrl.config import (
+    load_settings,
+    settings_warnings,
+)
+from agentrl.config.checks import GROUP_ESTIMATORS
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["rollout.max_turn_tokens=99999"],
+            "rollout.max_turn_tokens=99999 is above rollout.max_response_tokens=160: a turn cannot be longer",
+        ),
+        (
+            ["algorithm.updates_per_step=33"],
+            "algorithm.updates_per_step=33 is above rollout.problems_per_step=32: every update needs a group",
+        ),
+        (
+            ["rollout.max_prompt_tokens=1000"],
+            "rollout.max_prompt_tokens=1000 and rollout.max_response_tokens=160 together pass "
+            "model.tiny.max_positions=1024",
+        ),
+        (["rollout.kv_cache_tokens=64"], "pass rollout.kv_cache_tokens=64: not one trajectory fits the cache"),
+        (["training.micro_batch_tokens=64"], "pass training.micro_batch_tokens=64: a micro-batch must hold a whole"),
+        (["data.train=[]"], "data.train is empty: nothing to train on"),
+        (["model.path=/no/such/folder"], "model.path='/no/such/folder': there is no such directory"),
+        (
+            ["kl.placement=reward", "kl.estimator=k1+"],
+            "kl (command line): estimator=k1+ differs from k1 in its gradient alone, and placement=reward has none",
+        ),
+        (["kl.controller=adaptive"], "kl (command line): controller=adaptive multiplies coefficient, which is 0"),
+        (["correction.self_normalize=true"], "self_normalize=true has no weights to normalise: set weights"),
+        (
+            ["training.deterministic=true", "rollout.schedule=overlapped"],
+            "training.deterministic=true with rollout.schedule=overlapped: what a batch holds depends on timing",
+        ),
+        (
+            ["rollout.schedule=asynchronous", "rollout.engine=vllm", "rollout.vllm.placement=colocated"],
+            "rollout.schedule=asynchronous with rollout.vllm.placement=colocated: colocated servers sleep while",
+        ),
+        (["correction.ratio_low=3"], "correction (command line): ratio_low=3.0 is above ratio_high=2.0"),
+        (
+            ["correction.weight_bound=icepop", "correction.weight_low=2.5"],
+            "correction (command line): weight_low=2.5 is above weight_high=2.0",
+        ),
+        (["reward.overlong_limit=8", "reward.overlong_buffer=9"], "overlong_buffer=9 is above overlong_limit=8"),
+        (["reward.overlong_buffer=200"], "reward.overlong_buffer=200 is above rollout.max_response_tokens=160"),
+        (
+            ["kl.coefficient=0.1", "kl.controller=adaptive", "kl.horizon=10"],
+            "kl.horizon=10 is not above a fifth of a step's 256 trajectories",
+        ),
+        (
+            ["correction.weights=tokn"],
+            'correction.weights="tokn" (command line): valid is one of token, sequence, geom',
+        ),
+    ],
+)
+def test_contradictions(overrides: list[str], expected: str) -> None:
+    settings = ["rollout.max_response_tokens=160", "rollout.problems_per_step=32", *overrides]
+    assert expected in refused(*settings)
+
+
+def test_a_model_directory_needs_a_tokenizer(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    given = [f"model.path={model}", "data.train.0.path=p.jsonl"]
+    assert f"model.path='{model}' holds no config.json" in refused(*given)
+    (model / "config.json").write_text("{}")
+    assert f"model.path='{model}' holds a model but no tokenizer" in refused(*given)
+    (model / "tokenizer.json").write_text("{}")
+    assert load_settings(overrides=given).name == "model-1"
+
+
+def test_commands_ask_only_for_what_they_need() -> None:
+    model = "model.path=Qwen/Qwen2.5-7B"
+    assert load_settings(overrides=[model], command="eval").data.train == []
+    assert "coldstart.demonstrations is not set" in refused(model, command="coldstart")
+    assert load_settings(overrides=[model, "coldstart.demonstrations=d.jsonl"], command="coldstart").data.train == []
+
+
+# Warnings
+
+
+def test_a_group_of_one_is_a_warning_that_says_what_happens() -> None:
+    (dropped,) = settings_warnings(load_settings(overrides=["rollout.group_size=1"]))
+    assert "rollout.group_size=1 with the group estimator algorithm.estimator=tir_otb" in dropped
+    assert "drops them all and nothing is trained" in dropped
+    kept = load_settings(overrides=["rollout.group_size=1", "algorithm.drop_zero_variance=false"])
+    assert "its baseline is 0 and its advantages are the plain rewards" in settings_warnings(kept)[0]
+    assert settings_warnings(load_settings()) == []
+
+
+def test_a_group_of_one_without_a_baseline_of_its_group() -> None:
+    one = ["rollout.group_size=1", "algorithm.estimator=gae"]
+    (said,) = settings_warnings(load_settings(overrides=one))
+    assert said.startswith("rollout.group_size=1: every group is a single trajectory without variance")
+    assert settings_warnings(load_settings(overrides=[*one, "algorithm.drop_zero_variance=false"])) == []
+    assert settings_warnings(load_settings(overrides=["rollout.group_size=1", "algorithm.estimator=remax"])) == []
+
+
+def test_the_group_estimators_are_those_that_say_so() -> None:
+    from agentrl.algorithms import ESTIMATORS
+
+    assert {name for name in ESTIMATORS.names() if ESTIMATORS[name].group_based} == GROUP_ESTIMATORS
+
+
+def test_an_inexact_penalty_in_the_reward_is_said() -> None:
+    given = ["kl.coefficient=0.1", "kl.placement=reward"]
+    assert settings_warnings(load_settings(overrides=given)) == []
+    (said,) = settings_warnings(load_settings(overrides=[*given, "kl.estimator=k3"]))
+    assert said.startswith("kl.placement=reward with kl.estimator=k3: in the reward only k1")
+
+
+def test_stale_tokens_without_correction_are_said() -> None:
+    given = ["rollout.schedule=asynchronous", "rollout.max_staleness=3"]
+    (said,) = settings_warnings(load_settings(overrides=given))
+    assert said.startswith("rollout.schedule=asynchronous trains on tokens of policies up to 3 steps old")
+    assert settings_warnings(load_settings(overrides=[*given, "correction.weights=token"])) == []
+    assert (
+        settings_warnings(load_settings(overrides=["rollout.schedule=asynchronous", "rollout.max_staleness=0"])) == []
+    )
+
+
+def test_a_bound_on_staleness_without_effect_is_said() -> None:
+    (said,) = settings_warnings(load_settings(overrides=["rollout.max_staleness=3"]))
+    assert said.startswith("rollout.max_staleness=3 has no effect with rollout.schedule=synchronous")
+
+
+def test_other_surprises() -> None:
+    surprising = load_settings(
+        overrides=["training.deterministic=true", "training.num_processes=2", "optimizer.warmup_steps=999"]
+    )
+    ranks, warmup = settings_warnings(surprising)
+    assert "bitwise equality is promised for one process only" in ranks
+    assert "the learning rate never reaches optimizer.learning_rate" in warmup
