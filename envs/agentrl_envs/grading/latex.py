@@ -74,7 +74,7 @@ class _TwoStageParser(latex2sympy2.PSParser):
             return super().math()
         except (MemoryError, RecursionError):
             raise
-        except Exception:  # noqa: BLE001
+        except Exception:  # noqa: BLE001  (as above; the second look decides)
             self.reset()
             self._interp.predictionMode = PredictionMode.LL
             return super().math()

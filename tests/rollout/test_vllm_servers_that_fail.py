@@ -1,0 +1,320 @@
+"""Servers that die, come back, fill up and change their weights, against fakes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollout.fake_vllm import fakes, sampled
+from rollout.vllm_support import CODEC, PROMPT, ask, eventually, is_up, opened
+
+from agentrl.errors import WorldError
+from agentrl.rollout.engines.base import CacheUse, EngineError
+from agentrl.rollout.engines.vllm import VLLMEngine
+
+# -- failures -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_trajectory_stays_where_its_prefix_is_and_others_spread() -> None:
+    async with fakes(CODEC, 2) as servers, opened(servers) as engine:
+        for turn in range(3):
+            await ask(engine, name="one", prompt=PROMPT * (turn + 1))
+        assert [len(server.bodies) for server in servers] == [3, 0]
+        holds = asyncio.Event()
+
+        async def wait(body: dict[str, Any]) -> None:
+            await holds.wait()
+
+        for server in servers:
+            server.on_generate = wait
+        tasks = [asyncio.create_task(ask(engine, name=f"many{i}")) for i in range(8)]
+        await eventually(lambda: sum(len(server.bodies) for server in servers) == 11)
+        assert [len(server.bodies) for server in servers] == [7, 4]
+        holds.set()
+        await asyncio.gather(*tasks)
+
+
+async def test_a_dead_servers_requests_go_on_elsewhere_from_the_same_tokens_and_seed() -> None:
+    async with fakes(CODEC, 2) as (first, second), opened([first, second]) as engine:
+        asked = asyncio.Event()
+
+        async def hang(body: dict[str, Any]) -> None:
+            asked.set()
+            await asyncio.Event().wait()
+
+        first.on_generate = hang
+        task = asyncio.create_task(ask(engine, seed=41))
+        await asked.wait()
+        await first.die()
+        assert (await task).token_ids == (42, 43, 44, 45)
+        keys = ("token_ids", "sampling_params")
+        assert [first.bodies[0][key] for key in keys] == [second.bodies[0][key] for key in keys]
+        assert not is_up(engine, 0)
+        # It is back: with the present weights, and only then used again.
+        first.on_generate = lambda body: None
+        await first.start()
+        await eventually(lambda: is_up(engine, 0))
+        await asyncio.gather(*(ask(engine, name=f"t{i}") for i in range(4)))
+        assert len(first.bodies) > 1
+
+
+async def test_a_server_that_comes_back_gets_the_present_weights_first() -> None:
+    async with fakes(CODEC, 2) as (first, second), opened([first, second]) as engine:
+        await engine.hold()
+        await engine.install(Path("/weights/3"), 3)
+        engine.admit((1, 2), lambda scores: None if scores == (-3.0,) else f"it says {scores}")
+        await first.die()
+        await ask(engine)
+        first.version, first.loaded = "default", []  # a fresh start
+        first.scores = lambda version, place: -3.0 if version == "3" else -1.0
+        await first.start()
+        await eventually(lambda: is_up(engine, 0))
+        assert (first.version, first.loaded) == ("3", ["/weights/3"])
+
+
+async def test_a_server_that_comes_back_with_other_weights_stays_out() -> None:
+    async with fakes(CODEC, 2) as (first, second), opened([first, second]) as engine:
+        await engine.hold()
+        await engine.install(Path("/weights/3"), 3)
+        engine.admit((1, 2), lambda scores: None if scores == (-3.0,) else f"it says {scores}")
+        await first.die()
+        await ask(engine)
+        await first.start()
+        await eventually(lambda: first.calls.count("/collective_rpc") > 1)  # loaded again, in vain
+        await eventually(lambda: engine._members[0].failure == "after its return it says (-1.0,)")
+        assert not is_up(engine, 0)
+
+
+async def test_without_files_a_server_that_comes_back_waits_for_the_next_transfer() -> None:
+    async with fakes(CODEC, 2) as (first, second), opened([first, second]) as engine:
+        await engine.hold()
+        await engine.install(None, 1)
+        engine.admit()
+        await first.die()
+        await ask(engine)
+        first.version = "default"
+        await first.start()
+        await eventually(lambda: engine._members[0].stale)
+        assert not is_up(engine, 0)
+        assert engine.targets() == [(first.address, 2), (second.address, 2)]
+        await engine.hold()
+        await engine.install(None, 2)
+        engine.admit()
+        assert is_up(engine, 0)
+
+
+async def test_an_error_of_the_server_is_tried_elsewhere_and_a_refusal_is_not() -> None:
+    async with fakes(CODEC, 2) as (first, second), opened([first, second]) as engine:
+        first.on_generate = lambda body: (500, {"error": {"message": "EngineCore encountered an issue"}})
+        assert (await ask(engine)).token_ids == (8, 9, 10, 11)
+        second.on_generate = lambda body: (400, {"error": {"message": "too long"}})
+        first.on_generate = second.on_generate
+        with pytest.raises(EngineError, match=r"failed 1 times: .*status 400: too long"):
+            await ask(engine)
+        assert is_up(engine, 1)
+
+
+async def test_out_of_memory_halves_what_a_server_gets(caplog: pytest.LogCaptureFixture) -> None:
+    async with fakes(CODEC) as (server,), opened([server]) as engine:
+        running = most = 0
+        full = asyncio.Event()
+
+        async def bounded(body: dict[str, Any]) -> Any:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            try:
+                if running == 8:
+                    full.set()
+                    return 500, {"error": {"message": "CUDA out of memory. Tried to allocate 2 GiB"}}
+                if not full.is_set():
+                    await full.wait()
+                await asyncio.sleep(0.01)
+                return None
+            finally:
+                running -= 1
+
+        server.on_generate = bounded
+        with caplog.at_level(logging.WARNING):
+            await asyncio.gather(*(ask(engine, name=f"t{i}") for i in range(8)))
+            assert most == 8
+            assert f"{server.address} ran out of memory: from now on at most 4 requests at a time" in caplog.text
+            most = 0
+            await asyncio.gather(*(ask(engine, name=f"u{i}") for i in range(20)))
+        assert most == 4
+        assert is_up(engine, 0)
+
+
+async def test_a_slow_server_gets_less_and_stays() -> None:
+    async def slow(body: dict[str, Any]) -> None:
+        await asyncio.sleep(0.2)
+
+    async def play(engine: VLLMEngine, player: int) -> None:
+        for turn in range(10):
+            await ask(engine, name=f"{player}-{turn}")
+
+    async with fakes(CODEC, 2) as (first, second), opened([first, second]) as engine:
+        first.on_generate = slow
+        await asyncio.gather(*(play(engine, player) for player in range(8)))
+        assert len(first.bodies) + len(second.bodies) == 80
+        assert 4 <= len(first.bodies) < len(second.bodies) / 2
+        assert is_up(engine, 0)
+        assert is_up(engine, 1)
+
+
+async def test_a_request_that_fails_everywhere_says_how_often_and_why() -> None:
+    async with fakes(CODEC, 2) as servers, opened(servers, request_retries=2) as engine:
+        for server in servers:
+            server.on_generate = lambda body: (503, b"busy")
+        with pytest.raises(EngineError, match=r"request t-0 failed 3 times: .*status 503: 'busy'"):
+            await ask(engine)
+        for server in servers:
+            server.on_generate = lambda body: None
+        await eventually(lambda: is_up(engine, 0) and is_up(engine, 1))
+
+
+async def test_a_refused_version_of_weights_is_garbage_after_an_update() -> None:
+    async with fakes(CODEC) as (server,), opened([server], request_retries=0) as engine:
+        await engine.hold()
+        await engine.install(Path("/weights/3"), 3)
+        engine.admit()
+        server.on_generate = lambda body: (200, {"choices": [sampled([1, 2, 3, 4], version="2")]})
+        with pytest.raises(EngineError, match=r"tokens of versions \[2\] to a request of version 3"):
+            await ask(engine)
+
+
+# -- the cache ------------------------------------------------------------------------------------------------------
+
+
+def told(used: float, *, preemptions: int = 0, tokens: int = 1600) -> str:
+    labels = 'engine="0",model_name="policy"'
+    return "\n".join(
+        [
+            f"vllm:kv_cache_usage_perc{{{labels}}} {used}",
+            f"vllm:num_preemptions_total{{{labels}}} {preemptions}.0",
+            f'vllm:cache_config_info{{block_size="16",engine="0",kv_cache_size_tokens="{tokens}"}} 1.0',
+        ]
+    )
+
+
+async def test_the_cache_is_as_full_as_that_of_the_fullest_server() -> None:
+    async with fakes(CODEC, 3) as servers, opened(servers) as engine:
+        assert await engine.cache_use() is None
+        servers[0].metrics, servers[1].metrics = told(0.2, preemptions=2), told(0.7, preemptions=1, tokens=800)
+        servers[2].metrics = "vllm:kv_cache_usage_perc 0.9"  # tells half of it
+        assert await engine.cache_use() == CacheUse(tokens=2400, used=0.7, preemptions=3)
+        await servers[1].die()
+        assert await engine.cache_use() == CacheUse(tokens=1600, used=0.2, preemptions=2)
+
+
+async def test_a_stuck_request_goes_elsewhere_after_its_deadline() -> None:
+    async def stuck(body: dict[str, Any]) -> None:
+        await asyncio.Event().wait()
+
+    async with fakes(CODEC, 2) as (first, second), opened([first, second], request_deadline=0.2) as engine:
+        first.on_generate = stuck
+        assert (await ask(engine)).token_ids == (8, 9, 10, 11)
+        assert (first.broken, len(second.bodies)) == (1, 1)
+
+
+async def test_a_trajectorys_deadline_and_a_cancellation_abort_the_request() -> None:
+    async def stuck(body: dict[str, Any]) -> None:
+        await asyncio.Event().wait()
+
+    async with fakes(CODEC) as (server,), opened([server]) as engine:
+        server.on_generate = stuck
+        with pytest.raises(TimeoutError):
+            await ask(engine, seconds=0.1)
+        await eventually(lambda: server.broken == 1)
+        task = asyncio.create_task(ask(engine))
+        await eventually(lambda: len(server.bodies) == 2)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await eventually(lambda: server.broken == 2)
+        assert is_up(engine, 0)
+        assert engine._balancer.loads[0].tokens == engine._balancer.loads[0].requests == 0
+
+
+async def test_no_server_left_ends_the_run_and_not_the_trajectory() -> None:
+    async with fakes(CODEC, 2) as servers, opened(servers, outage_deadline=0.5) as engine:
+        for server in servers:
+            await server.die()
+        with pytest.raises(WorldError, match=r"no vLLM server works .*outage_deadline=0.5.*cannot be reached"):
+            await ask(engine)
+
+
+# -- weights --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kv", "running"), [("recomputed", "true"), ("kept", "false")])
+async def test_weights_change_while_requests_are_held(kv: str, running: str) -> None:
+    async with fakes(CODEC, 2) as servers, opened(servers, kv=kv) as engine:
+        await ask(engine, name="before")
+        await engine.hold()
+        waiting = asyncio.create_task(ask(engine, name="new"))
+        await engine.install(Path("/weights/1"), 1)
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        engine.admit()
+        assert (await waiting).version_spans == ((1, 4),)
+        for server in servers:
+            assert server.controls_called()[-5:] == [
+                "/pause?mode=keep&clear_cache=false",
+                "/collective_rpc",
+                "/update_weight_version",
+                f"/reset_prefix_cache?reset_running_requests={running}",
+                "/resume",
+            ]
+        salts = [body["cache_salt"] for server in servers for body in server.bodies]
+        assert len(set(salts)) == 2  # prefixes of one version are never those of another
+
+
+async def test_a_request_that_runs_while_weights_change_carries_both_versions() -> None:
+    async with fakes(CODEC) as (server,), opened([server]) as engine:
+        spans = [{"version": "0", "start": 0, "end": 1}, {"version": "1", "start": 1, "end": 4}]
+
+        async def across(body: dict[str, Any]) -> Any:
+            await asyncio.sleep(0.05)
+            await server.awake.wait()
+            return 200, {"choices": [sampled([1, 2, 3, 4], weight_versions=spans)]}
+
+        server.on_generate = across
+        task = asyncio.create_task(ask(engine))
+        await eventually(lambda: len(server.bodies) == 1)
+        await engine.hold()
+        await engine.install(Path("/weights/1"), 1)
+        engine.admit()
+        assert (await task).version_spans == ((0, 1), (1, 3))
+
+
+async def test_servers_sleep_while_the_trainer_has_the_gpus() -> None:
+    async with fakes(CODEC) as (server,), opened([server]) as engine:
+        await engine.sleep()
+        await engine.hold()
+        await engine.install(None, 1)
+        engine.admit()
+        assert server.controls_called()[-6:] == [
+            "/sleep?level=2",
+            "/wake_up?tags=weights",
+            "/wake_up?tags=kv_cache",
+            "/update_weight_version",
+            "/reset_prefix_cache?reset_running_requests=true",
+            "/resume",
+        ]
+        assert (await ask(engine)).version_spans == ((1, 4),)
+
+
+async def test_a_server_that_dies_while_weights_change_is_left_behind() -> None:
+    async with fakes(CODEC, 2) as (first, second), opened([first, second]) as engine:
+        await engine.hold()
+        await first.die()
+        await engine.install(Path("/weights/1"), 1)
+        engine.admit()
+        assert (await ask(engine)).version_spans == ((1, 4),)
+        assert await engine.health() == f"vLLM 0.32.0, 1 servers, 1 down: {second.address}; version 1"
+        await second.die()
+        with pytest.raises(WorldError, match="no vLLM server is left to take the weights"):
+            await engine.hold()
