@@ -1,8 +1,16 @@
 """The trainer's errors.
 
 AgentRLError
-├── SettingsError    the user's settings or files: one message, exit code 2
-└── WorldError       sandbox, engine, disk or network failed after its retries: one message, exit code 1
+├── SettingsError             the user's settings or files: one message, exit code 2
+│   └── ProblemError          problems that cannot be had as asked (agentrl.problems.errors)
+│       ├── ProblemFileError
+│       ├── ProblemFieldError
+│       ├── EmptyProblemsError
+│       └── SamplerStateError
+├── WorldError                sandbox, engine, disk or network failed after its retries: one message, exit code 1
+│   └── WorkerLostError       the rollout worker, or a rank, is gone or does not answer (agentrl.training.wire)
+├── FidelityError             trainer and engine disagree on sampled tokens (agentrl.training.fidelity)
+└── WeightMismatchError       an engine does not hold the weights it was sent (agentrl.training.transfer)
 
 Everything else is a bug and raises as it is.
 """

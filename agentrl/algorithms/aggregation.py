@@ -1,4 +1,4 @@
-"""From per-token losses [B, T] to one number (FORMULAS 5)."""
+"""From per-token losses [B, T] to one number (docs/formulas.md 5)."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The coefficient beta of a KL penalty: constant, or steered towards a target (FORMULAS 5)."""
+"""The coefficient beta of a KL penalty: constant, or steered towards a target (docs/formulas.md 5)."""
 
 import math
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""Correcting for tokens that another policy, or another program, sampled (FORMULAS 6).
+"""Correcting for tokens that another policy, or another program, sampled (docs/formulas.md 6).
 
 log_rho = ln p of the training policy (before the update) - ln p of the policy that sampled.
 """

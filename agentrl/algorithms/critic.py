@@ -1,4 +1,4 @@
-"""The loss of a critic (FORMULAS 5)."""
+"""The loss of a critic (docs/formulas.md 5)."""
 
 from dataclasses import dataclass
 

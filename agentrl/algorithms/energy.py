@@ -1,4 +1,4 @@
-"""Per-token energies and the realized energy that weighs the optimal baselines (FORMULAS 3)."""
+"""Per-token energies and the realized energy that weighs the optimal baselines (docs/formulas.md 3)."""
 
 import torch
 from torch import Tensor
@@ -70,7 +70,8 @@ def token_energy(rollouts: Rollouts, energy: str) -> Tensor:
     """w_t [B, T] in float64 of the kind `energy`, 0 off the mask.
 
     `logit_proxy`: the kernel's `token_energy`, else from log_probs and sum_pi_squared. `head_exact`: that times
-    ||h||^2; the 1 / tau^2 of FORMULAS 3 is left out, because a factor common to all tokens cancels in every baseline.
+    ||h||^2; the 1 / tau^2 of docs/formulas.md 3 is left out, because a factor common to all tokens cancels in every
+    baseline.
     `length`: 1.
 
     Raises MissingInputError (naming the setting) or InvalidInputError.

@@ -1,4 +1,4 @@
-"""The entropy bonus (FORMULAS 5)."""
+"""The entropy bonus (docs/formulas.md 5)."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""Penalties for leaving a reference policy, per token (FORMULAS 5)."""
+"""Penalties for leaving a reference policy, per token (docs/formulas.md 5)."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""How far the training policy's log-probabilities are from those of the engine that sampled (FORMULAS 6)."""
+"""How far the training policy's log-probabilities are from those of the engine that sampled (docs/formulas.md 6)."""
 
 import torch
 from torch import Tensor

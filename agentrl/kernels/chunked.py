@@ -28,7 +28,7 @@ _KEEP_ELEMENTS = 1 << 23  # a problem of at most this many logits keeps ln p for
 def chunked_statistics(
     hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None
 ) -> TokenStatistics:
-    """The statistics of FORMULAS 2 by row blocks; see `token_statistics` for the arguments."""
+    """The statistics of docs/formulas.md 2 by row blocks; see `token_statistics` for the arguments."""
     log_probs, entropy, sum_pi_squared, energy = _ChunkedStatistics.apply(
         hidden, head_weight, bias, targets.long(), temperature
     )

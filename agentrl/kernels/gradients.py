@@ -17,7 +17,7 @@ class RowCoefficients(NamedTuple):
 
 
 def row_coefficients(g: Tensor | None, e: Tensor | None, log_probs: Tensor, entropy: Tensor) -> RowCoefficients:
-    """FORMULAS 2 for tempered logits: g (onehot - p) - e p (ln p + entropy).
+    """docs/formulas.md 2 for tempered logits: g (onehot - p) - e p (ln p + entropy).
 
     g and e [N] are the gradients of the loss with respect to log_prob and entropy, None where the loss does not use
     one. log_probs and entropy [N] are the forward pass's.

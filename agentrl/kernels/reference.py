@@ -10,7 +10,7 @@ from agentrl.kernels.records import TokenStatistics, statistics_dtype
 def reference_statistics(
     hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None
 ) -> TokenStatistics:
-    """The statistics of FORMULAS 2 through plain autograd; see `token_statistics` for the arguments.
+    """The statistics of docs/formulas.md 2 through plain autograd; see `token_statistics` for the arguments.
 
     A logit of -inf is a token of probability 0 and adds nothing to any sum.
     """

@@ -71,7 +71,7 @@ def sliced_statistics(
     epilogue: Epilogue,
     shards: Shards | None = None,
 ) -> TokenStatistics:
-    """The statistics of FORMULAS 2 by slices of the vocabulary; see `token_statistics` for the arguments.
+    """The statistics of docs/formulas.md 2 by slices of the vocabulary; see `token_statistics` for the arguments.
 
     With `shards` head_weight [V_r, D] and bias [V_r] are this holder's part, targets those of the whole vocabulary.
     """

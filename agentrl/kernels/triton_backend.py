@@ -22,7 +22,7 @@ def triton_installed() -> bool:
 def triton_statistics(
     hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None
 ) -> TokenStatistics:
-    """The statistics of FORMULAS 2 by cuBLAS and Triton; see `token_statistics` for the arguments.
+    """The statistics of docs/formulas.md 2 by cuBLAS and Triton; see `token_statistics` for the arguments.
 
     Raises KernelInputError without Triton, and on CPU tensors unless Triton interprets (TRITON_INTERPRET=1).
     """

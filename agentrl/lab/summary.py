@@ -42,7 +42,7 @@ class Line:
     cosine: Estimate  # sum <g_j, g*_j> / sqrt(sum ||g_j||^2 sum ||g*_j||^2)
     bias: Estimate  # sqrt(sum ||g_j - g*_j||^2 / sum ||g*_j||^2)
     to_best: Estimate  # noise over that of the least noisy estimator at this group size, paired by problem
-    step_variance: float  # FORMULAS 7 with J groups, one a problem: (P - S) / (J - 1), mean over all such steps
+    step_variance: float  # docs/formulas.md 7 with J groups, one a problem: (P - S) / (J - 1), mean over all such steps
     head_variance: float  # mean over problems, of the head's gradient alone
     diagonal: float  # mean over problems of the diagonal proxy
 

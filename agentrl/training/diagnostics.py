@@ -65,7 +65,7 @@ def _mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 class HeadExactMonitor:
-    """The exact variance of the head's gradient with groups as units (FORMULAS: section 7), over all ranks."""
+    """The exact variance of the head's gradient with groups as units (docs/formulas.md 7), over all ranks."""
 
     def __init__(self, head: FusedHead, *, temperature: float) -> None:
         """Collective under ZeRO-3, where the head's weight is gathered."""

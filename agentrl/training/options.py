@@ -20,7 +20,7 @@ def estimator_options(settings: ObjectiveSettings) -> dict[str, Any]:
     algorithm = settings.algorithm
     options = _options(algorithm, "estimator", ESTIMATORS, _ESTIMATOR_KEYS, algorithm.estimator_options)
     if "loss_aggregation" in ESTIMATORS.option_names(algorithm.estimator):
-        # An optimal baseline weighs tokens as the loss does (FORMULAS: section 4).
+        # An optimal baseline weighs tokens as the loss does (docs/formulas.md 4).
         options.setdefault("loss_aggregation", settings.aggregation)
     return options
 

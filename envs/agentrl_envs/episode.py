@@ -4,6 +4,8 @@ AgentRLEnvError
 ├── EpisodeUsageError        a call out of order: a bug of the caller
 ├── EnvironmentLookupError   no such environment (a user's setting)
 ├── EnvironmentContractError a user's environment, tool or reward that does not keep its contract
+│   ├── tools.ToolError
+│   └── rewards.RewardError
 └── grading.GraderError      the grader's processes cannot work
 """
 

@@ -65,5 +65,4 @@ def _entry_point(name: str) -> EntryPoint:
     names = environment_names()
     nearest = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    known = ", ".join(names)
-    raise EnvironmentLookupError(f"no environment named {name!r}{hint} Valid names: {known}, or module:Class")
+    raise EnvironmentLookupError(f"no environment named {name!r}{hint} (valid: {', '.join(names)}, or module:Class)")

@@ -173,7 +173,7 @@ def test_our_own_environments_are_found_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("simpeltir", "no environment named 'simpeltir'; did you mean 'simpletir'? Valid names: .*simpletir"),
+        ("simpeltir", "no environment named 'simpeltir'; did you mean 'simpletir'? .valid: .*simpletir"),
         ("agentrl_envs.nowhere:Env", "no module 'agentrl_envs.nowhere'"),
         (f"{__name__}:GessEnv", "has no 'GessEnv'; did you mean 'GuessEnv'"),
         (f"{__name__}:Nothing", r"neither a gymnasium.Env nor .* lacks open, episode, close, describe"),

@@ -1,7 +1,7 @@
 """Optimal baselines: means over the group weighted by energies, of a trajectory (`ogb`, `eob`) or of a token (`otb`).
 
 Every weight is an energy W plus eps times the energy's scale, so the mean is exact for equal returns and becomes the
-plain one where energies vanish; sum (W + eps) A = 0 over whatever shares a baseline (FORMULAS 4).
+plain one where energies vanish; sum (W + eps) A = 0 over whatever shares a baseline (docs/formulas.md 4).
 """
 
 import torch

@@ -14,7 +14,7 @@ from agentrl.algorithms.normalization import NORMALIZATIONS
 class ScalarOptions:
     """Options of the estimators that put one number on a trajectory."""
 
-    normalize: str | None = None  # None, group_std or whiten: see FORMULAS 4
+    normalize: str | None = None  # None, group_std or whiten: see docs/formulas.md 4
 
     def __post_init__(self) -> None:
         check_choice("normalize", self.normalize, NORMALIZATIONS)

@@ -45,7 +45,7 @@ def trajectory_energies(
     constant, read only where token_mask is True. The distribution is softmax(z / temperature).
 
     One forward, one backward to the embedding's output, without the parameters' own gradients: no weight gradient is
-    formed and no `.grad` is touched. Rows do not mix: FORMULAS section 4, arXiv 1510.01799 (Goodfellow). A row without
+    formed and no `.grad` is touched. Rows do not mix: docs/formulas.md 4, arXiv 1510.01799 (Goodfellow). A row without
     a counted token has energy 0. The mode (train or eval) stays as it is: with dropout it is the energy of what was
     drawn. Sums are in float32 for models in half precision and float32, in float64 for float64. The result is float32
     or float64, detached.

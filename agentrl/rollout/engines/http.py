@@ -1,6 +1,6 @@
 """JSON over HTTP: the one module of this distribution that knows the HTTP library.
 
-HTTPError_
+HTTPFailure
 ├── UnreachableError   no connection, or it broke; the server is gone or not there yet
 ├── TooSlowError       no answer within the deadline
 ├── RefusedError       an answer that says no; ``status`` and its message
