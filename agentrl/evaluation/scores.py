@@ -157,7 +157,8 @@ def _wilson(mean: float, samples: float, quantile: float) -> Interval:
     spread = quantile**2 / samples
     centre = (mean + spread / 2) / (1 + spread)
     half = quantile / (1 + spread) * math.sqrt(mean * (1 - mean) / samples + spread / (4 * samples))
-    return Interval(low=max(centre - half, 0.0), high=min(centre + half, 1.0))
+    # In floating point a bound at a mean of 0 or 1 may lie 7e-18 on its wrong side: an interval holds its mean.
+    return Interval(low=min(max(centre - half, 0.0), mean), high=max(min(centre + half, 1.0), mean))
 
 
 def student_quantile(degrees: int) -> float:

@@ -146,8 +146,9 @@ def _evaluation(axes: Axes, rows: Sequence[Row]) -> bool:
         axes.plot(steps, values, color=color, linewidth=1.0, marker=".", alpha=0.75,
                   label=name if len(families) <= 7 else None)  # fmt: skip
     steps, means = series(evaluations, "eval/avg_at_k")
-    below = [mean - row.get("eval/low", mean) for mean, row in zip(means, evaluations, strict=True)]
-    above = [row.get("eval/high", mean) - mean for mean, row in zip(means, evaluations, strict=True)]
+    # Rows of older runs may hold a bound that lies a rounding error on the wrong side of its mean.
+    below = [max(mean - row.get("eval/low", mean), 0.0) for mean, row in zip(means, evaluations, strict=True)]
+    above = [max(row.get("eval/high", mean) - mean, 0.0) for mean, row in zip(means, evaluations, strict=True)]
     k = evaluations[-1].get("eval/k", "k")
     axes.errorbar(steps, means, yerr=[below, above], color=BLUE, linewidth=2.0, marker="o", capsize=4,
                   label="all, 95 % interval")  # fmt: skip

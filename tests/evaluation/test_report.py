@@ -96,3 +96,16 @@ async def test_the_last_attempt_is_what_is_shown(tmp_path: Path) -> None:
     await asyncio.to_thread(results, tmp_path, sets, "rollout.retries=1", conversations=9)
     parsed = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert [one["kind"] for one in parsed.conversations(0)["rollouts"]] == ["correct"] * 4
+
+
+@pytest.mark.parametrize("correct", [False, True])
+@pytest.mark.parametrize("problems", [3, 7, 30])
+async def test_scores_of_exactly_zero_and_one_are_drawn(tmp_path: Path, problems: int, correct: bool) -> None:
+    """Bounds at such a mean once lay 7e-18 on its wrong side, and error bars cannot be negative."""
+    sets = [problem_set(problems)]
+    overrides = ("evaluation.samples=2", "telemetry.plots=true")
+    await play(WrittenEngine(lambda sample: transcript(sample, correct=correct)), tmp_path, sets, *overrides)
+    found = await asyncio.to_thread(results, tmp_path, sets, *overrides)
+    assert found["benchmarks"]["toy"]["avg"]["mean"] == float(correct)
+    assert (tmp_path / "plots" / "scores.png").is_file()
+    assert (tmp_path / "report.html").is_file()

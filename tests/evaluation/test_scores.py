@@ -59,9 +59,20 @@ def test_intervals_hold_the_mean_and_stay_in_range(pairs: list[tuple[int, int]])
         return
     score = avg_at_k(samples, correct)
     for interval in (score.this_benchmark, score.problems_like_these):
-        assert 0.0 <= interval.low <= score.mean + 1e-12
-        assert score.mean - 1e-12 <= interval.high <= 1.0
+        assert 0.0 <= interval.low <= score.mean <= interval.high <= 1.0
         assert interval.low < interval.high
+
+
+@pytest.mark.parametrize("share", [0, 1])
+def test_intervals_hold_a_mean_of_zero_and_of_one_exactly(share: int):
+    """Every number of samples and of problems with a product from 1 to 600: no bound lies beside the mean."""
+    sizes = [(n, problems) for n in range(1, 601) for problems in range(1, 600 // n + 1)]
+    assert len(sizes) == 3944
+    for n, problems in sizes:
+        score = avg_at_k([n] * problems, [share * n] * problems)
+        for interval in (score.this_benchmark, score.problems_like_these):
+            assert score.mean == share
+            assert 0.0 <= interval.low <= share <= interval.high <= 1.0, (n, problems, interval)
 
 
 @pytest.mark.parametrize("problems", [30, 128])

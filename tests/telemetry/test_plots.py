@@ -74,3 +74,11 @@ def test_series_and_running_mean() -> None:
     assert series(rows, "a") == ([1, 4], [2.0, 0.0])
     assert running_mean([1.0, 3.0, 8.0, 1.0], window=3) == [2.0, 4.0, 4.0, 4.5]
     assert running_mean([], window=3) == []
+
+
+def test_an_interval_that_misses_its_mean_by_rounding_is_drawn(tmp_path: Path) -> None:
+    rows = [
+        {"step": 1, "eval/avg_at_k": 0.0, "eval/low": 7e-18, "eval/high": 0.1},
+        {"step": 2, "eval/avg_at_k": 1.0, "eval/low": 0.9, "eval/high": 1.0 - 1e-16},
+    ]
+    assert [file.name for file in draw_plots(rows, tmp_path)] == ["avg_at_k.png", "overview.png"]
