@@ -159,7 +159,7 @@ class Trajectory:
     @property
     def no_data(self) -> bool:
         """True when it failed for reasons outside the policy: in no reward, no baseline, no average."""
-        return self.ended.is_no_data or self.verdict in (Verdict.GRADER_TIMEOUT, Verdict.UNPARSABLE_GOLD)
+        return self.ended.is_no_data or (self.verdict is not None and self.verdict.is_no_data)
 
     def with_reward(self, reward: float) -> Trajectory:
         """A copy whose one reward stands on its last model token."""

@@ -106,6 +106,7 @@ def test_the_worked_example() -> None:
         ({"verdict": Verdict.GRADER_TIMEOUT}, True),
         ({"verdict": Verdict.UNPARSABLE_GOLD}, True),
         ({"verdict": Verdict.UNPARSABLE_ANSWER}, False),
+        ({"verdict": Verdict.ANSWER_TIMEOUT}, False),
         ({"ended": Ended.DEADLINE}, False),
         ({"ended": Ended.VOID_TURN}, False),
     ],

@@ -94,7 +94,7 @@ class Transcript:
     @property
     def no_data(self) -> bool:
         """It failed for reasons outside the policy: in no average, but counted."""
-        return self.ended.is_no_data or self.verdict in (Verdict.GRADER_TIMEOUT, Verdict.UNPARSABLE_GOLD)
+        return self.ended.is_no_data or (self.verdict is not None and self.verdict.is_no_data)
 
     @property
     def model_turns(self) -> int:

@@ -1,6 +1,7 @@
 """maj@n: is the answer that most samples gave the right one? Answers are grouped by mathematical equality.
 
-A sample without an answer does not vote, and neither does one that is no data. Ties are split evenly, so a problem's
+A sample without an answer does not vote, and neither does one that is no data. One that takes too long to compare votes
+for its own spelling. Ties are split evenly, so a problem's
 score is a share, not a draw. All correct answers are one answer; the grader decides which of the others are equal.
 """
 
@@ -12,8 +13,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from agentrl_envs.types import Verdict
-
-_NO_VOTE = (Verdict.NO_ANSWER, Verdict.GRADER_TIMEOUT)
 
 
 class Grades(Protocol):
@@ -51,13 +50,19 @@ async def tally(samples: Sequence[tuple[str | None, Verdict]], grader: Grades) -
     A wrong answer joins the first group, most frequent spelling first, to whose answer the grader finds it equal; so
     the outcome depends on no order of samples except between spellings that are equally frequent.
     """
-    votes = [(answer.strip(), verdict) for answer, verdict in samples if answer is not None and verdict not in _NO_VOTE]
+    votes = [
+        (answer.strip(), verdict)
+        for answer, verdict in samples
+        if answer is not None and verdict is not Verdict.NO_ANSWER and not verdict.is_no_data
+    ]
     correct = sum(verdict is Verdict.CORRECT for _, verdict in votes)
-    spellings = Counter(answer for answer, verdict in votes if verdict is not Verdict.CORRECT)
+    slow = Counter(answer for answer, verdict in votes if verdict is Verdict.ANSWER_TIMEOUT)
+    spellings = Counter(answer for answer, verdict in votes if verdict is not Verdict.CORRECT and answer not in slow)
     groups: dict[str, int] = {}
     for answer, count in spellings.most_common():
         groups[await _group_of(answer, groups, grader)] += count
-    return Tally(correct=correct, wrong=tuple(sorted(groups.values(), reverse=True)), silent=len(samples) - len(votes))
+    wrong = (*groups.values(), *slow.values())
+    return Tally(correct=correct, wrong=tuple(sorted(wrong, reverse=True)), silent=len(samples) - len(votes))
 
 
 def maj_at_n(tallies: Sequence[Tally]) -> float:

@@ -20,6 +20,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
     for ended, count in Counter(item.ended for item in played).items():
         metrics[f"rollout/ended/{ended}"] = count
+    for verdict, count in Counter(item.verdict for item in played if item.verdict is not None).items():
+        metrics[f"rollout/verdict/{verdict}"] = count
     for outcome, count in Counter(call.outcome for item in played for call in item.tool_calls).items():
         metrics[f"rollout/tool_outcome/{outcome}"] = count
     greedy = [group.greedy for group in groups if group.greedy is not None]

@@ -39,14 +39,25 @@ MALFORMED = "malformed"
 
 
 class Verdict(StrEnum):
-    """What the grader said of an answer. Only ``CORRECT`` earns a reward; ``GRADER_TIMEOUT`` is no data."""
+    """What the grader said of an answer. Only ``CORRECT`` earns a reward.
+
+    ``ANSWER_TIMEOUT``: comparing this answer takes more processor time or memory than a comparison may; it is wrong.
+    ``UNPARSABLE_GOLD`` and ``GRADER_TIMEOUT`` (the gold answer alone takes too much, or grading processes hang) say
+    nothing of the answer: no data.
+    """
 
     CORRECT = "correct"
     INCORRECT = "incorrect"
     NO_ANSWER = "no_answer"
     UNPARSABLE_ANSWER = "unparsable_answer"
+    ANSWER_TIMEOUT = "answer_timeout"
     UNPARSABLE_GOLD = "unparsable_gold"
     GRADER_TIMEOUT = "grader_timeout"
+
+    @property
+    def is_no_data(self) -> bool:
+        """True when nothing is known of the answer for reasons outside the policy."""
+        return self in (Verdict.UNPARSABLE_GOLD, Verdict.GRADER_TIMEOUT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,10 @@ from hypothesis import strategies as st
 
 from agentrl_envs.grading import Grader, GraderError, GraderSettings
 from agentrl_envs.grading.fast import quick_verdict, within_bounds
+from agentrl_envs.grading.process import GradingProcess, HungError
 from agentrl_envs.types import Verdict
+
+SLOW = "(10^{10^{10}}, 1)"
 
 
 @pytest.mark.parametrize(
@@ -122,14 +126,88 @@ async def test_answers_out_of_bounds_reach_no_process(grader: Grader, answer: st
     assert grader.worker_pids == ()
 
 
-async def test_a_comparison_past_the_deadline_is_a_timeout_and_its_process_is_gone() -> None:
+async def test_an_answer_past_the_deadline_is_wrong_and_its_process_is_gone() -> None:
     grader = Grader(GraderSettings(workers=1, deadline=5.0))
     assert await grader.grade("sqrt(1)/3", "1/2") is Verdict.INCORRECT
     (pid,) = grader.worker_pids
-    assert await grader.grade("(10^{10^{10}}, 1)", "(1, 2)") is Verdict.GRADER_TIMEOUT
+    assert await grader.grade(SLOW, "(1, 2)") is Verdict.ANSWER_TIMEOUT
     assert not alive(pid)
     assert await grader.grade("sqrt(4)/4", "1/2") is Verdict.CORRECT  # a fresh process
     await grader.close()
+
+
+@pytest.mark.parametrize(
+    ("gold", "verdict"),
+    [("7", Verdict.ANSWER_TIMEOUT), (r"\frac{\sqrt{2}}{3}", Verdict.GRADER_TIMEOUT)],
+    ids=["a plain gold answer", "a gold answer that is too slow itself"],
+)
+async def test_whose_fault_a_timeout_is(gold: str, verdict: Verdict) -> None:
+    grader = Grader(GraderSettings(workers=1, deadline=0.001))
+    assert await grader.grade("sqrt(2)/5", gold) is verdict
+    assert await grader.check_gold(gold) is (Verdict.CORRECT if gold == "7" else Verdict.GRADER_TIMEOUT)
+    await grader.close()
+
+
+async def test_the_deadline_counts_processor_time() -> None:
+    """A process that is stopped for longer than its deadline, as on a machine with too much to do, still answers."""
+    grader = Grader(GraderSettings(workers=1, deadline=2.0))
+    await grader.grade("sqrt(1)/3", "1/2")
+    (pid,) = grader.worker_pids
+    os.kill(pid, signal.SIGSTOP)
+    verdict = asyncio.create_task(grader.grade("sqrt(4)/4", "1/2"))
+    await asyncio.wait([verdict], timeout=3.0)
+    assert not verdict.done()
+    os.kill(pid, signal.SIGCONT)
+    assert await verdict is Verdict.CORRECT
+    assert grader.worker_pids == (pid,)
+    await grader.close()
+
+
+async def test_a_process_that_hangs_without_computing_says_nothing_of_the_answer() -> None:
+    process = await GradingProcess.start(GraderSettings(hang_deadline=0.5))
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(HungError):
+        await process.compare("sqrt(4)/4", "1/2")
+    await process.kill()
+    grader = Grader(GraderSettings(workers=1, hang_deadline=0.001))
+    assert await grader.grade("sqrt(4)/4", "1/2") is Verdict.GRADER_TIMEOUT
+    assert grader.worker_pids == ()
+    await grader.close()
+
+
+async def test_an_answer_on_which_processes_die_is_wrong() -> None:
+    grader = Grader(GraderSettings(workers=1, deadline=600.0))
+    verdict = asyncio.create_task(grader.grade(SLOW, "(1, 2)"))
+    await kill_when_it_computes(verdict)
+    assert not verdict.done()
+    await kill_when_it_computes(verdict)
+    assert await verdict is Verdict.ANSWER_TIMEOUT
+    await grader.close()
+
+
+async def kill_when_it_computes(verdict: asyncio.Task[Verdict]) -> None:
+    """Kill the one grading process as soon as it is ready and has computed for a while longer."""
+    ready: dict[int, int] = {}
+    while True:
+        await asyncio.wait([verdict], timeout=0.02)
+        assert not verdict.done()
+        for pid in grading_children():
+            if pid not in ready and memory_is_limited(pid):  # the last it does before its first comparison
+                ready[pid] = cpu_ticks(pid)
+            elif pid in ready and cpu_ticks(pid) > ready[pid] + 20:
+                os.kill(pid, signal.SIGKILL)
+                wait_until(lambda pid=pid: not alive(pid))  # type: ignore[misc]
+                return
+
+
+def grading_children() -> list[int]:
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [int(pid) for pid in children if b"grading.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def memory_is_limited(pid: int) -> bool:
+    limits = Path(f"/proc/{pid}/limits").read_text()
+    return re.search(r"Max address space +unlimited", limits) is None
 
 
 @pytest.mark.parametrize("answer", ["10**10**10", "-" * 1900 + "5", "(" * 39 + "5", "\\frac" * 390, "1/" * 900 + "1"])
@@ -138,7 +216,7 @@ async def test_hostile_answers_get_a_verdict(answer: str) -> None:
     assert await grader.grade(answer, "7/2") in (
         Verdict.INCORRECT,
         Verdict.UNPARSABLE_ANSWER,
-        Verdict.GRADER_TIMEOUT,
+        Verdict.ANSWER_TIMEOUT,
     )
     await grader.close()
 
@@ -195,7 +273,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("answer", ["", "(10^{10^{10}}, 1)"], ids=["idle", "busy"])
+@pytest.mark.parametrize("answer", ["", SLOW], ids=["idle", "busy"])
 def test_no_process_outlives_a_killed_parent(answer: str) -> None:
     with subprocess.Popen([sys.executable, "-c", ORPHAN, answer], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

@@ -158,6 +158,17 @@ async def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> No
         await play(WrittenEngine(transcript), tmp_path, [problem_set()])
 
 
+async def test_slow_answers_are_wrong_and_stay_in_the_average(tmp_path: Path) -> None:
+    def write(sample: Sample) -> Any:
+        slow = {"verdict": Verdict.ANSWER_TIMEOUT, "reward": 0.0}
+        return transcript(sample, **(slow if sample.number % 2 else {}))
+
+    one = (await finished(tmp_path, WrittenEngine(write), count=3))["benchmarks"]["toy"]
+    assert one["avg"]["mean"] == 0.5
+    assert one["verdicts"] == {"answer_timeout": 6, "correct": 6}
+    assert one["no_data"]["total"] == 0
+
+
 async def test_failures_outside_the_policy_are_played_again_and_else_no_data(tmp_path: Path) -> None:
     def write(sample: Sample) -> Any:
         if sample.key == ("toy", "p0", 0) and sample.attempt < 1:

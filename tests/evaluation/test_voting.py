@@ -48,8 +48,11 @@ async def test_answers_are_grouped_by_what_they_mean() -> None:
         ("garbage {", Verdict.UNPARSABLE_ANSWER),
         (None, Verdict.NO_ANSWER),
         ("1/9", Verdict.GRADER_TIMEOUT),
+        ("1/7", Verdict.ANSWER_TIMEOUT),
+        (r"\frac17", Verdict.ANSWER_TIMEOUT),  # not compared again
+        ("1/7", Verdict.ANSWER_TIMEOUT),
     ]
-    assert await tally(samples, grader) == Tally(correct=2, wrong=(3, 2, 1), silent=2)
+    assert await tally(samples, grader) == Tally(correct=2, wrong=(3, 2, 2, 1, 1), silent=2)
     await grader.close()
 
 

@@ -9,7 +9,7 @@ from rollout.fakes import played, problem
 
 from agentrl.rollout.metrics import clustered_stderr, rollout_metrics
 from agentrl.trajectory import Group, Segment, Trajectory
-from agentrl_envs.types import Ended, ToolCall
+from agentrl_envs.types import Ended, ToolCall, Verdict
 
 OBSERVATION = Segment(origin="observation", token_ids=(7, 8), text="E")
 
@@ -24,7 +24,7 @@ def test_by_hand() -> None:
     observed = played(0.0, sample=1, tokens=4, ended=Ended.TOKEN_LIMIT, seconds=1.0)
     two = played(0.0, sample=1, segments=(*observed.segments, OBSERVATION, *observed.segments), seconds=1.0)
     failed = played(0.0, group=1, ended=Ended.INFRASTRUCTURE_FAILURE, tokens=5, tool_calls=calls[1:], seconds=9.0)
-    three = played(1.0, group=1, sample=1, tokens=6)
+    three = played(1.0, group=1, sample=1, tokens=6, verdict=Verdict.ANSWER_TIMEOUT)
     metrics = rollout_metrics([group(0, one, two), group(1, failed, three)])
     assert metrics == {
         "groups/issued": 2,
@@ -32,6 +32,7 @@ def test_by_hand() -> None:
         "reward/count": 3,
         "rollout/ended/answered": 3,
         "rollout/ended/infrastructure_failure": 1,
+        "rollout/verdict/answer_timeout": 1,
         "rollout/tool_outcome/ok": 1,
         "rollout/tool_outcome/timeout": 2,
         "reward/mean": pytest.approx(2 / 3),

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -61,16 +62,26 @@ _LEADING_DIGITS = 1e-2  # relative: farther apart is different, however small
 
 
 def compare(answer: str, gold: str) -> Verdict:
-    """The verdict on an answer. A comparison that needs too much memory times out."""
+    """The verdict on an answer. One whose comparison needs too much memory is as wrong as one that takes too long."""
     try:
-        gold_forms, answer_forms = _forms(gold), _forms(answer)
+        gold_forms = _forms(gold)
+    except (MemoryError, RecursionError):
+        return Verdict.GRADER_TIMEOUT
+    try:
+        answer_forms = _forms(answer)
         if _same(answer, gold, answer_forms, gold_forms):
             return Verdict.CORRECT
     except (MemoryError, RecursionError):
-        return Verdict.GRADER_TIMEOUT
+        return Verdict.ANSWER_TIMEOUT
     if not _understood(gold_forms, gold):
         return Verdict.UNPARSABLE_GOLD
     return Verdict.INCORRECT if _understood(answer_forms, answer) else Verdict.UNPARSABLE_ANSWER
+
+
+def read_gold(gold: str) -> None:
+    """Read a gold answer ahead of `compare`, which remembers it: what that takes is not the answer's fault."""
+    with suppress(MemoryError, RecursionError):  # said by `compare`
+        _forms(gold)
 
 
 def check_gold(gold: str) -> Verdict:

@@ -7,7 +7,7 @@ import logging
 from collections import OrderedDict
 
 from agentrl_envs.grading.fast import is_plain_number, quick_verdict, within_bounds
-from agentrl_envs.grading.process import GraderError, GradingProcess, WorkerDied
+from agentrl_envs.grading.process import GraderError, GradingProcess, NoVerdictError, OutOfTimeError, WorkerDiedError
 from agentrl_envs.grading.settings import GraderSettings
 from agentrl_envs.types import Verdict
 
@@ -22,8 +22,10 @@ class Grader:
     """Grades answers; thousands of calls may be in flight. Belongs to one event loop.
 
     Equal strings and integers are decided here; the rest by math-verify in at most ``settings.workers`` processes.
-    A comparison that passes the deadline costs its process its life and is `Verdict.GRADER_TIMEOUT`: no data, never
-    a wrong answer. So is one whose process dies twice (out of memory, a crash in C code).
+    A comparison that takes too much processor time costs its process its life and is `Verdict.ANSWER_TIMEOUT`, a wrong
+    answer: else a policy could leave the data by slow answers. So is one whose process dies twice (out of memory, a
+    crash in C code). Where the gold answer fails alone, or a process hangs without computing, nothing is known of the
+    answer: `Verdict.GRADER_TIMEOUT`.
 
     Not guaranteed: that two true equals are recognised as such; that is math-verify's to know.
     """
@@ -68,7 +70,7 @@ class Grader:
     def describe(self) -> str:
         """One line for the console."""
         settings = self._settings
-        return f"math-verify in up to {settings.workers} processes, {settings.deadline:g} s a comparison"
+        return f"math-verify in up to {settings.workers} processes, {settings.deadline:g} s of processor time each"
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -99,27 +101,42 @@ class Grader:
 
     async def _compare(self, key: _Question) -> Verdict:
         gold, answer = key
-        async with self._slots:
-            verdict = await self._attempt(answer, gold) or await self._attempt(answer, gold) or Verdict.GRADER_TIMEOUT
-        if verdict is not Verdict.GRADER_TIMEOUT:  # a busy machine times out too: not to be remembered
-            self._verdicts[key] = verdict
-            if len(self._verdicts) > self._settings.cache_size:
-                self._verdicts.popitem(last=False)
+        try:
+            async with self._slots:
+                verdict = await self._attempt(answer, gold)
+        except NoVerdictError as error:
+            logger.warning("grading %.80r for %.80r: %s", answer, gold, error)
+            verdict = await self._blame(error, key)
+            if not isinstance(error, OutOfTimeError):  # the machine may have been at fault: not to be remembered
+                return verdict
+        self._verdicts[key] = verdict
+        if len(self._verdicts) > self._settings.cache_size:
+            self._verdicts.popitem(last=False)
         return verdict
 
-    async def _attempt(self, answer: str | None, gold: str) -> Verdict | None:
-        """One comparison in one process; None when the process died. A process that did not answer is not kept."""
+    async def _blame(self, error: NoVerdictError, key: _Question) -> Verdict:
+        """Whether the answer is at fault: where it computed, and the gold answer alone has a verdict."""
+        gold, answer = key
+        computed = isinstance(error, (OutOfTimeError, WorkerDiedError))
+        if answer is None or not computed or await self.check_gold(gold) is Verdict.GRADER_TIMEOUT:
+            return Verdict.GRADER_TIMEOUT
+        return Verdict.ANSWER_TIMEOUT
+
+    async def _attempt(self, answer: str | None, gold: str) -> Verdict:
+        """One comparison, in a second process where the first died. Raises `NoVerdictError`."""
+        try:
+            return await self._in_process(answer, gold)
+        except WorkerDiedError as error:
+            logger.warning("grading %.80r: %s", answer, error)
+            return await self._in_process(answer, gold)
+
+    async def _in_process(self, answer: str | None, gold: str) -> Verdict:
+        """A process that did not answer is not kept."""
         process = self._idle.pop() if self._idle else await GradingProcess.start(self._settings)
         kept = False
         try:
             verdict = await process.compare(answer, gold)
             kept = True
-        except TimeoutError:
-            logger.warning("grading %.80r took longer than %g s", answer, self._settings.deadline)
-            return Verdict.GRADER_TIMEOUT
-        except WorkerDied as error:
-            logger.warning("grading %.80r: %s", answer, error)
-            return None
         finally:
             if kept:
                 self._idle.append(process)

@@ -1,10 +1,11 @@
-"""One grading process as its parent sees it: started by exec, spoken to in JSON lines, killed at the deadline."""
+"""One grading process as its parent sees it: started by exec, spoken to in JSON lines, ended at its deadlines."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -21,8 +22,26 @@ class GraderError(AgentRLEnvError):
     """A grading process cannot be started; nothing is known of the answer."""
 
 
-class WorkerDied(Exception):
+class NoVerdictError(Exception):
+    """A comparison without a verdict. The process is of no use any more: kill it.
+
+    NoVerdictError
+    +-- OutOfTimeError   it took more processor time than it may
+    +-- WorkerDiedError  the process ended: out of memory, a crash in C code, a signal
+    +-- HungError        no answer by the clock, however little it computed
+    """
+
+
+class OutOfTimeError(NoVerdictError):
+    """The comparison took more processor time than it may."""
+
+
+class WorkerDiedError(NoVerdictError):
     """The process ended in the middle of a comparison."""
+
+
+class HungError(NoVerdictError):
+    """Nothing came by the clock's deadline, which no load explains."""
 
 
 class GradingProcess:
@@ -41,8 +60,7 @@ class GradingProcess:
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
-                str(settings.deadline),
-                str(settings.memory_mb),
+                *map(str, (settings.deadline, settings.start_deadline, settings.hang_deadline, settings.memory_mb)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,
@@ -53,9 +71,13 @@ class GradingProcess:
             raise GraderError(f"cannot start a grading process: {error}") from error
         worker = cls(process, errors, settings)
         try:
-            await asyncio.wait_for(worker._read(), settings.start_deadline)
-        except (TimeoutError, WorkerDied) as error:
-            reason = worker._last_error() or f"not ready within start_deadline={settings.start_deadline:g} s"
+            await worker._read(settings.start_deadline + settings.hang_deadline)
+        except OutOfTimeError as error:
+            await worker.kill()
+            limit = f"start_deadline={settings.start_deadline:g} s of processor time"
+            raise GraderError(f"a grading process was not ready within {limit}") from error
+        except NoVerdictError as error:
+            reason = worker._last_error() or str(error)
             await worker.kill()
             raise GraderError(f"a grading process did not start: {reason}") from error
         except asyncio.CancelledError:
@@ -71,15 +93,14 @@ class GradingProcess:
     async def compare(self, answer: str | None, gold: str) -> Verdict:
         """One comparison; without an answer, a check of the gold answer.
 
-        Raises `TimeoutError` at the deadline and `WorkerDied`; kill the process after either."""
+        Raises `NoVerdictError`."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"answer": answer, "gold": gold}).encode() + b"\n")
             await self._process.stdin.drain()
         except (BrokenPipeError, ConnectionResetError) as error:
-            raise WorkerDied(str(error)) from error
-        reply = await asyncio.wait_for(self._read(), self._settings.deadline)
-        return Verdict(reply["verdict"])
+            raise WorkerDiedError(str(error)) from error
+        return Verdict((await self._read(self._settings.hang_deadline))["verdict"])
 
     async def kill(self) -> None:
         """End the process, whatever it does, and reap it."""
@@ -90,11 +111,18 @@ class GradingProcess:
         await self._process.wait()
         self._errors.close()
 
-    async def _read(self) -> dict[str, str]:
+    async def _read(self, seconds: float) -> dict[str, str]:
+        """The next message. ``seconds`` by the clock."""
         assert self._process.stdout is not None
-        line = await self._process.stdout.readline()
+        try:
+            async with asyncio.timeout(seconds):
+                line = await self._process.stdout.readline()
+                if not line and await self._process.wait() == -signal.SIGPROF:
+                    raise OutOfTimeError(f"grading process {self.pid} was out of time")
+        except TimeoutError as error:
+            raise HungError(f"grading process {self.pid} said nothing for {seconds:g} s") from error
         if not line:
-            raise WorkerDied(f"grading process {self.pid} ended")
+            raise WorkerDiedError(f"grading process {self.pid} ended with {self._process.returncode}")
         message: dict[str, str] = json.loads(line)
         return message
 

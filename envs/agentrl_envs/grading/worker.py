@@ -1,10 +1,12 @@
-"""The grading process: ``python -m agentrl_envs.grading.worker DEADLINE_SECONDS MEMORY_MB``.
+"""The grading process: ``python -m agentrl_envs.grading.worker DEADLINE START_DEADLINE HANG_DEADLINE MEMORY_MB``.
 
 Reads one JSON object a line from stdin (``{"gold": ..., "answer": ...}``; with ``null`` for the answer the gold answer
 is checked), writes ``{"verdict": ...}`` to stdout, and first ``{"ready": true}``. It ends at the end of stdin, so it
-does not outlive its parent; and an alarm with the default action ends it in the middle of a comparison, C code
-included, should the parent no longer be there to do it.
-math-verify's own timeouts (SIGALRM handlers) are off.
+does not outlive its parent.
+
+Its deadlines are seconds of its own processor time, so that no verdict depends on what else a machine does: past one
+the kernel ends it with SIGPROF, in the middle of C code too, which the parent reads off its exit status. An alarm by
+the clock ends it where it hangs and no parent is there to do it. math-verify's own timeouts (SIGALRM handlers) are off.
 """
 
 from __future__ import annotations
@@ -18,28 +20,43 @@ import sys
 import warnings
 from typing import TextIO
 
-_GRACE_SECONDS = 2.0  # the parent's deadline comes first
+_GRACE_SECONDS = 2.0  # by the clock the parent's deadline comes first
 
 
-def main(deadline: float, memory_mb: int) -> None:
-    """Answer requests until stdin ends."""
+def main(deadline: float, start_deadline: float, hang_deadline: float, memory_mb: int) -> None:
+    """Answer requests until stdin ends. Deadlines in seconds."""
+    for number in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    _allow(start_deadline)
     replies = _private_stdout()
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    from agentrl_envs.grading.comparison import check_gold, compare  # slow: before the first deadline runs
+    from agentrl_envs.grading.comparison import check_gold, compare, read_gold  # slow: within the start's deadline
 
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _allow(0)
     _reply(replies, {"ready": True})
     for line in sys.stdin:
         request = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, deadline + _GRACE_SECONDS)
         gold, answer = request["gold"], request["answer"]
-        verdict = check_gold(gold) if answer is None else compare(answer, gold)
+        signal.setitimer(signal.ITIMER_REAL, hang_deadline + _GRACE_SECONDS)
+        _allow(deadline)
+        if answer is None:
+            verdict = check_gold(gold)
+        else:
+            read_gold(gold)
+            _allow(deadline)
+            verdict = compare(answer, gold)
+        _allow(0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _reply(replies, {"verdict": verdict.value})
+
+
+def _allow(seconds: float) -> None:
+    """So much processor time from now on; 0 for any."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _private_stdout() -> TextIO:
@@ -55,4 +72,4 @@ def _reply(replies: TextIO, message: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), int(sys.argv[2]))
+    main(float(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))
