@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from agentrl.models.dropout import switch_off_dropout
 from agentrl.models.settings import ModelSettings
 from agentrl.models.tiny import tiny_config
 
@@ -25,12 +26,13 @@ tags: [agentrl, reinforcement-learning, tool-use]
 
 
 def read_model(path: str | Path, settings: ModelSettings) -> Any:
-    """The causal language model in a directory or of a Hugging Face id, in the dtype that is set."""
+    """The causal language model in a directory or of a Hugging Face id, in the dtype that is set, without dropout."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=_DTYPES[settings.dtype], attn_implementation=settings.attention
     )
+    switch_off_dropout(model)
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model

@@ -1,0 +1,36 @@
+"""No chance in a forward: training, sampling and the statistics between them are of one and the same policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+_CHANCES = ("drop", "jitter")
+"""What the names of probabilities in configurations and modules hold: attention_dropout, resid_pdrop, layerdrop, ..."""
+
+
+def switch_off_dropout(model: Any) -> None:
+    """Set every probability of dropout to 0, of modules, of functions that modules call, and in the configuration.
+
+    Evaluation mode would not do: gradient checkpointing works in training mode alone, which DeepSpeed switches on.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        _clear(vars(module))
+    _clear_config(model.config)
+
+
+def _clear_config(config: Any) -> None:
+    _clear(vars(config))
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None:
+            _clear_config(part)
+
+
+def _clear(values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, float) and any(chance in name for chance in _CHANCES):
+            values[name] = 0.0
