@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+from agentrl.config.compare import RESUME_MAY_CHANGE
 from agentrl.config.messages import valid_values
 from agentrl.config.settings import SIMPLETIR, SimpleTIRRun
 from agentrl.problems.settings import ProblemSourceSettings
@@ -30,8 +32,7 @@ changes one entry of a list. `agentrl train --dry-run` prints the resolved setti
 A config file is YAML with the sections below. `base: tiny` lays it over another one, `${VARIABLE}` stands for an
 environment variable. Unknown keys, wrong types and contradictions end with a message and exit code 2.
 
-`--resume` continues with the run's own settings. Then only `name`, `runs_dir`, `training.steps`, `telemetry.*`,
-`checkpoint.*` and `evaluation.*` may change.
+`--resume` continues with the run's own settings. Only settings that leave the mathematics alone may change:
 """
 
 NOTES = {
@@ -45,7 +46,12 @@ NOTES = {
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([HEAD, *_sections()])
+    return "\n".join([HEAD + _changeable(), *_sections()])
+
+
+def _changeable() -> str:
+    names = ", ".join(f"`{key}*`" if key.endswith(".") else f"`{key}`" for key in RESUME_MAY_CHANGE)
+    return textwrap.fill(names, 120, break_long_words=False, break_on_hyphens=False) + ".\n"
 
 
 def _sections() -> Iterator[str]:

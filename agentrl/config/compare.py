@@ -9,8 +9,42 @@ import yaml
 from agentrl.config.overlays import leaf_paths
 from agentrl.config.settings import Settings
 
-RESUME_MAY_CHANGE = ("name", "runs_dir", "training.steps", "telemetry.", "checkpoint.", "evaluation.")
-"""Keys, or beginnings of keys, whose change does not change what a resumed run has trained so far."""
+RESUME_MAY_CHANGE = (
+    "name",
+    "runs_dir",
+    "model.gradient_checkpointing",
+    "model.attention",
+    "sandbox.url",
+    "sandbox.workers",
+    "sandbox.patience",
+    "sandbox.standby",
+    "sandbox.first_user",
+    "sandbox.allow_unisolated",
+    "grader.workers",
+    "grader.start_deadline",
+    "grader.cache_size",
+    "rollout.engine",
+    "rollout.concurrency",
+    "rollout.kv_use",
+    "rollout.trajectory_deadline",
+    "rollout.step_deadline",
+    "rollout.retries",
+    "rollout.max_batch_tokens",
+    "rollout.kv_cache_tokens",
+    "rollout.vllm.",
+    "reward.deadline",
+    "training.steps",
+    "training.micro_batch_tokens",
+    "training.head_backend",
+    "training.share_prompts",
+    "training.threads",
+    "training.plan_deadline",
+    "checkpoint.",
+    "evaluation.",
+    "telemetry.",
+)
+"""Keys, or beginnings of keys, that a resumed run may change: they set how long it runs, where its parts run and what
+they may use, and leave the problems, the distribution that is sampled from and the gradient's mathematics alone."""
 
 
 def dump_yaml(settings: Settings) -> str:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import json
+import operator
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -20,6 +23,7 @@ from agentrl.config import (
     shipped_config,
     shipped_configs,
 )
+from agentrl.config.compare import RESUME_MAY_CHANGE
 from agentrl.config.messages import known_keys, nearest_key
 from agentrl.config.overlays import parse_yaml
 from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
@@ -326,9 +330,36 @@ def test_diff_names_key_and_both_values() -> None:
     assert resume_conflicts(old, new) == ["seed: 0 -> 5", "data.train.0.limit: None -> 4"]
 
 
+OPERATIONAL: dict[str, Any] = {
+    "training.micro_batch_tokens": 512,
+    "training.plan_deadline": 60.0,
+    "training.share_prompts": False,
+    "model.gradient_checkpointing": True,
+    "rollout.concurrency": 7,
+    "rollout.vllm.placement": "external",
+    "rollout.vllm.addresses": ["http://127.0.0.1:9"],
+    "rollout.vllm.request_deadline": 60.0,
+    "sandbox.url": "http://127.0.0.1:9",
+}
+
+
 def test_what_may_change_on_resume() -> None:
     assert all(map(may_change_on_resume, ["training.steps", "telemetry.plots", "checkpoint.keep", "evaluation.every"]))
+    assert all(map(may_change_on_resume, OPERATIONAL))
     assert not any(map(may_change_on_resume, ["training.zero_stage", "seed", "rollout.group_size", "optimizer.betas"]))
+    assert not any(map(may_change_on_resume, ["sandbox.timeout", "rollout.max_turn_tokens", "model.dtype"]))
+
+
+@pytest.mark.parametrize("allowed", RESUME_MAY_CHANGE)
+def test_what_may_change_on_resume_is_a_setting(allowed: str) -> None:
+    assert any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for key in known_keys("simpletir"))
+
+
+def test_operational_settings_of_a_resumed_run_change() -> None:
+    saved_run(name="first")
+    asked = [f"{key}={json.dumps(value)}" for key, value in OPERATIONAL.items()]
+    changed = load_settings(overrides=["name=first", *asked], resume=True)
+    assert {key: operator.attrgetter(key)(changed) for key in OPERATIONAL} == OPERATIONAL
 
 
 def saved_run(*overrides: str, name: str) -> Settings:
@@ -361,7 +392,7 @@ def test_resume_lets_the_allowed_keys_change_and_names_the_others() -> None:
     assert "  seed: 0 -> 8" in message
     assert "  rollout.group_size: 8 -> 3" in message
     assert "training.steps: " not in message
-    assert "on resume may change: name, runs_dir, training.steps, telemetry.*" in message
+    assert "on resume may change: name, runs_dir, model.gradient_checkpointing, " in message
 
 
 def test_resume_of_nothing() -> None:
