@@ -26,9 +26,23 @@ hold, no choice does.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class _Cohort:
+    """The groups that were issued after the same number of trained batches and are not taken."""
+
+    left: int = 0
+    finished: int = 0
+
 
 class Schedule:
-    """The groups under way, in the order of issue."""
+    """The groups under way, in the order of issue.
+
+    What a finished group changes is looked at by cohorts, of which there are at most ``max_staleness + 1``: the cost
+    does not grow with the number of groups.
+    """
 
     def __init__(self, *, groups: int, max_staleness: int, in_flight: bool = True, batches: int | None = None) -> None:
         """``groups`` of a batch; ``batches`` that will be trained, if known: no more groups are issued than they need.
@@ -39,8 +53,10 @@ class Schedule:
         self.max_staleness = max_staleness
         self._in_flight = in_flight
         self._batches = batches
-        self._issued_at: dict[int, int] = {}  # not taken, in the order of issue
+        self._issued: dict[int, tuple[int, int]] = {}  # not taken: the batches trained at its issue, its number
+        self._cohorts: dict[int, _Cohort] = {}  # by the batches trained at their issue, oldest first
         self._finished: set[int] = set()
+        self._issues = 0
         self._in_training = False
         self._taken = 0
         self._trained = 0
@@ -58,44 +74,59 @@ class Schedule:
     @property
     def running(self) -> int:
         """Groups that are issued and not finished."""
-        return len(self._issued_at) - len(self._finished)
+        return len(self._issued) - len(self._finished)
 
     def room(self, extra: int = 0) -> int:
         """How many groups may be issued now. ``extra``: what the batch that is being made needs beyond its share."""
-        room = self.groups + extra - len(self._issued_at)
+        room = self.groups + extra - len(self._issued)
         if self._in_flight:
             room += (self.max_staleness - self._in_training) * self.groups
         if self._batches is not None:
-            room = min(room, (self._batches - self._taken) * self.groups + extra - len(self._issued_at))
+            room = min(room, (self._batches - self._taken) * self.groups + extra - len(self._issued))
         return max(0, room)
 
     def issue(self, index: int) -> None:
         """A group starts."""
-        self._issued_at[index] = self._trained
+        self._issued[index] = self._trained, self._issues
+        self._issues += 1
+        self._cohorts.setdefault(self._trained, _Cohort()).left += 1
 
     def finish(self, index: int) -> None:
         """All its trajectories have ended."""
         self._finished.add(index)
+        self._cohorts[self._issued[index][0]].finished += 1
 
     def take(self, count: int, *, more: bool = False) -> list[int] | None:
         """The next ``count`` groups to train, in the order of issue; None while it has to be waited for them.
 
         ``more``: for the batch that was taken last, which the filters left too small.
         """
-        chosen = [index for index in self._issued_at if index in self._finished][:count]
-        if len(chosen) < count:
+        if len(self._finished) < count or not self._leaves_time(count, self._taken - more):
             return None
-        batch = self._taken - more
-        behind = [at for index, at in self._issued_at.items() if index not in set(chosen)]
-        for place, issued_at in enumerate(behind):
-            if place >= (issued_at + self.max_staleness - batch) * self.groups:
-                return None
+        chosen = sorted(self._finished, key=self._issued.__getitem__)[:count]
         for index in chosen:
-            del self._issued_at[index]
-            self._finished.remove(index)
+            issued_at, _ = self._issued.pop(index)
+            cohort = self._cohorts[issued_at]
+            cohort.left -= 1
+            cohort.finished -= 1
+            if not cohort.left and issued_at < self._trained:
+                del self._cohorts[issued_at]
+        self._finished.difference_update(chosen)
         self._in_training = True
         self._taken += not more
         return chosen
+
+    def _leaves_time(self, count: int, batch: int) -> bool:
+        """Whether those behind the earliest ``count`` finished groups can still be trained before they are due."""
+        behind = 0
+        for issued_at, cohort in self._cohorts.items():
+            chosen = min(count, cohort.finished)
+            count -= chosen
+            rest = cohort.left - chosen
+            behind += rest
+            if rest and behind > (issued_at + self.max_staleness - batch) * self.groups:
+                return False
+        return True
 
     def train(self) -> None:
         """The batch that was taken last has been trained."""

@@ -126,3 +126,69 @@ def test_the_last_batches_leave_nothing_over() -> None:
     schedule.train()
     assert schedule.room() == 0
     assert schedule.take(4) == [4, 5, 6, 7]
+
+
+class Counted(int):
+    """A group's number that counts how often a container looks it up."""
+
+    looked_up = 0
+
+    def __hash__(self) -> int:
+        Counted.looked_up += 1
+        return int(self)
+
+
+@pytest.mark.parametrize("staleness", [1, 4])
+def test_work_grows_with_the_number_of_groups_and_not_with_its_square(staleness: int) -> None:
+    """As ``Ahead`` does it: after each group that finishes the batch is asked for."""
+    groups = 1536
+    schedule = Schedule(groups=groups, max_staleness=staleness)
+    numbers = [Counted(index) for index in range(schedule.room())]
+    Counted.looked_up = 0
+    for number in numbers:
+        schedule.issue(number)
+    for number in reversed(numbers):  # the oldest last: the batch has to be waited for all the time
+        schedule.finish(number)
+        schedule.take(groups)
+    assert schedule.waiting <= staleness * groups
+    assert Counted.looked_up <= 10 * len(numbers)
+
+
+@settings(max_examples=200)
+@given(
+    groups=st.integers(1, 3),
+    staleness=st.integers(0, 3),
+    moves=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50)), max_size=60),
+)
+def test_a_batch_is_taken_exactly_if_those_behind_it_can_be_in_time(
+    groups: int, staleness: int, moves: list[tuple[int, int]]
+) -> None:
+    """Against the rule as it is written: the k-th of those behind is due in the batch that k batches' worth fill."""
+    schedule = Schedule(groups=groups, max_staleness=staleness)
+    issued: dict[int, int] = {}
+    done: set[int] = set()
+    taken = trained = 0
+    for move, number in moves:
+        if move == 0 and schedule.room():
+            index = 1000 - len(issued) - taken * 100  # numbers need not rise
+            while index in issued:
+                index -= 1
+            schedule.issue(index)
+            issued[index] = trained
+        elif move == 1 and len(issued) > len(done):
+            index = [index for index in issued if index not in done][number % (len(issued) - len(done))]
+            schedule.finish(index)
+            done.add(index)
+        elif move == 2 and taken == trained:
+            chosen = [index for index in issued if index in done][:groups]
+            behind = [at for index, at in issued.items() if index not in chosen]
+            late = any(place >= (at + staleness - taken) * groups for place, at in enumerate(behind))
+            expected = None if len(chosen) < groups or late else chosen
+            assert schedule.take(groups) == expected
+            if expected is not None:
+                taken += 1
+                issued = {index: at for index, at in issued.items() if index not in expected}
+                done -= set(expected)
+        elif move == 3 and taken > trained:
+            schedule.train()
+            trained += 1
