@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from agentrl.trajectory import Group
-from agentrl_envs.types import Ended
+from agentrl.errors import SettingsError
+from agentrl.trajectory import Group, Trajectory
+from agentrl_envs.types import Ended, Verdict
 
 # Rewards closer than this count as equal.
 _TOLERANCE = 1e-8
@@ -19,7 +20,8 @@ COUNTS = ("no_data", "void", "dropped_empty", "dropped_no_greedy", "dropped_accu
 @dataclass(frozen=True, kw_only=True)
 class FilterRules:
     """``void_turns``: ``remove`` takes them out as no data, ``loss_only`` keeps them in the baseline (as published
-    code does). ``accuracy_range`` and ``drop_zero_variance`` drop whole groups."""
+    code does). ``accuracy_range`` and ``drop_zero_variance`` drop whole groups: by the share of correct verdicts,
+    and by rewards."""
 
     void_turns: Literal["remove", "loss_only"]
     accuracy_range: tuple[float, float] | None
@@ -39,7 +41,8 @@ class Filtered:
 def filter_groups(groups: Iterable[Group], rules: FilterRules) -> Filtered:
     """Apply the rules in order: no data, void turns, nothing left to train, greedy rollout, accuracy, variance.
 
-    A greedy rollout that is no data takes its group along; its reward counts in the group's variance alone.
+    A greedy rollout that is no data takes its group along; its reward counts in the group's variance alone. Raises
+    SettingsError for an ``accuracy_range`` where answers are not graded.
     """
     counts = dict.fromkeys(COUNTS, 0)
     kept: list[Group] = []
@@ -51,26 +54,36 @@ def filter_groups(groups: Iterable[Group], rules: FilterRules) -> Filtered:
         counts["void"] += len(void)
         if rules.void_turns == "remove":
             data = [item for item in data if item.ended is not Ended.VOID_TURN]
-        verdict = _verdict(group, [item.reward for item in data], len(data) - len(void), rules)
-        if verdict is not None:
-            counts[verdict] += 1
+        reason = _reason_to_drop(group, data, len(data) - len(void), rules)
+        if reason is not None:
+            counts[reason] += 1
             continue
         no_loss.update((item.group, item.sample) for item in data if item.ended is Ended.VOID_TURN)
         kept.append(replace(group, trajectories=tuple(data)))
     return Filtered(groups=tuple(kept), no_loss=frozenset(no_loss), counts=counts)
 
 
-def _verdict(group: Group, rewards: list[float], trainable: int, rules: FilterRules) -> str | None:
+def _reason_to_drop(group: Group, data: list[Trajectory], trainable: int, rules: FilterRules) -> str | None:
     """Why a group is dropped, or None."""
-    if not rewards or (rules.void_turns == "loss_only" and trainable <= 0):
+    if not data or (rules.void_turns == "loss_only" and trainable <= 0):
         return "dropped_empty"
     if group.greedy is not None and group.greedy.no_data:
         return "dropped_no_greedy"
     if rules.accuracy_range is not None:
         low, high = rules.accuracy_range
-        if not low <= sum(rewards) / len(rewards) <= high:
+        if not low <= _accuracy(data) <= high:
             return "dropped_accuracy"
-    compared = rewards if group.greedy is None else [*rewards, group.greedy.reward]
+    compared = [item.reward for item in (*data, *([] if group.greedy is None else [group.greedy]))]
     if rules.drop_zero_variance and max(compared) - min(compared) <= _TOLERANCE:
         return "dropped_zero_variance"
     return None
+
+
+def _accuracy(data: list[Trajectory]) -> float:
+    """The share of correct verdicts, whatever the rewards are; a trajectory that gave no answer is not correct."""
+    if any(item.ended is Ended.ANSWERED and item.verdict is None for item in data):
+        raise SettingsError(
+            "algorithm.accuracy_range needs verdicts on answers, and the environment gave none for problem "
+            f'{data[0].problem.id}: set algorithm.accuracy_range=null, or have the environment tell info["verdict"]'
+        )
+    return sum(item.verdict is Verdict.CORRECT for item in data) / len(data)

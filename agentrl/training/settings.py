@@ -68,7 +68,7 @@ class AlgorithmSettings(_Settings):
         "remove", description="remove: no data; loss_only: in the baseline, not in the loss (as published code does)"
     )
     accuracy_range: tuple[float, float] | None = Field(
-        None, description="groups whose share of correct answers lies outside are dropped (SimpleTIR: 0.1, 0.9)"
+        None, description="groups whose share of correct verdicts lies outside are dropped (SimpleTIR: 0.1, 0.9)"
     )
     drop_zero_variance: bool = Field(True, description="groups whose rewards are all equal are dropped")
     head_exact_every: int = Field(0, ge=0, description="steps between head-exact variance diagnostics; 0: never")

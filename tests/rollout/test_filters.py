@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rollout.fakes import played, problem
 
+from agentrl.errors import SettingsError
 from agentrl.rollout.filters import COUNTS, Filtered, FilterRules, filter_groups
 from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.types import Ended, Verdict
@@ -22,6 +23,12 @@ def group(*trajectories: Trajectory, index: int = 0) -> Group:
 
 def rewarded(*rewards: float, index: int = 0) -> Group:
     return group(*(played(r, group=index, sample=n) for n, r in enumerate(rewards)), index=index)
+
+
+def graded(right: int, of: int, *, reward: float = 1.0, otherwise: float = 0.0) -> Group:
+    """``right`` of ``of`` answers are correct."""
+    rows = [(reward, Verdict.CORRECT)] * right + [(otherwise, Verdict.INCORRECT)] * (of - right)
+    return group(*(played(value, sample=n, verdict=verdict) for n, (value, verdict) in enumerate(rows)))
 
 
 def apply(*groups: Group, **rules: Any) -> Filtered:
@@ -79,18 +86,48 @@ def test_no_data_does_not_turn_a_right_group_into_one_with_variance() -> None:
     assert apply(failed, drop_zero_variance=True).counts["dropped_zero_variance"] == 1
 
 
-@pytest.mark.parametrize(
-    ("rewards", "kept"), [((0, 0, 0, 0), 0), ((1, 0, 0, 0), 1), ((1, 1, 1, 0), 1), ((1, 1, 1, 1), 0)]
-)
-def test_the_accuracy_range_includes_its_ends(rewards: tuple[float, ...], kept: int) -> None:
-    filtered = apply(rewarded(*rewards), accuracy_range=(0.25, 0.75))
+@pytest.mark.parametrize(("right", "kept"), [(0, 0), (1, 1), (3, 1), (4, 0)])
+def test_the_accuracy_range_includes_its_ends(right: int, kept: int) -> None:
+    filtered = apply(graded(right, 4), accuracy_range=(0.25, 0.75))
     assert (len(filtered.groups), filtered.counts["dropped_accuracy"]) == (kept, 1 - kept)
+
+
+@pytest.mark.parametrize(("reward", "otherwise"), [(1.0, -1.0), (10.0, 0.0), (0.05, 0.0), (-0.2, -1.0)])
+def test_accuracy_is_the_share_of_correct_verdicts_whatever_they_are_worth(reward: float, otherwise: float) -> None:
+    def kept(right: int) -> int:
+        return len(apply(graded(right, 4, reward=reward, otherwise=otherwise), accuracy_range=(0.1, 0.9)).groups)
+
+    assert [kept(right) for right in range(5)] == [0, 1, 1, 1, 0]
+
+
+def test_what_gave_no_answer_is_not_correct() -> None:
+    cut = group(
+        played(1.0, verdict=Verdict.CORRECT),
+        played(sample=1, ended=Ended.TOKEN_LIMIT),
+        played(sample=2, ended=Ended.STOPPED),
+    )
+    assert len(apply(cut, accuracy_range=(0.3, 0.4)).groups) == 1
+    unanswered = group(*(played(1.0, sample=n, ended=Ended.TURN_LIMIT) for n in range(2)))
+    assert apply(unanswered, accuracy_range=(0.1, 0.9)).counts["dropped_accuracy"] == 1
+
+
+def test_an_accuracy_range_without_verdicts_is_refused_by_name() -> None:
+    with pytest.raises(SettingsError, match=r"algorithm\.accuracy_range needs verdicts .* problem toy-7.*=null"):
+        apply(rewarded(0.0, 1.0, index=7), accuracy_range=(0.1, 0.9))
+    mixed = group(played(verdict=Verdict.INCORRECT), played(1.0, sample=1))
+    with pytest.raises(SettingsError, match="verdicts"):
+        apply(mixed, accuracy_range=(0.1, 0.9))
 
 
 def test_removed_void_turns_are_not_in_the_accuracy() -> None:
     # 1 of 2 without the void turn, 1 of 3 with it.
-    assert len(apply(with_void(), accuracy_range=(0.5, 1.0)).groups) == 1
-    assert len(apply(with_void(), accuracy_range=(0.5, 1.0), void_turns="loss_only").groups) == 0
+    rows = (
+        played(1.0, verdict=Verdict.CORRECT),
+        played(sample=1, ended=Ended.VOID_TURN),
+        played(sample=2, verdict=Verdict.INCORRECT),
+    )
+    assert len(apply(group(*rows), accuracy_range=(0.5, 1.0)).groups) == 1
+    assert len(apply(group(*rows), accuracy_range=(0.5, 1.0), void_turns="loss_only").groups) == 0
 
 
 def test_groups_without_variance_teach_nothing() -> None:

@@ -24,17 +24,21 @@ def doubled(rollouts: Rollouts, options: ScalarOptions) -> Estimate:
 class CountingEnv(gymnasium.Env[str, str]):
     """Each step appends a byte to ``tally`` and takes ``seconds``.
 
-    A turn that ends while the tally holds as many bytes as ``right`` says, its end left out, is worth 1.
+    A turn that ends while the tally holds as many bytes as ``right`` says, its end left out, is worth 1. ``graded``:
+    a last turn of even length is called correct, whatever it is worth.
     """
 
     metadata = {"render_modes": [], "stop": ("\n",)}  # noqa: RUF012
     action_space = UnicodeText(1000)
     observation_space = UnicodeText(1000)
 
-    def __init__(self, tally: str = "", seconds: float = 0.0, right: tuple[int, int] = (0, 0)) -> None:
+    def __init__(
+        self, tally: str = "", seconds: float = 0.0, right: tuple[int, int] = (0, 0), *, graded: bool = False
+    ) -> None:
         self._tally = tally
         self._right = range(*right)
         self._seconds = seconds
+        self._graded = graded
         self._turn = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
@@ -51,4 +55,5 @@ class CountingEnv(gymnasium.Env[str, str]):
         self._turn += 1
         lucky = bool(self._right) and Path(self._tally).stat().st_size in self._right
         reward = 1.0 if lucky else 0.5 / (1 + len(action))
-        return "go on\n", reward, self._turn == 2, False, {}
+        verdict = {"verdict": "incorrect" if len(action) % 2 else "correct"} if self._graded else {}
+        return "go on\n", reward, self._turn == 2, False, verdict
