@@ -74,7 +74,7 @@ class Slow:
         return sum(values, Fraction()) / len(values) or Fraction(1)
 
     def per_sequence(self, i: int) -> Fraction:
-        """What W is divided by."""
+        """What W + eps is divided by."""
         by_mean = self.options["loss_aggregation"] == "seq_mean_token_mean"
         return Fraction(self.lengths[i] ** 2 if by_mean else 1)
 
@@ -90,7 +90,7 @@ class Slow:
                 "tir_otb": [sum(row[: k + 1]) for k in range(len(row))],
             }[name]
             scale = Fraction(1) if name == "otb_cross" else self.scale(i)
-            result.append([w / self.per_sequence(i) + self.number("epsilon") * scale for w in shared])
+            result.append([(w + self.number("epsilon") * scale) / self.per_sequence(i) for w in shared])
         return result
 
     def trajectory_weights(self, name: str) -> Row:
@@ -98,13 +98,15 @@ class Slow:
             return [length + self.number("epsilon") for length in self.lengths]
         if name == "ogb":
             return [
-                sum(row) / self.per_sequence(i) + self.number("epsilon") * self.scale(i)
+                (sum(row) + self.number("epsilon") * self.scale(i)) / self.per_sequence(i)
                 for i, row in enumerate(self.energies())
             ]
         exact = [Fraction(float(e)) for e in self.inputs.trajectory_energy]
-        weights = [e / self.per_sequence(i) for i, e in enumerate(exact)]
-        means = [sum(weights[j] for j in self.group[i]) / len(self.group[i]) or Fraction(1) for i in self.rows]
-        return [w + self.number("epsilon") * mean for w, mean in zip(weights, means, strict=True)]
+        means = [sum(exact[j] for j in self.group[i]) / len(self.group[i]) or Fraction(1) for i in self.rows]
+        return [
+            (e + self.number("epsilon") * mean) / self.per_sequence(i)
+            for i, (e, mean) in enumerate(zip(exact, means, strict=True))
+        ]
 
     # ---- returns ---------------------------------------------------------------------------------------------------
 

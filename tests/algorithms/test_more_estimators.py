@@ -141,6 +141,29 @@ def test_without_any_energy_the_mean_is_plain(estimator):
     close(first, [2 / 3] * 3)
 
 
+@pytest.mark.parametrize("energy", ["logit_proxy", "head_exact"])
+@pytest.mark.parametrize("estimator", ["ogb", "eob", "otb", "tir_otb", "otb_isolated", "otb_total", "otb_cross"])
+def test_what_softens_the_weights_shrinks_with_them_in_a_mean_over_long_sequences(estimator, energy):
+    length = 16_000  # 1 / K^2 is 4e-9
+    first = torch.zeros(2, length, dtype=torch.float64)
+    first[:, 0] = tensor([1 / 16, 1.0])
+    rewards = torch.zeros_like(first)
+    rewards[0, -1] = 1.0
+    inputs = AdvantageInputs(
+        rewards=rewards,
+        response_mask=torch.ones(2, length, dtype=torch.bool),
+        groups=torch.zeros(2, dtype=torch.int64),
+        token_energy=first,
+        hidden_norm_squared=torch.full_like(first, 0.01),
+        cross_energy=first,
+        trajectory_energy=first[:, 0],
+    )
+    options = {} if estimator in ("eob", "otb_cross") else {"energy": energy}
+    for aggregation in ("token_mean", "seq_mean_token_mean"):
+        found = compute_advantages(estimator, inputs, loss_aggregation=aggregation, **options)
+        close(found.baselines[:, 0], [1 / 17] * 2, 1e-7)
+
+
 def test_reinforce_pp_is_the_whitened_reward_to_go():
     plain = compute_advantages("reinforce_pp", example(), gamma=0.5, normalize=None)
     close(plain.advantages, [[0.25, 0.5, 1, 0, 0], [0, 0, 0, 0, 0], [0.5, 0, 0, 1, 0]])

@@ -36,14 +36,11 @@ def eob(rollouts: Rollouts, options: ExactEnergyOptions) -> Estimate:
     """A = R - b, b = sum (E + eps) R / sum (E + eps), E = ||sum_t rho_t grad log p_t||^2 as given, exact.
 
     The optimal constant baseline (Greensmith et al., JMLR 5, 2004). E comes in units of its own, so its scale, by which
-    eps is multiplied, is the group's mean weight; that holds the own one too, so `leave_one_out` leaves a bias of the
+    eps is multiplied, is the group's mean energy; that holds the own one too, so `leave_one_out` leaves a bias of the
     order of eps. A group of one: A = R.
     """
     energy = rollouts.read_trajectories("trajectory_energy", negative=False)
-    if options.loss_aggregation == "seq_mean_token_mean":
-        energy = energy / rollouts.lengths.square()
-    scale = rollouts.groups.mean(energy)
-    weights = energy + options.epsilon * torch.where(scale > 0, scale, 1.0)
+    weights = _softened(rollouts, energy.unsqueeze(-1), rollouts.groups.mean(energy), options).squeeze(-1)
     return scalar_estimate(rollouts.totals, weighted_means(rollouts, weights, leave_one_out=options.leave_one_out))
 
 
@@ -124,21 +121,31 @@ def _weighed_energy(rollouts: Rollouts, energy: str) -> Tensor:
 
 
 def _weights(rollouts: Rollouts, energies: Tensor, options: CrossBaselineOptions | GlobalBaselineOptions) -> Tensor:
-    """W + eps from energies W [B, T] or [B, 1]: positive on model tokens.
+    """W + eps from energies W [B, T] or [B, 1] that are made of tokens'."""
+    if getattr(options, "energy", None) == "head_exact":
+        return _softened(rollouts, energies, _hidden_scale(rollouts), options)
+    return _softened(rollouts, energies, torch.ones_like(rollouts.totals), options)
 
-    A loss that averages every sequence over its own tokens multiplies a trajectory's gradient by 1 / K and so W by
-    1 / K^2.
+
+def _softened(
+    rollouts: Rollouts,
+    energies: Tensor,
+    scale: Tensor,
+    options: CrossBaselineOptions | GlobalBaselineOptions | ExactEnergyOptions,
+) -> Tensor:
+    """W + eps from energies W [B, T] or [B, 1] and their scale [B]: positive on model tokens.
+
+    A loss that averages every sequence over its own tokens multiplies a trajectory's gradient by 1 / K, and so both by
+    1 / K^2. (eps alone would outweigh the energies of early tokens in long trajectories: 1 / K^2 is 4e-9 at 16,000.)
     """
+    weights = energies + options.epsilon * torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
     if options.loss_aggregation == "seq_mean_token_mean":
-        energies = energies / rollouts.lengths.unsqueeze(-1).square()
-    if getattr(options, "energy", None) != "head_exact":
-        return energies + options.epsilon
-    return energies + options.epsilon * _hidden_scale(rollouts).unsqueeze(-1)
+        weights = weights / rollouts.lengths.unsqueeze(-1).square()
+    return weights
 
 
 def _hidden_scale(rollouts: Rollouts) -> Tensor:
     """Mean ||h||^2 over the model tokens of the row's group [B], so that no other group changes the result."""
     groups = rollouts.groups
     sums = groups.sum(rollouts.read("hidden_norm_squared", negative=False).sum(-1))
-    scale = sums / groups.sum(rollouts.lengths)
-    return torch.where(scale > 0, scale, 1.0)
+    return sums / groups.sum(rollouts.lengths)
