@@ -89,6 +89,11 @@ class PolicyObjective:
 
         ``fresh``: they are those that the targets are made of, so every ratio is 1. ``selected``: this micro-batch's
         rows of :meth:`selection`.
+
+        A penalty that is read off the sampled token is weighed as the policy loss is, by what the present policy would
+        sample it over what sampled it: with ratio = p / p_behaviour, E_behaviour[ratio f(y)] = E_p[f(y)] at every
+        prefix. The entropy and the exact KL take no ratio: given the prefix they do not depend on the sampled token,
+        so a ratio would add noise, and a truncated one, whose mean is below 1, a bias.
         """
         mask = targets.loss_mask
         made = policy_loss(
@@ -108,7 +113,7 @@ class PolicyObjective:
             bonus = self._aggregated(entropy, mask, normalizers)
             value = value - self._algorithm.entropy_coefficient * bonus
         if self._kl_estimator is not None and targets.reference_log_probs is not None:
-            ratio = None if fresh else _ratio(log_probs, targets)
+            ratio = None if self._kl_estimator == "full" else _ratio(log_probs, targets, fresh=fresh)
             reference = targets.reference_log_probs
             penalty = kl_penalty(log_probs, reference, self._kl_estimator, mask=mask, full=full_kl, ratio=ratio)
             value = value + beta * self._aggregated(penalty, mask, normalizers)
@@ -157,7 +162,13 @@ class PolicyObjective:
         return aggregate(per_token, mask, self._mode, normalizer=normalizer, length=self._length)
 
 
-def _ratio(log_probs: Tensor, targets: Targets) -> Tensor:
-    """Of the present policy to the one before the step's updates, detached, 1 where nothing counts [B, T]."""
+def _ratio(log_probs: Tensor, targets: Targets, *, fresh: bool) -> Tensor | None:
+    """Of the present policy to the one that sampled [B, T], detached; None where every ratio is 1.
+
+    From the policy before the step's updates on it is the rollout correction's weight, bounded as the settings say.
+    """
+    if fresh:
+        return targets.weights
     log_ratio = torch.where(targets.loss_mask, log_probs.detach() - targets.log_probs, 0.0)
-    return log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()
+    ratio = log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()
+    return ratio if targets.weights is None else ratio * targets.weights

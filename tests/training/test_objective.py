@@ -1,0 +1,84 @@
+"""KL penalty and entropy bonus on tokens that another policy sampled: expected gradients by enumeration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentrl.training.objective import Normalizers, PolicyObjective
+from agentrl.training.objective_settings import ObjectiveSettings
+from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings, RewardSettings
+from agentrl.training.targets import Targets
+
+BEHAVIOUR = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+BEFORE = torch.tensor([0.35, 0.25, 0.4], dtype=torch.float64)  # the policy before the step's updates
+REFERENCE = torch.tensor([0.2, 0.7, 0.1], dtype=torch.float64)
+ONE = Normalizers(tokens=1, sequences=1)
+
+
+def objective(*, entropy: float = 0.0, **kl: Any) -> PolicyObjective:
+    return PolicyObjective(
+        ObjectiveSettings(
+            algorithm=AlgorithmSettings(aggregation="token_sum", entropy_coefficient=entropy),
+            reward=RewardSettings(),
+            kl=KLSettings(**kl),
+            correction=CorrectionSettings(weights="token"),
+            response_tokens=1,
+        )
+    )
+
+
+def expected_gradient(made: PolicyObjective, logits: Tensor, *, weights: Tensor, fresh: bool) -> Tensor:
+    """E over tokens of the behaviour policy of the loss's gradient, advantages 0; row i samples token i."""
+    log_p = logits.log_softmax(-1)
+    column, everywhere = log_p[:, None], torch.ones(3, 1, dtype=torch.bool)
+    targets = Targets(
+        advantages=torch.zeros(3, 1),
+        returns=torch.zeros(3, 1),
+        response_mask=everywhere,
+        loss_mask=everywhere,
+        keys=torch.arange(3),
+        log_probs=column.detach() if fresh else BEFORE.log()[:, None],
+        weights=weights[:, None],
+        reference_log_probs=REFERENCE.log()[:, None],
+        values=None,
+    )
+    entropy = -(log_p.exp() * log_p).sum().expand(3, 1)
+    full = (log_p.exp() * (log_p - REFERENCE.log())).sum().expand(3, 1)
+    total = torch.zeros((), dtype=torch.float64)
+    for row, probability in enumerate(BEHAVIOUR.tolist()):
+        own = targets.take(torch.tensor([row]))
+        rows = slice(row, row + 1)
+        loss = made.loss(column[rows], entropy[rows], own, ONE, beta=1.0, fresh=fresh, full_kl=full[rows])
+        total = total + probability * loss.value
+    return torch.autograd.grad(total, logits)[0]
+
+
+def present(*, fresh: bool) -> tuple[Tensor, Tensor]:
+    """Logits of the policy, and the untruncated weights of the policy before the updates over the behaviour."""
+    start = BEFORE.log() if fresh else torch.tensor([0.2, -0.5, 1.1], dtype=torch.float64)
+    return start.clone().requires_grad_(), BEFORE / BEHAVIOUR
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["one forward", "later update"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k1+", "k3", "k3+", "full", "full+", "abs"])
+def test_the_kl_penalty_on_stale_tokens_has_the_gradient_of_its_divergence(estimator: str, fresh: bool) -> None:
+    logits, weights = present(fresh=fresh)
+    found = expected_gradient(objective(coefficient=1.0, estimator=estimator), logits, weights=weights, fresh=fresh)
+    p, q = logits.softmax(-1), REFERENCE
+    divergence = {"k1": 0.0 * p, "k3": q * (q / p).log(), "abs": (p - q).abs()}.get(estimator, p * (p / q).log())
+    torch.testing.assert_close(found, torch.autograd.grad(divergence.sum(), logits)[0], rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["one forward", "later update"])
+@pytest.mark.parametrize("term", ["entropy", "full"])
+def test_what_no_sampled_token_enters_is_exact_whatever_the_weights(term: str, fresh: bool) -> None:
+    logits, weights = present(fresh=fresh)
+    made = objective(entropy=1.0) if term == "entropy" else objective(coefficient=1.0, estimator="full")
+    found = expected_gradient(made, logits, weights=weights.clamp(max=0.8), fresh=fresh)
+    p = logits.softmax(-1)
+    exact = (p * p.log()).sum() if term == "entropy" else (p * (p / REFERENCE).log()).sum()
+    torch.testing.assert_close(found, torch.autograd.grad(exact, logits)[0], rtol=1e-6, atol=1e-12)
