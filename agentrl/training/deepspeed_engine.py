@@ -39,10 +39,22 @@ def learning_rate_factor(step: int, settings: OptimizerSettings, total: int) -> 
     return settings.final_fraction + (1 - settings.final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def deepspeed_stage(zero_stage: int, *, bfloat16: bool) -> int:
+    """The stage that DeepSpeed runs: in bfloat16 0 and 1 become 2, where it has float32 gradients.
+
+    Below 2 its optimizers for bfloat16 accumulate in bfloat16 (0), or cannot move their state off a GPU (1).
+    """
+    return max(zero_stage, 2) if bfloat16 else zero_stage
+
+
 def deepspeed_config(
-    *, zero_stage: int, bfloat16: bool, gradient_clip: float, micro_batch: int = 1, world_size: int = 1
+    training: TrainingSettings, *, bfloat16: bool, gradient_clip: float, micro_batch: int = 1, world_size: int = 1
 ) -> dict[str, Any]:
-    """DeepSpeed's own configuration. ``step()`` ends an accumulation, however many micro-batches it had."""
+    """DeepSpeed's own configuration. ``step()`` ends an accumulation, however many micro-batches it had.
+
+    Gradients are added up in float32 over micro-batches and ranks, whatever the dtype of the weights: in bfloat16 256
+    equal ones plus another are still 256.
+    """
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "train_batch_size": micro_batch * world_size,
@@ -50,8 +62,14 @@ def deepspeed_config(
         "managed_gradient_accumulation": False,
         "gradient_clipping": gradient_clip,
         "bf16": {"enabled": bfloat16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": zero_stage, "overlap_comm": False},
+        "zero_optimization": {
+            "stage": deepspeed_stage(training.zero_stage, bfloat16=bfloat16),
+            "overlap_comm": False,
+            "stage3_param_persistence_threshold": training.persistence_threshold,
+        },
         "steps_per_print": 10**12,
     }
 
@@ -123,13 +141,13 @@ class TrainingEngine(Generic[_Module]):
             eps=optimizer.epsilon,
             fused=True,
         )
-        # Without ZeRO and bfloat16 DeepSpeed clips but does not tell the norm: there it is done here.
-        self._clips_here = training.zero_stage == 0 and not bfloat16
+        # Without ZeRO DeepSpeed clips but does not tell the norm: there it is done here.
+        self._clips_here = deepspeed_stage(training.zero_stage, bfloat16=bfloat16) == 0
         self._norm = math.nan
         if self._clips_here:
             adamw.register_step_pre_hook(self._clip(decayed + others, optimizer.gradient_clip))
         config = deepspeed_config(
-            zero_stage=training.zero_stage,
+            training,
             bfloat16=bfloat16,
             gradient_clip=0.0 if self._clips_here else optimizer.gradient_clip,
             world_size=self.world_size,
@@ -213,16 +231,16 @@ class TrainingEngine(Generic[_Module]):
             torch.cuda.set_rng_state(state["cuda"])
 
 
-def frozen(module: nn.Module, *, zero_stage: int, bfloat16: bool) -> Callable[..., Any]:
+def frozen(module: nn.Module, training: TrainingSettings, *, bfloat16: bool) -> Callable[..., Any]:
     """The forward of a module that is never trained, on this rank's device; ZeRO 3 shards its parameters."""
     import deepspeed
 
     module.requires_grad_(False).eval()
-    if zero_stage < 3:
+    if training.zero_stage < 3:
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
         return module.to(device)
     world_size = torch.distributed.get_world_size()
-    config = deepspeed_config(zero_stage=3, bfloat16=bfloat16, gradient_clip=0.0, world_size=world_size)
+    config = deepspeed_config(training, bfloat16=bfloat16, gradient_clip=0.0, world_size=world_size)
     with _visible_statistics(module):
         engine, *_ = deepspeed.initialize(model=module, config=config)
     engine.eval()

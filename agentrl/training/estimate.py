@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from agentrl.training.deepspeed_engine import deepspeed_stage
 from agentrl.training.objective_settings import ObjectiveSettings
 from agentrl.training.options import needs
 from agentrl.training.plan import PassPlan, plan_passes
@@ -43,12 +44,13 @@ class MemoryEstimate:
 def estimate_memory(settings: Settings, config: Any, parameters: int) -> MemoryEstimate:
     """For a model of ``parameters`` parameters with a `transformers` ``config``.
 
-    ZeRO 1 shards the optimizer's state over the ranks, 2 also the gradients, 3 also the weights. With bfloat16 the
-    optimizer holds float32 weights besides its two moments.
+    ZeRO 1 shards the optimizer's state over the ranks, 2 also the gradients, 3 also the weights. Gradients are float32;
+    with bfloat16 the optimizer holds float32 weights besides its two moments.
     """
     size = _BYTES[settings.model.dtype]
-    ranks, stage = settings.training.num_processes, settings.training.zero_stage
-    master = 4 if settings.model.dtype == "bfloat16" else 0
+    bfloat16 = settings.model.dtype == "bfloat16"
+    ranks, stage = settings.training.num_processes, deepspeed_stage(settings.training.zero_stage, bfloat16=bfloat16)
+    master = 4 if bfloat16 else 0
     tokens = settings.training.micro_batch_tokens
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -60,7 +62,7 @@ def estimate_memory(settings: Settings, config: Any, parameters: int) -> MemoryE
     longest = settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens
     slots = min(settings.rollout.kv_cache_tokens, rows * longest)
     weights = parameters * size // (ranks if stage == 3 else 1)
-    gradients = parameters * size // (ranks if stage >= 2 else 1)
+    gradients = parameters * 4 // (ranks if stage >= 2 else 1)
     optimizer = parameters * (8 + master) // (ranks if stage >= 1 else 1)
     with_critic = "values" in needs(ObjectiveSettings.of(settings)).inputs
     return MemoryEstimate(

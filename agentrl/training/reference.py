@@ -93,10 +93,10 @@ def read_reference(settings: Settings, path: str) -> Reference:
         backend=settings.training.head_backend,
         share_prompts=settings.training.share_prompts,
     )
-    zero_stage, bfloat16 = settings.training.zero_stage, settings.model.dtype == "bfloat16"
+    bfloat16 = settings.model.dtype == "bfloat16"
     return Reference(
         policy,
-        lambda module: frozen(module, zero_stage=zero_stage, bfloat16=bfloat16),
+        lambda module: frozen(module, settings.training, bfloat16=bfloat16),
         temperature=settings.rollout.temperature,
         over_vocabulary=settings.kl.over_vocabulary,
     )

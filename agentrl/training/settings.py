@@ -238,7 +238,16 @@ class TrainingSettings(_Settings):
     """How the steps run."""
 
     steps: int = Field(300, ge=1, description="rollout, filter and update, so many times")
-    zero_stage: int = Field(2, ge=0, le=3, description="DeepSpeed ZeRO: what is split over the ranks")
+    zero_stage: int = Field(
+        2,
+        ge=0,
+        le=3,
+        description="DeepSpeed ZeRO: what is split over the ranks: 0 nothing, 1 the optimizer's state, 2 also "
+        "gradients, 3 also weights; in bfloat16 0 and 1 run as 2, which accumulates gradients in float32",
+    )
+    persistence_threshold: int = Field(
+        100_000, ge=0, description="parameters of at most so many elements stay whole on every rank at zero_stage=3"
+    )
     micro_batch_tokens: int = Field(
         16384, ge=64, description="prompt and response tokens of one micro-batch, padding included"
     )

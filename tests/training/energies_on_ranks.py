@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from agentrl.models.policy import PolicyModel
-from agentrl.training import deepspeed_engine
 from agentrl.training.deepspeed_engine import TrainingEngine, gather_from_ranks, start_distributed
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl.weights.sources import full_parameters
@@ -60,17 +59,6 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return ids, lengths, response, mask
 
 
-def config(**options: Any) -> dict[str, Any]:
-    """DeepSpeed's configuration, but small parameters are sharded too: else ZeRO-3 would keep all of these whole."""
-    made = _config(**options)
-    made["zero_optimization"] |= {"stage3_param_persistence_threshold": 0}
-    return made
-
-
-_config = deepspeed_engine.deepspeed_config
-deepspeed_engine.deepspeed_config = config
-
-
 def run(*, zero_stage: int, tied: bool = True, kind: str = "qwen3", checkpointed: bool = False) -> dict[str, Any]:
     """Two steps with the energies of unequal shares of the batch asked for before each, or not."""
     ids, lengths, response, mask = batch()
@@ -84,7 +72,7 @@ def run(*, zero_stage: int, tied: bool = True, kind: str = "qwen3", checkpointed
         engine = TrainingEngine(
             policy,
             optimizer=OptimizerSettings(learning_rate=0.3, epsilon=1.0, weight_decay=0.0, gradient_clip=1e9),
-            training=TrainingSettings(zero_stage=zero_stage),
+            training=TrainingSettings(zero_stage=zero_stage, persistence_threshold=0),
             bfloat16=False,
             updates=5,
         )

@@ -69,6 +69,10 @@ class Case:
             response_tokens=20,
         )
 
+    def training(self) -> TrainingSettings:
+        # ZeRO-3 shards every parameter, which it would keep whole as small as these are.
+        return TrainingSettings(zero_stage=self.zero_stage, persistence_threshold=0)
+
 
 _TWO_PASSES = {"estimator": "grpo", "normalize": "whiten"}
 _PPO = {"estimator": "grpo", "loss": "ppo", "updates_per_step": 2}
@@ -260,7 +264,7 @@ def step(case: Case, *, groups: int = GROUPS) -> dict[str, Any]:
         policy,
         # With epsilon 1 a step is nearly proportional to the gradient, so small differences stay small.
         optimizer=OptimizerSettings(learning_rate=case.learning_rate, epsilon=1.0, weight_decay=0.0, gradient_clip=1e9),
-        training=TrainingSettings(zero_stage=case.zero_stage),
+        training=case.training(),
         bfloat16=case.dtype == torch.bfloat16,
         updates=10,
     )
@@ -275,6 +279,8 @@ def step(case: Case, *, groups: int = GROUPS) -> dict[str, Any]:
         reference=reference_of(case) if case.kl else None,
         critic=critic,
     )
+    if case.zero_stage == 3:
+        assert not any(item.numel() for item in model.parameters()), "not sharded as meant"
     critic_before = _flat(critic.engine.module) if critic is not None else torch.zeros(())
     metrics = trainer.train(plans[engine.rank])
     return {
@@ -295,7 +301,7 @@ def reference_of(case: Case) -> Reference:
     policy = PolicyModel(model, share_prompts=case.share_prompts)
     return Reference(
         policy,
-        lambda module: frozen(module, zero_stage=case.zero_stage, bfloat16=False),
+        lambda module: frozen(module, case.training(), bfloat16=False),
         temperature=0.8,
         over_vocabulary=case.settings().kl.over_vocabulary,
     )
@@ -308,7 +314,7 @@ def critic_of(case: Case) -> Critic:
     engine = TrainingEngine(
         model,
         optimizer=OptimizerSettings(learning_rate=0.5, epsilon=1.0, weight_decay=0.0, gradient_clip=1e9),
-        training=TrainingSettings(zero_stage=case.zero_stage),
+        training=case.training(),
         bfloat16=False,
         updates=10,
     )

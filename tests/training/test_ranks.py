@@ -12,7 +12,8 @@ import psutil
 from .conftest import DEADLINE, CommandLine, wait_until
 
 # The estimator is one that the environment's module registers.
-TWO = ["--num-processes", "2", "training.zero_stage=3", "rollout.problems_per_step=4", "algorithm.estimator=doubled"]
+TWO = ["--num-processes", "2", "rollout.problems_per_step=4", "algorithm.estimator=doubled"]
+TWO += ["training.zero_stage=3", "training.persistence_threshold=0"]
 SLOW = ["environment.kwargs.seconds=0.05", "rollout.concurrency=2", "training.steps=3"]
 
 

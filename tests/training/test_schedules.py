@@ -68,7 +68,8 @@ def test_asynchronous_training_is_interrupted_and_goes_on(command_line: CommandL
 
 
 def test_overlapped_training_on_two_ranks(command_line: CommandLine, random_policy: Path) -> None:
-    ranks = ["training.num_processes=2", "training.zero_stage=3", "rollout.schedule=overlapped"]
+    ranks = ["training.num_processes=2", "training.zero_stage=3", "training.persistence_threshold=0"]
+    ranks += ["rollout.schedule=overlapped"]
     command_line.run(*command_line.counting(random_policy, "name=over", *ranks, *SLOW, *WEIGHED))
     assert_on_time(command_line, "over", 1)
     assert groups_trained(command_line.folder / "runs" / "over") == {

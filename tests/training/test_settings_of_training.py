@@ -112,6 +112,10 @@ def test_memory_is_shared_out_as_the_stage_says(tmp_path: Path, monkeypatch: pyt
         parts[stage] = (made.weights, made.gradients, made.optimizer)
     # float32: 4 bytes a weight and a gradient, 8 for Adam's two moments.
     assert parts == {0: (4000, 4000, 8000), 1: (4000, 4000, 2000), 2: (4000, 1000, 2000), 3: (1000, 1000, 2000)}
+    # bfloat16: 2 bytes a weight, but 4 a gradient, 12 for Adam's moments and its own weights; stages 0 and 1 run as 2.
+    half = load_settings(overrides=["training.zero_stage=0", "training.num_processes=4", "model.dtype=bfloat16"])
+    made = estimate_memory(half, config, 1000)
+    assert (made.weights, made.gradients, made.optimizer) == (2000, 1000, 3000)
     assert planned_passes(load_settings()).one_forward
     ppo = load_settings(overrides=["algorithm.estimator=gae", "kl.coefficient=0.1"])
     more = estimate_memory(ppo, config, 1000)

@@ -127,7 +127,7 @@ def main() -> None:
     engine = TrainingEngine(
         PolicyModel(model),
         optimizer=OptimizerSettings(),
-        training=TrainingSettings(zero_stage=stage),
+        training=TrainingSettings(zero_stage=stage, persistence_threshold=0),
         bfloat16=False,
         updates=1,
     )

@@ -1,0 +1,70 @@
+"""Gradients of bfloat16 weights over many micro-batches, on as many ranks as the environment says: ``OUTPUT``.
+
+Run by test_accumulation.py in processes of its own; rank 0 writes what came out, by ZeRO stage and micro-batches.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from deepspeed.utils import safe_get_full_optimizer_state
+from torch import Tensor, nn
+
+from agentrl.training.deepspeed_engine import TrainingEngine, start_distributed
+from agentrl.training.settings import OptimizerSettings, TrainingSettings
+
+STAGES = (0, 1, 2, 3)
+COUNTS = (1, 8, 64, 512)
+CLIP = 0.5
+
+
+class Products(nn.Module):
+    """The sum of ``weight * x``: its gradient is ``x``, exactly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 5, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+def accumulate(stage: int, micro_batches: int) -> dict[str, Any]:
+    """One update: its norm, the gradient that the optimizer saw, and the sum of all micro-batches' in float64."""
+    module = Products()
+    engine = TrainingEngine(
+        module,
+        optimizer=OptimizerSettings(gradient_clip=CLIP, weight_decay=0.0, betas=(0.5, 0.99)),
+        training=TrainingSettings(zero_stage=stage, persistence_threshold=0),
+        bfloat16=True,
+        updates=1,
+    )
+    draw = torch.Generator().manual_seed(micro_batches)
+    # Nearly equal terms of one sign: what is lost adds up. Powers of two divide without rounding.
+    every = (1 + torch.rand(micro_batches, engine.world_size, 3, 5, generator=draw) / 8).to(torch.bfloat16)
+    every /= micro_batches * engine.world_size
+    for terms in every:
+        engine.backward(engine(terms[engine.rank]) * engine.world_size)
+    norm = engine.step()
+    return {
+        "norm": norm,
+        "gradient": 2 * safe_get_full_optimizer_state(module.weight, "exp_avg").double(),
+        "exact": every.double().sum((0, 1)),
+    }
+
+
+def main() -> None:
+    rank, _ = start_distributed()
+    torch.set_num_threads(1)
+    results = {(stage, count): accumulate(stage, count) for stage in STAGES for count in COUNTS}
+    if rank == 0:
+        torch.save(results, sys.argv[1])
+    # A rank that is gone while the other still talks to it can abort the other's end.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""bfloat16 weights, float32 gradients: over how many micro-batches and ranks an update is spread does not matter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import finish, start_ranks
+
+from .accumulation_on_ranks import CLIP, COUNTS, STAGES
+
+SCRIPT = Path(__file__).with_name("accumulation_on_ranks.py")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[tuple[int, int], Any]]:
+    """What one rank and two ranks found, run side by side."""
+    folder = tmp_path_factory.mktemp("accumulation")
+    started = {ranks: start_ranks(SCRIPT, [folder / f"{ranks}.pt"] * ranks) for ranks in (1, 2)}
+    for processes in started.values():
+        finish(processes, seconds=600)
+    return {ranks: torch.load(folder / f"{ranks}.pt") for ranks in (1, 2)}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("count", COUNTS)
+def test_no_micro_batch_is_lost_in_rounding(
+    results: dict[int, dict[tuple[int, int], Any]], ranks: int, stage: int, count: int
+) -> None:
+    found = results[ranks][stage, count]
+    norm = float(found["exact"].norm())
+    assert norm > 2 * CLIP
+    assert found["norm"] == pytest.approx(norm, rel=1e-5)
+    torch.testing.assert_close(found["gradient"], found["exact"] * CLIP / norm, rtol=2e-5, atol=0.0)
