@@ -110,6 +110,9 @@ class OpenedScript:
         self._engine = AnsweringEngine(self._codec, sets, settings.evaluation.samples)
         self.concurrency = settings.rollout.concurrency
 
+    def sampler(self) -> Mapping[str, Any]:
+        return {"name": "scripted"}
+
     def model(self) -> Mapping[str, Any]:
         return {"name": "scripted", "fingerprint": self._engine.fingerprint()}
 

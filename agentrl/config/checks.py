@@ -35,7 +35,7 @@ def check_settings(settings: Settings, command: Command = "train") -> None:
     training = [] if command == "eval" else [*_length_contradictions(settings), *_objective_contradictions(settings)]
     if command == "train":
         training += _schedule_contradictions(settings)
-    found = [*_lacking(settings, command), *training, *_model_problems(settings), *_server_problems(settings)]
+    found = [*_lacking(settings, command), *training, *_model_problems(settings), *_server_problems(settings, command)]
     found += _protocol_problems(settings, command)
     if found:
         raise SettingsError("\n".join(found))
@@ -192,16 +192,16 @@ def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:
         )
 
 
-def _server_problems(settings: Settings) -> Iterator[str]:
+def _server_problems(settings: Settings, command: Command) -> Iterator[str]:
     rollout, vllm = settings.rollout, settings.rollout.vllm
     if rollout.engine != "vllm":
         return
-    if settings.training.deterministic:
+    if command != "eval" and settings.training.deterministic:
         yield (
             "training.deterministic=true needs rollout.engine=transformers: how vLLM batches requests, and so the last "
             "digits of its log-probabilities, depends on when they arrive"
         )
-    if vllm.placement == "colocated" and settings.training.zero_stage not in (1, 2):
+    if command != "eval" and vllm.placement == "colocated" and settings.training.zero_stage not in (1, 2):
         yield (
             f"rollout.vllm.placement=colocated with training.zero_stage={settings.training.zero_stage}: DeepSpeed "
             "moves this optimizer's state off the GPU only at stages 1 and 2; valid: 1, 2, or placement=dedicated"

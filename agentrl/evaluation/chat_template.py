@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from agentrl.errors import SettingsError
@@ -17,9 +18,9 @@ class TemplatedCodec(TextCodec):
     tokenizer would merge a character of the template with one of the prompt, they stay two tokens.
     """
 
-    def __init__(self, tokenizer: Any, name: str) -> None:
+    def __init__(self, tokenizer: Any, name: str, *, generation_ends: Iterable[int] = ()) -> None:
         """Raises SettingsError where the tokenizer of the model ``name`` has no template, or one that alters text."""
-        super().__init__(tokenizer)
+        super().__init__(tokenizer, generation_ends=generation_ends)
         if not tokenizer.chat_template:
             raise SettingsError(
                 f"evaluation.chat_template=true, but the tokenizer of {name} has no chat template; leave it out for a "

@@ -7,6 +7,7 @@
       problems.jsonl         statements, gold answers and prompts
       rollouts.jsonl.zst     every rollout, appended as it ended
       results.json  table.md  plots/  report.html
+      servers/               logs of vLLM servers that were started for it
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from agentrl.evaluation.transcript import Transcript
 from agentrl.telemetry.files import LOCK_DEADLINE, atomic_write, json_line, take_lock, world_errors
 from agentrl_envs.types import Problem
 
+SERVERS = "servers"
 _FIELDS = ("id", "statement", "answer", "source", "family", "setup")
 
 
@@ -171,4 +173,4 @@ def _object(text: str, place: str) -> dict[str, Any]:
 
 def _is_debris(name: str) -> bool:
     """True for what an evaluation that was killed before it began may leave."""
-    return name in ("lock", "problems.jsonl") or (name.startswith(".") and name.endswith(".partial"))
+    return name in ("lock", "problems.jsonl", SERVERS) or (name.startswith(".") and name.endswith(".partial"))

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from agentrl.errors import SettingsError
 from agentrl.evaluation.chat_template import TemplatedCodec
 from agentrl.evaluation.players import Player, TextPlayer, TokenPlayer
+from agentrl.evaluation.provenance import chosen_engine
+from agentrl.evaluation.servers import open_servers
 from agentrl.evaluation.text_engine import TextEngine
 from agentrl.models.loading import read_model
-from agentrl.models.tokenizer import TextCodec, read_tokenizer
+from agentrl.models.tokenizer import TextCodec, read_generation_ends, read_tokenizer
 from agentrl.rollout.engines.base import Engine
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.environment import build_codec, build_environment, chat_format, needs_chat_format
@@ -33,6 +38,10 @@ class OpenedEngine(Protocol):
         """What identifies the model in results."""
         ...
 
+    def sampler(self) -> Mapping[str, Any]:
+        """What identifies the engine in results."""
+        ...
+
     def player(self, environment: Environment) -> Player: ...
 
     def check_lengths(self, prompts: Sequence[str]) -> None:
@@ -42,32 +51,44 @@ class OpenedEngine(Protocol):
     async def close(self) -> None: ...
 
 
-async def open_engine(settings: Settings) -> OpenedEngine:
+async def open_engine(settings: Settings, folder: Path) -> OpenedEngine:
     """The engine that ``settings`` (with evaluation's limits) name, open. SettingsError and WorldError say what fails.
 
     The endpoint where ``evaluation.endpoint.url`` is set; else ``rollout.engine`` over the model in ``model.path``.
+    ``folder``: for the logs of vLLM servers that are started here.
     """
     if settings.evaluation.endpoint.url is not None:
-        engine = TextEngine(settings.evaluation.endpoint)
+        endpoint = TextEngine(settings.evaluation.endpoint)
         try:
-            await engine.open()
+            await endpoint.open()
         except BaseException:
-            await engine.close()
+            await endpoint.close()
             raise
-        return OpenedEndpoint(engine=engine, settings=settings)
+        return OpenedEndpoint(engine=endpoint, settings=settings)
     path = str(settings.model.path)
-    tokenizer = read_tokenizer(path)
-    if settings.evaluation.chat_template:
-        codec: TextCodec = TemplatedCodec(tokenizer, path)
-    else:
-        codec = build_codec(tokenizer, chat_format(settings, tokenizer, path))
-    model = read_model(path, settings.model).eval()
+    codec = _codec(settings, path)
+    if settings.rollout.engine == "vllm":
+        servers, fingerprint = await open_servers(settings, codec, folder)
+        dtype = settings.model.dtype
+        record = {"name": "vllm", "version": ", ".join(servers.releases()), "dtype": dtype}
+        return OpenedModel(engine=servers, codec=codec, settings=settings, fingerprint=fingerprint, record=record)
+    model = read_model(path, settings.model).to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    engine = TransformersEngine(model, codec, settings.rollout)
     return OpenedModel(
-        engine=TransformersEngine(model, codec, settings.rollout, eos_ids=_eos_ids(model)),
+        engine=engine,
         codec=codec,
         settings=settings,
+        fingerprint=engine.fingerprint(),
+        record=chosen_engine(settings),
         positions=model.config.max_position_embeddings,
     )
+
+
+def _codec(settings: Settings, path: str) -> TextCodec:
+    tokenizer = read_tokenizer(path)
+    if settings.evaluation.chat_template:
+        return TemplatedCodec(tokenizer, path, generation_ends=read_generation_ends(path))
+    return build_codec(tokenizer, path, chat_format(settings, tokenizer, path))
 
 
 def environment_of(settings: Settings) -> Environment:
@@ -80,19 +101,27 @@ def environment_of(settings: Settings) -> Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedModel:
-    """An engine of tokens in this process; ``positions`` is the longest sequence that its model can read."""
+    """An engine of tokens over a model that lies here; ``positions`` is the longest sequence that it can read.
+
+    Servers say themselves at their start what their model cannot read: they have none.
+    """
 
     engine: Engine
     codec: TextCodec
     settings: Settings
-    positions: int | None
+    fingerprint: str
+    record: Mapping[str, Any]
+    positions: int | None = None
 
     @property
     def concurrency(self) -> int:
         return self.settings.rollout.concurrency
 
     def model(self) -> Mapping[str, Any]:
-        return {"name": self.settings.model.path, "fingerprint": self.engine.fingerprint()}
+        return {"name": self.settings.model.path, "fingerprint": self.fingerprint}
+
+    def sampler(self) -> Mapping[str, Any]:
+        return self.record
 
     def player(self, environment: Environment) -> Player:
         return TokenPlayer(
@@ -107,6 +136,13 @@ class OpenedModel:
     def check_lengths(self, prompts: Sequence[str]) -> None:
         rollout = self.settings.rollout
         longest = max(len(self.codec.encode_prompt(prompt)) for prompt in prompts)
+        if rollout.engine == "vllm":
+            if longest > rollout.max_prompt_tokens:
+                raise SettingsError(
+                    f"the longest prompt has {longest} tokens, and vLLM's servers serve prompts of "
+                    f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}; valid: at least {longest}"
+                )
+            return
         whole = longest + rollout.max_response_tokens
         limits = [("rollout.kv_cache_tokens", rollout.kv_cache_tokens)]
         limits += [] if self.positions is None else [("the positions of the model", self.positions)]
@@ -136,6 +172,9 @@ class OpenedEndpoint:
     def model(self) -> Mapping[str, Any]:
         return {"name": self.engine.model, "fingerprint": self.engine.fingerprint()}
 
+    def sampler(self) -> Mapping[str, Any]:
+        return chosen_engine(self.settings)
+
     def player(self, environment: Environment) -> Player:
         return TextPlayer(
             environment=environment,
@@ -151,12 +190,3 @@ class OpenedEndpoint:
 
     async def close(self) -> None:
         await self.engine.close()
-
-
-def _eos_ids(model: Any) -> tuple[int, ...]:
-    """The ends of sequence that the model's own generation knows beside the tokenizer's (``<|im_end|>`` and such)."""
-    config = getattr(model, "generation_config", None)
-    found = None if config is None else config.eos_token_id
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list) else (int(found),)

@@ -7,7 +7,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from agentrl.evaluation.problem_sets import ProblemSet
-from agentrl.evaluation.settings import EndpointSettings
 from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
 
 if TYPE_CHECKING:
@@ -40,14 +39,18 @@ COMPARABLE = (
 
 
 def provenance(
-    settings: Settings, sets: Sequence[ProblemSet], *, model: Mapping[str, Any], environment: Sequence[str]
+    settings: Settings,
+    sets: Sequence[ProblemSet],
+    *,
+    model: Mapping[str, Any],
+    engine: Mapping[str, Any],
+    environment: Sequence[str],
 ) -> dict[str, Any]:
     """A JSON-able record. ``settings`` have evaluation's limits in place; ``environment`` are its own words."""
     evaluation = settings.evaluation
-    endpoint = evaluation.endpoint
     return {
         "model": dict(model),
-        "engine": _engine(settings, endpoint),
+        "engine": dict(engine),
         "benchmarks": {one.name: one.record() for one in sets},
         "protocol": {
             "env": settings.env,
@@ -121,7 +124,9 @@ def _prompt_format(settings: Settings) -> str:
     return "chat template" if settings.evaluation.chat_template else "plain text"
 
 
-def _engine(settings: Settings, endpoint: EndpointSettings) -> dict[str, Any]:
+def chosen_engine(settings: Settings) -> dict[str, Any]:
+    """The engine that ``settings`` name, as far as they know it."""
+    endpoint = settings.evaluation.endpoint
     if endpoint.url is not None:
         return {"name": "endpoint", "url": endpoint.url, "api": endpoint.api}
     model = settings.model

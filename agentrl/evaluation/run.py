@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import SettingsError, WorldError
-from agentrl.evaluation.directory import EvaluationDirectory
+from agentrl.evaluation.directory import SERVERS, EvaluationDirectory
 from agentrl.evaluation.falsified import FalsifiedEnvironment
 from agentrl.evaluation.limits import evaluation_settings
 from agentrl.evaluation.options import EvaluationRequest
 from agentrl.evaluation.plots import draw_results
 from agentrl.evaluation.problem_sets import ProblemSet, problem_records, problem_sets
-from agentrl.evaluation.provenance import provenance
+from agentrl.evaluation.provenance import chosen_engine, provenance
 from agentrl.evaluation.report import write_report
 from agentrl.evaluation.results import make_results
 from agentrl.evaluation.rollout_log import RolloutLog
@@ -87,7 +87,13 @@ class Evaluation:
             engine = await self._engine(stack)
             prompts = await _prompts(self._sets, environment)
             engine.check_lengths(list(prompts.values()))
-            record = provenance(self._settings, self._sets, model=engine.model(), environment=environment.describe())
+            record = provenance(
+                self._settings,
+                self._sets,
+                model=engine.model(),
+                engine=engine.sampler(),
+                environment=environment.describe(),
+            )
             directory = EvaluationDirectory.begin(self._output, record, problem_records(self._sets, prompts))
             stack.callback(directory.close)
             for line in (*environment.describe(), f"rollouts go to {directory.path}"):
@@ -116,7 +122,7 @@ class Evaluation:
             return self._given_engine
         from agentrl.evaluation.engines import open_engine
 
-        engine = await open_engine(self._settings)
+        engine = await open_engine(self._settings, self._output / SERVERS)
         stack.push_async_callback(engine.close)
         return engine
 
@@ -249,7 +255,7 @@ def default_output(settings: Settings, sets: Sequence[ProblemSet]) -> Path:
     endpoint = settings.evaluation.endpoint
     named = endpoint.model or "endpoint" if endpoint.url is not None else str(settings.model.path)
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(Path(named).parts[-2:])).strip("-.")
-    said = repr(provenance(settings, sets, model={"name": named}, environment=()))
+    said = repr(provenance(settings, sets, model={"name": named}, engine=chosen_engine(settings), environment=()))
     return Path("evaluations") / f"{stem}-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
 
 

@@ -34,16 +34,17 @@ class TextCodec:
 
     Only the marks of a :class:`~agentrl_envs.marked_text.MarkedText`, which protocols alone set, are encoded with their
     special tokens. Each part of such a text is encoded on its own, so that what is untrusted cannot change a mark.
-    ``end_ids`` are the tokens at which a turn ends: the tokenizer's, and that of ``turn_end``.
+    ``end_ids`` are the tokens at which a turn ends, for every engine: the tokenizer's, that of ``turn_end``, and
+    ``generation_ends``.
 
     Not guaranteed: a tokenizer that cannot write every text (no byte-level alphabet, no byte fallback) still gives
     its unknown token for what it lacks.
     """
 
-    def __init__(self, tokenizer: Any, *, turn_end: str = "") -> None:
+    def __init__(self, tokenizer: Any, *, turn_end: str = "", generation_ends: Iterable[int] = ()) -> None:
         """``turn_end``: the special token with which a chat template ends a turn of the model.
 
-        Raises ValueError where that is not one token.
+        ``generation_ends``: see :func:`read_generation_ends`. Raises ValueError where ``turn_end`` is not one token.
         """
         self._encode_mark = lru_cache(maxsize=64)(
             lambda mark: tuple(tokenizer(mark, add_special_tokens=False)["input_ids"])
@@ -60,7 +61,7 @@ class TextCodec:
         ends = self._encode_mark(turn_end) if turn_end else ()
         if len(ends) > 1:
             raise ValueError(f"{turn_end!r} is not one token of the tokenizer but {len(ends)}")
-        self.end_ids: frozenset[int] = frozenset({self.eos_id, *ends})
+        self.end_ids: frozenset[int] = frozenset({self.eos_id, *ends, *generation_ends})
         self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.prefix_ids: tuple[int, ...] = self._prefix(tokenizer)
         self._table: list[bytes] | None = None
@@ -159,3 +160,19 @@ def read_tokenizer(path: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path)
+
+
+def read_generation_ends(path: str | Path) -> tuple[int, ...]:
+    """The ends of sequence in generation_config.json, or else config.json, of a directory or Hugging Face id.
+
+    Chat models name ends there that their tokenizer does not (``<|im_end|>`` beside ``<|endoftext|>``).
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        found = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # the model has no such file
+        found = AutoConfig.from_pretrained(path).get_text_config().eos_token_id
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (int(found),)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from agentrl.models.chat_template import read_chat_format
-from agentrl.models.tokenizer import TextCodec
+from agentrl.models.tokenizer import TextCodec, read_generation_ends
 from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import Environment
 from agentrl_envs.registry import OWN, resolve_environment
@@ -58,9 +58,10 @@ def needs_chat_format(settings: Settings) -> bool:
 def environment_and_codec(settings: Settings, tokenizer: Any, name: str) -> tuple[Environment, TextCodec]:
     """What a driver needs beside an engine, for the model ``name``: the environment is not yet open."""
     chat = chat_format(settings, tokenizer, name)
-    return build_environment(settings, chat), build_codec(tokenizer, chat)
+    return build_environment(settings, chat), build_codec(tokenizer, name, chat)
 
 
-def build_codec(tokenizer: Any, chat: ChatFormat | None) -> TextCodec:
-    """The codec of conversations in a chat template, or in none."""
-    return TextCodec(tokenizer, turn_end="" if chat is None else chat.turn_end)
+def build_codec(tokenizer: Any, name: str, chat: ChatFormat | None) -> TextCodec:
+    """The codec of conversations with the model ``name`` in a chat template, or in none."""
+    turn_end = "" if chat is None else chat.turn_end
+    return TextCodec(tokenizer, turn_end=turn_end, generation_ends=read_generation_ends(name))

@@ -13,9 +13,8 @@ import torch
 
 from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import TextCodec
+from agentrl.rollout.engines.servers import server_engine, server_gpus
 from agentrl.rollout.engines.transformers import TransformersEngine
-from agentrl.rollout.engines.vllm import VLLMEngine
-from agentrl.rollout.engines.vllm_server import ServerPlan, ServerProcess, plan_servers, visible_gpus
 from agentrl.weights.exports import read_export, write_untied_copy
 from agentrl.weights.native import default_backend
 from agentrl.weights.transports import TransferTarget
@@ -90,18 +89,16 @@ class VLLMHost:
         self._blank: dict[str, dict[str, str]] = {}
         if self._backend != "file" and not torch.cuda.is_available():
             raise SettingsError(f"rollout.vllm.transfer={vllm.transfer} needs a GPU here; set it to file")
-        servers = vllm.addresses if self._external else self._processes(settings, policy_path, folder)
-        self.engine = VLLMEngine(servers, codec, settings.rollout, vocabulary=vocabulary_of(policy_path))
-
-    def _processes(self, settings: Settings, policy_path: str, folder: Path) -> list[ServerProcess]:
-        plans = policy_servers(
+        start = folder / ".weights" / "start"
+        self.engine = server_engine(
             settings,
+            codec,
             policy_path,
-            folder / ".weights" / "start",
+            served=policy_path if self._external else changeable_policy(policy_path, start),
+            folder=folder / "servers",
             training_gpus=settings.training.num_processes,
             backend=self._backend,
         )
-        return [ServerProcess(plan, folder / "servers" / f"{place}.log") for place, plan in enumerate(plans)]
 
     def begin_rollouts(self) -> None:
         """Servers that slept were woken for their weights."""
@@ -181,37 +178,9 @@ async def open_host(
     return host
 
 
-def policy_servers(
-    settings: Settings,
-    policy_path: str,
-    copy: Path,
-    *,
-    training_gpus: int,
-    backend: str,
-    host: str = "127.0.0.1",
-    port: int | None = None,
-) -> list[ServerPlan]:
-    """The servers to start for a policy; those on a CPU serve an untied copy of it, written to ``copy``."""
-    gpus = visible_gpus(torch.cuda.device_count()) if torch.cuda.is_available() else []
-    return plan_servers(
-        settings.rollout,
-        model=policy_path if gpus else str(untied_policy(policy_path, copy)),
-        tokenizer=policy_path,
-        dtype=settings.model.dtype,
-        training_gpus=training_gpus,
-        gpus=gpus,
-        backend=backend,
-        host=host,
-        port=port,
-    )
-
-
-def vocabulary_of(policy_path: str) -> int:
-    """The number of tokens of a policy's model."""
-    from transformers import AutoConfig
-
-    size: int = AutoConfig.from_pretrained(policy_path).get_text_config().vocab_size
-    return size
+def changeable_policy(policy_path: str, copy: Path) -> str:
+    """What servers read whose weights will change: on a CPU a copy without tied embeddings, written to ``copy``."""
+    return policy_path if server_gpus() else str(untied_policy(policy_path, copy))
 
 
 def untied_policy(policy_path: str, target: Path) -> Path:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.rollout.engines.serve import serve
+from agentrl.rollout.engines.servers import policy_servers, vocabulary_of
 from agentrl.telemetry.console import Console
-from agentrl.training.hosting import policy_servers, vocabulary_of
+from agentrl.training.hosting import changeable_policy
 from agentrl.training.policy import quieten_libraries
 from agentrl.weights.native import default_backend
 
@@ -24,6 +25,7 @@ def serve_command(settings: Settings, model: str, *, host: str, port: int | None
     vllm = settings.rollout.vllm
     backend = default_backend(vllm.placement) if vllm.transfer == "auto" else vllm.transfer
     with tempfile.TemporaryDirectory(prefix="agentrl-policy-") as folder:
-        (plan,) = policy_servers(settings, model, Path(folder), training_gpus=0, backend=backend, host=host, port=port)
+        served = changeable_policy(model, Path(folder))
+        (plan,) = policy_servers(settings, model, served=served, training_gpus=0, backend=backend, host=host, port=port)
         console.note(f"starting vLLM for {model}; this takes minutes")
         asyncio.run(serve(settings, plan, vocabulary=vocabulary_of(model), say=console.note))

@@ -81,7 +81,7 @@ class Session:
         path = starting_policy(settings, console)
         self._tokenizer = read_tokenizer(path)
         chat = chat_format(settings, self._tokenizer, path)
-        codec = build_codec(self._tokenizer, chat)
+        codec = build_codec(self._tokenizer, path, chat)
         self._policy = PolicyModel(
             read_model(path, settings.model),
             backend=settings.training.head_backend,

@@ -88,6 +88,9 @@ class WrittenEngine:
     def model(self) -> Mapping[str, Any]:
         return {"name": "toy/model", "fingerprint": self._fingerprint}
 
+    def sampler(self) -> Mapping[str, Any]:
+        return {"name": "written"}
+
     def player(self, environment: Any) -> WrittenEngine:
         return self
 

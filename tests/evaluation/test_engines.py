@@ -16,6 +16,8 @@ from agentrl.evaluation.chat_template import TemplatedCodec
 from agentrl.evaluation.engines import OpenedModel, environment_of, open_engine
 from agentrl.evaluation.players import TokenPlayer
 from agentrl.evaluation.provenance import provenance
+from agentrl.models.tokenizer import read_tokenizer
+from agentrl.rollout.environment import build_codec
 from agentrl_envs.marked_text import MarkedText
 from agentrl_envs.settings import INSTRUCTIONS
 from agentrl_envs.simpletir import SimpleTIREnvironment
@@ -59,7 +61,7 @@ def test_templates_that_cannot_be_used() -> None:
 
 async def test_a_model_that_is_read_here(tmp_path: Path) -> None:
     chosen = settings(f"model.path={saved(tmp_path)}", "model.dtype=float32", "rollout.concurrency=3")
-    opened = await open_engine(chosen)
+    opened = await open_engine(chosen, tmp_path)
     try:
         assert isinstance(opened, OpenedModel)
         assert opened.model() == {"name": str(tmp_path), "fingerprint": opened.engine.fingerprint()}
@@ -73,7 +75,13 @@ async def test_a_model_that_is_read_here(tmp_path: Path) -> None:
 
 async def test_what_fits_is_accepted_and_the_cache_counts_too(tmp_path: Path) -> None:
     chosen = settings("evaluation.max_response_tokens=90", "rollout.kv_cache_tokens=100")
-    opened = OpenedModel(engine=None, codec=byte_codec(), settings=chosen, positions=None)  # type: ignore[arg-type]
+    opened = OpenedModel(
+        engine=None,  # type: ignore[arg-type]
+        codec=byte_codec(),
+        settings=chosen,
+        fingerprint="f",
+        record={},
+    )
     opened.check_lengths(["p" * 10])
     with pytest.raises(SettingsError, match=r"passes rollout\.kv_cache_tokens, 100; valid: .* at most 89"):
         opened.check_lengths(["p" * 11])
@@ -82,16 +90,18 @@ async def test_what_fits_is_accepted_and_the_cache_counts_too(tmp_path: Path) ->
 async def test_a_model_without_template_is_refused_where_one_is_needed(tmp_path: Path) -> None:
     chosen = settings(f"model.path={saved(tmp_path)}", "evaluation.chat_template=true")
     with pytest.raises(SettingsError, match="has no chat template"):
-        await open_engine(chosen)
+        await open_engine(chosen, tmp_path)
 
 
 async def test_the_ends_that_generation_knows_end_a_turn(tmp_path: Path) -> None:
     folder = saved(tmp_path, template=TEMPLATE)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 258]}))
-    opened = await open_engine(settings(f"model.path={folder}", "model.dtype=float32", "evaluation.chat_template=true"))
+    chosen = settings(f"model.path={folder}", "model.dtype=float32", "evaluation.chat_template=true")
+    opened = await open_engine(chosen, tmp_path)
     try:
         assert isinstance(opened, OpenedModel)
         assert opened.engine._batcher._eos_ids == {256, 258}  # type: ignore[attr-defined]
+        assert build_codec(read_tokenizer(folder), str(folder), None).end_ids == {256, 258}  # as training has them
     finally:
         await opened.close()
 
@@ -102,7 +112,7 @@ async def test_tool_calls_are_evaluated_in_the_models_template(tmp_path: Path) -
     chosen = settings(f"model.path={tmp_path}", "model.dtype=float32", "environment.protocol=hermes")
     environment = environment_of(chosen)
     assert isinstance(environment, SimpleTIREnvironment)
-    opened = await open_engine(chosen)
+    opened = await open_engine(chosen, tmp_path)
     try:
         assert isinstance(opened, OpenedModel)
         assert opened.codec.end_ids == {256, 258}  # what the tokenizer and the template end with
@@ -120,7 +130,9 @@ async def test_tool_calls_are_evaluated_in_the_models_template(tmp_path: Path) -
     ("protocol", "prompt"), [("retool", "plain text"), ("torl", "plain text"), ("hermes", "chat template with tools")]
 )
 def test_results_say_under_which_protocol_they_were_made(protocol: str, prompt: str) -> None:
-    record = provenance(settings(f"environment.protocol={protocol}"), [], model={}, environment=[])["protocol"]
+    record = provenance(settings(f"environment.protocol={protocol}"), [], model={}, engine={}, environment=[])[
+        "protocol"
+    ]
     assert (record["protocol"], record["prompt"]) == (protocol, prompt)
     assert record["instruction"] == INSTRUCTIONS[protocol]
 

@@ -6,6 +6,7 @@ One server for all tests, started by ``agentrl serve-policy``.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import re
@@ -123,6 +124,33 @@ async def converse(engine: VLLMEngine, model: Any, number: int) -> None:
         assert largest_difference(expected, answer.log_probs) < 1e-4
         context += answer.token_ids + tuple(numbers.randrange(1, 300) for _ in range(numbers.randint(0, 20)))
     engine.release(f"t{number}")
+
+
+def test_an_evaluation_samples_from_the_server_and_says_so(policy: Path, address: str, tmp_path: Path) -> None:
+    """The first test: the server still holds the policy it was started with. A random policy scores exactly 0."""
+    rows = [{"id": f"q{place}", "problem": f"{place} + 1?", "answer": "impossible"} for place in range(3)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "-m", "agentrl.cli", "eval", "--model", str(policy), "--n", "2", "--output", "out"]
+    command += ["--benchmarks", "sums.jsonl", "model.dtype=float32", "environment.max_turns=2", "rollout.engine=vllm"]
+    command += ["rollout.vllm.placement=external", f"rollout.vllm.addresses=[{address}]"]
+    command += ["rollout.max_prompt_tokens=500", "evaluation.max_turn_tokens=40", "evaluation.max_response_tokens=200"]
+    asked = requests_of(address)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=START)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    engine = results["provenance"]["engine"]
+    assert (engine["name"], engine["version"][:4], engine["dtype"]) == ("vllm", "0.32", "float32")
+    assert results["benchmarks"]["sums"]["avg"]["mean"] == 0.0
+    assert results["benchmarks"]["sums"]["rollouts"] == 6
+    assert (tmp_path / "out" / "report.html").is_file()
+    assert requests_of(address) >= asked + 6
+
+
+def requests_of(address: str) -> float:
+    """Requests that the server has finished in its life."""
+    with urllib.request.urlopen(f"{address}/metrics") as answer:
+        counts = re.findall(r"^vllm:request_success_total\{.*\} (\S+)", answer.read().decode(), re.MULTILINE)
+    return sum(map(float, counts))
 
 
 async def test_log_probabilities_are_those_of_transformers(policy: Path, address: str) -> None:

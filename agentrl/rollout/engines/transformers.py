@@ -43,7 +43,6 @@ class TransformersEngine:
         *,
         version: int = 0,
         deterministic: bool = False,
-        eos_ids: Iterable[int] = (),
     ) -> None:
         """Raises SettingsError for a model whose attention the engine's cache cannot serve."""
         _check_attention(model.config)
@@ -55,7 +54,7 @@ class TransformersEngine:
         self._open.set()
         self._batcher = Batcher(
             model,
-            eos_ids=codec.end_ids.union(eos_ids),
+            eos_ids=codec.end_ids,
             table=codec.table,
             max_batch_tokens=settings.max_batch_tokens,
             kv_cache_tokens=settings.kv_cache_tokens,

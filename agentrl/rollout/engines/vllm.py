@@ -11,7 +11,7 @@ import hashlib
 import logging
 import random
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,7 +63,6 @@ class VLLMEngine:
         *,
         vocabulary: int,
         version: int = 0,
-        eos_ids: Iterable[int] = (),
         label: bool = True,
     ) -> None:
         """``servers`` are processes to start or addresses; ``vocabulary`` is the policy's number of tokens.
@@ -76,7 +75,7 @@ class VLLMEngine:
         self._vllm = settings.vllm
         self._vocabulary = vocabulary
         self._version = version
-        self._eos_ids = codec.end_ids.union(eos_ids)
+        self._eos_ids = codec.end_ids
         self._members = [
             Member(replica=Replica(item))
             if isinstance(item, str)
@@ -456,6 +455,11 @@ class VLLMEngine:
         self._gate.set()
         self._balancer.wake()
 
+    async def adopt(self) -> None:
+        """Take the servers' weights, whatever they are labelled, for those of the present version, and start ones."""
+        await self._on_all(lambda replica: replica.label(self._version))
+        self._untouched = True
+
     async def sleep(self) -> None:
         """Give the GPUs to the trainer; the weights are lost until the next :meth:`install`."""
         self._gate.clear()
@@ -483,6 +487,10 @@ class VLLMEngine:
             )
 
     # -- about ----------------------------------------------------------------------------------------------------
+
+    def releases(self) -> list[str]:
+        """The releases of vLLM that serve."""
+        return sorted({member.identity.vllm for member in self._members if member.identity is not None})
 
     def fingerprint(self) -> str:
         """A digest of tokenizer, vocabulary and version; equal weights are proved by probes, not by this."""

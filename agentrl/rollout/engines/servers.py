@@ -1,0 +1,75 @@
+"""The vLLM servers of a policy: where training, evaluation and ``serve-policy`` alike get theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from agentrl.models.tokenizer import TextCodec
+from agentrl.rollout.engines.vllm import VLLMEngine
+from agentrl.rollout.engines.vllm_server import ServerPlan, ServerProcess, plan_servers, visible_gpus
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+
+def server_engine(
+    settings: Settings,
+    codec: TextCodec,
+    policy_path: str,
+    *,
+    served: str,
+    folder: Path,
+    training_gpus: int,
+    backend: str,
+) -> VLLMEngine:
+    """The engine over the servers that ``rollout.vllm`` names, not yet open: running ones, or processes to start.
+
+    ``served``: the directory or id that started servers read. ``folder``: for their logs. Raises SettingsError where
+    they cannot be placed.
+    """
+    vocabulary = vocabulary_of(policy_path)
+    if settings.rollout.vllm.placement == "external":
+        return VLLMEngine(settings.rollout.vllm.addresses, codec, settings.rollout, vocabulary=vocabulary)
+    plans = policy_servers(settings, policy_path, served=served, training_gpus=training_gpus, backend=backend)
+    processes = [ServerProcess(plan, folder / f"{place}.log") for place, plan in enumerate(plans)]
+    return VLLMEngine(processes, codec, settings.rollout, vocabulary=vocabulary)
+
+
+def policy_servers(
+    settings: Settings,
+    policy_path: str,
+    *,
+    served: str,
+    training_gpus: int,
+    backend: str,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+) -> list[ServerPlan]:
+    """The servers to start for a policy, as ``rollout.vllm`` says, on this machine's GPUs or its CPU."""
+    return plan_servers(
+        settings.rollout,
+        model=served,
+        tokenizer=policy_path,
+        dtype=settings.model.dtype,
+        training_gpus=training_gpus,
+        gpus=server_gpus(),
+        backend=backend,
+        host=host,
+        port=port,
+    )
+
+
+def server_gpus() -> list[str]:
+    """What names the GPUs of this machine; none: servers compute on its CPU."""
+    return visible_gpus(torch.cuda.device_count()) if torch.cuda.is_available() else []
+
+
+def vocabulary_of(policy_path: str) -> int:
+    """The number of tokens of a policy's model."""
+    from transformers import AutoConfig
+
+    size: int = AutoConfig.from_pretrained(policy_path).get_text_config().vocab_size
+    return size
