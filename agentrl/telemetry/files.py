@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from safetensors import SafetensorError
+
 from agentrl.errors import SettingsError, WorldError
 
 LOCK_DEADLINE = 10.0  # seconds: a killed run's children may hold a lock for a moment
@@ -18,11 +20,13 @@ LOCK_DEADLINE = 10.0  # seconds: a killed run's children may hold a lock for a m
 
 @contextmanager
 def world_errors(path: Path, doing: str) -> Iterator[None]:
-    """Turn an OSError of the disk (full, gone, read-only) into a WorldError that names the file."""
+    """Turn an error of the disk (full, gone, read-only) into a WorldError that names the file."""
     try:
         yield
     except OSError as error:
         raise WorldError(f"cannot {doing} {path}: {error.strerror or error}") from error
+    except SafetensorError as error:  # what safetensors makes of an OSError
+        raise WorldError(f"cannot {doing} {path}: {error}") from error
 
 
 def atomic_write(path: Path, write: Callable[[IO[bytes]], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
@@ -9,6 +10,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,13 +20,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import agentrl
-from agentrl.errors import SettingsError, WorldError
+from agentrl.errors import SettingsError
 from agentrl.models.loading import read_model, write_model
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.problems.demonstrations import Demonstration, Turn, tokenizer_corpus
 from agentrl.problems.loading import LoadedDemonstrations, load_demonstrations
+from agentrl.telemetry.files import world_errors
 from agentrl.training.demonstrated import in_protocol
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl_envs.episode import Environment
@@ -156,12 +159,10 @@ async def cold_start(
     ``output`` appears whole or not at all. Raises SettingsError before training if it cannot be written.
     """
     demonstrations = read_cold_demonstrations(settings).demonstrations
-    partial = _reserve(output)
-    try:
-        await _make_policy(settings, demonstrations, partial, title=output.name, environment=environment, report=report)
-        _publish(partial, output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with reserved(output) as folder:
+        await _make_policy(settings, demonstrations, folder, title=output.name, environment=environment, report=report)
+        with world_errors(output, "write the policy to"):
+            _publish(folder, output)
 
 
 async def _make_policy(
@@ -195,7 +196,8 @@ async def _make_policy(
         f"Cold start by agentrl {agentrl.__version__}: {settings.coldstart.steps} steps of supervised fine-tuning on "
         f"{len(rows)} demonstrations ({settings.coldstart.demonstrations})."
     )
-    write_model(directory, model=model, tokenizer=tokenizer, title=title, body=body)
+    with world_errors(directory, "write the policy to"):
+        write_model(directory, model=model, tokenizer=tokenizer, title=title, body=body)
 
 
 def read_cold_demonstrations(settings: Settings) -> LoadedDemonstrations:
@@ -227,7 +229,8 @@ def cached_policy(settings: Settings, demonstrations: Sequence[Demonstration]) -
     """Where the policy that these settings and demonstrations make is kept."""
     key = {
         "version": agentrl.__version__,
-        "model": settings.model.model_dump(mode="json"),
+        # Without what a resumed run may change: it would start from another policy.
+        "model": settings.model.model_dump(mode="json", exclude={"attention", "gradient_checkpointing"}),
         "coldstart": settings.coldstart.model_dump(mode="json"),
         "environment": settings.environment.model_dump(mode="json"),
         "seed": _seed(settings),
@@ -238,23 +241,50 @@ def cached_policy(settings: Settings, demonstrations: Sequence[Demonstration]) -
     return root / "agentrl" / "coldstart" / digest
 
 
-def _reserve(output: Path) -> Path:
-    """A new directory beside ``output``, before anything is computed. Raises SettingsError if it cannot be written."""
-    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+@contextmanager
+def reserved(output: Path) -> Iterator[Path]:
+    """A new directory beside ``output``, before anything is computed; it is deleted at the end unless it was renamed.
+
+    What killed processes left there goes too. Raises SettingsError if nothing can be written there.
+    """
+    unfinished = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:
-        partial.mkdir(parents=True)
+        unfinished.mkdir(parents=True)
+        lock = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise SettingsError(f"cannot write the policy to {output}: {error.strerror}") from error
-    return partial
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ends with this process, however that ends
+        _remove_abandoned(output)
+        yield unfinished
+    finally:
+        os.close(lock)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _publish(partial: Path, output: Path) -> None:
+def _remove_abandoned(output: Path) -> None:
+    """Delete the unfinished directories beside ``output`` that no process holds."""
+    for left in output.parent.glob(f".{output.name}.*.partial"):
+        try:
+            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:  # gone already
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
+        except BlockingIOError:  # at work
+            pass
+        finally:
+            os.close(lock)
+
+
+def _publish(folder: Path, output: Path) -> None:
     """Give a whole directory its name; if another process has just made the same policy, that one stays."""
     try:
-        partial.rename(output)
-    except OSError as error:
+        folder.rename(output)
+    except OSError:
         if not output.is_dir():
-            raise WorldError(f"cannot write the policy to {output}: {error.strerror}") from error
+            raise
 
 
 async def _prompt(demonstration: Demonstration, environment: Environment) -> str:

@@ -6,16 +6,17 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from agentrl.errors import SettingsError
+from agentrl.errors import SettingsError, WorldError
 from agentrl.kernels import TokenStatistics
 from agentrl.models.policy import PolicyModel
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
@@ -111,6 +112,24 @@ def gather_from_ranks(value: _Value) -> list[_Value]:
     if len(values) > 1:
         torch.distributed.all_gather_object(values, value)
     return values
+
+
+def on_every_rank(work: Callable[[], _Value]) -> list[_Value]:
+    """Call ``work`` on this rank and return every rank's value, in the order of ranks. Collective.
+
+    A WorldError of one rank is raised on all of them: none is left waiting in the next collective.
+    """
+    value: _Value | None = None
+    problem: str | None = None
+    try:
+        value = work()
+    except WorldError as error:
+        problem = str(error)
+    outcomes = gather_from_ranks((value, problem))
+    problems = [text for _, text in outcomes if text is not None]
+    if problems:
+        raise WorldError(problems[0])
+    return [cast(_Value, found) for found, _ in outcomes]
 
 
 class TrainingEngine(Generic[_Module]):
@@ -216,9 +235,15 @@ class TrainingEngine(Generic[_Module]):
         self._engine.reload_states()
 
     def save(self, directory: Path) -> None:
-        """Write parameters, optimizer, schedule and each rank's random state. Collective; ``directory`` exists."""
-        self._engine.save_checkpoint(str(directory), tag="engine", save_latest=False)
-        torch.save(_random_state(), directory / f"random-{self.rank}.pt")
+        """Write parameters, optimizer, schedule and each rank's random state. Collective; ``directory`` exists.
+
+        Raises WorldError on every rank where one of them cannot write.
+        """
+        failures: list[Exception] = []
+        with _recording(self._engine.checkpoint_engine, failures):
+            self._engine.save_checkpoint(str(directory), tag="engine", save_latest=False)
+            self._engine.checkpoint_engine.save(_random_state(), str(directory / f"random-{self.rank}.pt"))
+        on_every_rank(partial(_raise_first, failures, directory))
 
     def load(self, directory: Path) -> None:
         """Restore what :meth:`save` wrote. Collective."""
@@ -246,6 +271,30 @@ def frozen(module: nn.Module, training: TrainingSettings, *, bfloat16: bool) -> 
     engine.eval()
     forward: Callable[..., Any] = engine
     return forward
+
+
+@contextmanager
+def _recording(writer: Any, failures: list[Exception]) -> Iterator[None]:
+    """Keep what ``writer.save`` raises: a rank that leaves DeepSpeed's collectives early lets the others wait there."""
+    save = writer.save
+
+    def keep(*args: Any, **kwargs: Any) -> None:
+        try:
+            save(*args, **kwargs)
+        except (OSError, RuntimeError) as error:  # torch turns some failed writes into a RuntimeError
+            failures.append(error)
+
+    writer.save = keep
+    try:
+        yield
+    finally:
+        writer.save = save
+
+
+def _raise_first(failures: Sequence[Exception], directory: Path) -> None:
+    for error in failures:
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error).splitlines()[0]
+        raise WorldError(f"cannot write a checkpoint to {directory}: {why}; free space there and go on with --resume")
 
 
 @contextmanager

@@ -22,10 +22,8 @@ from agentrl.training.best import BestPolicy, best_evaluation
 from agentrl.training.checkpoint import (
     RunState,
     check_reference,
-    latest_checkpoint,
-    read_state,
+    open_newest,
     save_checkpoint,
-    settle,
 )
 from agentrl.training.critic import open_critic
 from agentrl.training.deepspeed_engine import TrainingEngine, from_rank_zero
@@ -330,15 +328,14 @@ class Session:
 
     def _restore(self) -> bool:
         """Load the newest checkpoint; False if there is none."""
-        if self.rank == 0:
-            settle(self._checkpoints)
-        newest = from_rank_zero(latest_checkpoint(self._checkpoints) if self.rank == 0 else None)
+        keep = self._settings.checkpoint.keep
+        newest = open_newest(self._checkpoints, self._engine, keep=keep, warn=self._console.warning)
         if newest is not None:
-            state = read_state(newest, ranks=self._world)
-            check_reference(newest, state, self._reference_path)
-            self._engine.load(newest)
+            folder, state = newest
+            check_reference(folder, state, self._reference_path)
+            self._engine.load(folder)
             if self._critic is not None:
-                self._critic.load(newest)
+                self._critic.load(folder)
             self._trainer.load_state_dict(state.trainer)
             self._service.load_state_dict(state.worker)
             self._done = _Progress(step=state.step, updates=state.updates, evaluations=state.evaluations)

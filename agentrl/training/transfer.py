@@ -6,6 +6,7 @@ Every rank has a :class:`WeightSender` and calls it at the same places; rank 0 a
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -13,7 +14,8 @@ import torch
 
 from agentrl.errors import AgentRLError
 from agentrl.telemetry.console import Console
-from agentrl.training.deepspeed_engine import TrainingEngine, from_rank_zero
+from agentrl.telemetry.files import world_errors
+from agentrl.training.deepspeed_engine import TrainingEngine, from_rank_zero, on_every_rank
 from agentrl.weights.exports import write_export
 from agentrl.weights.native import NativeTransfer, open_native
 from agentrl.weights.sources import ParameterSource
@@ -99,16 +101,21 @@ class WeightSender:
             self._service.hold(blank=blank)
             self._native_to(target).send()
             return self._service.install(None, version, probe)
-        directory = self._export(version)
+        directory = on_every_rank(partial(self._export, version))[0]
         self._service.hold(blank=blank)
         return self._service.install(directory, version, probe)
 
     def _export(self, version: int) -> str:
-        if self._engine.rank == 0:
-            return str(write_export(self._folder.absolute(), self._source, version))
-        for _ in self._source:
-            pass  # takes part in the gathering
-        return ""
+        """Rank 0 writes; every rank takes part in the gathering to its end, also where writing fails."""
+        tensors = iter(self._source)
+        try:
+            if self._engine.rank > 0:
+                return ""
+            with world_errors(self._folder, "write weights to"):
+                return str(write_export(self._folder.absolute(), tensors, version))
+        finally:
+            for _ in tensors:
+                pass
 
     def _native_to(self, target: TransferTarget) -> NativeTransfer:
         """The open transfer; a new one where servers have come or gone."""

@@ -21,6 +21,7 @@ from agentrl.training.coldstart import (
     encode_demonstration,
     halves,
     read_cold_demonstrations,
+    reserved,
     with_direct_answers,
 )
 from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
@@ -126,6 +127,7 @@ def test_the_cache_knows_what_makes_another_policy(monkeypatch: pytest.MonkeyPat
     here = place()
     assert here.is_relative_to(tmp_path / "agentrl" / "coldstart")
     assert place("rollout.group_size=4", "training.steps=7") == here
+    assert place("training.share_prompts=false", "model.gradient_checkpointing=true", "model.attention=eager") == here
     others = ("coldstart.steps=3", "seed=9", "model.tiny.layers=2", "environment.instruction=Go", "coldstart.count=17")
     assert len({here, *map(place, others)}) == 1 + len(others)
 
@@ -167,3 +169,16 @@ def test_a_cache_that_cannot_be_written_is_said_before_the_cold_start(command_li
     assert "error: cannot write the policy to /dev/null/cache/agentrl/coldstart/" in said
     assert "cold-start step" not in said
     assert "Traceback" not in said
+
+
+def test_what_a_killed_cold_start_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    left = tmp_path / ".policy.1.partial"
+    left.mkdir()
+    (left / "model.safetensors").touch()
+    with reserved(tmp_path / "policy") as folder:
+        assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+        held = tmp_path / ".policy.2.partial"
+        folder.rename(held)  # as if another process were at work there
+        with reserved(tmp_path / "policy") as other:
+            assert sorted(tmp_path.iterdir()) == sorted([held, other])
+    assert [path.name for path in tmp_path.iterdir()] == [held.name]

@@ -12,13 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentrl.errors import SettingsError, WorldError
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.checkpoint import latest_checkpoint, read_state, settle
 
 from .conftest import DEADLINE, CommandLine, wait_until
 
@@ -138,29 +135,3 @@ def test_checkpoints_are_pruned_and_the_export_is_plain_transformers(
     command_line.run("train", "--resume", "name=plain", "training.steps=5")
     assert command_line.steps("plain") == [1, 2, 3, 4, 5]
     assert [row["step"] for row in command_line.metrics("plain") if "eval/avg_at_k" in row] == [0, 4, 5]
-
-
-def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "state.json").write_text("{")
-    with pytest.raises(WorldError, match=f"the checkpoint {tmp_path} cannot be read"):
-        read_state(tmp_path, ranks=1)
-    state = {"step": 3, "updates": 3, "ranks": 2, "worker": {}, "evaluations": []}
-    (tmp_path / "state.json").write_text(json.dumps(state))
-    assert read_state(tmp_path, ranks=2).step == 3
-    with pytest.raises(SettingsError, match=r"written by 2 training ranks .* resume with training\.num_processes=2"):
-        read_state(tmp_path, ranks=1)
-
-
-def test_the_newest_complete_checkpoint_is_found_whatever_a_kill_left(tmp_path: Path) -> None:
-    assert latest_checkpoint(tmp_path / "none") is None
-    for name, complete in (("step-000009", True), (".step-000010.partial", False), ("step-1000000", True)):
-        (tmp_path / name).mkdir()
-        if complete:
-            (tmp_path / name / "state.json").write_text("old")
-    assert latest_checkpoint(tmp_path) == tmp_path / "step-1000000"
-    # Complete, but killed before the rename, with one of the same step from before.
-    (tmp_path / ".step-1000000.partial").mkdir()
-    (tmp_path / ".step-1000000.partial" / "state.json").write_text("new")
-    settle(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000009", "step-1000000"]
-    assert (tmp_path / "step-1000000" / "state.json").read_text() == "new"
