@@ -34,6 +34,7 @@ from agentrl.telemetry.files import (
     take_lock,
     world_errors,
 )
+from agentrl.telemetry.frames import frame_is_whole
 
 
 class RunDirectory:
@@ -156,6 +157,8 @@ class RunDirectory:
 
         path = self.trajectory_file(step)
         try:
+            if not frame_is_whole(path):
+                raise WorldError(f"cannot read the trajectories {path}: the file is cut off or damaged")
             with path.open("rb") as packed, zstandard.ZstdDecompressor().stream_reader(packed) as plain:
                 for number, line in enumerate(io.BufferedReader(plain), start=1):
                     yield _row(line, f"{path}, line {number}")
@@ -165,6 +168,12 @@ class RunDirectory:
     def trajectory_steps(self) -> list[int]:
         """The steps whose trajectories are there, ascending."""
         return sorted(int(path.name.split(".")[0]) for path in self.trajectories.glob("[0-9]*.jsonl.zst"))
+
+    def damaged_trajectories(self) -> list[Path]:
+        """The trajectory files that are cut off."""
+        with world_errors(self.trajectories, "read"):
+            files = map(self.trajectory_file, self.trajectory_steps())
+            return [path for path in files if not frame_is_whole(path)]
 
     def truncate_after(self, step: int) -> None:
         """Cut metrics and trajectories past ``step``, which a resumed run will write again."""

@@ -144,6 +144,7 @@ class Session:
             self._console.note(line)
         if not (resume and self._restore()):
             self._sender.begin()
+        self._warn_of_damaged_trajectories()
         settings = self._settings
         size = sum(getattr(item, "ds_numel", item.numel()) for item in self._policy.parameters())
         self._console.note(
@@ -346,6 +347,15 @@ class Session:
         self._settle_best()
         self._console.note(f"resumed after step {self._done.step}")
         return newest is not None
+
+    def _warn_of_damaged_trajectories(self) -> None:
+        found = [] if self._run is None else self._run.damaged_trajectories()
+        if found:
+            names = ", ".join(path.name for path in found[:5]) + (", ..." if len(found) > 5 else "")
+            self._console.warning(
+                f"{len(found)} trajectory files in {found[0].parent} are cut off ({names}): they cannot be viewed or "
+                "graded again; training does not read them"
+            )
 
     def _stopped(self) -> int:
         self._save()

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.errors import SettingsError, WorldError
@@ -219,3 +219,26 @@ def test_a_disk_that_fails_is_the_worlds_fault(run: RunDirectory) -> None:
     os.rmdir(run.plots)
     with pytest.raises(WorldError, match=r"cannot write .*plots/x: No such file or directory"):
         run.write_text("plots/x", "text")
+
+
+@given(
+    rows=st.lists(st.dictionaries(st.text(max_size=3), st.text(max_size=40), max_size=3), max_size=30),
+    repeated=st.integers(1, 4000),
+    share=st.floats(0, 1, exclude_max=True),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_trajectory_file_that_is_cut_off_anywhere_is_noticed(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, str]], repeated: int, share: float
+) -> None:
+    made = RunDirectory(tmp_path_factory.mktemp("run"))
+    made.trajectories.mkdir()
+    path = made.write_trajectories(3, rows * repeated)
+    assert made.damaged_trajectories() == []
+    assert list(made.read_trajectories(3)) == rows * repeated
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * share)])
+    assert made.damaged_trajectories() == [path]
+    with pytest.raises(WorldError, match="the file is cut off or damaged"):
+        list(made.read_trajectories(3))
+    path.write_bytes(whole + b"x")
+    assert made.damaged_trajectories() == [path]
