@@ -11,6 +11,7 @@ from torch import Tensor
 
 from agentrl.algorithms.errors import InvalidInputError
 from agentrl.algorithms.segments import relabel, segment_sum
+from agentrl.kernels.softcap import cap_and_temper, cap_slope
 
 _BLOCK_ELEMENTS = 1 << 23
 
@@ -56,19 +57,26 @@ class HeadVariance:
 class HeadVarianceAccumulator:
     """P and S of g = sum_t A_t delta_t h_t^T / tau over groups that arrive in micro-batches.
 
+    Where logits are capped, z = cap tanh(x / cap), delta is (e_y - p) dz/dx, the gradient at the head's output x.
     One product per group gives both (S needs it anyway, so Gram matrices would save nothing): 4 S V D operations for
     S tokens, as much as a forward and half a backward of the head. Memory: one float32 [V, D] sum, and blocks of the
     vocabulary. Every group has to come whole, in one call. Over several ranks: add up `gradient_sum`, `power_sum` and
     `groups`.
     """
 
-    def __init__(self, head_weight: Tensor, *, temperature: float, bias: Tensor | None = None) -> None:
-        """head_weight [V, D] and bias [V] as in the forward; the policy must not change between calls."""
+    def __init__(
+        self, head_weight: Tensor, *, temperature: float, bias: Tensor | None = None, cap: float | None = None
+    ) -> None:
+        """head_weight [V, D], bias [V], temperature and cap as in the forward, in units of the head's output.
+
+        The policy must not change between calls.
+        """
         if head_weight.ndim != 2 or not temperature > 0:
             raise InvalidInputError(f"head_weight must be [V, D], temperature positive; got {temperature}")
         self._weight = head_weight.detach()
         self._bias = None if bias is None else bias.detach()
         self._temperature = temperature
+        self._cap = cap
         self._dtype = torch.float64 if head_weight.dtype == torch.float64 else torch.float32
         self.gradient_sum = torch.zeros_like(self._weight, dtype=self._dtype)
         self.power_sum = torch.zeros((), dtype=torch.float64, device=head_weight.device)
@@ -112,8 +120,11 @@ class HeadVarianceAccumulator:
         for start in range(0, self._weight.shape[0], step):
             block = slice(start, min(start + step, self._weight.shape[0]))
             inside = ((targets >= block.start) & (targets < block.stop)).nonzero().squeeze(-1)
-            delta = -(self._logits(hidden, block) - normalizer.unsqueeze(-1)).exp_()
+            logits = self._logits(hidden, block)
+            delta = -(logits - normalizer.unsqueeze(-1)).exp_()
             delta[inside, targets[inside] - block.start] += 1
+            if self._cap is not None:
+                delta *= cap_slope(logits, self._cap, self._temperature)
             product = (delta * scale.unsqueeze(-1)).t() @ hidden
             self.power_sum += product.double().square().sum()
             self.gradient_sum[block] += product
@@ -129,4 +140,6 @@ class HeadVarianceAccumulator:
         logits = hidden @ self._weight[block].to(self._dtype).t()
         if self._bias is not None:
             logits = logits + self._bias[block].to(self._dtype)
+        if self._cap is not None:
+            return cap_and_temper(logits, self._cap, self._temperature)
         return logits / self._temperature

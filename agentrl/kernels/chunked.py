@@ -19,6 +19,7 @@ from torch.nn import functional
 from agentrl.kernels.gradients import IMPOSSIBLE, RowCoefficients, row_coefficients
 from agentrl.kernels.products import add_head_weight_gradient, head_input_gradient, head_logits
 from agentrl.kernels.records import TokenStatistics, statistics_dtype
+from agentrl.kernels.softcap import cap_and_temper, cap_slope
 
 _BLOCK_ELEMENTS = 1 << 23  # logits of one matrix product: 32 MB of float32
 _PIECE_ELEMENTS = 1 << 21  # logits that one elementwise pass touches: 8 MB, within the last-level cache
@@ -26,11 +27,11 @@ _KEEP_ELEMENTS = 1 << 23  # a problem of at most this many logits keeps ln p for
 
 
 def chunked_statistics(
-    hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None
+    hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, cap: float | None
 ) -> TokenStatistics:
     """The statistics of docs/formulas.md 2 by row blocks; see `token_statistics` for the arguments."""
     log_probs, entropy, sum_pi_squared, energy = _ChunkedStatistics.apply(
-        hidden, head_weight, bias, targets.long(), temperature
+        hidden, head_weight, bias, targets.long(), temperature, cap
     )
     dtype = statistics_dtype(hidden, head_weight)
     return TokenStatistics(
@@ -43,26 +44,34 @@ def chunked_statistics(
 
 
 class _ChunkedStatistics(torch.autograd.Function):
-    """(hidden [N, D], weight [V, D], bias [V] or None, targets [N], temperature) -> four tensors [N]."""
+    """(hidden [N, D], weight [V, D], bias [V] or None, targets [N], temperature, cap) -> four tensors [N]."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.cap = temperature, cap
         dtype = statistics_dtype(hidden, weight)
         columns = hidden.new_empty((4, hidden.shape[0]), dtype=dtype)
         kept = None
-        if any(ctx.needs_input_grad) and hidden.shape[0] * weight.shape[0] <= _KEEP_ELEMENTS:
-            for rows, z in _logit_blocks(hidden, weight, bias, temperature, dtype, size=hidden.shape[0]):
+        small = hidden.shape[0] * weight.shape[0] <= _KEEP_ELEMENTS
+        if any(ctx.needs_input_grad) and small and cap is None:  # a cap's slope needs the logits themselves
+            for rows, z in _logit_blocks(hidden, weight, bias, temperature, None, dtype, size=hidden.shape[0]):
                 kept = functional.log_softmax(z, dim=-1)
                 columns[:, rows] = _piece_statistics(kept, targets[rows], clamp=bias is not None)
         else:
-            for rows, z in _logit_blocks(hidden, weight, bias, temperature, dtype):
+            for rows, z in _logit_blocks(hidden, weight, bias, temperature, cap, dtype):
                 for piece, at in _pieces(z, rows):
                     log_p = functional.log_softmax(z[piece], dim=-1)
-                    columns[:, at] = _piece_statistics(log_p, targets[at], clamp=bias is not None)
+                    slope = None if cap is None else cap_slope(z[piece], cap, temperature)
+                    columns[:, at] = _piece_statistics(log_p, targets[at], clamp=bias is not None, slope=slope)
         log_probs, entropy, sum_pi_squared, energy = columns.unbind()
         ctx.save_for_backward(hidden, weight, bias, targets, kept, log_probs, entropy)
         ctx.mark_non_differentiable(sum_pi_squared, energy)
@@ -72,9 +81,9 @@ class _ChunkedStatistics(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, log_prob_gradient: Tensor | None, entropy_gradient: Tensor | None, *_: Any) -> Any:
         if log_prob_gradient is None and entropy_gradient is None:
-            return None, None, None, None, None
+            return (None,) * 6
         hidden, weight, bias, targets, kept, log_probs, entropy = ctx.saved_tensors
-        dtype, temperature = log_probs.dtype, ctx.temperature
+        dtype, temperature, cap = log_probs.dtype, ctx.temperature, ctx.cap
         coefficients = row_coefficients(log_prob_gradient, entropy_gradient, log_probs, entropy)
         totals = _Totals(hidden, weight, bias, ctx.needs_input_grad, temperature, dtype)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -84,12 +93,15 @@ class _ChunkedStatistics(torch.autograd.Function):
                 _write_gradient(kept, targets, rows, coefficients, out=dz)
                 totals.add(rows, dz)
             else:
-                for rows, z in _logit_blocks(hidden, weight, bias, temperature, dtype):
+                for rows, z in _logit_blocks(hidden, weight, bias, temperature, cap, dtype):
                     for piece, at in _pieces(z, rows):
                         log_p = functional.log_softmax(z[piece], dim=-1).clamp_(min=IMPOSSIBLE)
+                        slope = None if cap is None else cap_slope(z[piece], cap, temperature)
                         _write_gradient(log_p, targets[at], at, coefficients, out=z[piece])
+                        if slope is not None:
+                            z[piece].mul_(slope)
                     totals.add(rows, z)
-        return (*totals.gradients(), None, None)
+        return (*totals.gradients(), None, None, None)
 
 
 class _Totals:
@@ -112,7 +124,7 @@ class _Totals:
         self._bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and wanted[2] else None
 
     def add(self, rows: slice, dz: Tensor) -> None:
-        """Take dz [R, V], the gradient with respect to the tempered logits of these rows."""
+        """Take dz [R, V], the temperature times the gradient with respect to the head's output of these rows."""
         hidden, weight, _ = self._inputs
         if self._hidden is not None:
             self._hidden[rows] = _tempered(head_input_gradient(dz, weight), self._temperature)
@@ -150,6 +162,7 @@ def _logit_blocks(
     weight: Tensor,
     bias: Tensor | None,
     temperature: float,
+    cap: float | None,
     dtype: torch.dtype,
     size: int | None = None,
 ) -> Iterator[tuple[slice, Tensor]]:
@@ -157,12 +170,15 @@ def _logit_blocks(
     total, vocabulary = hidden.shape[0], weight.shape[0]
     size = max(1, min(total, _BLOCK_ELEMENTS // vocabulary) if size is None else size)
     buffer = hidden.new_empty((size, vocabulary), dtype=dtype)
-    shift = None if bias is None else bias.to(dtype) / temperature
+    divisor = temperature if cap is None else 1.0  # a cap comes before the temperature
+    shift = None if bias is None else bias.to(dtype) / divisor
     for start in range(0, total, size):
         rows = slice(start, min(start + size, total))
-        z = head_logits(hidden[rows], weight, buffer[: rows.stop - start], temperature)
+        z = head_logits(hidden[rows], weight, buffer[: rows.stop - start], divisor)
         if shift is not None:
             z += shift
+        if cap is not None:
+            cap_and_temper(z, cap, temperature)
         yield rows, z
 
 
@@ -174,8 +190,10 @@ def _pieces(z: Tensor, rows: slice) -> Iterator[tuple[slice, slice]]:
         yield slice(start, stop), slice(rows.start + start, rows.start + stop)
 
 
-def _piece_statistics(log_p: Tensor, targets: Tensor, *, clamp: bool) -> Tensor:
+def _piece_statistics(log_p: Tensor, targets: Tensor, *, clamp: bool, slope: Tensor | None = None) -> Tensor:
     """[4, R]: log_prob, entropy, sum_pi_squared, energy from ln p [R, V]; with `clamp` -inf becomes finite there.
+
+    `slope` [R, V] is that of the cap, which only the energy sees.
 
     The target is kept out of the sums and added last: where it has nearly all the mass, ln p = -log1p(rest / own) and
     so 1 - p keep their relative accuracy.
@@ -187,8 +205,14 @@ def _piece_statistics(log_p: Tensor, targets: Tensor, *, clamp: bool) -> Tensor:
     p = log_p.exp().scatter_(-1, index, 0.0)
     own, rest = rough.exp(), p.sum(-1)
     squares = torch.linalg.vector_norm(p, dim=-1).square()
+    own_slope, steep = (1.0, squares) if slope is None else _with_slope(p, slope, index)
     log_probs = torch.where(rough > -1.0, -torch.log1p(rest / own), rough)
     entropy = -(p.mul_(log_p).sum(-1) + own * rough.clamp(min=IMPOSSIBLE))
     sum_pi_squared = (2 * log_probs).exp() + squares
-    energy = torch.expm1(log_probs).square() + squares
+    energy = torch.expm1(log_probs).mul(own_slope).square() + steep
     return torch.stack([log_probs, entropy, sum_pi_squared, energy])
+
+
+def _with_slope(p: Tensor, slope: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """(the target's slope [R], sum over the others of (p slope)^2 [R]); p [R, V] is 0 at the target."""
+    return slope.gather(-1, index).squeeze(-1), torch.linalg.vector_norm(slope.mul(p), dim=-1).square()

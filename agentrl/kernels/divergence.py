@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from agentrl.kernels.products import add_head_weight_gradient, head_input_gradient, head_logits
-from agentrl.kernels.records import KernelInputError, check_inputs, statistics_dtype
+from agentrl.kernels.records import KernelInputError, check_cap, check_inputs, statistics_dtype
+from agentrl.kernels.softcap import cap_and_temper, cap_slope
 
 _BLOCK_ELEMENTS = 1 << 23  # logits of one matrix product: 32 MB of float32
 _PIECE_ELEMENTS = {"cpu": 1 << 18}  # logits that the elementwise passes touch at a time; elsewhere the whole block
@@ -31,20 +32,27 @@ def full_kl(
     temperature: float = 1.0,
     bias: Tensor | None = None,
     reference_bias: Tensor | None = None,
+    cap: float | None = None,
+    reference_temperature: float | None = None,
+    reference_cap: float | None = None,
 ) -> Tensor:
     """KL(p || p_ref) = sum_v p(v) (ln p(v) - ln p_ref(v)) of every row, [N]: float32, or float64 if an input is.
 
-    p = softmax((hidden head_weight^T + bias) / temperature), p_ref likewise. hidden [N, D], head_weight [V, D],
+    p = softmax(z / temperature), z = x = hidden head_weight^T + bias or with a cap cap tanh(x / cap), p_ref likewise
+    with its own temperature (None: the same) and cap. hidden [N, D], head_weight [V, D],
     reference_hidden [N, E], reference_weight [V, E], biases [V] or None; the two hidden sizes may differ. Where
     p(v) = 0 nothing is added; where only p_ref(v) = 0 the result is inf.
 
-    The gradient with respect to hidden, head_weight and bias is exact, dKL/dz_v = p(v) (ln p(v) - ln p_ref(v) - KL)
-    / temperature for the untempered logit z_v; the reference gets none. Rows that do not count are left out before the
-    call. Raises KernelInputError if the arguments do not fit together.
+    The gradient with respect to hidden, head_weight and bias is exact, dKL/dx_v = p(v) (ln p(v) - ln p_ref(v) - KL)
+    dz_v/dx_v / temperature for the head's output x_v; the reference gets none. Rows that do not count are left out
+    before the call. Raises KernelInputError if the arguments do not fit together.
     """
     targets = torch.zeros(hidden.shape[:1], dtype=torch.int64, device=hidden.device)
     check_inputs(hidden, head_weight, targets, temperature, bias)
-    check_inputs(reference_hidden, reference_weight, targets, temperature, reference_bias)
+    other_temperature = temperature if reference_temperature is None else reference_temperature
+    check_inputs(reference_hidden, reference_weight, targets, other_temperature, reference_bias)
+    check_cap(cap)
+    check_cap(reference_cap)
     if head_weight.shape[0] != reference_weight.shape[0]:
         raise KernelInputError(
             f"the vocabularies differ: head_weight has {head_weight.shape[0]} rows, reference_weight "
@@ -52,20 +60,21 @@ def full_kl(
         )
     reference = tuple(None if x is None else x.detach() for x in (reference_hidden, reference_weight, reference_bias))
     with torch.autocast(hidden.device.type, enabled=False):
-        result: Tensor = _FullKL.apply(hidden, head_weight, bias, *reference, temperature)
+        maps = ((temperature, cap), (other_temperature, reference_cap))
+        result: Tensor = _FullKL.apply(hidden, head_weight, bias, *reference, maps)
     return result
 
 
 class _FullKL(torch.autograd.Function):
-    """(hidden, weight, bias, reference hidden, reference weight, reference bias, temperature) -> [N]."""
+    """(hidden, weight, bias, reference hidden, reference weight, reference bias, maps) -> [N]; maps are
+    (temperature, cap) of both."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, *others: Any) -> Tensor:
-        tensors, temperature = (hidden, weight, *others[:-1]), others[-1]
-        ctx.temperature = temperature
+        tensors, ctx.maps = (hidden, weight, *others[:-1]), others[-1]
         ctx.save_for_backward(*tensors)
         result = hidden.new_empty(hidden.shape[0], dtype=_dtype(tensors))
-        for rows, z, reference in _blocks(tensors, temperature):
+        for rows, z, reference in _blocks(tensors, ctx.maps):
             for piece in _pieces(z):
                 values = _divergence(functional.log_softmax(z[piece], -1), functional.log_softmax(reference[piece], -1))
                 result[rows][piece] = values
@@ -75,16 +84,17 @@ class _FullKL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         hidden, weight, bias, *_ = ctx.saved_tensors
-        temperature, dtype = ctx.temperature, gradient.dtype
+        (temperature, cap), dtype = ctx.maps[0], gradient.dtype
         d_hidden = torch.empty_like(hidden, dtype=dtype) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias, dtype=dtype) if ctx.needs_input_grad[2] else None
         with torch.autocast(hidden.device.type, enabled=False):
             scale = (gradient / temperature).unsqueeze(-1)
-            for rows, dz, reference in _blocks(ctx.saved_tensors, temperature):
+            for rows, dz, reference in _blocks(ctx.saved_tensors, ctx.maps):
                 for piece in _pieces(dz):
                     log_p, log_q = functional.log_softmax(dz[piece], -1), functional.log_softmax(reference[piece], -1)
-                    torch.mul(_logit_gradient(log_p, log_q), scale[rows][piece], out=dz[piece])
+                    slope = 1.0 if cap is None else cap_slope(dz[piece], cap, temperature)
+                    torch.mul(_logit_gradient(log_p, log_q), scale[rows][piece], out=dz[piece]).mul_(slope)
                 if d_hidden is not None:
                     d_hidden[rows] = head_input_gradient(dz, weight)
                 if d_weight is not None:
@@ -126,7 +136,9 @@ def _dtype(tensors: Sequence[Any]) -> torch.dtype:
     return torch.promote_types(statistics_dtype(hidden, weight), statistics_dtype(ref_hidden, ref_weight))
 
 
-def _blocks(tensors: Sequence[Any], temperature: float) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def _blocks(
+    tensors: Sequence[Any], maps: Sequence[tuple[float, float | None]]
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """(rows, tempered logits [R, V], those of the reference) block by block; the next overwrites their memory."""
     hidden, weight, bias, ref_hidden, ref_weight, ref_bias = tensors
     dtype = _dtype(tensors)
@@ -136,10 +148,14 @@ def _blocks(tensors: Sequence[Any], temperature: float) -> Iterator[tuple[slice,
     for start in range(0, total, size):
         rows = slice(start, min(start + size, total))
         own, other = buffers[:, : rows.stop - start]
-        for states, head, shift, out in ((hidden, weight, bias, own), (ref_hidden, ref_weight, ref_bias, other)):
-            head_logits(states[rows].to(dtype) / temperature, head, out)
+        sides = ((hidden, weight, bias, own), (ref_hidden, ref_weight, ref_bias, other))
+        for (states, head, shift, out), (temperature, cap) in zip(sides, maps, strict=True):
+            divisor = temperature if cap is None else 1.0  # a cap comes before the temperature
+            head_logits(states[rows].to(dtype) / divisor, head, out)
             if shift is not None:
-                out += shift.to(dtype) / temperature
+                out += shift.to(dtype) / divisor
+            if cap is not None:
+                cap_and_temper(out, cap, temperature)
         yield rows, own, other
 
 

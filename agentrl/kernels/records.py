@@ -21,7 +21,10 @@ class TokenStatistics:
     ``log_probs``             ln p(y), y the target
     ``entropy``               -sum_v p(v) ln p(v), in nats
     ``sum_pi_squared``        sum_v p(v)^2
-    ``energy``                ||e_y - p||^2 = 1 - 2 p(y) + sum_v p(v)^2, never negative
+    ``energy``                ||e_y - p||^2 = 1 - 2 p(y) + sum_v p(v)^2, never negative; where logits are capped,
+                              z = cap tanh(x / cap), it is sum_v ((e_y - p)(v) dz_v/dx_v)^2: like p it belongs to
+                              what the head gives, so that energy ||h||^2 / temperature^2 is the squared gradient
+                              norm of the head's weight for every model
     ``hidden_norm_squared``   ||h||^2
     ``full_kl``               KL(p || p_ref) over the vocabulary, where a reference was given (:func:`.full_kl`)
 
@@ -77,6 +80,12 @@ def check_inputs(
         size = head_weight.shape[0] if vocabulary is None else vocabulary
         if low < 0 or high >= size:
             raise KernelInputError(f"targets must lie in [0, {size}); got {low} to {high}")
+
+
+def check_cap(cap: float | None) -> None:
+    """Raise KernelInputError unless a cap is a positive number."""
+    if cap is not None and not (math.isfinite(cap) and cap > 0):
+        raise KernelInputError(f"cap must be positive and finite; got {cap}")
 
 
 def statistics_dtype(hidden: Tensor, head_weight: Tensor) -> torch.dtype:

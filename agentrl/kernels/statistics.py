@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from agentrl.kernels.chunked import chunked_statistics
-from agentrl.kernels.records import KernelInputError, TokenStatistics, check_inputs
+from agentrl.kernels.records import KernelInputError, TokenStatistics, check_cap, check_inputs
 from agentrl.kernels.reference import reference_statistics
 from agentrl.kernels.triton_backend import automatic_backend, triton_statistics
 
@@ -22,8 +22,10 @@ def token_statistics(
     temperature: float = 1.0,
     backend: str = "auto",
     bias: Tensor | None = None,
+    cap: float | None = None,
 ) -> TokenStatistics:
-    """Statistics of softmax((hidden head_weight^T + bias) / temperature) at the targets.
+    """Statistics of softmax(z / temperature) at the targets; z = x = hidden head_weight^T + bias, the head's output,
+    or with a cap z = cap tanh(x / cap). A model that scales x by s has temperature / s and cap / s here.
 
     hidden [N, D] and head_weight [V, D] of any floating dtype, targets [N] in [0, V), bias [V] or None. Row n of
     hidden is the state that *predicts* targets[n]: the caller has shifted. Rows that do not count (padding,
@@ -32,13 +34,16 @@ def token_statistics(
 
     Gradients through `log_probs` and `entropy` with respect to hidden, head_weight and bias are exact; the other
     fields are detached. Backends: `chunked` and `triton` (for GPUs) never hold more than a block of logits;
-    `reference` holds them all; `auto` is `triton` on GPUs where it is installed, else `chunked`.
+    `reference` holds them all; `auto` is `triton` on GPUs where it is installed, else `chunked`, which it also is
+    with a cap: `triton` knows none.
 
     Raises KernelInputError if the arguments do not fit together.
     """
     check_inputs(hidden, head_weight, targets, temperature, bias)
-    name = automatic_backend(hidden.device) if backend == "auto" else backend
+    check_cap(cap)
+    automatic = "chunked" if cap is not None else automatic_backend(hidden.device)
+    name = automatic if backend == "auto" else backend
     if name not in BACKENDS:
         raise KernelInputError(f"unknown backend {backend!r}: one of {', '.join(['auto', *BACKENDS])}")
     with torch.autocast(hidden.device.type, enabled=False):
-        return BACKENDS[name](hidden, head_weight, targets, temperature, bias)
+        return BACKENDS[name](hidden, head_weight, targets, temperature, bias, cap)

@@ -20,12 +20,15 @@ def triton_installed() -> bool:
 
 
 def triton_statistics(
-    hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None
+    hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, cap: float | None
 ) -> TokenStatistics:
     """The statistics of docs/formulas.md 2 by cuBLAS and Triton; see `token_statistics` for the arguments.
 
-    Raises KernelInputError without Triton, and on CPU tensors unless Triton interprets (TRITON_INTERPRET=1).
+    Raises KernelInputError without Triton, on CPU tensors unless Triton interprets (TRITON_INTERPRET=1), and for a cap,
+    which the running sums over the vocabulary do not hold.
     """
+    if cap is not None:
+        raise KernelInputError("the backend triton knows no capped logits: take the backend chunked")
     epilogue = triton_epilogue(hidden.device)
     return sliced_statistics(hidden, head_weight, targets, temperature, bias, epilogue=epilogue)
 

@@ -218,7 +218,13 @@ def proxies_of(
     head_total = diagonal_total = 0.0
     for groups, values in zip(rows, advantages, strict=True):
         count, size = groups.shape
-        accumulator = HeadVarianceAccumulator(policy.head.weight, temperature=temperature, bias=policy.head.bias)
+        head = policy.head
+        accumulator = HeadVarianceAccumulator(
+            head.weight,
+            temperature=head.logit_map.temperature(temperature),
+            bias=head.bias,
+            cap=head.logit_map.output_cap,
+        )
         flat, weights = groups.flatten(), values.flatten(0, 1)
         mask = sample.batch.response_mask[flat]
         accumulator.update(
@@ -228,8 +234,8 @@ def proxies_of(
             rows=mask.nonzero()[:, 0],
             groups=torch.arange(count).repeat_interleave(size),
         )
-        head = accumulator.result()
-        assert head.variance is not None  # two groups at least
-        head_total += head.variance * count
+        measured = accumulator.result()
+        assert measured.variance is not None  # two groups at least
+        head_total += measured.variance * count
         diagonal_total += float(diagonal_proxy(sample.token_energy[flat], weights, mask).sum()) / (count * size**2)
     return max(0.0, head_total / len(rows)), diagonal_total / len(rows)

@@ -125,8 +125,8 @@ def row_blocks(batch: Batch, budget: int) -> Iterator[slice]:
 def _cross_energies(policy: PolicyModel, hidden: Tensor, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
     """sum_{k <= t} max(0, <delta_k, delta_t>) [B, T] from hidden [n, D] of the model tokens, a row at a time."""
     lengths = mask.sum(-1).tolist()
-    parts = [
-        cross_energy(torch.log_softmax(policy.head(states).float() / temperature, dim=-1), targets).float()
-        for states, targets in zip(hidden.split(lengths), ids[mask].split(lengths), strict=True)
-    ]
+    parts = []
+    for states, targets in zip(hidden.split(lengths), ids[mask].split(lengths), strict=True):
+        logits, slope = policy.head.logit_map.with_slope(policy.head(states).float())
+        parts.append(cross_energy(torch.log_softmax(logits / temperature, dim=-1), targets, slope=slope).float())
     return scatter_tokens(torch.cat(parts), mask)

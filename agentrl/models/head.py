@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.kernels import Backend, TokenStatistics, full_kl, token_statistics
+from agentrl.models.anatomy import PLAIN, LogitMap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,19 +19,25 @@ class ReferenceHead:
     hidden: Tensor  # [N, E] its states at the same tokens
     weight: Tensor  # [V, E]
     bias: Tensor | None  # [V]
+    logit_map: LogitMap = PLAIN
 
 
 class FusedHead(nn.Linear):
-    """Takes the place of ``lm_head``: with targets it returns :class:`TokenStatistics`, without them logits.
+    """Takes the place of a model's head: with targets it returns :class:`TokenStatistics`, without them its output.
+
+    The statistics are of the model's logits, which are what ``logit_map`` makes of the output: a scale joins the
+    temperature, a cap enters gradients and energies by its derivative (:class:`TokenStatistics`). The output is the
+    plain one, on which the model then does the same.
 
     It is a module whose parameter is the head's own (tied or not), so that hooks that gather a sharded weight around
     ``forward`` (ZeRO-3) work as for any linear layer. Logits of all targets never exist at once.
     """
 
     backend: Backend
+    logit_map: LogitMap
 
     @classmethod
-    def from_linear(cls, head: nn.Linear, *, backend: Backend = "auto") -> FusedHead:
+    def from_linear(cls, head: nn.Linear, *, backend: Backend = "auto", logit_map: LogitMap = PLAIN) -> FusedHead:
         """A head that shares the parameters of ``head``."""
         fused = cls.__new__(cls)
         nn.Module.__init__(fused)
@@ -38,6 +45,7 @@ class FusedHead(nn.Linear):
         fused.weight = head.weight
         fused.bias = head.bias
         fused.backend = backend
+        fused.logit_map = logit_map
         return fused
 
     @overload  # type: ignore[override]
@@ -53,24 +61,35 @@ class FusedHead(nn.Linear):
         temperature: float = 1.0,
         reference: ReferenceHead | None = None,
     ) -> Tensor | TokenStatistics:
-        """Statistics of ``targets`` [N] given ``hidden`` [N, D]; without targets the logits of ``hidden`` [..., D].
+        """Statistics of ``targets`` [N] given ``hidden`` [N, D]; without targets the output of ``hidden`` [..., D].
 
         With a ``reference`` they hold the divergence from it.
         """
         if targets is None:
             return torch.nn.functional.linear(hidden, self.weight, self.bias)
+        own = self.logit_map
         statistics = token_statistics(
-            hidden, self.weight, targets, bias=self.bias, temperature=temperature, backend=self.backend
+            hidden,
+            self.weight,
+            targets,
+            bias=self.bias,
+            temperature=own.temperature(temperature),
+            cap=own.output_cap,
+            backend=self.backend,
         )
         if reference is None:
             return statistics
+        other = reference.logit_map
         divergence = full_kl(
             hidden,
             self.weight,
             reference.hidden,
             reference.weight,
-            temperature=temperature,
+            temperature=own.temperature(temperature),
             bias=self.bias,
+            cap=own.output_cap,
             reference_bias=reference.bias,
+            reference_temperature=other.temperature(temperature),
+            reference_cap=other.output_cap,
         )
         return replace(statistics, full_kl=divergence)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from agentrl.errors import SettingsError
 from agentrl.models.dropout import switch_off_dropout
 from agentrl.models.settings import ModelSettings
 from agentrl.models.tiny import tiny_config
@@ -26,12 +27,16 @@ tags: [agentrl, reinforcement-learning, tool-use]
 
 
 def read_model(path: str | Path, settings: ModelSettings) -> Any:
-    """The causal language model in a directory or of a Hugging Face id, in the dtype that is set, without dropout."""
+    """The causal language model in a directory or of a Hugging Face id, in the dtype that is set, without dropout.
+
+    Raises SettingsError where the attention that is set would compute another model.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=_DTYPES[settings.dtype], attn_implementation=settings.attention
     )
+    check_attention_cap(model.config)
     switch_off_dropout(model)
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -48,6 +53,17 @@ def read_config(settings: ModelSettings) -> Any | None:
         return AutoConfig.from_pretrained(settings.path)
     except OSError:
         return None
+
+
+def check_attention_cap(config: Any) -> None:
+    """Raise SettingsError for capped attention scores under `sdpa`, which leaves the cap out without a word."""
+    # Not every architecture's configuration has it.
+    cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    if cap is not None and config._attn_implementation == "sdpa":
+        raise SettingsError(
+            f"model.attention=sdpa cannot cap attention scores (attn_logit_softcapping={cap}) as {config.model_type} "
+            "does: what is trained would be another policy; choose eager or flash_attention_2"
+        )
 
 
 def attends_to_everything(config: Any) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from agentrl.errors import SettingsError
 from agentrl.kernels import Backend, TokenStatistics, trajectory_energies, triton_obstacle
+from agentrl.models.anatomy import take_apart
 from agentrl.models.head import FusedHead, ReferenceHead
 from agentrl.models.loading import attends_to_everything
 from agentrl.models.shared_prompts import response_hidden
@@ -26,26 +27,35 @@ class PolicyModel(nn.Module):
     ) -> None:
         """``share_prompts`` computes equal prompts of a batch once; see :func:`.shared_prompts.response_hidden`.
 
-        Raises SettingsError if the model's attention cannot, or if the backend cannot run on this machine.
+        Raises SettingsError if the model's attention cannot, if the backend cannot run on this machine or for this
+        model, and for a model that makes its logits in an unknown way (:func:`.anatomy.take_apart`).
         """
         super().__init__()
         if backend == "triton":
-            obstacle = triton_obstacle(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-            if obstacle is not None:
-                raise SettingsError(f"training.head_backend=triton {obstacle}; set training.head_backend=auto")
+            _check_triton(triton_obstacle(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+        parts = take_apart(causal_lm)
+        if backend == "triton" and parts.logit_map.cap is not None:
+            _check_triton(f"knows no capped logits, as {type(causal_lm).__name__} has them")
         if share_prompts and not attends_to_everything(causal_lm.config):
             raise SettingsError(
                 "training.share_prompts needs a model whose layers all attend to the whole context; "
                 "set training.share_prompts=false"
             )
-        if not isinstance(causal_lm.lm_head, FusedHead):
-            causal_lm.lm_head = FusedHead.from_linear(causal_lm.lm_head, backend=backend)
+        if not isinstance(parts.head, FusedHead):
+            head = FusedHead.from_linear(parts.head, backend=backend, logit_map=parts.logit_map)
+            causal_lm.set_output_embeddings(head)
         self.causal_lm = causal_lm
         self._share_prompts = share_prompts
 
     @property
     def head(self) -> FusedHead:
-        return self.causal_lm.lm_head
+        head: FusedHead = self.causal_lm.get_output_embeddings()
+        return head
+
+    @property
+    def backbone(self) -> Any:
+        """The transformer, which gives the states after the last norm."""
+        return self.causal_lm.get_decoder()
 
     def forward(
         self,
@@ -66,9 +76,9 @@ class PolicyModel(nn.Module):
         rows, columns = response_mask.nonzero(as_tuple=True)
         # The statistics of the token at position t come from the hidden state at t - 1.
         if self._share_prompts:
-            selected = response_hidden(self.causal_lm.model, input_ids, prompt_lengths, response_ids)[rows, columns]
+            selected = response_hidden(self.backbone, input_ids, prompt_lengths, response_ids)[rows, columns]
         else:
-            hidden = self.causal_lm.model(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, S, D]
+            hidden = self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, S, D]
             selected = hidden[rows, prompt_lengths[rows] + columns - 1]  # [N, D]
         statistics = self.head(selected, response_ids[rows, columns], temperature, reference)
         return statistics, selected.detach() if keep_hidden else None
@@ -96,8 +106,18 @@ class PolicyModel(nn.Module):
             weights = torch.zeros(input_ids.shape, dtype=importance_weights.dtype, device=input_ids.device)
             weights[places] = importance_weights[rows, columns]
         return trajectory_energies(
-            self.causal_lm, input_ids, token_mask, importance_weights=weights, temperature=temperature
+            self.causal_lm,
+            input_ids,
+            token_mask,
+            importance_weights=weights,
+            temperature=self.head.logit_map.temperature(temperature),
+            cap=self.head.logit_map.output_cap,
         )
+
+
+def _check_triton(obstacle: str | None) -> None:
+    if obstacle is not None:
+        raise SettingsError(f"training.head_backend=triton {obstacle}; set training.head_backend=auto")
 
 
 def scatter_tokens(values: Tensor, mask: Tensor) -> Tensor:

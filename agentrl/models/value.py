@@ -16,7 +16,7 @@ class ValueModel(nn.Module):
 
     def __init__(self, causal_lm: Any) -> None:
         super().__init__()
-        self.backbone = causal_lm.model
+        self.backbone = causal_lm.get_decoder()
         self.value_head = nn.Linear(causal_lm.config.hidden_size, 1, dtype=causal_lm.dtype)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)

@@ -69,8 +69,11 @@ class HeadExactMonitor:
 
     def __init__(self, head: FusedHead, *, temperature: float) -> None:
         """Collective under ZeRO-3, where the head's weight is gathered."""
+        done = head.logit_map
         with gathered(head) as (weight, bias):
-            self._accumulator = HeadVarianceAccumulator(weight, bias=bias, temperature=temperature)
+            self._accumulator = HeadVarianceAccumulator(
+                weight, bias=bias, temperature=done.temperature(temperature), cap=done.output_cap
+            )
 
     def add(self, batch: Batch, hidden: Tensor, advantages: Tensor) -> None:
         """Whole groups: ``hidden`` [N, D] of the model tokens in row-major order."""

@@ -53,6 +53,7 @@ class Reference:
         copy of the head, [V, D] beside what is sharded.
         """
         head = policy.head
+        self._logit_map = head.logit_map
         self._weight = head.weight.detach().clone() if over_vocabulary else None
         self._bias = head.bias.detach().clone() if over_vocabulary and head.bias is not None else None
         self._forward = freeze(policy)
@@ -75,7 +76,7 @@ class Reference:
             return ReferenceReading(log_probs=log_probs, head=None)
         self._weight = self._weight.to(hidden.device, hidden.dtype)
         self._bias = None if self._bias is None else self._bias.to(hidden.device, hidden.dtype)
-        head = ReferenceHead(hidden=hidden, weight=self._weight, bias=self._bias)
+        head = ReferenceHead(hidden=hidden, weight=self._weight, bias=self._bias, logit_map=self._logit_map)
         return ReferenceReading(log_probs=log_probs, head=head)
 
 

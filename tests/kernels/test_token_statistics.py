@@ -104,9 +104,44 @@ def test_a_nan_row_touches_no_other_row():
     assert torch.equal(dirty.entropy[keep], clean.entropy[keep])
 
 
-def gradients(backend: str, hidden: Tensor, weight: Tensor, targets: Tensor, uses: str, temperature: float):
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize("bias", [None, [0.3, -0.2, 4.0]])
+def test_a_cap_by_the_sums_written_out(backend, bias):
+    outputs, cap, temperature, target = [2.0, -1.0, 9.0], 3.0, 0.5, 0
+    shifted = outputs if bias is None else [x + b for x, b in zip(outputs, bias, strict=True)]
+    capped = [cap * math.tanh(x / cap) for x in shifted]
+    given = None if bias is None else torch.tensor(bias, dtype=torch.float64)
+    found = values(from_logits(outputs, target, backend, temperature=temperature, cap=cap, bias=given))
+    log_prob, entropy, squares, _ = slow([z / temperature for z in capped], target)
+    assert found[:3] == pytest.approx([log_prob, entropy, squares], rel=1e-12)
+    total = math.fsum(math.exp(z / temperature) for z in capped)
+    gradient = [(v == target) - math.exp(z / temperature) / total for v, z in enumerate(capped)]
+    by_output = [g * (1 - (z / cap) ** 2) for g, z in zip(gradient, capped, strict=True)]
+    assert found[3] == pytest.approx(math.fsum(g * g for g in by_output), rel=1e-12)
+
+
+@pytest.mark.parametrize("cap", [0.0, -1.0, math.nan, math.inf])
+def test_a_cap_that_is_no_positive_number_is_refused(cap):
+    with pytest.raises(KernelInputError, match="cap must be positive"):
+        from_logits([0.0, 1.0], 0, "chunked", cap=cap)
+
+
+def test_triton_knows_no_cap():
+    with pytest.raises(KernelInputError, match="capped logits: take the backend chunked"):
+        from_logits([0.0, 1.0], 0, "triton", cap=3.0)
+
+
+def gradients(
+    backend: str,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    uses: str,
+    temperature: float,
+    cap: float | None = None,
+):
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    statistics = token_statistics(hidden, weight, targets, temperature=temperature, backend=backend)
+    statistics = token_statistics(hidden, weight, targets, temperature=temperature, backend=backend, cap=cap)
     scale = torch.linspace(-1, 2, hidden.shape[0], dtype=hidden.dtype)
     loss = hidden.sum() * 0.0
     if "l" in uses:
@@ -124,17 +159,18 @@ def limit_memory(monkeypatch: pytest.MonkeyPatch, *, block: int, keep: int, piec
 
 @pytest.mark.parametrize("uses", ["l", "e", "le", ""])
 @pytest.mark.parametrize("sizes", [(1, 0, 1), (33, 0, 22), (40, 0, 1000), (1000, 1000, 11)])
-def test_values_and_gradients_agree_with_the_reference_for_every_block_size(monkeypatch, uses, sizes):
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_values_and_gradients_agree_with_the_reference_for_every_block_size(monkeypatch, uses, sizes, cap):
     limit_memory(monkeypatch, block=sizes[0], keep=sizes[1], piece=sizes[2])
     hidden, weight, targets = problem(10, 4, 11)
     for left, right in zip(
-        gradients("reference", hidden, weight, targets, uses, 0.7),
-        gradients("chunked", hidden, weight, targets, uses, 0.7),
+        gradients("reference", hidden, weight, targets, uses, 0.7, cap),
+        gradients("chunked", hidden, weight, targets, uses, 0.7, cap),
         strict=True,
     ):
         torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
-    expected = token_statistics(hidden, weight, targets, temperature=0.7, backend="reference")
-    found = token_statistics(hidden, weight, targets, temperature=0.7, backend="chunked")
+    expected = token_statistics(hidden, weight, targets, temperature=0.7, backend="reference", cap=cap)
+    found = token_statistics(hidden, weight, targets, temperature=0.7, backend="chunked", cap=cap)
     for name in (*FIELDS, "hidden_norm_squared"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-12, atol=1e-12)
 

@@ -20,26 +20,13 @@ PAD = 5
 
 def make_model(kind: str = "qwen2", *, dtype: torch.dtype = torch.float64, tied: bool = True, **more: Any) -> Any:
     """A random model with two key-value heads; biases and norms are drawn, so that no term vanishes."""
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-    )
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    classes: dict[str, Any] = {
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-        "llama": (LlamaConfig, LlamaForCausalLM),
-    }
-    config, model = classes[kind]
     own: dict[str, Any] = {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "tie_word_embeddings": tied, **WIDTH}
     own |= {"max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, **more}
-    own |= {"head_dim": 6} if kind == "qwen3" else {}
+    own |= {"head_dim": 6} if kind in ("qwen3", "gemma2") else {}
     torch.manual_seed(0)
-    made = model(config(**own)).to(dtype)
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **own)).to(dtype)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             spread = 0.3 if parameter.ndim > 1 else 0.5
@@ -115,6 +102,32 @@ def energies(model: Any, rows: Rows, *, side: str = "right", weighed: bool = Fal
 
 def assert_equal(found: Tensor, wanted: Tensor, relative: float = 1e-9) -> None:
     torch.testing.assert_close(found, wanted, rtol=relative, atol=0.0)
+
+
+GRANITE = {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.4}
+GEMMA = {"attn_logit_softcapping": None, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 6}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("kind", "more", "scale", "cap"),
+    [("granite", GRANITE, 0.25, None), ("gemma2", GEMMA, 1.0, 2.0), ("mistral", {}, 1.0, None)],
+)
+@pytest.mark.parametrize("blocks", [1, 37 * 14], ids=["many-blocks", "one-block"])
+def test_scaled_and_capped_logits_enter_by_the_chain_rule(
+    kind: str, more: dict[str, Any], scale: float, cap: float | None, tied: bool, blocks: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(head, "_BLOCK_ELEMENTS", blocks * 10)
+    rows = make_rows()
+    model = make_model(kind, tied=tied, **more)
+    wanted = one_by_one(model, rows, weighed=True, temperature=0.7)
+    assert_equal(energies(model, rows, weighed=True, temperature=0.7 / scale, cap=cap), wanted)
+    ids, counted, _, weights = rows.padded()
+    found = PolicyModel(model).trajectory_energies(
+        ids, torch.full((len(ids),), 1), counted[:, 1:], importance_weights=weights[:, 1:], temperature=0.7
+    )
+    assert_equal(found, wanted)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -330,7 +343,7 @@ def test_unknown_models_and_shared_layers_are_refused() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     other = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=VOCABULARY))
-    with pytest.raises(KernelInputError, match="Qwen3ForCausalLM of transformers, not for GPT2LMHeadModel"):
+    with pytest.raises(KernelInputError, match="Gemma2ForCausalLM of transformers, not for GPT2LMHeadModel"):
         energies(other, make_rows())
     model = make_model("qwen2")
     layers = model.model.layers

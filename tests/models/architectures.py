@@ -53,10 +53,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma3_text": _COMMON | _GEMMA | {"final_logit_softcapping": 3.0},
     "granite": _COMMON | {"logits_scaling": 8.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
     "cohere": _COMMON | {"logit_scale": 0.0625},
-    "cohere2": _COMMON | {"logit_scale": 0.25, "layer_types": ["full_attention"] * 2, "sliding_window": None},
+    "cohere2": _COMMON | {"logit_scale": 0.25, "layer_types": ["full_attention"] * 2},
     "gpt2": _GPT,
     "gpt_neox": {name: value for name, value in _COMMON.items() if name != "num_key_value_heads"},
-    "gptj": _GPT | {"rotary_dim": 4},
+    "phi": _COMMON | {"partial_rotary_factor": 0.5},
     "opt": _OPT,
 }
 

@@ -14,6 +14,7 @@ import torch
 from rollout.fakes import EOS, byte_codec, tiny_model
 
 from agentrl.errors import SettingsError
+from agentrl.models.anatomy import take_apart
 from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, Sampling
 from agentrl.rollout.engines.batcher import Batcher, Request
 from agentrl.rollout.engines.transformers import TransformersEngine
@@ -157,19 +158,26 @@ def _forced(sequence: bytes | list[int]) -> Any:
     hidden = model.config.hidden_size
 
     class Table(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed_tokens = torch.nn.Embedding(1, 1)  # a model without one has no head for `transformers` either
+
         def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
             states = torch.zeros(*input_ids.shape, hidden)
             states[..., 0] = input_ids
             return type("Output", (), {"last_hidden_state": states})()
 
-    class Head(torch.nn.Module):
+        def get_decoder(self) -> Any:
+            return self
+
+    class Head(torch.nn.Linear):
         def forward(self, states: torch.Tensor) -> torch.Tensor:
             logits = torch.full((len(states), model.config.vocab_size), -50.0)
             for row, token in enumerate(states[:, 0].tolist()):
                 logits[row, following.get(int(token), ids[0])] = 50.0
             return logits
 
-    model.model, model.lm_head = Table(), Head()
+    model.model, model.lm_head = Table(), Head(hidden, model.config.vocab_size)
     model.register_parameter("unused", torch.nn.Parameter(torch.zeros(1)))
     return model
 
@@ -419,8 +427,9 @@ async def test_deterministic_results_are_bitwise_equal_for_any_order_of_arrival(
 
 def test_cancelled_requests_do_not_hold_up_new_weights() -> None:
     # The driver cancels and the trainer publishes before the engine's thread has seen the cancellation.
+    model = tiny_model()
     batcher = Batcher(
-        tiny_model(), eos_ids=frozenset({EOS}), table=CODEC.table, max_batch_tokens=64, kv_cache_tokens=512
+        model, take_apart(model), eos_ids=frozenset({EOS}), table=CODEC.table, max_batch_tokens=64, kv_cache_tokens=512
     )
     requests = [
         Request(

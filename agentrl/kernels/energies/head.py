@@ -8,6 +8,7 @@ from torch import Tensor
 
 from agentrl.kernels.energies.closed_forms import gram_is_cheaper
 from agentrl.kernels.products import head_input_gradient, head_logits
+from agentrl.kernels.softcap import cap_and_temper, cap_slope
 
 _BLOCK_ELEMENTS = 1 << 25  # logits held at once: 128 MB of float32, and as much again for a temporary
 
@@ -16,10 +17,10 @@ _BLOCK_ELEMENTS = 1 << 25  # logits held at once: 128 MB of float32, and as much
 class HeadRow:
     """One trajectory at the head, K counted tokens, S input tokens."""
 
-    weight_energy: float  # ||sum_t dz_t h_t^T||^2
-    bias_energy: float  # ||sum_t dz_t||^2
+    weight_energy: float  # ||sum_t dx_t h_t^T||^2
+    bias_energy: float  # ||sum_t dx_t||^2
     hidden_gradient: Tensor  # [K, D], the gradient of sum_t c_t ln p(y_t) with respect to h
-    cross: Tensor | None  # [S, D]: sum_t dz_t[x_s] h_t, the head's gradient at the rows of its own input tokens
+    cross: Tensor | None  # [S, D]: sum_t dx_t[x_s] h_t, the head's gradient at the rows of its own input tokens
 
 
 def head_row(
@@ -29,15 +30,17 @@ def head_row(
     targets: Tensor,
     coefficients: Tensor,
     temperature: float,
+    cap: float | None,
     inputs: Tensor | None,
 ) -> HeadRow:
-    """dz_t = c_t (onehot(y_t) - p_t) / tau for hidden [K, D], targets [K], coefficients c [K]; `inputs` [S] asks for
-    the cross term. hidden and coefficients in the accumulation dtype, weight [V, D] in any.
+    """dx_t = c_t (onehot(y_t) - p_t) / tau, times dz/dx of a cap z = cap tanh(x / cap), for hidden [K, D], targets [K],
+    coefficients c [K]; `inputs` [S] asks for the cross term. hidden and coefficients in the accumulation dtype, weight
+    [V, D] in any.
 
     Logits are held for a block of the vocabulary. If all of them are no more than a block they are computed once,
     otherwise twice: once for the normaliser.
     """
-    blocks = _Blocks(hidden, weight, bias, temperature, targets)
+    blocks = _Blocks(hidden, weight, bias, temperature, cap, targets)
     normalizer, rest = blocks.normalizer()
     scale = (coefficients / temperature).unsqueeze(-1)
     gram = gram_is_cheaper(hidden.shape[0], weight.shape[1], weight.shape[0])
@@ -47,10 +50,11 @@ def head_row(
     weight_energy = torch.zeros((), dtype=torch.float64, device=hidden.device)
     bias_energy = torch.zeros((), dtype=torch.float64, device=hidden.device)
     for start, z in blocks:
+        slope = 1.0 if cap is None else cap_slope(z, cap, temperature)
         dz = z.sub_(normalizer.unsqueeze(-1)).exp_().neg_()
         at, column = blocks.targets_in(start, z.shape[1])
         dz[at, column] = rest[at]
-        dz.mul_(scale)
+        dz.mul_(scale).mul_(slope)
         part = weight[start : start + z.shape[1]]
         gradient += head_input_gradient(dz, part)
         bias_energy += dz.sum(0).double().square().sum()
@@ -72,11 +76,19 @@ class _Blocks:
     """Tempered logits [K, v] of one block of the vocabulary after another; each may be overwritten."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, targets: Tensor
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        temperature: float,
+        cap: float | None,
+        targets: Tensor,
     ) -> None:
-        self._hidden = hidden / temperature
+        divisor = temperature if cap is None else 1.0  # a cap comes before the temperature
+        self._hidden = hidden / divisor
         self._weight = weight
-        self._bias = None if bias is None else bias.to(hidden.dtype) / temperature
+        self._bias = None if bias is None else bias.to(hidden.dtype) / divisor
+        self._map = temperature, cap
         self._targets = targets
         self._step = max(1, min(weight.shape[0], _BLOCK_ELEMENTS // max(1, hidden.shape[0])))
         self._kept: Tensor | None = None
@@ -110,6 +122,9 @@ class _Blocks:
             z = head_logits(self._hidden, part, buffer if whole else torch.empty_like(buffer[:, : part.shape[0]]))
             if self._bias is not None:
                 z += self._bias[start : start + self._step]
+            temperature, cap = self._map
+            if cap is not None:
+                cap_and_temper(z, cap, temperature)
             if self._step == self._weight.shape[0]:
                 self._kept = z
             yield start, z

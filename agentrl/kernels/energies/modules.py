@@ -8,10 +8,21 @@ from torch import Tensor, nn
 
 from agentrl.kernels.records import KernelInputError
 
-MODELS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Classes of `transformers`. Others may scale embeddings or logits outside of any module, so each must be looked at."""
+MODELS = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    *("GraniteForCausalLM", "Gemma2ForCausalLM"),
+)
+"""Classes of `transformers`. Others may scale embeddings outside of any module, so each must be looked at."""
 
-_NORMS = ("LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
+_NORMS = {
+    **dict.fromkeys(
+        ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "GraniteRMSNorm"), "variance_epsilon"
+    ),
+    "Gemma2RMSNorm": "eps",  # multiplies by 1 + weight: the same gradient
+}
+"""RMSNorms, and what they call the number that they add to the mean square."""
+_SCALED_EMBEDDINGS = {"Gemma2TextScaledWordEmbedding": "embed_scale"}
+"""Embeddings that multiply their rows, and what they call the factor."""
 _HEADS = ("FusedHead",)  # agentrl.models.FusedHead, a linear layer whose forward gives statistics
 _CHECKPOINTED = "GradientCheckpointingLayer"
 
@@ -25,6 +36,12 @@ class Parts:
     embedding: nn.Embedding
     head: nn.Linear
     layers: tuple[tuple[str, nn.Module, bool], ...]
+
+    @property
+    def embedding_scale(self) -> float:
+        """What the embedding multiplies its rows by, in its own precision."""
+        name = _SCALED_EMBEDDINGS.get(type(self.embedding).__name__)
+        return 1.0 if name is None else float(getattr(self.embedding, name).to(self.embedding.weight.dtype))
 
     @property
     def tied(self) -> bool:
@@ -62,7 +79,7 @@ def take_apart(model: Any) -> Parts:
 
 def normalized_input(norm: nn.Module, hidden: Tensor) -> Tensor:
     """What an RMSNorm of `transformers` multiplies by its weight, by the very operations of its forward."""
-    epsilon: float = norm.variance_epsilon  # type: ignore[assignment]
+    epsilon: float = getattr(norm, _NORMS[type(norm).__name__])
     wide = hidden.to(torch.float32)
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(hidden.dtype)
 
@@ -80,8 +97,8 @@ def _unknown_modules(model: nn.Module, head: nn.Module) -> list[str]:
 
 
 def _is_known(module: nn.Module, *, is_head: bool) -> bool:
-    if type(module) is nn.Embedding:
-        return module.max_norm is None and not module.scale_grad_by_freq
+    if type(module) is nn.Embedding or type(module).__name__ in _SCALED_EMBEDDINGS:
+        return module.max_norm is None and not module.scale_grad_by_freq  # type: ignore[union-attr]
     kind = type(module).__name__
     return type(module) is nn.Linear or kind in _NORMS or (is_head and kind in _HEADS)
 

@@ -13,7 +13,7 @@ from agentrl.kernels.energies.closed_forms import embedding_energy
 from agentrl.kernels.energies.collector import LayerEnergies
 from agentrl.kernels.energies.head import HeadRow, head_row
 from agentrl.kernels.energies.modules import Parts, take_apart
-from agentrl.kernels.records import KernelInputError
+from agentrl.kernels.records import KernelInputError, check_cap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +34,17 @@ def trajectory_energies(
     attention_mask: Tensor | None = None,
     importance_weights: Tensor | None = None,
     temperature: float = 1.0,
+    cap: float | None = None,
 ) -> Tensor:
     """E_b = ||grad_theta sum_t rho_t ln p(y_t)||^2 of each row [B], over the model's trainable parameters theta.
 
-    model: a causal language model of `transformers` (Llama, Qwen2 or Qwen3; its head may be a `FusedHead`), sharded by
-    ZeRO-3 or not. input_ids [B, S]: prompt and response, one trajectory a row, no packing. token_mask [B, S] bool: the
-    *tokens* y_t whose log-probability counts (the model's own, not observations); the distribution of token t comes
-    from the state at t - 1. attention_mask [B, S] bool: False at padding, which is taken out wherever it stands;
-    without it every column is attended to, which is right for right padding. importance_weights [B, S]: rho_t, a
-    constant, read only where token_mask is True. The distribution is softmax(z / temperature).
+    model: a causal language model of `transformers` (its class one of `modules.MODELS`; its head may be a `FusedHead`),
+    sharded by ZeRO-3 or not. input_ids [B, S]: prompt and response, one trajectory a row, no packing. token_mask [B, S]
+    bool: the *tokens* y_t whose log-probability counts (the model's own, not observations); the distribution of token
+    t comes from the state at t - 1. attention_mask [B, S] bool: False at padding, which is taken out wherever it
+    stands; without it every column is attended to, which is right for right padding. importance_weights [B, S]: rho_t,
+    a constant, read only where token_mask is True. The distribution is softmax(z / temperature), z the head's output
+    x or with a cap cap tanh(x / cap); a model that scales x by s has temperature / s and cap / s here.
 
     One forward, one backward to the embedding's output, without the parameters' own gradients: no weight gradient is
     formed and no `.grad` is touched. Rows do not mix: docs/formulas.md 4, arXiv 1510.01799 (Goodfellow). A row without
@@ -65,16 +67,19 @@ def trajectory_energies(
     """
     parts = take_apart(model)
     _check(input_ids, token_mask.bool(), attention_mask, importance_weights, temperature)
+    check_cap(cap)
     dtype = torch.float64 if parts.embedding.weight.dtype == torch.float64 else torch.float32
     rows = _prepared(input_ids, token_mask.bool(), attention_mask, importance_weights, dtype)
     layers = LayerEnergies(parts.layers, rows.active, dtype)
     with torch.enable_grad(), layers.attached():
         embedded, hidden = _forward(parts, rows.input_ids)
-        shares = _head_shares(parts, hidden.detach(), rows, temperature)
+        shares = _head_shares(parts, hidden.detach(), rows, temperature, cap)
         layers.begin_backward()
         (gradient,) = torch.autograd.grad(hidden, embedded, _gradient_of_states(hidden, shares, rows))
     layers.check_complete()
-    totals = layers.totals + _outer_energies(parts, shares, rows, gradient.detach().to(dtype))
+    # What an embedding multiplies its rows by belongs to the gradient of its weight.
+    at_weight = gradient.detach().to(dtype) * parts.embedding_scale
+    totals = layers.totals + _outer_energies(parts, shares, rows, at_weight)
     return totals.to(dtype)
 
 
@@ -133,7 +138,7 @@ def _gradient_of_states(hidden: Tensor, shares: list[HeadRow], rows: _Rows) -> T
     return gradient.to(hidden.dtype)
 
 
-def _head_shares(parts: Parts, hidden: Tensor, rows: _Rows, temperature: float) -> list[HeadRow]:
+def _head_shares(parts: Parts, hidden: Tensor, rows: _Rows, temperature: float, cap: float | None) -> list[HeadRow]:
     """The head's share of every row, computed inside one call of the head, whose hooks have gathered its weight."""
     shares: list[HeadRow] = []
     wants_cross = parts.tied and parts.embedding.weight.requires_grad
@@ -149,6 +154,7 @@ def _head_shares(parts: Parts, hidden: Tensor, rows: _Rows, temperature: float) 
                     rows.input_ids[row, tokens],
                     rows.coefficients[row, tokens],
                     temperature,
+                    cap,
                     rows.input_ids[row, rows.active[row]] if wants_cross else None,
                 )
             )

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentrl.models.anatomy import Anatomy
 from agentrl.rollout.engines.base import Completion, EngineError, Sampling
 from agentrl.rollout.engines.decode_attention import decoding
 from agentrl.rollout.engines.kv_slots import SlotCache
@@ -76,6 +77,7 @@ class Batcher:
     def __init__(
         self,
         model: Any,
+        parts: Anatomy,
         *,
         eos_ids: frozenset[int],
         table: list[bytes],
@@ -83,7 +85,7 @@ class Batcher:
         kv_cache_tokens: int,
         keep_prefixes: bool = True,
     ) -> None:
-        self._model = model
+        self._model, self._parts = model, parts
         self._eos_ids = eos_ids
         self._table = table
         self._max_batch_tokens = max_batch_tokens
@@ -320,7 +322,7 @@ class Batcher:
                 self._rows[index].cached = list(_running(self._rows[index]).context)
         leader_of = dict(followers)
         places = [order[leader_of.get(index, index)] for index in joined]
-        return self._sample(joined, self._model.lm_head(hidden)[torch.tensor(places, device=self._device)])
+        return self._sample(joined, self._parts.logits(hidden)[torch.tensor(places, device=self._device)])
 
     def _forward_pending(self, indices: list[int]) -> Tensor:
         """Hidden states [m, D] at the last pending token of each row."""
@@ -359,7 +361,7 @@ class Batcher:
             )[:, 0]
         if len(running) < count:
             hidden = hidden[torch.tensor(running, device=self._device)]
-        return self._sample(running, self._model.lm_head(hidden))
+        return self._sample(running, self._parts.logits(hidden))
 
     def _forward(self, ids: Tensor, positions: Tensor, rows: Tensor | int, width: int) -> Tensor:
         mask = self._cache.select(rows, positions, width)
@@ -367,7 +369,7 @@ class Batcher:
             mask = torch.zeros(mask.shape, dtype=self._model.dtype, device=mask.device).masked_fill_(
                 ~mask, torch.finfo(self._model.dtype).min
             )
-        return self._model.model(
+        return self._parts.backbone(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions.clamp(min=0),

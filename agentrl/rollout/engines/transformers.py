@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import SettingsError
+from agentrl.models.anatomy import take_apart
 from agentrl.models.loading import attends_to_everything, model_fingerprint
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, Sampling
@@ -46,7 +47,7 @@ class TransformersEngine:
     ) -> None:
         """Raises SettingsError for a model whose attention the engine's cache cannot serve."""
         _check_attention(model.config)
-        self._model = model
+        self._model, self._parts = model, take_apart(model)
         self._version = version
         self._deterministic = deterministic
         self._keep_running = settings.kv_on_update == "kept"
@@ -54,6 +55,7 @@ class TransformersEngine:
         self._open.set()
         self._batcher = Batcher(
             model,
+            self._parts,
             eos_ids=codec.end_ids,
             table=codec.table,
             max_batch_tokens=settings.max_batch_tokens,
@@ -245,7 +247,7 @@ class TransformersEngine:
     def _score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         with self._lock:
             ids = torch.tensor([token_ids], device=next(self._model.parameters()).device)
-            logits = self._model.lm_head(self._model.model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1])
+            logits = self._parts.logits(self._parts.backbone(input_ids=ids, use_cache=False).last_hidden_state[0, :-1])
             log_probs = torch.log_softmax(logits.float(), dim=-1)
             return tuple(log_probs.gather(1, ids[0, 1:, None])[:, 0].tolist())
 

@@ -1,0 +1,159 @@
+"""A causal language model of `transformers` taken apart: transformer, head, what it does to the head's output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.errors import SettingsError
+
+_DIVISORS = ("logits_scaling",)  # Granite
+_FACTORS = ("logit_scale",)  # Cohere
+_CAPS = ("final_logit_softcapping",)  # Gemma
+_EXTREME = 80.0
+"""The largest logit that is tried, far above where models cap theirs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitMap:
+    """What a model does to its head's output x: z = scale x, or with a cap z = cap tanh(scale x / cap).
+
+    >>> LogitMap(scale=0.5, cap=2.0)(torch.tensor([2.0, 800.0]))
+    tensor([0.9242, 2.0000])
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, output: Tensor) -> Tensor:
+        """The logits; float32 at least if anything is done."""
+        if self == LogitMap():
+            return output
+        scaled = output.to(torch.promote_types(output.dtype, torch.float32)) * self.scale
+        return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
+
+    def with_slope(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The logits, and with a cap their derivative with respect to the output, but for the scale."""
+        logits = self(output)
+        return logits, None if self.cap is None else 1 - (logits / self.cap).square()
+
+    def temperature(self, temperature: float) -> float:
+        """What divides the head's output where ``temperature`` divides the logits."""
+        return temperature / self.scale
+
+    @property
+    def output_cap(self) -> float | None:
+        """The cap in units of the head's output."""
+        return None if self.cap is None else self.cap / self.scale
+
+
+PLAIN = LogitMap()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anatomy:
+    """The parts; all belong to the model itself."""
+
+    backbone: Any  # gives the states after the last norm
+    head: nn.Linear
+    logit_map: LogitMap
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What the model makes of hidden states [..., D]: logits [..., V]."""
+        return self.logit_map(self.head(hidden))
+
+
+def take_apart(causal_lm: Any) -> Anatomy:
+    """The parts of a model, found by the accessors of `transformers`, and checked to be all there is.
+
+    The model itself is asked for the logits of hidden states and of a head's output that are made up here, in float32:
+    no layer runs and no weight is read, so the model may be of any size, sharded or without storage. Raises
+    SettingsError for a model that does anything else to them, or anything before its transformer.
+    """
+    name = type(causal_lm).__name__
+    backbone, head = causal_lm.get_decoder(), causal_lm.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or backbone is causal_lm:
+        raise SettingsError(f"model.path: {name} has no linear head on a transformer, as a causal language model has")
+    parts = Anatomy(backbone=backbone, head=head, logit_map=_declared(causal_lm.config))
+    problem = _difference(causal_lm, parts)
+    if problem is not None:
+        raise SettingsError(
+            f"model.path: {name} {problem}, so what is trained would be another policy than this model. What is known: "
+            f"logits that are divided ({', '.join(_DIVISORS)}), multiplied ({', '.join(_FACTORS)}) and capped "
+            f"({', '.join(_CAPS)}) as its configuration says"
+        )
+    return parts
+
+
+def _declared(config: Any) -> LogitMap:
+    """What the configuration says, in the names that `transformers` has for it; None there means nothing is done."""
+    text = config.get_text_config()
+    scale = 1.0
+    for name in _DIVISORS:
+        scale /= getattr(text, name, None) or 1.0
+    for name in _FACTORS:
+        scale *= getattr(text, name, None) or 1.0
+    caps = [getattr(text, name, None) for name in _CAPS]
+    return LogitMap(scale=scale, cap=next((cap for cap in caps if cap), None))
+
+
+@torch.no_grad()
+def _difference(causal_lm: Any, parts: Anatomy) -> str | None:
+    """What the model does with hidden states and its head's output that ``parts`` do not; None if nothing."""
+    if not parts.logit_map.scale > 0:
+        return f"multiplies its head's output by {parts.logit_map.scale}"
+    device, head = parts.head.weight.device, parts.head
+    steps = torch.linspace(-1, 1, head.out_features, device=device)
+    output = torch.stack([_EXTREME * steps, steps.flip(0), 10 * steps**3])[None]  # [1, 3, V]
+    hidden = torch.linspace(-1, 1, 3 * head.in_features, device=device).view(1, 3, -1).to(head.weight.dtype)
+    ids = torch.zeros(1, 3, dtype=torch.int64, device=device)
+    given: list[Tensor] = []
+    taken: list[Tensor] = []
+
+    def transformer(*args: Any, **kwargs: Any) -> Any:
+        given.extend(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value is not ids)
+        return _Output(hidden)
+
+    def linear(states: Tensor) -> Tensor:
+        taken.append(states)
+        return output
+
+    with _in_place_of(parts.backbone, transformer), _in_place_of(head, linear):
+        logits = causal_lm(input_ids=ids, use_cache=False).logits
+    if given:
+        return "gives its transformer more than the tokens"
+    if len(taken) != 1:
+        return f"calls its head {len(taken)} times in one forward"
+    if not torch.equal(taken[0], hidden):
+        return "changes the states between its transformer and its head"
+    wanted = parts.logit_map(output)
+    if logits.shape != wanted.shape or not torch.allclose(logits.to(wanted), wanted, rtol=1e-5, atol=1e-5):
+        return "changes its head's output in a way that is not known here"
+    return None
+
+
+class _Output:
+    """What a transformer returns, read by name or as a tuple: states, and None for whatever else is asked for."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.last_hidden_state = states
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
+@contextmanager
+def _in_place_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    module.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.forward

@@ -1,0 +1,245 @@
+"""What a model does between its transformer and its logits: in the fused head, in the engine, or refused by name."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernels.cases import needs_triton
+from models.architectures import SHAPES, build_tiny, write_tiny
+from rollout.fakes import byte_codec, played
+
+from agentrl.algorithms import HeadVarianceAccumulator
+from agentrl.errors import SettingsError
+from agentrl.models.anatomy import LogitMap, take_apart
+from agentrl.models.head import ReferenceHead
+from agentrl.models.loading import read_model
+from agentrl.models.policy import PolicyModel
+from agentrl.models.settings import ModelSettings
+from agentrl.models.value import ValueModel
+from agentrl.rollout.engines.base import Sampling
+from agentrl.rollout.engines.transformers import TransformersEngine
+from agentrl.rollout.settings import RolloutSettings
+from agentrl.trajectory import Batch, Segment
+
+TEMPERATURE = 0.7
+KINDS = sorted(SHAPES)
+ROWS = [((1, 2, 3), (4, 5, 40, 41, 6)), ((7, 8), (9, 10)), ((1, 2, 3), (11, 12, 13))]
+
+
+def batch() -> Batch:
+    def segment(ids: tuple[int, ...]) -> Segment:
+        return Segment(
+            origin="model", token_ids=ids, text="", log_probs=(-1.0,) * len(ids), version_spans=((0, len(ids)),)
+        )
+
+    rows = [played(prompt_ids=prompt, segments=(segment(response),)) for prompt, response in ROWS]
+    return Batch.from_trajectories(rows, pad_id=0)
+
+
+def forward_inputs() -> tuple[torch.Tensor, ...]:
+    data = batch()
+    return data.input_ids, data.prompt_lengths, data.response_ids, data.response_mask
+
+
+def plain(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ln p [N, V] by the model's own logits, targets [N])."""
+    rows = []
+    for prompt, response in ROWS:
+        logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0]
+        rows.append(torch.log_softmax(logits[len(prompt) - 1 : -1] / TEMPERATURE, dim=-1))
+    return torch.cat(rows), torch.tensor([token for _, response in ROWS for token in response])
+
+
+def gradients(value: torch.Tensor, model: Any) -> dict[str, torch.Tensor]:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    found = torch.autograd.grad(value, parameters, allow_unused=True)
+    return {name: grad for name, grad in zip(names, found, strict=True) if grad is not None}
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_statistics_and_gradients_are_those_of_the_models_own_softmax(kind: str, backend: Any) -> None:
+    model = build_tiny(kind)
+    log_p, targets = plain(model)
+    own = log_p.gather(1, targets[:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    weights = torch.arange(len(targets)) % 3 - 1.2
+    wanted = gradients((own * weights + 0.3 * entropy).sum(), model)
+
+    policy = PolicyModel(model, backend=backend, share_prompts=kind != "opt")
+    statistics, _ = policy(*forward_inputs(), temperature=TEMPERATURE)
+    torch.testing.assert_close(statistics.log_probs, own, rtol=0, atol=1e-5)
+    torch.testing.assert_close(statistics.entropy, entropy, rtol=0, atol=1e-5)
+    torch.testing.assert_close(statistics.sum_pi_squared, (2 * log_p).exp().sum(-1), rtol=0, atol=1e-5)
+    found = gradients((statistics.log_probs * weights + 0.3 * statistics.entropy).sum(), model)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=2e-4)
+    log_p_again, _ = plain(model)
+    assert torch.equal(log_p_again, log_p), "the fused head changed the model's own logits"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_head_exact_energy_is_the_squared_gradient_norm_of_the_heads_weight(kind: str) -> None:
+    # The energy leaves out 1 / tau^2 and the scale's square, which all tokens share.
+    model = build_tiny(kind, tie_word_embeddings=False)
+    head = model.get_output_embeddings()
+    log_p, targets = plain(model)
+    wanted = [
+        float(torch.autograd.grad(row[target], head.weight, retain_graph=True)[0].square().sum())
+        for row, target in zip(log_p, targets, strict=True)
+    ]
+    statistics, _ = PolicyModel(model)(*forward_inputs(), temperature=TEMPERATURE)
+    found = (
+        statistics.energy * statistics.hidden_norm_squared / take_apart(model).logit_map.temperature(TEMPERATURE) ** 2
+    )
+    torch.testing.assert_close(found, torch.tensor(wanted), rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "granite", "gemma2"])
+def test_the_head_exact_monitor_measures_the_gradient_of_the_models_own_head(kind: str) -> None:
+    model = build_tiny(kind, tie_word_embeddings=False)
+    policy = PolicyModel(model)
+    statistics, hidden = policy(*forward_inputs(), temperature=TEMPERATURE, keep_hidden=True)
+    done = policy.head.logit_map
+    monitor = HeadVarianceAccumulator(
+        policy.head.weight, temperature=done.temperature(TEMPERATURE), cap=done.output_cap
+    )
+    mask = batch().response_mask
+    rows = mask.nonzero()[:, 0]
+    advantages = torch.linspace(-1, 2, len(rows))
+    targets = torch.tensor([token for _, response in ROWS for token in response])
+    monitor.update(hidden=hidden, targets=targets, advantages=advantages, rows=rows, groups=torch.zeros(3).long())
+    (gradient,) = torch.autograd.grad((statistics.log_probs * advantages).sum() / 3, policy.head.weight)
+    assert monitor.result().power == pytest.approx(float(gradient.double().square().sum()), rel=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "other"), [("gemma2", "qwen2"), ("granite", "cohere"), ("qwen2", "gemma3_text")])
+def test_the_divergence_is_between_the_models_own_softmaxes(kind: str, other: str) -> None:
+    model, reference = build_tiny(kind), build_tiny(other, seed=1)
+    log_p, _ = plain(model)
+    log_q = plain(reference)[0].detach()
+    divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
+    wanted = gradients(divergence.sum(), model)
+    second = PolicyModel(reference)
+    _, hidden = second(*forward_inputs(), temperature=TEMPERATURE, keep_hidden=True)
+    head = ReferenceHead(hidden=hidden, weight=second.head.weight.detach(), bias=None, logit_map=second.head.logit_map)
+    statistics, _ = PolicyModel(model)(*forward_inputs(), temperature=TEMPERATURE, reference=head)
+    torch.testing.assert_close(statistics.full_kl, divergence, rtol=1e-4, atol=1e-5)
+    found = gradients(statistics.full_kl.sum(), model)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "opt"])
+async def test_what_the_engine_says_is_what_training_says(kind: str, attention: Any) -> None:
+    model = build_tiny(kind, attention=attention)
+    engine = TransformersEngine(model, byte_codec(), RolloutSettings(kv_cache_tokens=4096))
+    sampling = Sampling(temperature=TEMPERATURE, max_tokens=6)
+    log_probs, responses = [], []
+    try:
+        for row, (prompt, _) in enumerate(ROWS):
+            answer = await engine.generate(
+                prompt, sampling, trajectory_id=str(row), request_id=str(row), seed=row, deadline=time.monotonic() + 100
+            )
+            responses.append(answer.token_ids)
+            log_probs.extend(answer.log_probs)
+        scores = await engine.score(ROWS[0][0] + ROWS[0][1])
+    finally:
+        await engine.close()
+    rows = []
+    for (prompt, _), response in zip(ROWS, responses, strict=True):
+        logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        log_p = torch.log_softmax(logits / TEMPERATURE, dim=-1)
+        rows.extend(log_p[range(len(response)), response].tolist())
+    assert log_probs == pytest.approx(rows, abs=1e-5)
+    ids = torch.tensor([ROWS[0][0] + ROWS[0][1]])
+    whole = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1], dim=-1)
+    assert scores == pytest.approx(whole.gather(1, ids[0, 1:, None])[:, 0].tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_critic_stands_on_any_of_them(kind: str) -> None:
+    data = batch()
+    critic = ValueModel(build_tiny(kind))
+    values = critic(data.input_ids, data.prompt_lengths, data.response_ids.shape[1])
+    assert values.shape == (3, 6)
+    values.sum().backward()
+
+
+def test_a_map_is_a_temperature_and_a_cap_of_the_heads_output() -> None:
+    done = LogitMap(scale=0.25, cap=3.0)
+    output = torch.tensor([-40.0, -3.0, 0.1, 12.0])
+    by_parts = done.output_cap * torch.tanh(output / done.output_cap) / done.temperature(0.7)
+    torch.testing.assert_close(done(output) / 0.7, by_parts)
+    assert LogitMap()(output) is output
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_what_else_a_model_does_is_refused_by_name(half: bool) -> None:
+    def model(**more: Any) -> Any:
+        made = build_tiny("qwen2", **more)
+        return made.bfloat16() if half else made
+
+    def also(change: Any) -> Any:
+        made = model()
+        inner = made.forward
+
+        def forward(**inputs: Any) -> Any:
+            result = inner(**inputs)
+            result.logits = change(result.logits)
+            return result
+
+        made.forward = forward
+        return made
+
+    for change in (lambda x: x * 1.01, lambda x: 30 * torch.tanh(x / 30), lambda x: x + 0.1, lambda x: x[..., :-1]):
+        with pytest.raises(SettingsError, match=r"Qwen2ForCausalLM changes its head's output.*final_logit_softcapping"):
+            PolicyModel(also(change))
+    take_apart(also(lambda x: x))
+
+    declared = model(logits_scaling=2.0)  # says so and does not
+    with pytest.raises(SettingsError, match="Qwen2ForCausalLM changes its head's output"):
+        take_apart(declared)
+
+    states = model()
+    inner = states.model.forward
+    states.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
+    with pytest.raises(SettingsError, match="changes the states between its transformer and its head"):
+        take_apart(states)
+    assert states.model.forward == inner
+
+    more = model()
+    more.model.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, kwargs | {"token_type_ids": torch.zeros(1, 3)}), with_kwargs=True
+    )
+    with pytest.raises(SettingsError, match="gives its transformer more than the tokens"):
+        take_apart(more)
+
+    with pytest.raises(SettingsError, match="GPT2Model has no linear head"):
+        take_apart(build_tiny("gpt2").transformer)
+    with pytest.raises(SettingsError, match=r"multiplies its head's output by -0\.5"):
+        take_apart(build_tiny("cohere", logit_scale=-0.5))
+
+
+def test_capped_attention_is_refused_where_it_would_be_left_out(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "gemma2", attn_logit_softcapping=2.0)
+    with pytest.raises(SettingsError, match=r"attn_logit_softcapping=2\.0.*gemma2.*choose eager"):
+        read_model(tmp_path, ModelSettings(dtype="float32"))
+    eager = read_model(tmp_path, ModelSettings(dtype="float32", attention="eager"))
+    assert take_apart(eager).logit_map == LogitMap(cap=5.0)
+
+
+@needs_triton
+def test_triton_is_refused_where_logits_are_capped() -> None:
+    with pytest.raises(SettingsError, match=r"head_backend=triton .*Gemma2ForCausalLM.*head_backend=auto"):
+        PolicyModel(build_tiny("gemma2"), backend="triton")
+
+
+def test_the_check_reads_no_weight() -> None:
+    with torch.device("meta"):
+        model = build_tiny("granite")
+    model.get_output_embeddings().to_empty(device="cpu")
+    assert take_apart(model).logit_map == LogitMap(scale=1 / 8)
