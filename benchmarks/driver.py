@@ -77,7 +77,6 @@ class FixedEngine(ScriptedEngine[int]):
         trajectory_id: str,
         request_id: str,
         seed: int,
-        deadline: float,
     ) -> Completion:
         turn = self.playing.get(trajectory_id, 0)
         self.playing[trajectory_id] = turn + 1

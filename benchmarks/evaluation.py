@@ -82,7 +82,6 @@ class AnsweringEngine(ScriptedEngine[tuple[Problem, int, int]]):
         trajectory_id: str,
         request_id: str,
         seed: int,
-        deadline: float,
     ) -> Completion:
         await asyncio.sleep(0)
         if trajectory_id not in self.playing:

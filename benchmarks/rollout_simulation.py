@@ -119,7 +119,6 @@ class SimulatedEngine:
         trajectory_id: str,
         request_id: str,
         seed: int,
-        deadline: float,
     ) -> Completion:
         tokens = min(sampling.max_tokens, self._length(seed))
         request = _Request(tokens=tokens, held=len(token_ids) + tokens, done=asyncio.get_running_loop().create_future())
@@ -128,8 +127,7 @@ class SimulatedEngine:
         self._waiting.append(request)
         self._settle()
         try:
-            async with asyncio.timeout_at(deadline):
-                await request.done
+            await request.done
         finally:
             if not request.done.done() or request.done.cancelled():
                 self._drop(request)

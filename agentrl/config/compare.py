@@ -26,7 +26,7 @@ RESUME_MAY_CHANGE = (
     "rollout.engine",
     "rollout.concurrency",
     "rollout.kv_use",
-    "rollout.trajectory_deadline",
+    "rollout.environment_deadline",
     "rollout.step_deadline",
     "rollout.retries",
     "rollout.max_batch_tokens",

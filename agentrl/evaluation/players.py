@@ -16,7 +16,7 @@ from typing import Protocol, cast
 from agentrl.evaluation.text_engine import ContextFullError, TextEngine, TextSampling
 from agentrl.evaluation.transcript import Sample, Transcript, Turn
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.driver import Driver
+from agentrl.rollout.driver import Driver, NoAnswerError, answer_of, spent
 from agentrl.rollout.engines.base import CacheUse, Completion, Engine, EngineError, Sampling
 from agentrl.rollout.engines.sampling import sampling_key
 from agentrl.rollout.ledger import Issue
@@ -88,7 +88,6 @@ class NucleusEngine:
         trajectory_id: str,
         request_id: str,
         seed: int,
-        deadline: float,
     ) -> Completion:
         try:
             return await self._engine.generate(
@@ -97,7 +96,6 @@ class NucleusEngine:
                 trajectory_id=trajectory_id,
                 request_id=request_id,
                 seed=seed,
-                deadline=deadline,
             )
         except EngineError as error:
             self.last_failure = str(error)
@@ -154,22 +152,15 @@ class TextPlayer:
         draft = _Draft(sample=sample)
         episode = self._environment.episode(sample.problem)
         try:
-            async with asyncio.timeout(self._settings.trajectory_deadline) as limit:
-                ended = await self._converse(draft, episode)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            # While the endpoint is being asked again and again, the time that runs out is not the policy's.
-            ended = Ended.INFRASTRUCTURE_FAILURE if draft.waiting else Ended.DEADLINE
-            draft.failure = "rollout.trajectory_deadline passed while the endpoint was waited for"
-        except EngineError as error:
+            ended = await self._converse(draft, episode)
+        except (EngineError, NoAnswerError) as error:
             ended, draft.failure = Ended.INFRASTRUCTURE_FAILURE, str(error)
         finally:
             await episode.close()
         return draft.finish(ended, loop.time() - began)
 
     async def _converse(self, draft: _Draft, episode: Episode) -> Ended:
-        draft.conversation.append(await episode.start())
+        draft.conversation.append(await answer_of(episode.start(), self._settings))
         while True:
             room = self._settings.max_response_tokens - draft.tokens
             limit = min(self._settings.max_turn_tokens, room)
@@ -177,7 +168,7 @@ class TextPlayer:
                 reason = await self._turn(draft, episode, limit)
             except ContextFullError:
                 return Ended.TOKEN_LIMIT if draft.turns else Ended.INFRASTRUCTURE_FAILURE
-            step = await episode.step(draft.conversation[-1])
+            step = await answer_of(episode.step(draft.conversation[-1]), self._settings)
             draft.take(step)
             if step.ended is not None:
                 full = reason == "length" and limit == room and step.ended is Ended.VOID_TURN
@@ -185,6 +176,8 @@ class TextPlayer:
                 return Ended.TOKEN_LIMIT if full or cut else step.ended
             if draft.tokens >= self._settings.max_response_tokens:
                 return Ended.TOKEN_LIMIT
+            if spent(draft.calls, self._settings):
+                return Ended.DEADLINE
 
     async def _turn(self, draft: _Draft, episode: Episode, limit: int) -> str:
         sample = draft.sample
@@ -200,7 +193,6 @@ class TextPlayer:
                 stop=episode.stop,
                 complete=episode.turn_complete,
             ),
-            waits=draft.wait,
         )
         draft.conversation.append(completion.text)
         draft.turns.append(Turn(origin="model", text=completion.text, tokens=completion.tokens))
@@ -222,14 +214,10 @@ class _Draft:
     verdict: Verdict | None = None
     answer: str | None = None
     failure: str | None = None
-    waiting: bool = False
 
     @property
     def tokens(self) -> int:
         return sum(turn.tokens for turn in self.turns)
-
-    def wait(self, waits: bool) -> None:
-        self.waiting = waits
 
     def take(self, step: Step) -> None:
         """What the episode said to the last turn. An observation's tokens are guessed at four characters each."""
@@ -242,8 +230,6 @@ class _Draft:
             self.turns.append(Turn(origin="observation", text=step.observation, tokens=guess))
 
     def finish(self, ended: Ended, seconds: float) -> Transcript:
-        # A deadline before the first turn says nothing about the policy.
-        ended = ended if self.turns or ended.is_no_data else Ended.INFRASTRUCTURE_FAILURE
         return Transcript(
             benchmark=self.sample.benchmark,
             problem=self.sample.problem.id,

@@ -62,7 +62,7 @@ def provenance(
         "limits": {
             "max_turn_tokens": settings.rollout.max_turn_tokens,
             "max_response_tokens": settings.rollout.max_response_tokens,
-            "trajectory_deadline": settings.rollout.trajectory_deadline,
+            "program_seconds": settings.rollout.program_seconds,
         },
         "sandbox": {name: getattr(settings.sandbox, name) for name in _SANDBOX},
         "grader": grader_record(settings),

@@ -141,20 +141,16 @@ class TextEngine:
         told += [f"root {root}"] if isinstance(root, str) and root != self._model else []
         return ", ".join(told) or "not told by the endpoint"
 
-    async def generate(
-        self, conversation: Sequence[str], sampling: TextSampling, *, waits: Callable[[bool], None] = lambda waits: None
-    ) -> TextCompletion:
+    async def generate(self, conversation: Sequence[str], sampling: TextSampling) -> TextCompletion:
         """One turn after ``conversation``: the prompt, a turn, its observation, a turn, its observation ...
 
-        ``waits`` is told whether the endpoint is being waited for or answers.
         Raises ContextFullError, RefusedError, EngineError (not to be had within ``patience``) and SettingsError.
         """
         body = self._body(conversation, sampling)
         path = "chat/completions" if self._settings.api == "chat" else "completions"
 
         async def once() -> TextCompletion:
-            waits(True)
-            return await self._stream(path, body | self._options(), sampling, waits)
+            return await self._stream(path, body | self._options(), sampling)
 
         return await self._tried(once)
 
@@ -260,13 +256,10 @@ class TextEngine:
         if rate is not None:
             self._not_before = max(self._not_before, self._clock()) + 60.0 / rate
 
-    async def _stream(
-        self, path: str, body: Mapping[str, Any], sampling: TextSampling, waits: Callable[[bool], None]
-    ) -> TextCompletion:
+    async def _stream(self, path: str, body: Mapping[str, Any], sampling: TextSampling) -> TextCompletion:
         await self._turn()
         async with self._client.stream("POST", path, json=body) as response:
             await self._check(response)
-            waits(False)
             if "text/event-stream" not in response.headers.get("content-type", ""):
                 await response.aread()
                 return self._whole(_json(response.text), sampling)

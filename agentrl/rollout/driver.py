@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import stamina
 
@@ -33,6 +33,8 @@ from agentrl_envs.rewards import Conversation, Reward, Said
 from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict
 
 logger = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
 
 # Encoded prompts that are kept.
 _PROMPTS = 512
@@ -62,6 +64,27 @@ class _Listed:
 
     async def next(self) -> Job | None:
         return next(self._jobs, None)
+
+
+class NoAnswerError(Exception):
+    """An environment has not answered in time: the trajectory says nothing about the policy."""
+
+
+async def answer_of(environment: Awaitable[_Answer], settings: RolloutSettings) -> _Answer:
+    """What an environment answers to a start or a turn. Raises NoAnswerError past ``environment_deadline``."""
+    try:
+        async with asyncio.timeout(settings.environment_deadline) as limit:
+            return await environment
+    except TimeoutError:
+        if not limit.expired():
+            raise  # not ours
+        said = f"the environment gave no answer within {settings.environment_deadline:g} s"
+        raise NoAnswerError(f"{said} (rollout.environment_deadline)") from None
+
+
+def spent(calls: Sequence[ToolCall], settings: RolloutSettings) -> bool:
+    """Whether a trajectory's programs and tools have run longer than ``rollout.program_seconds``."""
+    return settings.program_seconds is not None and sum(call.seconds for call in calls) > settings.program_seconds
 
 
 class _InfrastructureFailureError(Exception):
@@ -107,7 +130,6 @@ class _Draft:
         self.context += token_ids
 
     def finish(self, ended: Ended, seconds: float) -> Trajectory:
-        played = any(segment.origin == "model" for segment in self.segments)
         return Trajectory(
             problem=self.job.issue.problem,
             step=self.job.step,
@@ -115,8 +137,7 @@ class _Draft:
             sample=self.job.sample,
             prompt_ids=self.prompt_ids,
             segments=tuple(self.segments),
-            # A deadline before the first turn says nothing about the policy.
-            ended=ended if played or ended.is_no_data else Ended.INFRASTRUCTURE_FAILURE,
+            ended=ended,
             verdict=self.verdict,
             answer=self.answer,
             tool_calls=tuple(self.calls),
@@ -301,19 +322,16 @@ class Driver:
     async def _attempt(self, job: Job, play: _Play) -> Trajectory:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        deadline = began + self._settings.trajectory_deadline
         # Zero-padded, so that the order of names is the order of issues, samples and turns.
         name = f"{self._label}{job.step:08d}-{job.issue.index:012d}-{job.sample:06d}"
         draft = _Draft(job=job, name=name)
         episode = self._environment.episode(job.issue.problem)
         try:
-            async with asyncio.timeout_at(deadline):
-                ended = await self._converse(draft, episode, play, deadline)
-        except TimeoutError:
-            if loop.time() < deadline:
-                raise  # not ours
-            ended = Ended.DEADLINE
+            ended = await self._converse(draft, episode, play)
         except EngineError:
+            ended = Ended.INFRASTRUCTURE_FAILURE
+        except NoAnswerError as error:
+            logger.warning("problem %s: %s", job.issue.problem.id, error)
             ended = Ended.INFRASTRUCTURE_FAILURE
         finally:
             self._engine.release(draft.name)
@@ -336,11 +354,11 @@ class Driver:
         await play.turnstile.enter()
         return trajectory.with_reward(value)
 
-    async def _converse(self, draft: _Draft, episode: Episode, play: _Play, deadline: float) -> Ended:
-        draft.prompt_ids = draft.context = self._encode_prompt(await episode.start())
+    async def _converse(self, draft: _Draft, episode: Episode, play: _Play) -> Ended:
+        draft.prompt_ids = draft.context = self._encode_prompt(await answer_of(episode.start(), self._settings))
         while True:
-            completion, text, full = await self._turn(draft, episode, play, deadline)
-            step = await episode.step(text)
+            completion, text, full = await self._turn(draft, episode, play)
+            step = await answer_of(episode.step(text), self._settings)
             await play.turnstile.enter()
             reward = 0.0 if step.ended is not None and step.ended.is_no_data else step.reward
             draft.segments.append(
@@ -374,11 +392,9 @@ class Driver:
             return Ended.TOKEN_LIMIT if limited else step.ended
         if not fits or draft.used >= self._settings.max_response_tokens:
             return Ended.TOKEN_LIMIT
-        return None
+        return Ended.DEADLINE if spent(draft.calls, self._settings) else None
 
-    async def _turn(
-        self, draft: _Draft, episode: Episode, play: _Play, deadline: float
-    ) -> tuple[Completion, str, bool]:
+    async def _turn(self, draft: _Draft, episode: Episode, play: _Play) -> tuple[Completion, str, bool]:
         """One turn's tokens and text; True if the trajectory's token limit cut it.
 
         Where the engine stopped at a string that does not complete the turn, the same turn goes on from the exact ids.
@@ -402,7 +418,6 @@ class Driver:
                 trajectory_id=draft.name,
                 request_id=request_id,
                 seed=sampling_key(self._seed, job.step, job.issue.index, job.sample, turn, part),
-                deadline=deadline,
             )
             await play.turnstile.enter()
             draft.context += piece.token_ids

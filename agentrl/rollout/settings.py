@@ -33,7 +33,12 @@ class VLLMSettings(BaseModel):
         None, gt=0, description="mean |log-prob difference| on the probe after a transfer; none: by dtype"
     )
     start_deadline: float = Field(900.0, gt=0, description="seconds a server may take to start")
-    request_deadline: float = Field(900.0, gt=0, description="seconds of one request before another server is asked")
+    stall_deadline: float = Field(
+        300.0,
+        gt=0,
+        description="seconds in which a server with requests computes no token before others are asked; how long a "
+        "request takes is not limited",
+    )
     outage_deadline: float = Field(600.0, gt=0, description="seconds without any working server that end the run")
     request_retries: int = Field(8, ge=0, description="times a request is sent again after a server failed it")
     restarts: int = Field(3, ge=0, description="times each server that was started here is started again")
@@ -92,7 +97,18 @@ class RolloutSettings(BaseModel):
         description="share of the engine's KV cache in use above which fewer trajectories are let in; as many as fit "
         "whatever their length always are",
     )
-    trajectory_deadline: float = Field(1800.0, gt=0, description="seconds a trajectory may take")
+    program_seconds: float | None = Field(
+        None,
+        gt=0,
+        description="seconds that a trajectory's programs and tools may run together, then it ends as deadline; none: "
+        "only each one's own limit",
+    )
+    environment_deadline: float = Field(
+        3600.0,
+        gt=0,
+        description="seconds an environment may take to answer one turn, waiting included; then the trajectory is an "
+        "infrastructure failure",
+    )
     step_deadline: float = Field(
         7200.0, gt=0, description="seconds a step's rollouts may take before the run ends with an error"
     )

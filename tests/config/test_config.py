@@ -338,7 +338,7 @@ OPERATIONAL: dict[str, Any] = {
     "rollout.concurrency": 7,
     "rollout.vllm.placement": "external",
     "rollout.vllm.addresses": ["http://127.0.0.1:9"],
-    "rollout.vllm.request_deadline": 60.0,
+    "rollout.vllm.stall_deadline": 60.0,
     "sandbox.url": "http://127.0.0.1:9",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from agentrl.rollout.engines.base import EngineError
 from agentrl.rollout.settings import RolloutSettings
 from agentrl_envs.types import Ended, Problem, ToolCall, Verdict
 
-SETTINGS = RolloutSettings(max_response_tokens=40, max_turn_tokens=20, concurrency=3, trajectory_deadline=20.0)
+SETTINGS = RolloutSettings(max_response_tokens=40, max_turn_tokens=20, concurrency=3)
 
 
 def sample(number: int = 0, *, problem: str = "p", attempt: int = 0) -> Sample:
@@ -36,19 +37,15 @@ class ScriptedText:
         self.asked: list[tuple[tuple[str, ...], TextSampling]] = []
         self.running = self.most = 0
 
-    async def generate(
-        self, conversation: Sequence[str], sampling: TextSampling, *, waits: Callable[[bool], None]
-    ) -> TextCompletion:
+    async def generate(self, conversation: Sequence[str], sampling: TextSampling) -> TextCompletion:
         self.asked.append((tuple(conversation), sampling))
         self.running += 1
         self.most = max(self.most, self.running)
         try:
-            waits(True)
             answer = self._script(conversation, len(self.asked) - 1)
             if asyncio.iscoroutine(answer):
                 answer = await answer
             await asyncio.sleep(0)
-            waits(False)
             if isinstance(answer, Exception):
                 raise answer
             return answer
@@ -129,14 +126,19 @@ async def test_how_text_conversations_end(answers: list[Any], steps: list[Any], 
     assert (one.failure == "down") is (EngineError in map(type, answers))
 
 
-async def test_time_that_runs_out_while_the_endpoint_is_waited_for_is_no_data() -> None:
-    async def ended(script: Callable[[Sequence[str], int], Any], *steps: Any) -> Ended:
+async def test_waiting_costs_a_conversation_nothing_and_programs_what_they_run() -> None:
+    async def one(*steps: Any, **limits: Any) -> Transcript:
         environment = ScriptedEnvironment(lambda problem, n: ScriptedEpisode(steps))
-        (one,) = await played(text_player(ScriptedText(script), environment, trajectory_deadline=0.05), sample())
-        return one.ended
+        engine = ScriptedText(lambda conversation, n: asyncio.sleep(0.05, text("x")))
+        (played_once,) = await played(text_player(engine, environment, **limits), sample())
+        return played_once
 
-    assert await ended(lambda conversation, n: asyncio.sleep(60)) is Ended.INFRASTRUCTURE_FAILURE
-    assert await ended(lambda conversation, n: text("x"), asyncio.sleep(60)) is Ended.DEADLINE
+    ran = replace(goes_on("E"), tool_calls=(ToolCall(outcome="ok", seconds=3.0),))
+    assert (await one(ran, ran, answered(), program_seconds=6.0)).ended is Ended.ANSWERED
+    assert (await one(ran, ran, answered(), program_seconds=5.9)).ended is Ended.DEADLINE
+    silent = await one(asyncio.sleep(60), environment_deadline=0.02)
+    assert (silent.ended, silent.no_data) == (Ended.INFRASTRUCTURE_FAILURE, True)
+    assert silent.failure == "the environment gave no answer within 0.02 s (rollout.environment_deadline)"
 
 
 async def test_text_players_keep_their_concurrency_and_lose_nothing() -> None:

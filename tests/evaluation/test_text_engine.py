@@ -237,13 +237,6 @@ async def test_the_other_refusals_are_typed() -> None:
         await Endpoint(refused(404, "model x")).ask()
 
 
-async def test_waiting_and_answering_are_told_apart() -> None:
-    endpoint = Endpoint(refused(503), stream(said("a")))
-    waits: list[bool] = []
-    await endpoint.engine.generate(("P",), sampling(), waits=waits.append)
-    assert waits == [True, True, False]
-
-
 async def test_opening_finds_the_only_model_and_samples_a_token() -> None:
     endpoint = Endpoint(stream(said("x")), model=None, models=["served"])
     await endpoint.engine.open()

@@ -38,6 +38,7 @@ class FakeVLLM:
         self.awake.set()
         self.says: dict[str, Any] = {}  # what a path answers instead
         self.metrics = ""
+        self.answering = True  # False: connections stay open and nothing comes
         self.on_generate: Callable[[dict[str, Any]], Any] = lambda body: None
         self.scores: Callable[[str, int], float] = lambda version, place: -1.0
         self.port = 0
@@ -98,6 +99,8 @@ class FakeVLLM:
 
     async def _answer(self, method: str, path: str, body: dict[str, Any]) -> Answer:
         self.calls.append(path)
+        if not self.answering:
+            await asyncio.Event().wait()
         name, _, query = path.partition("?")
         if name in self.says:
             return 200, self.says[name]

@@ -89,7 +89,6 @@ class ScriptedEngine:
         trajectory_id: str,
         request_id: str,
         seed: int,
-        deadline: float,
     ) -> Completion:
         self.requests.append((trajectory_id, token_ids, sampling, seed))
         self.request_ids.append(request_id)

@@ -225,16 +225,22 @@ async def test_an_observation_that_does_not_fit_is_left_out_and_ends_the_traject
     assert (trajectory.ended, trajectory.reward, trajectory.turns) == (Ended.ANSWERED, 1.0, 1)
 
 
-async def test_past_its_deadline_a_trajectory_keeps_its_whole_turns() -> None:
-    script = [TURN, asyncio.sleep(60)]
-    trajectory, engine = await one(script, [goes_on("E")], trajectory_deadline=0.05)
-    assert (trajectory.ended, trajectory.turns, trajectory.segments[-1].text) == (Ended.DEADLINE, 1, "E")
-    assert (engine.running, alone()) == (0, True)
+@pytest.mark.parametrize(
+    ("budget", "ended", "turns"), [(None, Ended.ANSWERED, 3), (6.0, Ended.ANSWERED, 3), (5.9, Ended.DEADLINE, 2)]
+)
+async def test_programs_spend_a_budget_of_seconds(budget: float | None, ended: Ended, turns: int) -> None:
+    ran = replace(
+        goes_on("E"), tool_calls=(ToolCall(outcome="ok", seconds=2.0), ToolCall(outcome="error", seconds=1.0))
+    )
+    trajectory, _ = await one([TURN] * 3, [ran, ran, ends(reward=1.0)], program_seconds=budget)
+    assert (trajectory.ended, trajectory.turns, trajectory.no_data) == (ended, turns, False)
+    assert trajectory.segments[1].text == "E"
 
 
-async def test_a_deadline_before_the_first_turn_says_nothing_about_the_policy() -> None:
-    trajectory, _ = await one([asyncio.sleep(60)], [], trajectory_deadline=0.02, retries=0)
+async def test_an_environment_that_does_not_answer_is_no_data() -> None:
+    trajectory, engine = await one([TURN], [asyncio.sleep(60)], environment_deadline=0.02, retries=0)
     assert (trajectory.ended, trajectory.no_data) == (Ended.INFRASTRUCTURE_FAILURE, True)
+    assert (engine.running, alone()) == (0, True)
 
 
 async def test_a_start_that_hangs_is_no_data() -> None:
@@ -244,7 +250,7 @@ async def test_a_start_that_hangs_is_no_data() -> None:
             return ""
 
     driver, environment = make(
-        ScriptedEngine(lambda *_: TURN), lambda *_: Hanging([]), trajectory_deadline=0.02, retries=0
+        ScriptedEngine(lambda *_: TURN), lambda *_: Hanging([]), environment_deadline=0.02, retries=0
     )
     (group,) = await play(driver)
     assert group.trajectories[0].ended is Ended.INFRASTRUCTURE_FAILURE

@@ -18,7 +18,7 @@ def engine(*, together: float = 10.0, alone: float = 10.0, kv: int = 1000) -> Si
 
 
 async def turn(
-    one: SimulatedEngine, tokens: int, *, begin: float = 0.0, prompt: int = 0, most: int = 1000, deadline: float = 1e9
+    one: SimulatedEngine, tokens: int, *, begin: float = 0.0, prompt: int = 0, most: int = 1000
 ) -> tuple[float, Completion]:
     """When it ended, and with what."""
     await asyncio.sleep(begin)
@@ -28,7 +28,6 @@ async def turn(
         trajectory_id="t",
         request_id="r",
         seed=tokens,
-        deadline=deadline,
     )
     return asyncio.get_running_loop().time(), completion
 
@@ -69,10 +68,10 @@ def test_what_the_cache_does_not_hold_waits() -> None:
 def test_a_request_that_gives_up_makes_room() -> None:
     async def play() -> tuple[float, int]:
         one = engine(kv=30)
-        first = asyncio.create_task(turn(one, 20, deadline=1.0))
         second = asyncio.create_task(turn(one, 20, begin=0.5))
         with pytest.raises(TimeoutError):
-            await first
+            async with asyncio.timeout(1.0):
+                await turn(one, 20)
         return (await second)[0], one.kv_used
 
     assert run_virtual(play()) == (pytest.approx(3.0), 0)

@@ -109,7 +109,6 @@ async def turn(
         trajectory_id=name,
         request_id=name,
         seed=seed,
-        deadline=asyncio.get_running_loop().time() + 120,
     )
 
 

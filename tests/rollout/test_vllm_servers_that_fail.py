@@ -210,24 +210,69 @@ async def test_the_cache_is_as_full_as_that_of_the_fullest_server() -> None:
         assert await engine.cache_use() == CacheUse(tokens=1600, used=0.2, preemptions=2)
 
 
-async def test_a_stuck_request_goes_elsewhere_after_its_deadline() -> None:
+def computed(tokens: int) -> str:
+    """A server's metrics when it has computed so many tokens."""
+    return f'vllm:prompt_tokens_total{{engine="0"}} 3.0\nvllm:generation_tokens_total{{engine="0"}} {tokens}.0'
+
+
+@pytest.mark.parametrize("wedged", [False, True])
+async def test_the_requests_of_a_server_that_computes_nothing_go_elsewhere(wedged: bool) -> None:
+    """It answers to everything else, or to nothing at all."""
+
     async def stuck(body: dict[str, Any]) -> None:
+        first.answering = not wedged
         await asyncio.Event().wait()
 
-    async with fakes(CODEC, 2) as (first, second), opened([first, second], request_deadline=0.2) as engine:
-        first.on_generate = stuck
-        assert (await ask(engine)).token_ids == (8, 9, 10, 11)
-        assert (first.broken, len(second.bodies)) == (1, 1)
+    async with fakes(CODEC, 2) as (first, second), opened([first, second], stall_deadline=0.2) as engine:
+        first.on_generate, first.metrics = stuck, computed(5)
+        answers = [await ask(engine, name="one"), *await asyncio.gather(*(ask(engine, name=f"{n}") for n in range(4)))]
+        assert [answer.token_ids for answer in answers] == [(8, 9, 10, 11)] * 5
+        assert (first.broken >= 1, len(second.bodies) >= 5) == (True, True)
 
 
-async def test_a_trajectorys_deadline_and_a_cancellation_abort_the_request() -> None:
+@pytest.mark.parametrize("tells", [True, False])
+async def test_slow_is_not_dead(tells: bool) -> None:
+    """A turn that takes many times the deadline is waited for, as short ones are, while its server gets tokens out."""
+
+    async def slow(body: dict[str, Any]) -> None:
+        for _ in range(body["sampling_params"]["max_tokens"]):
+            await asyncio.sleep(0.05)
+            tokens[0] += 1
+            server.metrics = computed(tokens[0]) if tells else ""
+
+    tokens = [0]
+    async with fakes(CODEC) as (server,), opened([server], stall_deadline=0.5) as engine:
+        server.on_generate = slow
+        long, short = await asyncio.gather(ask(engine, max_tokens=30), ask(engine, name="short", max_tokens=1))
+        assert (len(long.token_ids), len(short.token_ids)) == (30, 1)
+        assert (server.broken, len(server.bodies), is_up(engine, 0)) == (0, 2, True)
+
+
+async def test_no_token_comes_while_weights_change_and_nobody_is_to_blame() -> None:
+    async with fakes(CODEC) as (server,), opened([server], stall_deadline=0.2) as engine:
+        server.metrics = computed(5)
+        server.awake.clear()
+        waiting = asyncio.create_task(ask(engine))
+        await eventually(lambda: len(server.bodies) == 1)
+        await engine.hold()
+        looks = server.calls.count("/metrics")
+        await asyncio.sleep(0.4)  # twice what is too long for a server that could compute
+        assert server.calls.count("/metrics") <= looks + 1
+        await engine.install(Path("/weights/1"), 1)
+        engine.admit()
+        assert len((await waiting).token_ids) == 4
+        assert (server.broken, len(server.bodies), is_up(engine, 0)) == (0, 1, True)
+
+
+async def test_a_cancellation_aborts_the_request() -> None:
     async def stuck(body: dict[str, Any]) -> None:
         await asyncio.Event().wait()
 
     async with fakes(CODEC) as (server,), opened([server]) as engine:
         server.on_generate = stuck
         with pytest.raises(TimeoutError):
-            await ask(engine, seconds=0.1)
+            async with asyncio.timeout(0.1):
+                await ask(engine)
         await eventually(lambda: server.broken == 1)
         task = asyncio.create_task(ask(engine))
         await eventually(lambda: len(server.bodies) == 2)

@@ -44,7 +44,6 @@ async def ask(
     name: str = "t",
     prompt: tuple[int, ...] = PROMPT,
     seed: int = 7,
-    seconds: float = 30.0,
     **sampling: Any,
 ) -> Completion:
     return await engine.generate(
@@ -53,7 +52,6 @@ async def ask(
         trajectory_id=name,
         request_id=f"{name}-0",
         seed=seed,
-        deadline=asyncio.get_running_loop().time() + seconds,
     )
 
 

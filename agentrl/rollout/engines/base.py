@@ -51,7 +51,7 @@ class CacheUse:
 class Engine(Protocol):
     """Thousands of calls may be in flight; cancelling one aborts its request.
 
-    ``deadline`` is in seconds of the event loop's clock; past it the call raises :class:`TimeoutError`.
+    A call lasts as long as tokens come: time bounds no turn, since that would drop long ones on a busy engine.
     """
 
     async def generate(
@@ -62,7 +62,6 @@ class Engine(Protocol):
         trajectory_id: str,
         request_id: str,
         seed: int,
-        deadline: float,
     ) -> Completion: ...
 
     def release(self, trajectory_id: str) -> None:

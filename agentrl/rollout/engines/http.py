@@ -52,7 +52,7 @@ class JSONClient:
         self.address = address.rstrip("/")
         self._client = httpx.AsyncClient(
             base_url=self.address,
-            timeout=None,  # every call has a deadline of its own
+            timeout=None,  # every call has a deadline of its own, or none because slow is not dead
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0),
             trust_env=False,
         )
@@ -65,21 +65,24 @@ class JSONClient:
         """The text at ``path``."""
         return (await self._content("GET", path, None, seconds)).decode(errors="replace")
 
-    async def post(self, path: str, body: Any = None, *, seconds: float) -> Any:
-        """The JSON that ``path`` answers to ``body``; None for an empty answer."""
+    async def post(self, path: str, body: Any = None, *, seconds: float | None) -> Any:
+        """The JSON that ``path`` answers to ``body``; None for an empty answer.
+
+        ``seconds`` None waits as long as the connection holds.
+        """
         return await self._call("POST", path, body, seconds)
 
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _call(self, method: str, path: str, body: Any, seconds: float) -> Any:
+    async def _call(self, method: str, path: str, body: Any, seconds: float | None) -> Any:
         content = await self._content(method, path, body, seconds)
         try:
             return json.loads(content) if content else None
         except ValueError:
             raise GarbageError(f"{self.address}{path} answered what is not JSON: {_quoted(content)}") from None
 
-    async def _content(self, method: str, path: str, body: Any, seconds: float) -> bytes:
+    async def _content(self, method: str, path: str, body: Any, seconds: float | None) -> bytes:
         try:
             async with asyncio.timeout(seconds):
                 answer = await self._client.request(method, path, json=body)

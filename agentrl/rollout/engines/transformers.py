@@ -78,7 +78,6 @@ class TransformersEngine:
         trajectory_id: str,
         request_id: str,
         seed: int,
-        deadline: float,
     ) -> Completion:
         """Sample one turn after ``token_ids``; see :class:`~agentrl.rollout.engines.base.Engine`."""
         request = Request(
@@ -95,8 +94,7 @@ class TransformersEngine:
         self._arrived.append(request)
         self._ensure_server().set()
         try:
-            async with asyncio.timeout_at(deadline):
-                return await future
+            return await future
         finally:
             if not future.done() or future.cancelled():
                 request.cancelled = True

@@ -20,6 +20,7 @@ from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.balancer import Balancer
 from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, Sampling
 from agentrl.rollout.engines.http import GarbageError, HTTPFailure, RefusedError
+from agentrl.rollout.engines.pulse import Pulse
 from agentrl.rollout.engines.vllm_replica import Identity, Replica
 from agentrl.rollout.engines.vllm_server import ServerProcess, says_out_of_memory
 from agentrl.rollout.settings import RolloutSettings
@@ -86,6 +87,10 @@ class VLLMEngine:
         self._directory: Path | None = None  # the weights of the present version, where they travel by files
         self._untouched = True  # the servers hold the weights they were started with
         self._gate = asyncio.Event()  # closed while weights change
+        self._pulses = [
+            Pulse(member.replica.address, member.replica.tokens_so_far, self._gate, patience=self._vllm.stall_deadline)
+            for member in self._members
+        ]
         self._asleep = False
         self._nobody_since: float | None = None
         self._nonce = secrets.token_hex(4)
@@ -108,7 +113,8 @@ class VLLMEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for member in self._members:
+        for pulse, member in zip(self._pulses, self._members, strict=True):
+            await pulse.close()
             await member.replica.close()
         mine = [member.server for member in self._members if member.server is not None]
         await asyncio.gather(*(asyncio.to_thread(server.stop) for server in mine))
@@ -166,27 +172,23 @@ class VLLMEngine:
         trajectory_id: str,
         request_id: str,
         seed: int,
-        deadline: float,
     ) -> Completion:
         """Sample one turn after ``token_ids``; see :class:`~agentrl.rollout.engines.base.Engine`."""
         avoid: set[int] = set()
         failures: list[str] = []
-        async with asyncio.timeout_at(deadline):
-            while True:
-                place = await self._place(trajectory_id, len(token_ids), frozenset(avoid))
-                limit = self._balancer.loads[place].limit
-                try:
-                    return await self._ask(place, token_ids, sampling, trajectory_id, request_id, seed)
-                except HTTPFailure as error:
-                    failures.append(f"{self._members[place].replica.address}: {error}")
-                    if says_out_of_memory(str(error)) and self._balancer.loads[place].limit == limit:
-                        self._less(place)  # once for all the requests that one shortage failed
-                    if not self._note_failure(place, error) or len(failures) > self._vllm.request_retries:
-                        raise EngineError(
-                            f"request {request_id} failed {len(failures)} times: {failures[-1]}"
-                        ) from error
-                    avoid.add(place)
-                await asyncio.sleep(random.uniform(0.5, 1.0) * min(_LONGEST_LOOK, _FIRST_BACKOFF * 2 ** len(failures)))
+        while True:
+            place = await self._place(trajectory_id, len(token_ids), frozenset(avoid))
+            limit = self._balancer.loads[place].limit
+            try:
+                return await self._ask(place, token_ids, sampling, trajectory_id, request_id, seed)
+            except HTTPFailure as error:
+                failures.append(f"{self._members[place].replica.address}: {error}")
+                if says_out_of_memory(str(error)) and self._balancer.loads[place].limit == limit:
+                    self._less(place)  # once for all the requests that one shortage failed
+                if not self._note_failure(place, error) or len(failures) > self._vllm.request_retries:
+                    raise EngineError(f"request {request_id} failed {len(failures)} times: {failures[-1]}") from error
+                avoid.add(place)
+            await asyncio.sleep(random.uniform(0.5, 1.0) * min(_LONGEST_LOOK, _FIRST_BACKOFF * 2 ** len(failures)))
 
     async def _ask(
         self,
@@ -201,15 +203,15 @@ class VLLMEngine:
         size = {"context": len(token_ids), "reserved": sampling.max_tokens}
         self._balancer.take(place, trajectory_id, **size)
         try:
-            completion = await self._members[place].replica.generate(
-                token_ids,
-                sampling,
-                request_id=f"{request_id}-{secrets.token_hex(3)}",  # a server refuses an id that it still knows
-                seed=seed if self._vllm.seeded else None,
-                eos_ids=self._eos_ids,
-                salt=self._salt(version),
-                seconds=self._vllm.request_deadline,
-            )
+            async with self._pulses[place].watched():
+                completion = await self._members[place].replica.generate(
+                    token_ids,
+                    sampling,
+                    request_id=f"{request_id}-{secrets.token_hex(3)}",  # a server refuses an id that it still knows
+                    seed=seed if self._vllm.seeded else None,
+                    eos_ids=self._eos_ids,
+                    salt=self._salt(version),
+                )
         finally:
             self._balancer.give_back(place, trajectory_id, **size)
         versions = [item for item, _ in completion.version_spans]
@@ -337,7 +339,7 @@ class VLLMEngine:
 
     async def _prove(self, member: Member) -> None:
         """Have a server that comes back score the last probe. Raises HTTPFailure if it is not the present policy."""
-        scores = await member.replica.score(self._probe, salt=self._fresh_salt(), seconds=self._vllm.request_deadline)
+        scores = await member.replica.score(self._probe, salt=self._fresh_salt(), seconds=self._vllm.stall_deadline)
         problem = self._check(scores) if self._check is not None else None
         if problem is not None:
             if self._directory is not None:

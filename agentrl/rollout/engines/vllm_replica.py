@@ -17,6 +17,7 @@ from agentrl.rollout.engines.vllm_wire import (
     read_cache_use,
     read_completion,
     read_scores,
+    read_tokens,
     score_body,
 )
 
@@ -68,11 +69,10 @@ class Replica:
         seed: int | None,
         eos_ids: frozenset[int],
         salt: str,
-        seconds: float,
     ) -> Completion:
-        """One turn. Raises HTTPFailure."""
+        """One turn, however long it takes. Raises HTTPFailure."""
         body = generate_body(token_ids, sampling, request_id=request_id, seed=seed, eos_ids=sorted(eos_ids), salt=salt)
-        return read_completion(await self._http.post(GENERATE, body, seconds=seconds), sampling, eos_ids)
+        return read_completion(await self._http.post(GENERATE, body, seconds=None), sampling, eos_ids)
 
     async def score(self, token_ids: tuple[int, ...], *, salt: str, seconds: float = _LONG) -> tuple[float, ...]:
         """Log-probabilities at temperature 1 of ``token_ids[1:]``. Raises HTTPFailure."""
@@ -93,6 +93,13 @@ class Replica:
     async def cache_use(self) -> CacheUse:
         """How full its KV cache is. Raises HTTPFailure."""
         return read_cache_use(await self._http.text("/metrics", seconds=_QUICK))
+
+    async def tokens_so_far(self) -> int | None:
+        """Tokens that it has computed in its life, None if it does not tell. Raises HTTPFailure where it is gone."""
+        try:
+            return read_tokens(await self._http.text("/metrics", seconds=_QUICK))
+        except (RefusedError, GarbageError):
+            return None
 
     async def pause(self) -> None:
         """Hold every request where it is, with its keys and values; they go on after :meth:`resume`.

@@ -15,6 +15,7 @@ _SEEDS = 1 << 63
 # vLLM writes minus infinity and NaN as this.
 _FLOOR = -9999.0
 _METRIC = re.compile(r"^vllm:(kv_cache_usage_perc|num_preemptions_total|cache_config_info)\{(.*)\} (\S+)", re.MULTILINE)
+_TOKENS = re.compile(r"^vllm:(?:generation|prompt)_tokens_total(?:\{.*\})? (\S+)", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -110,6 +111,23 @@ def read_cache_use(metrics: str) -> CacheUse:
         )
     except (KeyError, ValueError) as error:
         raise GarbageError(f"its metrics do not tell how full its KV cache is: {error!r}") from error
+
+
+def read_tokens(metrics: str) -> int | None:
+    """Tokens that a server has sampled and prefilled, out of its Prometheus metrics; None if they do not tell.
+
+    >>> read_tokens('''vllm:prompt_tokens_total{engine="0"} 40.0
+    ... vllm:generation_tokens_total{engine="0"} 1.2e+03
+    ... vllm:generation_tokens_created{engine="0"} 1.7e+09''')
+    1240
+    >>> read_tokens("vllm:kv_cache_usage_perc 0.5") is None
+    True
+    """
+    try:
+        counts = [float(value) for value in _TOKENS.findall(metrics)]
+    except ValueError as error:
+        raise GarbageError(f"its metrics do not tell how many tokens it has computed: {error}") from error
+    return int(sum(counts)) if counts else None
 
 
 def _choice(answer: Any) -> Mapping[str, Any]:
