@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,29 @@ def test_the_command_line_sets_the_waiting_of_threads_before_torch_is_imported()
         "assert chosen(OMP_WAIT_POLICY='passive') == {'OMP_WAIT_POLICY': 'passive'}"
     )
     assert imported(code) == set()
+
+
+class _Refuses(BaseHTTPRequestHandler):
+    def log_message(self, *arguments: object) -> None:
+        """Say nothing."""
+
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+
+def test_an_endpoint_that_is_wrong_is_said_before_anything_heavy_is_imported() -> None:
+    """Importing torch and what follows takes many times as long as asking."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Refuses) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+        found = imported(
+            "import agentrl.cli, agentrl.errors\n"
+            f"arguments = ['eval', '--base-url', {url!r}, '--benchmarks', 'aime24']\n"
+            "try:\n    agentrl.cli.app(arguments)\n"
+            "except agentrl.errors.SettingsError as error:\n    assert '--model' in str(error), error\n"
+            "else:\n    raise AssertionError('it was not refused')"
+        )
+        server.shutdown()
+        thread.join()
+    assert found <= {"numpy"}  # of the scores

@@ -1,4 +1,4 @@
-"""What samples in an evaluation: the engine of the settings over a model that is read here, or an endpoint."""
+"""What samples in an evaluation: an endpoint, or the engine of the settings over a model that lies here."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 
 from agentrl.errors import SettingsError
 from agentrl.evaluation.chat_template import TemplatedCodec
-from agentrl.evaluation.players import Player, TextPlayer, TokenPlayer
+from agentrl.evaluation.players import Player, TokenPlayer
 from agentrl.evaluation.provenance import chosen_engine
 from agentrl.evaluation.servers import open_servers
-from agentrl.evaluation.text_engine import TextEngine
 from agentrl.models.loading import read_model
 from agentrl.models.tokenizer import TextCodec, read_generation_ends, read_tokenizer
 from agentrl.rollout.engines.base import Engine
@@ -52,19 +51,10 @@ class OpenedEngine(Protocol):
 
 
 async def open_engine(settings: Settings, folder: Path) -> OpenedEngine:
-    """The engine that ``settings`` (with evaluation's limits) name, open. SettingsError and WorldError say what fails.
+    """``rollout.engine`` over the model in ``model.path``, open. SettingsError and WorldError say what fails.
 
-    The endpoint where ``evaluation.endpoint.url`` is set; else ``rollout.engine`` over the model in ``model.path``.
-    ``folder``: for the logs of vLLM servers that are started here.
+    ``settings`` have evaluation's limits. ``folder``: for the logs of vLLM servers that are started here.
     """
-    if settings.evaluation.endpoint.url is not None:
-        endpoint = TextEngine(settings.evaluation.endpoint)
-        try:
-            await endpoint.open()
-        except BaseException:
-            await endpoint.close()
-            raise
-        return OpenedEndpoint(engine=endpoint, settings=settings)
     path = str(settings.model.path)
     codec = _codec(settings, path)
     if settings.rollout.engine == "vllm":
@@ -153,40 +143,6 @@ class OpenedModel:
                     f"rollout.max_response_tokens) allows {rollout.max_response_tokens} more, which passes {name}, "
                     f"{limit}; valid: evaluation.max_response_tokens of at most {max(limit - longest, 1)}"
                 )
-
-    async def close(self) -> None:
-        await self.engine.close()
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenedEndpoint:
-    """An endpoint that has answered."""
-
-    engine: TextEngine
-    settings: Settings
-
-    @property
-    def concurrency(self) -> int:
-        return self.settings.evaluation.endpoint.concurrency
-
-    def model(self) -> Mapping[str, Any]:
-        return {"name": self.engine.model, "fingerprint": self.engine.fingerprint()}
-
-    def sampler(self) -> Mapping[str, Any]:
-        return chosen_engine(self.settings)
-
-    def player(self, environment: Environment) -> Player:
-        return TextPlayer(
-            environment=environment,
-            engine=self.engine,
-            settings=self.settings.rollout,
-            top_p=self.settings.evaluation.top_p,
-            seed=self.settings.seed,
-            concurrency=self.concurrency,
-        )
-
-    def check_lengths(self, prompts: Sequence[str]) -> None:
-        """The endpoint says itself what it cannot read."""
 
     async def close(self) -> None:
         await self.engine.close()

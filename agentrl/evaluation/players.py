@@ -195,7 +195,10 @@ class TextPlayer:
             ),
         )
         draft.conversation.append(completion.text)
-        draft.turns.append(Turn(origin="model", text=completion.text, tokens=completion.tokens))
+        draft.refused |= completion.finish_reason == "refused"
+        draft.turns.append(
+            Turn(origin="model", text=completion.text, tokens=completion.tokens, reasoning=completion.reasoning)
+        )
         if turn == 0:
             draft.prompt_tokens = completion.prompt_tokens or 0
         return completion.finish_reason
@@ -214,6 +217,7 @@ class _Draft:
     verdict: Verdict | None = None
     answer: str | None = None
     failure: str | None = None
+    refused: bool = False
 
     @property
     def tokens(self) -> int:
@@ -244,6 +248,7 @@ class _Draft:
             tool_calls=tuple(self.calls),
             seconds=seconds,
             failure=self.failure if ended is Ended.INFRASTRUCTURE_FAILURE else None,
+            refused=self.refused,
         )
 
 

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from agentrl.evaluation.problem_sets import ProblemSet
+from agentrl.evaluation.settings import REQUEST_FIELDS, EndpointSettings
 from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
 
 if TYPE_CHECKING:
@@ -58,7 +59,12 @@ def provenance(
             **_instruction(settings),
             "prompt": _prompt_format(settings),
         },
-        "sampling": {"n": evaluation.samples, "temperature": evaluation.temperature, "top_p": evaluation.top_p},
+        "sampling": {
+            "n": evaluation.samples,
+            "temperature": evaluation.temperature,
+            "top_p": evaluation.top_p,
+            **_request(evaluation.endpoint),
+        },
         "limits": {
             "max_turn_tokens": settings.rollout.max_turn_tokens,
             "max_response_tokens": settings.rollout.max_response_tokens,
@@ -113,6 +119,11 @@ def _instruction(settings: Settings) -> dict[str, str]:
     if isinstance(environment, SimpleTIRSettings | ReasoningSettings):
         return {"instruction": environment.shown_instruction}
     return {}
+
+
+def _request(endpoint: EndpointSettings) -> dict[str, Any]:
+    """What is set of an endpoint's requests. What is not has no place: evaluations begun without it go on."""
+    return endpoint.model_dump(mode="json", include=set(REQUEST_FIELDS), exclude_defaults=True)
 
 
 def _prompt_format(settings: Settings) -> str:

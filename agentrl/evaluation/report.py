@@ -18,20 +18,10 @@ from importlib import resources
 from typing import Any
 
 from agentrl.evaluation.directory import EvaluationDirectory
+from agentrl.evaluation.kinds import KINDS, kind_of
 from agentrl.evaluation.problem_sets import ProblemSet
 from agentrl.evaluation.tables import Table, result_tables
-from agentrl.evaluation.transcript import Transcript
-from agentrl_envs.types import Ended, Problem
-
-KINDS = {
-    "correct": "correct",
-    "incorrect": "incorrect",
-    "no_answer": "no answer",
-    "truncated": "truncated",
-    "void": "void turn",
-    "no_data": "no data",
-}
-"""What a rollout came to, in the order of the report's filter."""
+from agentrl_envs.types import Problem
 
 _EXCERPT = 120  # characters of a statement in the list of problems
 _PLACES = ("scores.png", "pass_at_k.png", "problems.png", "endings.png")
@@ -65,19 +55,6 @@ def write_report(directory: EvaluationDirectory, results: Mapping[str, Any], *, 
     # One pass: what is put in is not looked at again.
     page = re.sub(r"\{\{([A-Z_]+)\}\}", lambda place: values[place[1]], _file("report_page.html"))
     directory.write_text("report.html", page)
-
-
-def kind_of(transcript: Transcript) -> str:
-    """One of ``KINDS``."""
-    if transcript.no_data:
-        return "no_data"
-    if transcript.correct:
-        return "correct"
-    if transcript.ended.is_truncation:
-        return "truncated"
-    if transcript.ended is Ended.VOID_TURN:
-        return "void"
-    return "incorrect" if transcript.answer is not None else "no_answer"
 
 
 def choose(kinds: Mapping[int, str], count: int) -> list[int]:

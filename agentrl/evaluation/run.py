@@ -6,13 +6,14 @@ import asyncio
 import hashlib
 import re
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.directory import SERVERS, EvaluationDirectory
+from agentrl.evaluation.endpoint import OpenedEndpoint, open_endpoint
 from agentrl.evaluation.falsified import FalsifiedEnvironment
 from agentrl.evaluation.limits import evaluation_settings
 from agentrl.evaluation.options import EvaluationRequest
@@ -45,16 +46,29 @@ def evaluate_command(settings: Settings, request: EvaluationRequest) -> dict[str
         if k > n:
             raise SettingsError(f"--k={k} is above --n={n}: pass@k needs k samples of each problem; valid: 1 to {n}")
     settings = evaluation_settings(settings)
-    sets = problem_sets(settings, request.benchmarks, request.data_dir)
-    output = request.output or default_output(settings, sets)
     console = Console(settings.telemetry)
-    with asyncio.Runner() as runner:
+    with asyncio.Runner() as runner, _endpoint(settings, runner) as endpoint:
+        sets = problem_sets(settings, request.benchmarks, request.data_dir)
+        output = request.output or default_output(settings, sets)
         try:
-            directory = runner.run(Evaluation(settings, sets, request, output, console).play())
+            directory = runner.run(Evaluation(settings, sets, request, output, console, engine=endpoint).play())
         except KeyboardInterrupt:
             console.note(f"stopped; the rollouts that are over lie in {output}, the same command continues")
             raise
     return finish(directory, settings, sets, request, console)
+
+
+@contextmanager
+def _endpoint(settings: Settings, runner: asyncio.Runner) -> Iterator[OpenedEndpoint | None]:
+    """The endpoint, if one samples: asked before the problems are read and anything heavy is imported."""
+    if settings.evaluation.endpoint.url is None:
+        yield None
+        return
+    endpoint = runner.run(open_endpoint(settings))
+    try:
+        yield endpoint
+    finally:
+        runner.run(endpoint.close())
 
 
 class Evaluation:
@@ -71,7 +85,7 @@ class Evaluation:
         engine: OpenedEngine | None = None,
         environment: Environment | None = None,
     ) -> None:
-        """``settings`` have evaluation's limits. ``engine`` and ``environment`` (open) take the place of theirs."""
+        """``settings`` have evaluation's limits. Who opened ``engine`` and ``environment`` closes them."""
         self._settings = settings
         self._sets = sets
         self._request = request

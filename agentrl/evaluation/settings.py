@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+REQUEST_FIELDS = ("system_prompt", "top_k", "min_p", "limit_field", "extra_body")
+"""What changes an endpoint's requests beside the sampling that every engine knows."""
+
+_OWN_FIELDS = frozenset(
+    {"model", "messages", "prompt", "stream", "stream_options", "n", "stop", "seed", "temperature", "top_p"}
+    | {"top_k", "min_p", "max_tokens", "max_completion_tokens"}
+)
 
 
 class EndpointSettings(BaseModel):
@@ -31,6 +39,32 @@ class EndpointSettings(BaseModel):
         600.0, gt=0, description="seconds a request is tried again while the endpoint is down, busy or refuses"
     )
     silence: float = Field(300.0, gt=0, description="seconds without a token after which a request is tried again")
+    system_prompt: str | None = Field(
+        None, min_length=1, description="of api=chat: a first message of the role system; none: there is none"
+    )
+    top_k: int | None = Field(None, ge=1, description="sample from so many of the likeliest tokens; none: not sent")
+    min_p: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="sample from tokens with this share of the likeliest one's probability; none: not sent",
+    )
+    limit_field: Literal["max_tokens", "max_completion_tokens"] = Field(
+        "max_tokens", description="field of a request that holds the token limit of a turn"
+    )
+    extra_body: dict[str, Any] = Field({}, description="further fields of every request, as the endpoint knows them")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EndpointSettings:
+        sent = {name for name in REQUEST_FIELDS if getattr(self, name) != type(self).model_fields[name].default}
+        if self.url is None and sent:
+            raise ValueError(f"{', '.join(sorted(sent))}: for an endpoint alone, and there is no url (--base-url)")
+        if self.api == "completions" and sent & {"system_prompt", "limit_field"}:
+            raise ValueError("system_prompt and limit_field=max_completion_tokens are for api=chat")
+        taken = sorted(_OWN_FIELDS & self.extra_body.keys())
+        if taken:
+            raise ValueError(f"extra_body holds {', '.join(taken)}, which other settings or the protocol decide")
+        return self
 
 
 class EvaluationSettings(BaseModel):
@@ -41,7 +75,7 @@ class EvaluationSettings(BaseModel):
     samples: int = Field(32, ge=1, description="n of avg@n: samples of each problem")
     problems: int = Field(128, ge=1, description="problems taken from each source of data.eval")
     every: int = Field(0, ge=0, description="training steps between evaluations; 0: before and after only")
-    temperature: float = Field(1.0, gt=0, description="of sampling in evaluation")
+    temperature: float = Field(1.0, ge=0, description="of sampling in evaluation; 0: always the likeliest token")
     top_p: float = Field(
         0.95, gt=0, le=1, description="sample from the likeliest tokens that together have this probability"
     )

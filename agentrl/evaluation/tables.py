@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.evaluation.kinds import KINDS
+
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
@@ -22,10 +24,11 @@ class Table:
 
 
 def result_tables(results: Mapping[str, Any]) -> list[Table]:
-    """The tables of a finished evaluation: scores, pass@k, how the rollouts went, and what is no data."""
+    """The tables of a finished evaluation: scores, pass@k, what rollouts came to, how they went, what is no data."""
     benchmarks = results["benchmarks"]
     n = results["provenance"]["sampling"]["n"]
-    return [_scores(benchmarks, n), _passes(benchmarks), _conduct(benchmarks), _failures(benchmarks)]
+    made = (_passes, _kinds, _conduct, _failures)
+    return [_scores(benchmarks, n), *(table(benchmarks) for table in made)]
 
 
 def _scores(benchmarks: Mapping[str, Any], n: int) -> Table:
@@ -52,6 +55,14 @@ def _passes(benchmarks: Mapping[str, Any]) -> Table:
         title="pass@k, unbiased",
         columns=("benchmark", *(f"pass@{k}" for k in ks)),
         rows=tuple((name, *(_pass(one, k) for k in ks)) for name, one in benchmarks.items()),
+    )
+
+
+def _kinds(benchmarks: Mapping[str, Any]) -> Table:
+    return Table(
+        title="What rollouts came to: all but the correct ones and those without data count as wrong",
+        columns=("benchmark", *KINDS.values()),
+        rows=tuple((name, *(str(one["kinds"][kind]) for kind in KINDS)) for name, one in benchmarks.items()),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from agentrl.evaluation.kinds import KINDS, kind_of
 from agentrl.evaluation.problem_sets import ProblemSet
 from agentrl.evaluation.scores import avg_at_k, pass_at_k
 from agentrl.evaluation.transcript import Sample, Transcript
@@ -21,6 +22,7 @@ class Brief:
 
     correct: bool
     no_data: bool
+    kind: str
     ended: Ended
     verdict: Verdict | None
     answer: str | None
@@ -37,6 +39,7 @@ class Brief:
         return cls(
             correct=transcript.correct,
             no_data=transcript.no_data,
+            kind=kind_of(transcript),
             ended=transcript.ended,
             verdict=transcript.verdict,
             answer=transcript.answer,
@@ -120,6 +123,7 @@ async def benchmark_results(one: ProblemSet, ledger: Ledger, *, ks: Sequence[int
         "pass": {str(k): _pass(samples, correct, k) for k in ks},
         "maj": maj_at_n(votes),
         "families": {name: math.fsum(part) / len(part) for name, part in sorted(families.items()) if name},
+        "kinds": {kind: sum(brief.kind == kind for brief in everything) for kind in KINDS},
         **_conduct(flat),
         "no_data": _no_data(everything),
         "rollouts": len(everything),

@@ -15,7 +15,6 @@ of pieces it sent, which is less where a piece holds several tokens.
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import json
 import logging
 import os
@@ -28,13 +27,26 @@ import httpx
 import stamina
 
 from agentrl.errors import SettingsError, WorldError
+from agentrl.evaluation.characters import whole_characters
 from agentrl.evaluation.settings import EndpointSettings
+from agentrl.evaluation.text_wire import (
+    AgainError,
+    Said,
+    error_message,
+    first_choice,
+    listed_models,
+    read_events,
+    read_object,
+    retry_after,
+)
 from agentrl.rollout.engines.base import EngineError
 
 _AGAIN = frozenset({408, 409, 425, 429, *range(500, 600)})
 _LONGEST_WAIT = 60.0
 _SAY_EVERY = 30.0  # seconds
 _CONTEXT = ("context length", "context_length", "maximum context", "max_model_len", "longest sequence")
+FinishReason = Literal["eos", "stop", "length", "refused"]
+_REASONS: Mapping[str, FinishReason] = {"length": "length", "content_filter": "refused"}
 _TEMPLATE = ("chat template", "chat_template")
 
 logger = logging.getLogger(__name__)
@@ -50,22 +62,19 @@ class RefusedError(EngineError):
     """The endpoint does not answer this request, however often it is asked."""
 
 
-class _AgainError(Exception):
-    """Worth another try; ``wait`` seconds if the endpoint said how long."""
-
-    def __init__(self, message: str, wait: float | None = None) -> None:
-        super().__init__(message)
-        self.wait = wait
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextCompletion:
-    """One turn: ``eos`` where the model ended it, ``stop`` where it was complete, ``length`` at the token limit."""
+    """One turn: ``eos`` where the model ended it, ``stop`` where it was complete, ``length`` at the token limit.
+
+    ``refused``: the endpoint's content filter ended it, or the model refused in words. ``reasoning`` is what the
+    endpoint keeps apart from the text; halves of characters in either are joined or replaced.
+    """
 
     text: str
     tokens: int
     prompt_tokens: int | None
-    finish_reason: Literal["eos", "stop", "length"]
+    finish_reason: FinishReason
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +116,7 @@ class TextEngine:
         self._not_before = self._silent_until = 0.0  # by the clock
         self._usage = True
         self._model: str | None = settings.model
-        self._served: Mapping[str, Any] = {}
+        self._served: Mapping[str, str] = {}
         self._fingerprints: set[str] = set()
         self.retries = 0
 
@@ -138,7 +147,7 @@ class TextEngine:
         """What the endpoint tells of the weights it serves, which is seldom enough to tell two versions apart."""
         told = [f"system_fingerprint {name}" for name in sorted(self._fingerprints)]
         root = self._served.get("root")
-        told += [f"root {root}"] if isinstance(root, str) and root != self._model else []
+        told += [f"root {root}"] if root is not None and root != self._model else []
         return ", ".join(told) or "not told by the endpoint"
 
     async def generate(self, conversation: Sequence[str], sampling: TextSampling) -> TextCompletion:
@@ -163,34 +172,43 @@ class TextEngine:
     def _body(self, conversation: Sequence[str], sampling: TextSampling) -> dict[str, Any]:
         if self._settings.api == "chat":
             roles = ("user", "assistant")
+            system = self._settings.system_prompt
+            first = [] if system is None else [{"role": "system", "content": system}]
             said: dict[str, Any] = {
-                "messages": [{"role": roles[place % 2], "content": text} for place, text in enumerate(conversation)]
+                "messages": first
+                + [{"role": roles[place % 2], "content": text} for place, text in enumerate(conversation)]
             }
         else:
             said = {"prompt": "".join(conversation)}
-        return said | {
+        said |= {
             "model": self.model,
-            "max_tokens": sampling.max_tokens,
+            self._settings.limit_field: sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "seed": sampling.seed,
             "stream": True,
+        }
+        further = {"top_k": self._settings.top_k, "min_p": self._settings.min_p}
+        return {
+            **said,
+            **{name: value for name, value in further.items() if value is not None},
+            **self._settings.extra_body,
         }
 
     def _options(self) -> dict[str, Any]:
         return {"stream_options": {"include_usage": True}} if self._usage else {}
 
     async def _find_model(self) -> None:
-        async def once() -> list[Mapping[str, Any]]:
+        async def once() -> list[dict[str, str]]:
             await self._turn()
             response = await self._client.get("models")
             if response.status_code in (404, 405) and self._model is not None:
                 return []
             await self._check(response)
-            return _listed(response)
+            return listed_models(response.text)
 
         served = await self._tried(once)
-        names = [str(entry["id"]) for entry in served]
+        names = [entry["id"] for entry in served]
         if self._model is None:
             if len(names) != 1:
                 raise SettingsError(
@@ -219,7 +237,7 @@ class TextEngine:
                     self.retries += attempt.num > 1
                     try:
                         return await once()
-                    except _AgainError as error:
+                    except AgainError as error:
                         if error.wait is not None:
                             self._not_before = max(self._not_before, self._clock() + error.wait)
                         self._say(error)
@@ -227,7 +245,7 @@ class TextEngine:
                     except httpx.TransportError as error:
                         self._say(error)
                         raise
-        except (_AgainError, httpx.TransportError) as error:
+        except (AgainError, httpx.TransportError) as error:
             said = str(error) or type(error).__name__
             raise EngineError(
                 f"{said} (tried for evaluation.endpoint.patience={self._settings.patience:g} s)"
@@ -262,8 +280,8 @@ class TextEngine:
             await self._check(response)
             if "text/event-stream" not in response.headers.get("content-type", ""):
                 await response.aread()
-                return self._whole(_json(response.text), sampling)
-            return await self._pieces(_events(response), sampling)
+                return self._whole(read_object(response.text), sampling)
+            return await self._pieces(read_events(response.aiter_bytes()), sampling)
 
     async def _check(self, response: httpx.Response) -> None:
         """Raise what the status asks for."""
@@ -271,23 +289,31 @@ class TextEngine:
         if status == 200:
             return
         await response.aread()
-        said = f"{status} {response.reason_phrase}: {_message(response.text)}"
+        said = f"{status} {response.reason_phrase}: {error_message(response.text)}"
         if status in _AGAIN:
-            raise _AgainError(said, _retry_after(response.headers.get("retry-after")))
+            raise AgainError(said, retry_after(response.headers.get("retry-after")))
         if status in (401, 403):
             variable = self._settings.key_variable
             given = "refuses the key in" if os.environ.get(variable) else "wants a key in"
             raise SettingsError(f"the endpoint {self._settings.url} {given} ${variable}: {said}")
         if status == 404:
-            raise SettingsError(f"the endpoint {self._settings.url} knows no such address or model: {said}")
+            raise SettingsError(
+                f"the endpoint {self._settings.url} knows no such address or model: {said}; --base-url is its address, "
+                f"up to /v1 as a rule, and --model the model's name there (now {self._model or 'not given'})"
+            )
         self._refuse(response.text.lower(), said)
 
     def _refuse(self, text: str, said: str) -> NoReturn:
         if self._usage and "stream_options" in text:
             self._usage = False
-            raise _AgainError(said, 0.0)
+            raise AgainError(said, 0.0)
         if any(words in text for words in _CONTEXT):
             raise ContextFullError(said)
+        if "max_completion_tokens" in text and self._settings.limit_field == "max_tokens":
+            raise SettingsError(
+                f"the endpoint {self._settings.url} takes no max_tokens: {said}; set "
+                "evaluation.endpoint.limit_field=max_completion_tokens"
+            )
         if any(words in text for words in _TEMPLATE):
             raise SettingsError(
                 f"the endpoint {self._settings.url} has no chat template for {self._model}: {said}; a base model is "
@@ -298,46 +324,46 @@ class TextEngine:
     # -- answers --------------------------------------------------------------------------------------------------
 
     async def _pieces(self, events: AsyncIterator[Mapping[str, Any]], sampling: TextSampling) -> TextCompletion:
-        text, pieces, reason = "", 0, None
+        text, thought, pieces, reason = "", "", 0, None
         usage: Mapping[str, Any] = {}
         async for event in events:
             self._remember(event)
             usage = event.get("usage") or usage
-            choice = _choice(event)
+            choice = first_choice(event)
             if choice is None:
                 continue
-            piece, thought = _said(choice.get("delta") or choice)
-            pieces += bool(piece or thought)
-            reason = choice.get("finish_reason") or reason
-            before, text = len(text), text + piece
+            said = Said.of(choice)
+            pieces += bool(said.text or said.thought)
+            reason = said.reason if reason is None else reason
+            before, text, thought = len(text), text + said.text, thought + said.thought
             cut = _complete(text, before, sampling)
             if cut is not None:
-                return _completion(text[:cut], pieces, usage, "stop")
+                return _completion(text[:cut], thought, pieces, usage, "stop")
         if reason is None:
-            raise _AgainError("the stream broke off")
-        return _completion(text, pieces, usage, "length" if reason == "length" else "eos")
+            raise AgainError("the stream broke off")
+        return _completion(text, thought, pieces, usage, _REASONS.get(reason, "eos"))
 
     def _whole(self, answer: Mapping[str, Any], sampling: TextSampling) -> TextCompletion:
         self._remember(answer)
-        choice = _choice(answer)
+        choice = first_choice(answer)
         if choice is None:
-            raise _AgainError(f"an answer without a choice: {json.dumps(answer)[:200]}")
-        text, _ = _said(choice.get("message") or choice)
+            raise AgainError(f"an answer without a choice: {json.dumps(answer)[:200]}")
+        said = Said.of(choice)
         usage = answer.get("usage") or {}
-        cut = _complete(text, 0, sampling)
+        cut = _complete(said.text, 0, sampling)
         if cut is not None:
-            return _completion(text[:cut], 0, usage, "stop")
-        return _completion(text, 0, usage, "length" if choice.get("finish_reason") == "length" else "eos")
+            return _completion(said.text[:cut], said.thought, 0, usage, "stop")
+        return _completion(said.text, said.thought, 0, usage, _REASONS.get(said.reason or "", "eos"))
 
     def _remember(self, event: Mapping[str, Any]) -> None:
         told = event.get("system_fingerprint")
         if isinstance(told, str):
-            self._fingerprints.add(told)
+            self._fingerprints.add(whole_characters(told))
 
 
 def _backoff(error: Exception) -> bool | float:
     """Whether to try again; with a ``Retry-After`` at once, because the engine's own gate waits."""
-    if isinstance(error, _AgainError):
+    if isinstance(error, AgainError):
         return True if error.wait is None else 0.0
     return isinstance(error, httpx.TransportError)
 
@@ -355,84 +381,12 @@ def _complete(text: str, before: int, sampling: TextSampling) -> int | None:
     return next((place for place in sorted(places) if place > before and sampling.complete(text[:place])), None)
 
 
-def _completion(
-    text: str, pieces: int, usage: Mapping[str, Any], reason: Literal["eos", "stop", "length"]
-) -> TextCompletion:
+def _completion(text: str, thought: str, pieces: int, usage: Mapping[str, Any], reason: FinishReason) -> TextCompletion:
     told, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
     return TextCompletion(
-        text=text,
+        text=whole_characters(text),
         tokens=told if isinstance(told, int) else pieces,
         prompt_tokens=prompt if isinstance(prompt, int) else None,
         finish_reason=reason,
+        reasoning=whole_characters(thought),
     )
-
-
-async def _events(response: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
-    """The objects of a stream of server-sent events, up to its ``[DONE]``."""
-    async for line in response.aiter_lines():
-        data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
-        if data == "[DONE]":
-            return
-        if data:
-            event = _json(data)
-            if "error" in event:
-                raise _AgainError(f"the stream broke off: {_message(data)}")
-            yield event
-
-
-def _json(text: str) -> Mapping[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise _AgainError(f"the answer is no JSON: {text[:200]!r}") from error
-    if not isinstance(value, dict):
-        raise _AgainError(f"the answer is no JSON object: {text[:200]!r}")
-    return value
-
-
-def _listed(response: httpx.Response) -> list[Mapping[str, Any]]:
-    listed = _json(response.text).get("data")
-    if not isinstance(listed, list) or not all(isinstance(entry, dict) and "id" in entry for entry in listed):
-        raise _AgainError(f"the answer is no list of models: {response.text[:200]!r}")
-    return listed
-
-
-def _choice(answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    choices = answer.get("choices")
-    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
-
-
-def _said(message: Mapping[str, Any]) -> tuple[str, str]:
-    """What was written, and what was thought where the endpoint keeps that apart."""
-    text = message.get("content") if "content" in message else message.get("text")
-    thought = message.get("reasoning_content") or message.get("reasoning")
-    return (text if isinstance(text, str) else ""), (thought if isinstance(thought, str) else "")
-
-
-def _message(text: str) -> str:
-    """The error's own words in an answer of any shape."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return " ".join(text.split())[:300]
-    error = value.get("error", value) if isinstance(value, dict) else value
-    said = error.get("message", error) if isinstance(error, dict) else error
-    return str(said)[:300]
-
-
-def _retry_after(value: str | None) -> float | None:
-    """Seconds, from a number or a date; None where there is neither.
-
-    >>> _retry_after("1.5"), _retry_after("soon"), _retry_after("Wed, 21 Oct 2015 07:28:00 GMT")
-    (1.5, None, 0.0)
-    """
-    if value is None:
-        return None
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
-        return None

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from agentrl.evaluation.characters import whole_characters
 from agentrl_envs.types import Ended, Problem, ToolCall, Verdict
 
 if TYPE_CHECKING:
@@ -36,16 +37,23 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What the model wrote in one go, or what it was shown. ``tokens`` as the engine counts them."""
+    """What the model wrote in one go, or what it was shown. ``tokens`` as the engine counts them.
+
+    ``reasoning``: what an endpoint tells of the model's thoughts apart from its text; the model is not shown it again.
+    """
 
     origin: Literal["model", "observation"]
     text: str
     tokens: int
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transcript:
-    """One finished rollout. ``problem`` is the problem's id; its statement and gold answer are stored once a run."""
+    """One finished rollout. ``problem`` is the problem's id; its statement and gold answer are stored once a run.
+
+    ``refused``: a turn was ended by the endpoint's content filter, or the model refused in words.
+    """
 
     benchmark: str
     problem: str
@@ -60,6 +68,7 @@ class Transcript:
     tool_calls: tuple[ToolCall, ...] = ()
     seconds: float = 0.0
     failure: str | None = None
+    refused: bool = False
 
     @classmethod
     def of(cls, sample: Sample, trajectory: Trajectory, *, failure: str | None = None) -> Transcript:
@@ -119,9 +128,15 @@ class Transcript:
         return cls(
             **{
                 **record,
-                "turns": tuple(Turn(**turn) for turn in record["turns"]),
+                "turns": tuple(_turn(turn) for turn in record["turns"]),
+                "answer": None if record["answer"] is None else whole_characters(record["answer"]),
                 "ended": Ended(record["ended"]),
                 "verdict": None if record["verdict"] is None else Verdict(record["verdict"]),
                 "tool_calls": tuple(ToolCall(**call) for call in record["tool_calls"]),
             }
         )
+
+
+def _turn(record: dict[str, Any]) -> Turn:
+    whole: dict[str, Any] = {name: whole_characters(record[name]) for name in ("text", "reasoning") if name in record}
+    return Turn(**(record | whole))

@@ -6,6 +6,7 @@ A place (``mawps.jsonl:17``, ``train.parquet row 3``) is what an error about the
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 from agentrl.problems.errors import ProblemError, ProblemFileError
 
 Row = dict[str, Any]
+
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape of one half of a pair
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
@@ -29,7 +32,17 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
                 raise ProblemFileError(f"{place}: not valid JSON ({error})") from error
             if not isinstance(row, dict):
                 raise ProblemFileError(f"{place}: expected a JSON object, found {type(row).__name__}")
+            if _HALF.search(line):
+                _require_whole_characters(row, place)
             yield place, row
+
+
+def _require_whole_characters(row: Row, place: str) -> None:
+    """No tokenizer reads half a character, and no file holds it. Raises ProblemFileError."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ProblemFileError(f"{place}: holds half a character (a lone surrogate such as \\ud83d)") from error
 
 
 def read_parquet(path: Path) -> Iterator[tuple[str, Row]]:

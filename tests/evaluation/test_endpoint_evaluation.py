@@ -28,6 +28,7 @@ class Endpoint:
         self.requests = 0
         self.conversations: list[list[dict[str, str]]] = []
         self.pause = 0.0
+        self.reply = reply
         endpoint = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -47,7 +48,7 @@ class Endpoint:
                     return
                 endpoint.conversations.append(body["messages"])
                 time.sleep(endpoint.pause)
-                text = reply(body["messages"])
+                text = endpoint.reply(body["messages"])
                 events = [
                     *({"choices": [{"delta": {"content": piece}}]} for piece in re.findall(r"(?s).{1,7}", text)),
                     {"choices": [{"delta": {}, "finish_reason": "stop"}]},
@@ -156,3 +157,15 @@ def test_an_endpoint_that_is_down_is_said_after_its_patience(tmp_path: Path) -> 
     assert "error: the endpoint http://127.0.0.1:9/v1 does not serve: " in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "evaluations").exists()
+
+
+def test_an_endpoint_that_writes_half_characters_is_evaluated(endpoint: Endpoint, tmp_path: Path) -> None:
+    """The halves of one character come in two events, and a lone half stands in the answer."""
+    data = write_problems(tmp_path)
+    endpoint.reply = lambda messages: "six by\ud83d\ude00 \\boxed{\ud83d}"
+    command = agentrl("eval", "--base-url", endpoint.url, "--benchmarks", "aime24", "--data-dir", str(data), "--n", "1")
+    command += ["--output", "out", "telemetry.plots=false"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    stored = list(read_rollouts(tmp_path / "out" / "rollouts.jsonl.zst"))
+    assert {one.turns[0].text for one in stored} == {"six by\U0001f600 \\boxed{\ufffd}"}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 from evaluation.runs import WrittenEngine, failed, play, problem_set, results, settings, transcript
 
 from agentrl.errors import SettingsError, WorldError
@@ -18,7 +19,7 @@ from agentrl.evaluation.directory import EvaluationDirectory
 from agentrl.evaluation.options import EvaluationRequest
 from agentrl.evaluation.rollout_log import read_rollouts
 from agentrl.evaluation.run import default_output, evaluate_command
-from agentrl.evaluation.transcript import Sample
+from agentrl.evaluation.transcript import Sample, Turn
 from agentrl_envs.types import Ended, Verdict
 
 
@@ -49,6 +50,56 @@ async def test_scores_by_hand(tmp_path: Path) -> None:
     assert one["tokens"] == {"prompt_mean": 7, "model_mean": 10, "response_mean": 15, "model_total": 160}
     assert (one["truncated"]["share"], one["void_share"], one["seconds"]) == (0, 0, {"mean": 2, "max": 2})
     assert one["no_data"] == {"total": 0, "retried": 0}
+
+
+async def test_what_rollouts_came_to_stands_in_columns(tmp_path: Path) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "correct": {},
+        "incorrect": {"correct": False},
+        "no_answer": {"verdict": Verdict.NO_ANSWER, "answer": None, "ended": Ended.STOPPED},
+        "unreadable": {"verdict": Verdict.UNPARSABLE_ANSWER, "answer": "((("},
+        "grader_timeout": {"verdict": Verdict.ANSWER_TIMEOUT, "answer": "2^{9^9}"},
+        "refused": {"verdict": None, "answer": None, "ended": Ended.VOID_TURN, "refused": True},
+        "truncated": {"verdict": None, "answer": None, "ended": Ended.TOKEN_LIMIT},
+        "void": {"verdict": None, "answer": None, "ended": Ended.VOID_TURN},
+        "no_data": {"verdict": Verdict.UNPARSABLE_GOLD},
+    }
+    wrong = {"reward": 0.0}
+
+    def write(sample: Sample) -> Any:
+        kind = list(changes)[int(sample.problem.id[1:])]
+        return transcript(sample, **(changes[kind] if kind == "correct" else wrong | changes[kind]))
+
+    one = (await finished(tmp_path, WrittenEngine(write), count=9))["benchmarks"]["toy"]
+    assert one["kinds"] == dict.fromkeys(changes, 4)
+    assert one["avg"]["mean"] == 1 / 8  # all but what is no data count
+    titles = ["benchmark", "correct", "incorrect", "no answer", "unreadable", "grader timeout", "refused", "truncated"]
+    head, row = f"| {' | '.join([*titles, 'void turn', 'no data'])} |", f"| toy |{' 4 |' * 9}"
+    table = (tmp_path / "table.md").read_text(encoding="utf-8").splitlines()
+    assert table[table.index(head) + 2] == row
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "".join(f"<th>{title}</th>" for title in titles) in page
+    assert all(f".{kind} {{ background: var(--{kind}); }}" in page for kind in changes)
+
+
+async def test_rows_with_half_characters_are_read_and_the_evaluation_goes_on(tmp_path: Path) -> None:
+    """As an endpoint's text may have been stored: escaped, for nothing else can hold a lone surrogate."""
+
+    def write(sample: Sample) -> Any:
+        return transcript(sample, turns=(Turn(origin="model", text="so \\boxed{1}", tokens=3),))
+
+    sets, engine = [problem_set(1)], WrittenEngine(write)
+    await play(engine, tmp_path, sets, "evaluation.samples=1")
+    log = tmp_path / "rollouts.jsonl.zst"
+    row = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(log.read_bytes()))
+    row["turns"][0]["text"] = row["answer"] = "\ud83d\ude00 \ud83d"
+    log.write_bytes(zstandard.ZstdCompressor(write_checksum=True).compress(json.dumps(row).encode() + b"\n"))
+    await play(engine, tmp_path, sets, "evaluation.samples=1")
+    assert len(engine.asked) == 1
+    await asyncio.to_thread(results, tmp_path, sets, "evaluation.samples=1")
+    (one,) = read_rollouts(log)
+    assert one.answer == one.turns[0].text == "\U0001f600 \ufffd"
+    assert one.turns[0].reasoning == ""
 
 
 def test_a_scripted_engine_in_the_real_environment_gives_closed_forms(

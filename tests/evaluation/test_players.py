@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -92,6 +93,15 @@ async def test_a_conversation_with_an_endpoint() -> None:
     assert [asked.max_tokens for _, asked in engine.asked] == [20, 20]
     assert {(asked.temperature, asked.top_p) for _, asked in engine.asked} == {(1.0, 0.9)}
     assert environment.episodes[0].closed == 1
+
+
+async def test_thoughts_are_stored_and_refusals_known() -> None:
+    turn = TextCompletion(text="", tokens=9, prompt_tokens=3, finish_reason="refused", reasoning="May I?")
+    environment = ScriptedEnvironment(lambda problem, n: ScriptedEpisode([ends(Ended.VOID_TURN)]))
+    engine = ScriptedText(lambda conversation, n: turn)
+    (one,) = await played(text_player(engine, environment), sample())
+    assert (one.refused, one.turns[0].reasoning, one.turns[0].text) == (True, "May I?", "")
+    assert Transcript.from_record(json.loads(json.dumps(one.to_record()))) == one
 
 
 async def test_seeds_differ_by_sample_turn_and_attempt_and_stay_the_same() -> None:

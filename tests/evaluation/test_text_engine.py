@@ -38,6 +38,17 @@ class Pieces(httpx.AsyncByteStream):
             yield f"data: {part if isinstance(part, str) else json.dumps(part)}\n\n".encode()
 
 
+class Raw(httpx.AsyncByteStream):
+    """A stream of these very bytes."""
+
+    def __init__(self, parts: Sequence[bytes]) -> None:
+        self._parts = parts
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for part in self._parts:
+            yield part
+
+
 def said(*texts: str, reason: str | None = "stop", usage: int | None = None, api: str = "chat") -> Pieces:
     """What an endpoint streams for these pieces of one turn."""
     events: list[Any] = [
@@ -159,6 +170,86 @@ async def test_thoughts_that_are_kept_apart_count_and_are_no_text() -> None:
     assert (done.text, done.tokens) == ("4", 2)
 
 
+async def test_thoughts_are_kept_beside_the_text() -> None:
+    events = [{"choices": [{"delta": {"reasoning_content": text}}]} for text in ("two and", " two")]
+    ended = {"choices": [{"delta": {"content": "4"}, "finish_reason": "stop"}]}
+    assert (await Endpoint(stream(Pieces([*events, ended, "[DONE]"]))).ask()).reasoning == "two and two"
+    whole = {"message": {"content": "4", "reasoning": "hm"}, "finish_reason": "stop"}
+    assert (await Endpoint(httpx.Response(200, json={"choices": [whole]})).ask()).reasoning == "hm"
+
+
+EMOJI = "\U0001f600"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "text"),
+    [
+        (['"a \\ud83d"', '"\\ude00 b"'], f"a {EMOJI} b"),  # a pair of escapes in two events
+        (['"a \\ud83d"', '" b"'], "a \ufffd b"),
+        (['"\\ude00"', '"\\ud83d"'], "\ufffd\ufffd"),
+        (['"\\ud83d"'], "\ufffd"),
+        ([b'"a \xf0\x9f"', b'"\x98\x80 b"'], f"a {EMOJI} b"),  # bytes of one character in two events
+        ([b'"a \xf0\x9f"', b'" b"'], "a \ufffd b"),
+        ([f'"line\u2028{EMOJI}\u0085"'], f"line\u2028{EMOJI}\u0085"),  # which break lines for Unicode, not for events
+    ],
+)
+async def test_characters_that_come_in_halves(pieces: list[str | bytes], text: str) -> None:
+    raw = [piece if isinstance(piece, bytes) else piece.encode() for piece in pieces]
+    for field in (b"content", b"reasoning_content"):
+        events = [b'data: {"choices": [{"delta": {"' + field + b'": ' + piece + b"}}]}\r\n\r\n" for piece in raw]
+        data = b"".join(events) + b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
+        cut = [data[place : place + 3] for place in range(0, len(data), 3)]  # as a network may cut it
+        answer = httpx.Response(200, headers={"content-type": "text/event-stream"}, stream=Raw(cut))
+        done = await Endpoint(answer).ask()
+        assert (done.text, done.reasoning) == ((text, "") if field == b"content" else ("", text))
+
+
+async def test_an_error_with_half_a_character_can_be_printed() -> None:
+    with pytest.raises(RefusedError) as caught:
+        await Endpoint(httpx.Response(400, text='{"error": {"message": "bad \\ud83d"}}')).ask()
+    assert str(caught.value).endswith("bad \ufffd")
+
+
+async def test_refusals_are_told_apart() -> None:
+    filtered = await Endpoint(stream(said("I", reason="content_filter"))).ask()
+    assert (filtered.text, filtered.finish_reason) == ("I", "refused")
+    events = [{"choices": [{"delta": {"refusal": "I can't."}}]}, {"choices": [{"delta": {}, "finish_reason": "stop"}]}]
+    in_words = await Endpoint(stream(Pieces([*events, "[DONE]"]))).ask()
+    assert (in_words.text, in_words.finish_reason) == ("I can't.", "refused")
+    whole = {"message": {"content": None}, "finish_reason": "content_filter"}
+    assert (await Endpoint(httpx.Response(200, json={"choices": [whole]})).ask()).finish_reason == "refused"
+
+
+async def test_what_an_endpoint_is_asked_beside_the_usual() -> None:
+    endpoint = Endpoint(
+        stream(said("a")),
+        system_prompt="Be brief.",
+        top_k=20,
+        min_p=0.05,
+        limit_field="max_completion_tokens",
+        extra_body={"reasoning_effort": "low"},
+    )
+    await endpoint.ask("P")
+    (body,) = endpoint.bodies
+    assert body["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "P"}]
+    assert (body["top_k"], body["min_p"], body["reasoning_effort"]) == (20, 0.05, "low")
+    assert (body["max_completion_tokens"], "max_tokens" in body) == (50, False)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"url": None, "top_k": 5}, r"top_k: for an endpoint alone"),
+        ({"api": "completions", "system_prompt": "x"}, r"system_prompt and .* are for api=chat"),
+        ({"api": "completions", "limit_field": "max_completion_tokens"}, r"are for api=chat"),
+        ({"extra_body": {"messages": [], "n": 2}}, r"extra_body holds messages, n, which other settings"),
+    ],
+)
+def test_requests_that_make_no_sense(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EndpointSettings(**{"url": "http://host/v1", **values})
+
+
 async def test_trouble_is_told_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
     busy = [refused(503, "busy"), refused(429, "slow down", **{"retry-after": "7"}), httpx.ConnectError("refused")]
     endpoint = Endpoint(*busy, stream(said("a")), refused(429, "slow down", **{"retry-after": "40"}), stream(said("b")))
@@ -233,7 +324,9 @@ async def test_the_other_refusals_are_typed() -> None:
         await Endpoint(refused(400, "As of v4.44, default chat template is no longer allowed")).ask()
     with pytest.raises(SettingsError, match=r"wants a key in \$OPENAI_API_KEY: 401"):
         await Endpoint(refused(401, "missing key")).ask()
-    with pytest.raises(SettingsError, match="knows no such address or model: 404"):
+    with pytest.raises(SettingsError, match=r"limit_field=max_completion_tokens"):
+        await Endpoint(refused(400, "'max_tokens' is not supported: use 'max_completion_tokens' instead")).ask()
+    with pytest.raises(SettingsError, match=r"knows no such address or model: 404 .* and --model .* \(now m\)"):
         await Endpoint(refused(404, "model x")).ask()
 
 

@@ -1,0 +1,62 @@
+"""An endpoint as what samples in an evaluation. Light to import: an endpoint that is wrong is said within a second."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from agentrl.evaluation.provenance import chosen_engine
+from agentrl.evaluation.text_engine import TextEngine
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+    from agentrl.evaluation.players import Player
+    from agentrl_envs.episode import Environment
+
+
+async def open_endpoint(settings: Settings) -> OpenedEndpoint:
+    """The endpoint ``evaluation.endpoint``, once it has answered. SettingsError and WorldError say what fails."""
+    engine = TextEngine(settings.evaluation.endpoint)
+    try:
+        await engine.open()
+    except BaseException:
+        await engine.close()
+        raise
+    return OpenedEndpoint(engine=engine, settings=settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedEndpoint:
+    """An endpoint that has answered."""
+
+    engine: TextEngine
+    settings: Settings
+
+    @property
+    def concurrency(self) -> int:
+        return self.settings.evaluation.endpoint.concurrency
+
+    def model(self) -> Mapping[str, Any]:
+        return {"name": self.engine.model, "fingerprint": self.engine.fingerprint()}
+
+    def sampler(self) -> Mapping[str, Any]:
+        return chosen_engine(self.settings)
+
+    def player(self, environment: Environment) -> Player:
+        from agentrl.evaluation.players import TextPlayer  # heavy
+
+        return TextPlayer(
+            environment=environment,
+            engine=self.engine,
+            settings=self.settings.rollout,
+            top_p=self.settings.evaluation.top_p,
+            seed=self.settings.seed,
+            concurrency=self.concurrency,
+        )
+
+    def check_lengths(self, prompts: Sequence[str]) -> None:
+        """The endpoint says itself what it cannot read."""
+
+    async def close(self) -> None:
+        await self.engine.close()
