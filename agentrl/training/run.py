@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, TextIO
 import torch
 
 from agentrl.config import dump_yaml
+from agentrl.errors import SettingsError
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import describe_machine
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.deepspeed_engine import from_rank_zero, start_distributed
 from agentrl.training.policy import computing_processes, quieten_libraries, set_threads, starting_policy
-from agentrl.training.preflight import check_inputs
+from agentrl.training.preflight import check_inputs, machine_problems
 from agentrl.training.session import INTERRUPTED, Session
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def train(settings: Settings, resume: bool) -> int:
         return run_rank(settings, run, resume=resume)
     console = Console(settings.telemetry)
     check_inputs(settings)
+    if lacking := machine_problems(settings):
+        raise SettingsError("\n".join(lacking))
     run = _open_run(settings, resume)
     try:
         for line in describe_machine().lines():

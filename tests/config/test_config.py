@@ -169,6 +169,20 @@ def test_simpletir_7b_has_the_published_values() -> None:
     assert settings.environment.max_turns == 5
 
 
+@pytest.mark.parametrize("name", sorted(shipped_configs()))
+def test_a_recipe_for_a_large_model_says_where_everything_runs(name: str) -> None:
+    """The laptop's engine is for the embedded policy alone."""
+    settings = load_settings(config_file=name)
+    rollout, training = settings.rollout, settings.training
+    if settings.model.path is None:
+        assert (rollout.engine, training.num_processes) == ("transformers", 1)
+        return
+    assert (rollout.engine, rollout.vllm.placement) == ("vllm", "colocated")
+    assert rollout.vllm.replicas * rollout.vllm.tensor_parallel_size == training.num_processes == 8
+    assert (settings.model.attention, settings.model.gradient_checkpointing) == ("flash_attention_2", True)
+    assert (training.zero_stage, settings.checkpoint.every) == (2, 20)
+
+
 def test_otb_paper_7b_has_the_published_values() -> None:
     settings = load_settings(config_file="otb_paper_7b")
     assert (settings.rollout.problems_per_step, settings.rollout.group_size) == (128, 16)

@@ -107,7 +107,7 @@ async def test_another_tokenizer_is_told_by_its_first_difference() -> None:
 
 async def test_nobody_at_the_address() -> None:
     settings = rollout([f"http://127.0.0.1:{unused_port()}"], start_deadline=0.3)
-    engine = VLLMEngine(settings.vllm.addresses, CODEC, settings, vocabulary=VOCABULARY)
+    engine = VLLMEngine(settings.vllm.addresses, CODEC, settings, vocabulary=VOCABULARY, max_tokens=200)
     with pytest.raises(WorldError, match=r"rollout.vllm.start_deadline=0.3 s in vain .* cannot be reached"):
         await engine.open()
     await engine.close()

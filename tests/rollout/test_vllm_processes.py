@@ -26,6 +26,7 @@ def plans(*, gpus: int = 0, ranks: int = 1, backend: str = "file", **vllm: Any) 
     settings = RolloutSettings(engine="vllm", max_prompt_tokens=100, max_response_tokens=200, vllm=vllm)
     return plan_servers(
         settings,
+        max_tokens=300,
         model="served",
         tokenizer="policy",
         dtype="bfloat16",

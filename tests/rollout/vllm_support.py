@@ -30,7 +30,7 @@ def rollout(servers: list[FakeVLLM] | list[str], *, kv: Any = "recomputed", **ch
 @asynccontextmanager
 async def opened(servers: list[FakeVLLM], **changes: Any) -> AsyncIterator[VLLMEngine]:
     settings = rollout(servers, **changes)
-    engine = VLLMEngine(settings.vllm.addresses, CODEC, settings, vocabulary=VOCABULARY)
+    engine = VLLMEngine(settings.vllm.addresses, CODEC, settings, vocabulary=VOCABULARY, max_tokens=200)
     try:
         await engine.open()
         yield engine

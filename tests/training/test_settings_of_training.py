@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Qwen2Config
 
 from agentrl.algorithms import ESTIMATORS, LOSSES
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.models.loading import read_config
+from agentrl.rollout.engines.servers import longest_request
 from agentrl.training.dry_run import dry_run
 from agentrl.training.estimate import estimate_memory, planned_passes
 from agentrl.training.launch import launch
 from agentrl.training.objective_settings import ObjectiveSettings
 from agentrl.training.options import estimator_options, loss_options, needs
+from agentrl.training.run import train
 from agentrl.training.settings import AlgorithmSettings
 
 
@@ -88,6 +91,40 @@ def test_a_changed_option_that_the_estimator_lacks_is_an_error() -> None:
 def test_an_unknown_name_comes_with_the_nearest() -> None:
     with pytest.raises(SettingsError, match=r"algorithm\.estimator=tir_ot[^b].*tir_otb"):
         estimator_options(objective(estimator="tir_ot"))
+
+
+@pytest.mark.parametrize("name", ["simpletir_7b", "otb_paper_7b"])
+def test_the_plan_of_a_large_recipe_is_shown_on_a_machine_that_cannot_run_it(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("AGENTRL_DATA_DIR", str(tmp_path))
+    problems = tmp_path / "sums.jsonl"
+    problems.write_text('{"problem": "1 + 1?", "answer": "2"}\n')
+    model = tmp_path / "model"
+    Qwen2Config(num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_attention_heads=2).save_pretrained(model)
+    (model / "tokenizer.json").write_text("{}")
+    data = f"[{{path: {problems}}}]"
+    settings = load_settings(
+        config_file=name, overrides=[f"model.path={model}", f"data.train={data}", f"data.eval={data}"]
+    )
+    dry_run(settings)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "rollouts: vLLM, colocated: 4 servers of 2 GPUs" in said
+    assert "not on this machine: model.attention=flash_attention_2 needs the package flash-attn" in said
+    assert "not on this machine: rollout" in said  # no GPUs, or no vLLM
+    assert "memory of one rank, estimated:" in said
+    with pytest.raises(SettingsError, match="flash-attn"):
+        train(settings, resume=False)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_servers_take_the_longest_sequence_of_rollouts_and_of_evaluations() -> None:
+    lengths = ["rollout.max_prompt_tokens=100", "rollout.max_response_tokens=200", "rollout.max_turn_tokens=200"]
+    assert longest_request(load_settings(overrides=lengths)) == 300
+    assert longest_request(load_settings(overrides=[*lengths, "evaluation.max_response_tokens=150"])) == 300
+    assert longest_request(load_settings(overrides=[*lengths, "evaluation.max_response_tokens=900"])) == 1000
 
 
 def test_dry_run_says_settings_passes_and_memory(

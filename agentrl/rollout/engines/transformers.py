@@ -27,6 +27,22 @@ logger = logging.getLogger(__name__)
 _FORWARDS = 64
 
 
+_LARGE = 1_000_000_000  # parameters
+TOO_LARGE = (
+    "rollout.engine=transformers is made for small models: set rollout.engine=vllm (docs/rollout.md) for more than 1B "
+    "parameters on a GPU"
+)
+
+
+def is_too_large(parameters: int, device: str) -> bool:
+    """Whether a model of so many parameters on a device (``cuda``, ``cpu``) is one for vLLM.
+
+    >>> is_too_large(7_000_000_000, "cuda"), is_too_large(7_000_000_000, "cpu"), is_too_large(1_000_000_000, "cuda")
+    (True, False, False)
+    """
+    return device == "cuda" and parameters > _LARGE
+
+
 class TransformersEngine:
     """An :class:`~agentrl.rollout.engines.base.Engine` over ``model``, which may share its weights with training.
 
@@ -47,6 +63,8 @@ class TransformersEngine:
     ) -> None:
         """Raises SettingsError for a model whose attention the engine's cache cannot serve."""
         _check_attention(model.config)
+        if is_too_large(sum(item.numel() for item in model.parameters()), model.device.type):
+            logger.warning(TOO_LARGE)
         self._model, self._parts = model, take_apart(model)
         self._version = version
         self._deterministic = deterministic

@@ -63,10 +63,12 @@ class VLLMEngine:
         settings: RolloutSettings,
         *,
         vocabulary: int,
+        max_tokens: int,
         version: int = 0,
         label: bool = True,
     ) -> None:
-        """``servers`` are processes to start or addresses; ``vocabulary`` is the policy's number of tokens.
+        """``servers`` are processes to start or addresses; ``vocabulary`` is the policy's number of tokens,
+        ``max_tokens`` the length of the longest sequence that will be asked for.
 
         ``label``: tell servers without a version that theirs is ``version``; else they go on saying ``default``.
         """
@@ -75,6 +77,7 @@ class VLLMEngine:
         self._settings = settings
         self._vllm = settings.vllm
         self._vocabulary = vocabulary
+        self._max_tokens = max_tokens
         self._version = version
         self._eos_ids = codec.end_ids
         self._members = [
@@ -125,7 +128,7 @@ class VLLMEngine:
             member.identity = await member.replica.identify(
                 self._codec,
                 vocabulary=self._vocabulary,
-                needed=self._settings.max_prompt_tokens + self._settings.max_response_tokens,
+                needed=self._max_tokens,
                 seeded=self._vllm.seeded,
             )
             if member.identity.version != "default":

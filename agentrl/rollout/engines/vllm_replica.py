@@ -208,9 +208,8 @@ class Replica:
             )
         if int(model["max_model_len"]) < needed:
             raise self._wrong(
-                f"its token limit is {model['max_model_len']}, rollout.max_prompt_tokens and "
-                f"rollout.max_response_tokens together are {needed}: start it with --max-model-len {needed}, or lower "
-                "them"
+                f"its token limit is {model['max_model_len']}, rollout.max_prompt_tokens and max_response_tokens of "
+                f"rollout or evaluation together are {needed}: start it with --max-model-len {needed}, or lower them"
             )
 
     async def _check_generate(self) -> None:

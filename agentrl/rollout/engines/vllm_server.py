@@ -141,6 +141,7 @@ class ServerProcess:
 def plan_servers(
     settings: RolloutSettings,
     *,
+    max_tokens: int,
     model: str,
     tokenizer: str,
     dtype: str,
@@ -173,7 +174,7 @@ def plan_servers(
             host=host,
             port=free_port(host) if port is None else port,
             dtype=dtype,
-            max_tokens=settings.max_prompt_tokens + settings.max_response_tokens,
+            max_tokens=max_tokens,
             gpus=tuple(chosen[place * each : (place + 1) * each]),
             backend=None if backend == "file" else backend,
             sleeps=vllm.placement == "colocated",
