@@ -209,6 +209,111 @@ EQUAL: dict[str, str] = {
         True | \text{True}
         yes | \text{Yes}
     """,
+    "other numbers and expressions": r"""
+        6 - 5 i | 6 - 5i
+        6-5\,i | 6 - 5i
+        2 i | 2i
+        -2 i | -2i
+        \sin\pi | 0
+        2\cdot3-6 | 0
+        \sqrt2-\sqrt2 | 0
+        \sin^2x+\cos^2x-1 | 0
+        6.02e+23 | 6.02 \times 10^{23}
+        6.02e23 | 6.02 \times 10^{23}
+        1e-05 | 0.00001
+        3*R**2 | 3R^2
+        33\frac13\% | \frac{100}{3}\%
+        33\frac13\% | \frac13
+        0.\overline{3} | \frac13
+        0.1\overline{6} | \frac16
+        f(x)=2x+3 | y=2x+3
+        y=2x+3 | f(x)=2x+3
+        2\pi | 2pi
+        2pi | 2\pi
+        \frac{1}{2}h(a+b) | \frac{h(a+b)}{2}
+        x^2 + 2 x y + y^2 | (x+y)^2
+        \frac{x+1}{x-1} | 1+\frac{2}{x-1}
+        5\% | 5
+        3 : 4 | 3:4
+        \log 100 | 2
+        \ln e | 1
+        (x-2)^2+(y+3)^2=16 | (x-2)^2 + (y+3)^2 = 4^2
+        x = 1, y = 2 | x=1, y=2
+        \arctan 2 | \tan^{-1} 2
+        2\arcsin\frac{1}{3} | 2\sin^{-1}\left(\frac13\right)
+        \frac{-1+i\sqrt{3}}{2} | -\frac12 + \frac{\sqrt3}{2}i
+        1:00 | 1:00
+        \tfrac{1}{2} | .5
+        150^{\circ} | 150
+    """,
+    "two signs": r"""
+        \frac{1\pm\sqrt5}{2} | \frac{1\pm\sqrt{5}}{2}
+        \frac{1+\sqrt5}{2}, \frac{1-\sqrt5}{2} | \frac{1\pm\sqrt{5}}{2}
+        \frac{1\pm\sqrt5}{2} | \frac{1+\sqrt5}{2}, \frac{1-\sqrt5}{2}
+        \frac{a \pm b}{c} | \frac{a+b}{c},\frac{a-b}{c}
+    """,
+    "colours, boxes, Markdown and other characters": r"""
+        \color{red}{204} | 204
+        \textcolor{red}{204} | 204
+        {\color{red} 204} | 204
+        \color{red}204 | 204
+        ２０４ | 204
+        （１，２） | (1,2)
+        **C** | C
+        **C** | \text{(C)}
+        *C* | C
+        x₂ | x_2
+        ∛8 | 2
+        1⁄2 | \frac12
+        \boxed{\boxed{5}} | 5
+        \boxed 5 | 5
+        \fbox{5} | 5
+    """,
+    "vectors, and sums and multiples of matrices": r"""
+        \langle3,-1\rangle | \langle 3, -1 \rangle
+        \langle3,-1\rangle | (3,-1)
+        (3,-1) | \begin{pmatrix} 3 \\ -1 \end{pmatrix}
+        \langle3,-1\rangle | \begin{pmatrix} 3 \\ -1 \end{pmatrix}
+        2\begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 2 \\ 4 \end{pmatrix}
+        \frac{1}{2}\begin{pmatrix} 2 & 4 \\ 6 & 8 \end{pmatrix} | \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
+        \begin{pmatrix}1\\2\end{pmatrix} + \begin{pmatrix}3\\4\end{pmatrix} | \begin{pmatrix}4\\6\end{pmatrix}
+    """,
+    "units and words": r"""
+        x<2\text{ or }x>5 | (-\infty,2)\cup(5,\infty)
+        (-\infty,2)\cup(5,\infty) | x<2\text{ or }x>5
+        \text{five} | 5
+        five | 5
+        5 | \text{five}
+        5\text{ million} | 5000000
+        10\text{ cm} | 10
+        10\text{ cm}^2 | 10
+        10 \, \mathrm{cm^2} | 10
+        12 apples | 12
+        \$5 | 5
+        \dfrac{3}{4}\text{ hours} | \frac34
+        4:30 | 4:30\text{ p.m.}
+        \text{Monday} | Monday
+        5\sqrt{2}\text{ units} | 5\sqrt2
+        x=3 \text{ and } y=4 | x=3,y=4
+    """,
+    "sets of numbers": r"""
+        x < 2 or x > 5 | (-\infty,2)\cup(5,\infty)
+        \mathbb{R} \setminus \{2\} | (-\infty,2)\cup(2,\infty)
+        x \ne 2 | (-\infty,2)\cup(2,\infty)
+        A \cup B | A\cup B
+        [2,5) | 2\le x<5
+        2 \le x < 5 | [2,5)
+        \{1, 2, 3\} | 1,2,3
+    """,
+    "calculated before it grows": r"""
+        2^{2023} \bmod 7 | 2
+        \sum_{k=1}^{2023} k | 2047276
+        \prod_{k=1}^{5} k | 120
+        \binom{2023}{2} | 2045253
+        \int_0^1 x\,dx | \frac12
+        \lim_{x\to 0} \frac{\sin x}{x} | 1
+        \sum_{k=1}^{\infty} \frac{1}{2^k} | 1
+    """,
 }
 
 DIFFERENT: dict[str, str] = {
@@ -409,6 +514,88 @@ DIFFERENT: dict[str, str] = {
         3 | \pm 3
         3! | 3
         |3 | 3
+    """,
+    "other brackets": r"""
+        (-2,7) | [-2,7]
+        [-2,7) | [-2,7]
+        [-2,7] | (-2,7)
+        (-2, 7] | [-2,7)
+        \{-2,7\} | [-2,7]
+        \{1,2\} | (1,2)
+        \{2,\infty\} | (2,\infty)
+        \{1,2,3\} | (1,2,3)
+        (1,2),(3,4) | (1,2),(4,3)
+        (2,\infty] | (2,\infty)
+        [2,\infty) | (2,\infty)
+        x>2 | x\ge 2
+        \{x\} | [x]
+    """,
+    "letters": r"""
+        R-2r | r-2R
+        1 | R/r
+        1 | \frac{R}{r}
+        a | A
+        HHT | THH
+        THH | HHT
+        \angle ABC | \angle BAC
+        AB | BA
+        \triangle ABC | \triangle ACB
+        \vec{a} | a
+        \bar{x} | x
+        \overline{AB} | AB
+        x_1 | x_2
+        x_1 | x
+        n | n!
+        \begin{pmatrix} 1 & 2 \end{pmatrix} | \begin{pmatrix} 1 \\ 2 \end{pmatrix}
+        1.0e-1 | 1
+        |x| | x
+    """,
+    "equations by their right side, and other relations": r"""
+        0 | x+y+z=0
+        7 | x+y=7
+        3 | x^2+y=3
+        x=3 | y=3
+        x=3, y=4 | x=4, y=3
+        f(x)=2x+3 | g(x)=2x+3
+        2x+3 | f(x)=2x+4
+    """,
+    "words and marks that change a number": r"""
+        x' | x
+        x | x'
+        1,2,\ldots,10 | 1,2,10
+        1,2,10 | 1,2,\ldots,10
+        1+2+\cdots+10 | 1+2+10
+        5\text{ factorial} | 5
+        5\text{ is wrong, it is 6} | 5
+        3\text{ pi} | 3
+        3\text{ pi} | 5
+        3 pi | 3
+        2e+1 | 20
+        5\text{ hundred} | 5
+        5\text{ percent of 6} | 5
+        5\text{ plus } 1 | 5
+        5\text{ and a half} | 5
+        5\text{ dozen} | 5
+        5\text{ times } 3 | 5
+        5\text{ or } 6 | 6
+        5 \text{ mod } 7 | 5
+        \text{not } 5 | 5
+        5' | 5
+        5'' | 5
+        12\text{ cm} | 12\text{ inches}
+        4:30\text{ a.m.} | 4:30\text{ p.m.}
+        5\text{ m} | 5\text{ km}
+    """,
+    "more shapes and values": r"""
+        A^T | A
+        A | A^T
+        10_2 | 10_{16}
+        12:30 | 4:10
+        30 | 0:30
+        \sqrt{x^2} | x
+        \pm 3 | -3
+        100 | 1
+        1\% | 100
     """,
 }
 

@@ -21,7 +21,7 @@ from agentrl_envs.grading.fast import quick_verdict, within_bounds
 from agentrl_envs.grading.process import GradingProcess, HungError
 from agentrl_envs.types import Verdict
 
-SLOW = "(10^{10^{10}}, 1)"
+SLOW = r"\sum_{n=1}^{\infty} \frac{\sin n}{n^3+n^2+1}"  # a minute of algebra
 
 
 @pytest.mark.parametrize(
@@ -127,24 +127,20 @@ async def test_answers_out_of_bounds_reach_no_process(grader: Grader, answer: st
 
 
 async def test_an_answer_past_the_deadline_is_wrong_and_its_process_is_gone() -> None:
-    grader = Grader(GraderSettings(workers=1, deadline=5.0))
+    grader = Grader(GraderSettings(workers=1, deadline=1.0))
     assert await grader.grade("sqrt(1)/3", "1/2") is Verdict.INCORRECT
     (pid,) = grader.worker_pids
-    assert await grader.grade(SLOW, "(1, 2)") is Verdict.ANSWER_TIMEOUT
+    assert await grader.grade(SLOW, "7") is Verdict.ANSWER_TIMEOUT
     assert not alive(pid)
     assert await grader.grade("sqrt(4)/4", "1/2") is Verdict.CORRECT  # a fresh process
     await grader.close()
 
 
-@pytest.mark.parametrize(
-    ("gold", "verdict"),
-    [("7", Verdict.ANSWER_TIMEOUT), (r"\frac{\sqrt{2}}{3}", Verdict.GRADER_TIMEOUT)],
-    ids=["a plain gold answer", "a gold answer that is too slow itself"],
-)
-async def test_whose_fault_a_timeout_is(gold: str, verdict: Verdict) -> None:
-    grader = Grader(GraderSettings(workers=1, deadline=0.001))
-    assert await grader.grade("sqrt(2)/5", gold) is verdict
-    assert await grader.check_gold(gold) is (Verdict.CORRECT if gold == "7" else Verdict.GRADER_TIMEOUT)
+async def test_a_gold_answer_that_is_too_slow_itself_is_no_data() -> None:
+    grader = Grader(GraderSettings(workers=1, deadline=1.0))
+    assert await grader.grade("7", SLOW) is Verdict.GRADER_TIMEOUT
+    assert await grader.check_gold(SLOW) is Verdict.GRADER_TIMEOUT
+    assert await grader.grade(SLOW, "7") is Verdict.ANSWER_TIMEOUT
     await grader.close()
 
 
@@ -177,7 +173,7 @@ async def test_a_process_that_hangs_without_computing_says_nothing_of_the_answer
 
 async def test_an_answer_on_which_processes_die_is_wrong() -> None:
     grader = Grader(GraderSettings(workers=1, deadline=600.0))
-    verdict = asyncio.create_task(grader.grade(SLOW, "(1, 2)"))
+    verdict = asyncio.create_task(grader.grade(SLOW, "7"))
     await kill_when_it_computes(verdict)
     assert not verdict.done()
     await kill_when_it_computes(verdict)

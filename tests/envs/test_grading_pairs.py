@@ -69,6 +69,28 @@ def test_different(graded: Graded, kind: str, answer: str, gold: str) -> None:
     assert not Path("PWNED").exists()
 
 
+GROWING = (
+    r"\sum_{k=1}^{2023} \frac{1}{k^2}",
+    r"\sum_{k=1}^{2023} k^{2023}",
+    r"\sum_{i=1}^{2023}\sum_{j=1}^{2023} ij",
+    r"\binom{10^9}{5 \cdot 10^8}",
+    r"(2023!)!",
+    r"10^{10^{10^{10}}}",
+    r"2023^{2023^{2023}} \bmod 1000",
+    r"\sin(10^{10^{10}})",
+    r"\log_{10^{1000000}} 7",
+    r"(x+y+z)^{2023}",
+    r"(\sqrt{2})^{10^{14}}",
+)
+
+
+async def test_what_grows_is_bounded_before_it_is_calculated() -> None:
+    grader = Grader(GraderSettings(workers=1, deadline=3.0))
+    verdicts = {answer: await grader.grade(answer, "7") for answer in GROWING}
+    assert {answer for answer, verdict in verdicts.items() if verdict is not INCORRECT} == set()
+    await grader.close()
+
+
 @pytest.mark.parametrize("name", ["aime24", "aime25", "amc23", "math500", "gsm8k_test"])
 def test_every_gold_answer_verifies_against_itself(graded: Graded, data_dir: Path, name: str) -> None:
     verdicts = graded.check_golds(answers(data_dir / f"{name}.jsonl"))

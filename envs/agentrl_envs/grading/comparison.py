@@ -1,284 +1,354 @@
-r"""Whether two answers mean the same, by math-verify: its readings, with what it is too lenient or too slow about.
+r"""Whether two answers mean the same: part by part, in the kind of bracket of the gold answer.
 
-Imports SymPy: for the grading process alone.
+>>> compare(r"\{1,2\}", "(1,2)"), compare("(-2,7)", "[-2,7]"), compare("1 < x < 2", "(1,2)")
+(<Verdict.INCORRECT: 'incorrect'>, <Verdict.INCORRECT: 'incorrect'>, <Verdict.CORRECT: 'correct'>)
+>>> compare("0", "x+y+z=0"), compare("5", "x=5"), compare("y-2x=3", "y=2x+3")
+(<Verdict.INCORRECT: 'incorrect'>, <Verdict.CORRECT: 'correct'>, <Verdict.CORRECT: 'correct'>)
 
-- **Readings.** LaTeX by math-verify and Python notation by us, of the respelled text. math-verify's fall-back, the last
-  number that stands anywhere in a text it cannot read, is taken only where the number is all there is: otherwise every
-  answer that hedges ("5 # 6") would be right. A decimal comma is read in answers only; in a gold answer it separates.
-- **Refuted by value.** Expressions that differ in value are not sent through `simplify`, which takes a hundred times as
-  long to find nothing. math-verify compares decimals to six digits behind the point; a small number must agree in its
-  leading digits too, so 0.0000001 is not 0.0000002.
-- **Not equal although the letters are.** Words that are anagrams (products of letters to a LaTeX parser), numerals of
-  different bases, the right side of a false equation (``4=5`` is not 5), and words behind a number that change it: to
-  math-verify all words are units, so ``5 \text{ million}`` is 5, and so are most single letters, so ``3t`` is 3.
-- **No answer although something can be read.** Signs that math-verify drops from between two digits (``1'74``,
-  ``1$74``), numbers side by side (``17 0``, ``10\%1``), and a box with something beside it.
+A list without brackets may be written in any, in the order of a tuple or interval; nothing else changes brackets.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import lru_cache
-from typing import Any
+from itertools import pairwise
 
-import sympy
-from math_verify import ExprExtractionConfig, parse, verify
-from sympy.core.expr import UnevaluatedExpr
-
-from agentrl_envs.answers import last_boxed
-from agentrl_envs.grading.latex import read_latex
-from agentrl_envs.grading.notation import python_notation
-from agentrl_envs.grading.spelling import respelled, words_in
+from agentrl_envs.grading.algebra import read_latex, same_by_algebra
+from agentrl_envs.grading.equality import equal, proportional
+from agentrl_envs.grading.expressions import Apply, Expression, Number, Symbol, parts, symbols
+from agentrl_envs.grading.structure import Answer, Group, Leaf, Numeral, Relation, Unread, Words, read_answer
+from agentrl_envs.grading.units import agree
+from agentrl_envs.grading.values import NoValueError, value_of
 from agentrl_envs.types import Verdict
 
-_NUMBER = (ExprExtractionConfig(),)
-_ONLY_A_NUMBER = re.compile(
-    r"[+-]?[$€£¥]? ?(?:\d+|\d{1,3}(?:[, ]\d{3})+)?(?:\.\d+)? ?(?:[$€£¥%]|percent|pct)?", re.ASCII
-)
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+", re.ASCII)
-# Two numbers: to math-verify a product ("17 0" would be 0), or one number (4"08 would be 408).
-_SIDE_BY_SIDE = re.compile(r"(?<![_^\d.])\d[\d.]*\s+\d|\d\s*(?:\\?[$%]|['\"])[\\$%'\"\s]*\d")
-_BOX = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])")
-_SUBSCRIPT = re.compile(r"(?<=\d)[\s'\"]*_(?:\{([^{}]*)\}|([\w.]+))", re.ASCII)
-_NUMERAL = re.compile(r"([0-9]+)_(?:\{\d+\}|\d+)", re.ASCII)
-_ATTACHED_LETTER = re.compile(r"[\d}]([cdghlmost])$", re.ASCII)  # those that math-verify takes for units
-_COMMAND = re.compile(r"\\[a-zA-Z]+")
-_UNITS_OF_ONE_LETTER = "msghl"
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_MEANT = re.compile(
-    r"\b(?:(?:hundred|thousand|million|billion|trillion|dozen|third|fourth|fifth|sixth|tenth)s?|half|halves|squared|cubed"
-    r"|at least|at most|(?:or )?(?:more|less|fewer)|about|nearly|not|to)\b",
-    re.IGNORECASE,
-)
-_I = sympy.Symbol("i", real=True)
-_TOO_NEAR = 2e-6  # absolute: math-verify rounds decimals to six digits
-_EXACT = 1e-12  # relative: double precision
+_AROUND_SIGNS = re.compile(r"(?<=[^A-Za-z0-9.]) | (?=[^A-Za-z0-9.])")
 _ROUGHLY = 0.05  # relative: what is called approximately equal
-_DIGITS_END = 1e9  # from here on floats leave too few digits behind the point
-_LEADING_DIGITS = 1e-2  # relative: farther apart is different, however small
+_BRACKETS = frozenset({"()", "[]", "(]", "[)"})
+_UNORDERED = frozenset({"list", "set", "union"})
+_FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 
 def compare(answer: str, gold: str) -> Verdict:
     """The verdict on an answer. One whose comparison needs too much memory is as wrong as one that takes too long."""
     try:
-        gold_forms = _forms(gold)
+        wanted = read_answer(gold)
     except (MemoryError, RecursionError):
         return Verdict.GRADER_TIMEOUT
     try:
-        answer_forms = _forms(answer)
-        if _same(answer, gold, answer_forms, gold_forms):
+        said = read_answer(answer)
+        if same(wanted, said) or _with_decimal_comma(answer, wanted) or _by_algebra(said, wanted):
             return Verdict.CORRECT
     except (MemoryError, RecursionError):
         return Verdict.ANSWER_TIMEOUT
-    if not _understood(gold_forms, gold):
+    if not _understood(wanted):
         return Verdict.UNPARSABLE_GOLD
-    return Verdict.INCORRECT if _understood(answer_forms, answer) else Verdict.UNPARSABLE_ANSWER
+    return Verdict.INCORRECT if _understood(said) else Verdict.UNPARSABLE_ANSWER
 
 
 def read_gold(gold: str) -> None:
     """Read a gold answer ahead of `compare`, which remembers it: what that takes is not the answer's fault."""
     with suppress(MemoryError, RecursionError):  # said by `compare`
-        _forms(gold)
+        _understood(read_answer(gold))
 
 
 def check_gold(gold: str) -> Verdict:
     """`Verdict.CORRECT` where the gold answer can be read and equals itself; equal texts are not enough."""
     try:
-        forms = _forms(gold)
-        if not _understood(forms, gold):
-            return Verdict.UNPARSABLE_GOLD
-        return Verdict.CORRECT if words_in(gold) or _any_equal(forms, forms) else Verdict.UNPARSABLE_GOLD
+        wanted = read_answer(gold)
+        _by_algebra(read_answer("7919"), wanted)  # takes as long as any comparison with it
+        if isinstance(wanted, Unread):
+            return Verdict.CORRECT if same_by_algebra(wanted.text, wanted.text) else Verdict.UNPARSABLE_GOLD
+        return Verdict.CORRECT if same(wanted, wanted) else Verdict.UNPARSABLE_GOLD
     except (MemoryError, RecursionError):
         return Verdict.GRADER_TIMEOUT
 
 
-def _same(answer: str, gold: str, answer_forms: list[Any], gold_forms: list[Any]) -> bool:
-    answer, gold = respelled(answer), respelled(gold)
-    if not set(_MEANT.findall(answer.lower())) <= set(_MEANT.findall(gold.lower())):
-        return False
-    if not _bases_agree(answer, gold) or not _letters_agree(answer, gold):
-        return False
-    if _DECIMAL_COMMA.fullmatch(answer):
-        answer_forms = [*answer_forms, sympy.Float(answer.replace(",", "."))]
-    return _any_equal(gold_forms, answer_forms)
+def _understood(answer: Answer) -> bool:
+    return not isinstance(answer, Unread) or read_latex(answer.text) is not None
 
 
-def _bases_agree(answer: str, gold: str) -> bool:
-    """Whether the subscripts of numerals are those of the gold answer, which the LaTeX parser drops.
-
-    An answer may leave them out, and may write one where the gold answer is nothing but its digits.
-    """
-    said, wanted = _subscripts(answer), _subscripts(gold)
-    if not said or said == wanted:
-        return True
-    numeral = _NUMERAL.fullmatch(answer)
-    return numeral is not None and numeral[1] == gold
-
-
-def _subscripts(text: str) -> list[str]:
-    return [(braced or bare).strip() for braced, bare in _SUBSCRIPT.findall(text)] if "_" in text else []
+def _by_algebra(answer: Answer, gold: Answer) -> bool:
+    """Where values do not decide: a text that only math-verify reads, or sets that are written in different ways."""
+    unread = isinstance(answer, Unread) or isinstance(gold, Unread)
+    series = isinstance(answer, Leaf) and isinstance(gold, Leaf) and equal(gold.tree, answer.tree) is None
+    sets = (
+        _is_set(gold)
+        and _is_set(answer)
+        and (_is_inequality(gold) or _is_inequality(answer) or _kinds_differ(gold, answer))
+    )
+    return (unread or series or sets) and same_by_algebra(answer.text, gold.text)
 
 
-def _letters_agree(answer: str, gold: str) -> bool:
-    """Whether a single letter attached to a number is in both: math-verify drops most of them as units.
-
-    That of a gold answer is a variable (``2s``); that of an answer may be a unit (``5m`` for 5).
-    """
-    in_answer, in_gold = _ATTACHED_LETTER.search(answer), _ATTACHED_LETTER.search(gold)
-    if in_gold is not None and in_gold[1] not in _COMMAND.sub("", answer):
-        return False
-    return in_answer is None or in_answer[1] in _UNITS_OF_ONE_LETTER or in_answer[1] in _COMMAND.sub("", gold)
-
-
-def _any_equal(gold_forms: list[Any], answer_forms: list[Any]) -> bool:
-    return any(
-        verify(gold, answer, timeout_seconds=None, allow_set_relation_comp=True)
-        for gold in gold_forms
-        for answer in answer_forms
-        if not _false_equation(answer) and not _refuted(gold, answer)
+def _is_set(answer: Answer) -> bool:
+    return _is_inequality(answer) or (
+        isinstance(answer, Group) and (answer.kind in _BRACKETS or answer.kind == "union")
     )
 
 
-@lru_cache(maxsize=2048)
-def _forms(text: str) -> list[Any]:
-    """Every reading of a text; a text that cannot be read is among its readings as it stands."""
-    text = respelled(text)
-    if _BOX.search(text):
-        inner = last_boxed(text)
-        if inner is None or text.replace(" ", "") != f"\\boxed{{{inner}}}".replace(" ", ""):
-            return [text]
-        text = inner
-    if not _braces_balance(text) or _SIDE_BY_SIDE.search(text) or _falsely_rounded(text):
-        return [text]
-    in_latex = read_latex(text)
-    forms: list[Any] = [] if in_latex is None else [in_latex]
-    if _ATTACHED_LETTER.search(text) and (variable := read_latex(text, units=False)) is not None:
-        forms.append(variable)
-    in_python = python_notation(text)
-    if in_python is not None:
-        forms = [in_python, *_as_matrix(in_python), *forms]
-    if not forms and _ONLY_A_NUMBER.fullmatch(text):
-        forms = [*parse(text, extraction_config=_NUMBER, parsing_timeout=None), *forms]
-    imaginary = [form for form in map(_with_imaginary_unit, forms) if form is not None]
-    return [*forms, *imaginary, text]
+def _is_inequality(answer: Answer) -> bool:
+    return isinstance(answer, Relation) and "=" not in answer.signs
 
 
-def _with_imaginary_unit(form: Any) -> Any | None:
-    """With the imaginary unit for an i that math-verify read as a real variable; None where there is none."""
-    if not isinstance(form, sympy.Basic) or _I not in form.free_symbols:
-        return None
-    try:
-        return form.xreplace({_I: sympy.I})
-    except (TypeError, ValueError, NotImplementedError):  # SymPy's: complex numbers have no inequalities, no intervals
-        return None
+def _kinds_differ(gold: Answer, answer: Answer) -> bool:
+    """Whether one is a union, which may be written in many ways."""
+    return "union" in (getattr(gold, "kind", ""), getattr(answer, "kind", ""))
 
 
-def _braces_balance(text: str) -> bool:
-    depth = 0
-    for brace in _BRACE.finditer(text):
-        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
-        if depth < 0:
+def _with_decimal_comma(answer: str, gold: Answer) -> bool:
+    """A decimal comma is read in answers only; in a gold answer it separates."""
+    answer = answer.strip()
+    return _DECIMAL_COMMA.fullmatch(answer) is not None and same(gold, read_answer(answer.replace(",", ".")))
+
+
+def same(gold: Answer, answer: Answer) -> bool:
+    """Whether an answer means what the gold answer does."""
+    if _squeezed(gold.text) == _squeezed(answer.text) and gold.text:
+        return True
+    match gold, answer:
+        case (Unread(), _) | (_, Unread()):
             return False
-    return depth == 0
+        case (Words(), _) | (_, Words()):
+            return _same_words(gold, answer)
+        case (Numeral(), _) | (_, Numeral()):
+            return _same_numeral(gold, answer)
+        case Relation(), Relation():
+            return _same_relation(gold, answer)
+        case Relation(), _:
+            return _is_name(gold.parts[0]) and _is_assignment(gold) and same(gold.parts[-1], answer)
+        case _, Relation():
+            return _says_its_right_side(answer) and same(gold, answer.parts[-1])
+        case Group(), Group():
+            return _same_group(gold, answer)
+        case Group(), _:
+            return _same_parts(gold, answer)
+        case _, Group():
+            return _same_as_group(gold, answer)
+        case Leaf(), Leaf():
+            return _same_leaf(gold, answer)
+    return False
 
 
-def _as_matrix(value: Any) -> list[Any]:
-    """A list of equally long lists may mean a matrix."""
-    rows: tuple[Any, ...] = value.args if isinstance(value, sympy.Tuple) else ()
-    if len(rows) > 0 and all(isinstance(row, sympy.Tuple) and len(row) == len(rows[0]) for row in rows):
-        return [sympy.ImmutableMatrix([list(row) for row in rows])]
-    return []
+def _squeezed(text: str) -> str:
+    return _AROUND_SIGNS.sub("", text)
 
 
-def _read(forms: list[Any]) -> bool:
-    """Whether some reading is more than the bare string that math-verify falls back to."""
-    return any(not isinstance(form, str) for form in forms)
+def _same_words(gold: Answer, answer: Answer) -> bool:
+    numbers = [one.number if isinstance(one, Words) else getattr(one, "tree", None) for one in (gold, answer)]
+    if numbers[0] is not None and numbers[1] is not None:
+        return equal(numbers[0], numbers[1]) is True
+    first, second = (one.text.casefold() for one in (gold, answer))
+    return first == second
 
 
-def _understood(forms: list[Any], text: str) -> bool:
-    return _read(forms) or words_in(text) is not None
+def _same_numeral(gold: Answer, answer: Answer) -> bool:
+    """Digits of some base; the base may be left out on either side, where the rest is nothing but digits."""
+    if isinstance(gold, Numeral) and isinstance(answer, Numeral):
+        return (gold.digits, gold.base) == (answer.digits, answer.base)
+    numeral, other = (gold, answer) if isinstance(gold, Numeral) else (answer, gold)
+    return isinstance(numeral, Numeral) and isinstance(other, Leaf) and other.text.upper() == numeral.digits
 
 
-def _false_equation(form: Any) -> bool:
-    """An equation between numbers that are not equal."""
-    if not isinstance(form, sympy.Eq) or form.free_symbols:
+def _same_leaf(gold: Leaf, answer: Leaf) -> bool:
+    if agree(answer.unit, gold.unit) and equal(gold.tree, answer.tree) is True:
+        return True
+    return answer.bare is not None and not symbols(gold.tree) and equal(gold.tree, answer.bare) is True
+
+
+def _same_group(gold: Group, answer: Group) -> bool:
+    if gold.variable is not None and answer.variable is not None and not _same_name(gold.variable, answer.variable):
         return False
-    left, right = _value(form.lhs, {}), _value(form.rhs, {})
-    return left is not None and right is not None and abs(left - right) > _TOO_NEAR
+    if gold.kind == answer.kind == "ratio":
+        return _same_ratio(gold, answer)
+    if gold.kind == answer.kind:
+        return _same_parts(gold, answer, ordered=gold.kind not in _UNORDERED)
+    if {gold.kind, answer.kind} <= _UNORDERED:
+        return _same_parts(gold, answer, ordered=False)
+    ordered = {"()", "<>", "list"}
+    if gold.kind in ordered and answer.kind in ordered:
+        return _same_parts(gold, answer, ordered=True)
+    return gold.kind == "list" and answer.kind == "[]" and _same_parts(gold, answer, ordered=False)
 
 
-def _refuted(gold: Any, answer: Any) -> bool:
-    """Whether two forms certainly differ: in kind, or in value at one point where both have one."""
-    if _kind(gold) != _kind(answer):
-        return _kind(gold) is not None and _kind(answer) is not None
-    if not _comparable(gold) or not _comparable(answer):
-        return False
-    names = sorted({symbol.name for symbol in gold.free_symbols | answer.free_symbols})
-    point = {name: sympy.Rational(1009 + 211 * place, 773) for place, name in enumerate(names)}
-    left, right = _value(gold, point), _value(answer, point)
-    if left is None or right is None:
-        return False
-    if min(abs(left), abs(right)) > _DIGITS_END and gold.has(sympy.Float) != answer.has(sympy.Float):
-        apart_exactly = _value(_exact(gold) - _exact(answer), point)  # 2^100 + 0.5 is not 2^100
-        return apart_exactly is not None and abs(apart_exactly) > _TOO_NEAR
-    if math.isinf(abs(left)) or math.isinf(abs(right)):
-        return math.isinf(abs(left)) != math.isinf(abs(right))
-    if left == right == 0:
-        return _far_from_one(gold / answer, point) or _far_from_one(answer / gold, point)  # 1/2004! is not 1/2064!
-    apart, size = abs(left - right), max(abs(left), abs(right))
-    return apart > _TOO_NEAR + _EXACT * size or apart > _LEADING_DIGITS * size
+def _same_parts(gold: Group, answer: Answer, *, ordered: bool = False) -> bool:
+    if not isinstance(answer, Group):
+        vector = _as_vector(answer)
+        if vector is not None:
+            return gold.kind in ("()", "<>") and _same_parts(gold, vector, ordered=True)
+        return gold.kind in ("set", "[]") and len(gold.parts) == 1 and same(gold.parts[0], answer)
+    if ordered:
+        return len(gold.parts) == len(answer.parts) and all(map(same, gold.parts, answer.parts))
+    left = _without_repeats(answer.parts, allowed=len(answer.parts) - len(gold.parts))
+    for part in gold.parts:
+        found = next((place for place, other in enumerate(left) if same(part, other)), None)
+        if found is None:
+            return False
+        del left[found]
+    return not left
 
 
-def _comparable(form: Any) -> bool:
-    """An expression proper. Percentages are left to math-verify: to it 9 % is both 9 and 0.09."""
-    return isinstance(form, sympy.Expr) and not isinstance(form, sympy.Symbol) and not form.has(UnevaluatedExpr)
+def _without_repeats(parts: Sequence[Answer], *, allowed: int) -> list[Answer]:
+    """Where an answer has more parts than the gold answer: without those it repeats."""
+    if allowed <= 0:
+        return list(parts)
+    kept: list[Answer] = []
+    for part in parts:
+        if not any(same(other, part) for other in kept):
+            kept.append(part)
+    return kept
 
 
-def _far_from_one(ratio: Any, point: Mapping[str, Any]) -> bool:
-    value = _value(ratio, point)
-    return value is not None and abs(value - 1) > _LEADING_DIGITS
+def _same_as_group(gold: Answer, answer: Group) -> bool:
+    """A single gold answer in brackets, or a matrix as lists."""
+    if isinstance(gold, Leaf) and isinstance(gold.tree, Apply) and gold.tree.function == "matrix":
+        rows = [row.arguments for row in gold.tree.arguments if isinstance(row, Apply)]
+        if answer.kind == "[]" and len(answer.parts) == len(rows) and all(map(_same_row, rows, answer.parts)):
+            return True
+        vector = _as_vector(gold)
+        return vector is not None and answer.kind in ("()", "<>", "[]") and _same_parts(vector, answer, ordered=True)
+    if answer.kind == "ratio" and isinstance(gold, Leaf) and len(answer.parts) == 2 and not _is_clock(answer):
+        return _ratio_value(answer) is not None and equal(gold.tree, _ratio_value(answer)) is True  # type: ignore[arg-type]
+    return answer.kind in ("set", "[]") and len(answer.parts) == 1 and same(gold, answer.parts[0])
 
 
-def _falsely_rounded(text: str) -> bool:
-    """``2/3 \\approx 3.67``: to math-verify its first part is what is said."""
-    exact, sign, rounded = text.partition(r"\approx")
-    if not sign or not exact.strip():
-        return False
-    left, right = (_number(read_latex(respelled(part))) for part in (exact, rounded))
-    return left is not None and right is not None and abs(left - right) > _ROUGHLY * max(abs(left), abs(right))
-
-
-def _number(form: Any) -> complex | None:
-    return _value(form, {}) if _comparable(form) and not form.free_symbols else None
-
-
-def _exact(form: Any) -> Any:
-    """With its decimals as fractions."""
-    return form.xreplace({decimal: sympy.Rational(str(decimal)) for decimal in form.atoms(sympy.Float)})
-
-
-def _kind(form: Any) -> str | None:
-    """What no other kind can equal; None where that is not certain."""
-    if isinstance(form, sympy.MatrixBase):
-        return "matrix"
-    if isinstance(form, (sympy.Interval, sympy.Union)):
-        return "interval"
-    return "expression" if _comparable(form) else None
-
-
-def _value(form: Any, point: Mapping[str, Any]) -> complex | None:
-    """The value with numbers in place of the symbols, by their names, perhaps infinite; None where there is none."""
-    try:
-        form = form.doit() if form.has(UnevaluatedExpr, sympy.oo, -sympy.oo) else form
-        symbols = form.free_symbols
-        value = complex(
-            form.subs({symbol: point[symbol.name] for symbol in symbols}).evalf(20) if symbols else form.evalf(20)
+def _same_row(row: Sequence[Expression], answer: Answer) -> bool:
+    if not isinstance(answer, Group):
+        return len(row) == 1 and isinstance(answer, Leaf) and equal(row[0], answer.tree) is True
+    return (
+        answer.kind == "[]"
+        and len(row) == len(answer.parts)
+        and all(
+            isinstance(part, Leaf) and equal(cell, part.tree) is True
+            for cell, part in zip(row, answer.parts, strict=True)
         )
-    except (TypeError, ValueError, ArithmeticError, AttributeError):
+    )
+
+
+def _as_vector(answer: Answer) -> Group | None:
+    """A matrix of one column or row as a tuple."""
+    if not isinstance(answer, Leaf) or not isinstance(answer.tree, Apply) or answer.tree.function != "matrix":
         return None
-    except NotImplementedError:  # SymPy raises it where it knows no value, for example of a relation or a set
-        return None
-    return None if math.isnan(abs(value)) else value
+    rows = [row.arguments for row in answer.tree.arguments if isinstance(row, Apply)]
+    cells = rows[0] if len(rows) == 1 else [row[0] for row in rows] if all(len(row) == 1 for row in rows) else ()
+    return Group(answer.text, "<>", tuple(Leaf("", cell) for cell in cells)) if cells else None
+
+
+def _is_clock(ratio: Group) -> bool:
+    return re.fullmatch(r"\d{1,2}:\d\d(?!\d).*", ratio.text, re.DOTALL) is not None
+
+
+def _ratio_value(ratio: Group) -> Expression | None:
+    first, second = ratio.parts[:2]
+    if isinstance(first, Leaf) and isinstance(second, Leaf):
+        return Apply("*", (first.tree, Apply("over", (second.tree,))))
+    return None
+
+
+def _same_ratio(gold: Group, answer: Group) -> bool:
+    if len(gold.parts) != len(answer.parts):
+        return False
+    if _is_clock(gold) or _is_clock(answer):
+        return all(map(same, gold.parts, answer.parts))
+    values = []
+    for group in (gold, answer):
+        trees = [part.tree for part in group.parts if isinstance(part, Leaf)]
+        values.append([Apply("*", (tree, Apply("over", (trees[-1],)))) for tree in trees])
+    return len(values[0]) == len(values[1]) and all(
+        equal(one, other) is True for one, other in zip(*values, strict=True)
+    )
+
+
+def _same_relation(gold: Relation, answer: Relation) -> bool:
+    if _is_assignment(gold) and _is_assignment(answer):
+        if _numbers_differ(answer):
+            return False
+        if _is_name(gold.parts[0]) and _is_name(answer.parts[0]):
+            names = _same_names(gold.parts[0], answer.parts[0])
+            if names and same(gold.parts[-1], answer.parts[-1]):
+                return True
+    if len(gold.parts) != 2 or len(answer.parts) != 2:
+        return gold.signs == answer.signs and all(map(same, gold.parts, answer.parts))
+    wanted, said = _difference(gold), _difference(answer)
+    ratio = proportional(wanted, said) if wanted is not None and said is not None else None
+    if ratio is None or ratio == 0:
+        return False
+    sign = answer.signs[0] if ratio > 0 else _FLIPPED.get(answer.signs[0], answer.signs[0])
+    return sign == gold.signs[0]
+
+
+def _difference(relation: Relation) -> Expression | None:
+    left, right = relation.parts
+    if isinstance(left, Leaf) and isinstance(right, Leaf):
+        return Apply("+", (left.tree, Apply("neg", (right.tree,))))
+    return None
+
+
+def _is_assignment(relation: Relation) -> bool:
+    return set(relation.signs) <= {"=", "~"}
+
+
+def _is_name(answer: Answer) -> bool:
+    """Whether it names what is asked for: a symbol, a function's value, a ratio or tuple of names, words."""
+    match answer:
+        case Words():
+            return answer.number is None
+        case Group(kind="()" | "ratio" | "list"):
+            return all(map(_is_name, answer.parts))
+        case Leaf():
+            return _names_only(answer.tree)
+    return False
+
+
+def _names_only(tree: Expression) -> bool:
+    match tree:
+        case Symbol():
+            return True
+        case Apply("abs", (inner,)) | Apply("over", (inner,)):
+            return _names_only(inner)
+        case Apply("*", (over, Apply("over", (under,)))):
+            return _names_only(over) and _names_only(under)
+        case Apply(function, _):
+            return function.startswith("call ")
+    return False
+
+
+def _same_names(gold: Answer, answer: Answer) -> bool:
+    if isinstance(gold, Leaf) and isinstance(answer, Leaf):
+        return _same_name(gold.tree, answer.tree)
+    return same(gold, answer)
+
+
+def _same_name(gold: Expression, answer: Expression) -> bool:
+    """``y`` is the value of every function."""
+    if any(one == Symbol("y") and isinstance(other, Apply) for one, other in ((gold, answer), (answer, gold))):
+        return True
+    return gold == answer
+
+
+def _says_its_right_side(relation: Relation) -> bool:
+    """Whether an equation says what its right side is: of a name, sums and products of names, or equal numbers."""
+    if not _is_assignment(relation) or _numbers_differ(relation):
+        return False
+    first = relation.parts[0]
+    if isinstance(first, Leaf):
+        return not symbols(first.tree) or not any(isinstance(part, Number) for part in parts(first.tree))
+    return _is_name(first)
+
+
+def _numbers_differ(relation: Relation) -> bool:
+    """Whether numbers are said to be equal that are not."""
+    rounded = "~" in relation.signs
+    trees = [part.tree for part in relation.parts if isinstance(part, Leaf) and not symbols(part.tree)]
+    return any(not (equal(one, other) or (rounded and _roughly(one, other))) for one, other in pairwise(trees))
+
+
+def _roughly(one: Expression, other: Expression) -> bool:
+    try:
+        first, second = value_of(one, {}, 20), value_of(other, {}, 20)
+    except NoValueError:
+        return False
+    if isinstance(first, tuple) or isinstance(second, tuple):
+        return False
+    return bool(abs(first - second) <= _ROUGHLY * max(abs(first), abs(second)))

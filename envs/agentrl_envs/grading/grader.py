@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 class Grader:
     """Grades answers; thousands of calls may be in flight. Belongs to one event loop.
 
-    Equal strings and integers are decided here; the rest by math-verify in at most ``settings.workers`` processes.
+    Equal strings and integers are decided here; the rest by their values in at most ``settings.workers`` processes.
     A comparison that takes too much processor time costs its process its life and is `Verdict.ANSWER_TIMEOUT`, a wrong
     answer: else a policy could leave the data by slow answers. So is one whose process dies twice (out of memory, a
     crash in C code). Where the gold answer fails alone, or a process hangs without computing, nothing is known of the
     answer: `Verdict.GRADER_TIMEOUT`.
 
-    Not guaranteed: that two true equals are recognised as such; that is math-verify's to know.
+    Not guaranteed: that two true equals are recognised as such; not even mathematics can promise that.
     """
 
     def __init__(self, settings: GraderSettings) -> None:
@@ -70,7 +70,7 @@ class Grader:
     def describe(self) -> str:
         """One line for the console."""
         settings = self._settings
-        return f"math-verify in up to {settings.workers} processes, {settings.deadline:g} s of processor time each"
+        return f"by value in up to {settings.workers} processes, {settings.deadline:g} s of processor time each"
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
