@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import secrets
 import socket
 import sys
@@ -137,6 +138,17 @@ async def test_memory_spread_over_processes_is_summed(run, settings):
     program = (
         f"import os, time\nfor _ in range(8):\n    if os.fork() == 0:\n"
         f"        data = b'x' * ({each} << 20)\n        time.sleep(60)\ntime.sleep(60)"
+    )
+    assert (await run(program)).outcome is Outcome.MEMORY_LIMIT
+
+
+async def test_memory_of_processes_whose_first_thread_ended_is_counted(run, settings):
+    each, call = settings.memory_mb // 4, 60 if platform.machine() == "x86_64" else 93  # exit, of a single thread
+    program = (
+        "import ctypes, os, threading, time\nlibc = ctypes.CDLL(None)\ndef work():\n"
+        f"    data = b'x' * ({each} << 20)\n    time.sleep(60)\n"
+        "for _ in range(6):\n    if os.fork() == 0:\n"
+        f"        threading.Timer(0.2, work).start()\n        libc.syscall({call}, 0)\ntime.sleep(60)"
     )
     assert (await run(program)).outcome is Outcome.MEMORY_LIMIT
 

@@ -81,6 +81,7 @@ def test_calls_with_the_bit_of_x32_end_the_process():
         ("socketpair", (2, 1), PERMISSION),
         ("clone", (0x3D0F00,), bpf.ALLOW),
         ("clone", (0x10000000 | 17,), PERMISSION),
+        ("clone", (0x8000 | 17,), PERMISSION),
         ("prlimit64", (0, 7), bpf.ALLOW),
         ("prlimit64", (1, 7), PERMISSION),
         ("setpriority", (0, 0, 5), bpf.ALLOW),

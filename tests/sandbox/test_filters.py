@@ -81,11 +81,12 @@ CLONE_FLAGS = {
     "user": 0x10000000,
     "pid": 0x20000000,
     "net": 0x40000000,
+    "parent": 0x00008000,
 }
 
 
 @NEEDS_MACHINE
-async def test_no_clone_makes_a_namespace(run):
+async def test_no_clone_makes_a_namespace_or_a_sibling(run):
     clone = number("clone", MACHINE)
     requests = {name: (clone, flag | 17, 0, 0, 0, 0) for name, flag in CLONE_FLAGS.items()}
     assert await errors(run, requests) == dict.fromkeys(requests, errno.EPERM)

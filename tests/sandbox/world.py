@@ -1,10 +1,11 @@
-"""Opens a sandbox where there are no namespaces, and runs what comes in: one JSON object a line, in and out.
+"""Opens a sandbox where layers are missing, and runs what comes in: one JSON object a line, in and out.
 
     world.py container SETTINGS NEEDED      root with the four capabilities that a runner's container leaves it
     world.py unprivileged SETTINGS NEEDED   a user like any other
     world.py powerless SETTINGS NEEDED      root without a single capability
+    world.py user SETTINGS NEEDED           a user like any other, who may make user namespaces here alone
 
-With ``-old`` behind its name a world has a kernel without Landlock.
+With ``-abi0`` behind its name a world has a kernel without Landlock, with ``-abi5`` one that knows its fifth version.
 
 NEEDED are directories to show to everyone: an interpreter below a directory that only root may enter is not reached
 by others.
@@ -16,18 +17,25 @@ import asyncio
 import ctypes
 import dataclasses
 import errno
+import fcntl
 import json
 import os
+import platform
+import struct
 import sys
+import threading
 
 from agentrl_sandbox.client import Execution, SandboxError, SandboxSettings, UnisolatedError
 from agentrl_sandbox.local import LocalSandbox, open_local
 from agentrl_sandbox.runner import bpf, kernel
-from agentrl_sandbox.runner.seccomp import Filter
 
 USER = 54_321
 KEPT = (0, 5, 6, 7)  # CAP_CHOWN, CAP_KILL, CAP_SETGID, CAP_SETUID
 PR_CAPBSET_DROP = 24
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+LANDLOCK_CREATE_RULESET, ASKS_FOR_VERSION = 444, 1
+TELL_THE_LISTENER, NEW_LISTENER = 0x7FC0_0000, 8  # SECCOMP_RET_USER_NOTIF, SECCOMP_FILTER_FLAG_NEW_LISTENER
+RECEIVE, SEND = 0xC050_2100, 0xC018_2101  # SECCOMP_IOCTL_NOTIF_RECV, SECCOMP_IOCTL_NOTIF_SEND
 
 
 def reach(needed: list[str]) -> None:
@@ -69,26 +77,51 @@ def keep_only(capabilities: tuple[int, ...]) -> None:
 
 def enter(world: str, needed: list[str]) -> None:
     reach(needed)
-    place, _, old = world.partition("-")
-    if place == "unprivileged":
+    place, _, version = world.partition("-abi")
+    if place in ("unprivileged", "user"):
         kernel.become(USER)
         kernel.set_dumpable()
     else:
         keep_only(KEPT if place == "container" else ())
-    if old:
-        hide_landlock()
+    if version:
+        age_landlock(int(version))
 
 
-def hide_landlock() -> None:
-    """Its first call is unknown from here on, as on a kernel that was built without it."""
-    architecture = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[os.uname().machine]
+def age_landlock(version: int) -> None:
+    """Have the kernel answer to who asks for Landlock's version as an older one does.
+
+    A thread that is not filtered itself gives the answers (seccomp_unotify(2)).
+    """
+    told: list[int] = []
+    filtered = threading.Event()
+    threading.Thread(target=answer_for_landlock, args=(version, told, filtered), daemon=True).start()
     kernel.no_new_privileges()
-    Filter(bpf.decide(architecture, {444: bpf.fail(errno.ENOSYS)}, 444, bpf.allow())).install()
+    code = bpf.only_if_one_of(2, (ASKS_FOR_VERSION,), [(0x06, 0, 0, TELL_THE_LISTENER)], bpf.allow())
+    program = bpf.decide(ARCHITECTURES[platform.machine()], {LANDLOCK_CREATE_RULESET: code}, 444, bpf.allow())
+    told.append(install_with_listener(program))
+    filtered.set()
 
 
-async def serve(settings: SandboxSettings) -> None:
+def install_with_listener(code: bytes) -> int:
+    """A filter on this thread and all it makes; the descriptor of its listener."""
+    head = struct.pack("HxxxxxxP", len(code) // 8, ctypes.cast(code, ctypes.c_void_p).value)
+    call = ctypes.c_long({"x86_64": 317, "aarch64": 277}[platform.machine()])
+    return kernel.checked_call("seccomp", call.value, ctypes.c_uint(1), ctypes.c_uint(NEW_LISTENER), head)
+
+
+def answer_for_landlock(version: int, told: list[int], filtered: threading.Event) -> None:
+    filtered.wait()
+    while True:
+        question = bytearray(struct.calcsize("QIIiIQ6Q"))
+        fcntl.ioctl(told[0], RECEIVE, question)
+        (identifier,) = struct.unpack_from("Q", question)
+        answer = (identifier, version, 0) if version else (identifier, 0, -errno.ENOSYS)
+        fcntl.ioctl(told[0], SEND, struct.pack("QqiI", *answer, 0))
+
+
+async def serve(settings: SandboxSettings, modes: tuple[str, ...]) -> None:
     try:
-        sandbox = await open_local(settings, modes=())
+        sandbox = await open_local(settings, modes=modes)
     except UnisolatedError as error:
         print(json.dumps({"refused": str(error), "missing": error.missing}), flush=True)
         return
@@ -122,4 +155,5 @@ async def answer(sandbox: LocalSandbox, request: dict[str, object]) -> None:
 
 if __name__ == "__main__":
     enter(sys.argv[1], json.loads(sys.argv[3]))
-    asyncio.run(serve(SandboxSettings.model_validate_json(sys.argv[2])))
+    modes = ("user",) if sys.argv[1].startswith("user") else ()
+    asyncio.run(serve(SandboxSettings.model_validate_json(sys.argv[2]), modes))

@@ -135,6 +135,8 @@ def isolate(limits: ChildLimits, slot: int) -> str:
         directory = f"{os.environ.pop(SCRATCH_VARIABLE)}/{slot}"
         os.environ["HOME"] = os.environ["TMPDIR"] = directory
     else:
+        # A signal to a process group crosses PID namespaces. Not a session: its share of the processors is its own.
+        os.setpgid(0, 0)
         kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC)
         directory = SCRATCH
         owner = "" if user is None else f",uid={user},gid={user}"

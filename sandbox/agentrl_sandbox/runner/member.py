@@ -43,6 +43,7 @@ def serve_session(control: int, scratch: str, first: str, lockdown: Lockdown) ->
     """
     leave = os._exit  # programs may replace os._exit
     try:
+        os.setpgid(0, 0)  # what programs send to their group is not for the keeper
         os.mkdir(f"{scratch}/{first}", 0o700)
         kernel.set_dumpable()
         kernel.die_with_parent(signal.SIGKILL)

@@ -35,8 +35,15 @@ def usage(pid: int, beyond: int = 0) -> Usage:
 
 def resident_bytes(pid: int) -> int:
     """Resident memory of one process; 0 for one that is gone."""
+    found = _resident(f"/proc/{pid}/statm")
+    if found == 0:  # its first thread may have ended before the others, and shows nothing then
+        found = max((_resident(f"/proc/{pid}/task/{task}/statm") for task in tasks(pid)), default=0)
+    return found
+
+
+def _resident(path: str) -> int:
     try:
-        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+        with open(path, encoding="ascii") as file:
             return int(file.read().split()[1]) * _PAGE
     except (FileNotFoundError, ProcessLookupError):
         return 0

@@ -61,6 +61,7 @@ process group, which is what ends a program that multiplies there."""
 
 _ARCHITECTURES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
 _NEW_NAMESPACES = 0x7E02_0000  # every CLONE_NEW* that clone(2) knows
+_AS_SIBLING = 0x8000  # CLONE_PARENT: out of the tree that is watched
 _PRCTL = (1, 35, 36, 62)  # PR_SET_PDEATHSIG, PR_SET_MM, PR_SET_CHILD_SUBREAPER, PR_SCHED_CORE
 _IOCTL = (
     0x5412,  # TIOCSTI: typing into a terminal
@@ -136,7 +137,7 @@ def _by_argument() -> dict[str, Code]:
     connected = bpf.only_if_one_of(1, (_SOCK_STREAM, _SOCK_SEQPACKET), bpf.allow(), refuse, mask=_SOCK_KIND)
     this_process = bpf.only_if_one_of(1, (0,), bpf.allow(), refuse)
     return {
-        "clone": bpf.unless_any_bit(0, _NEW_NAMESPACES, refuse),
+        "clone": bpf.unless_any_bit(0, _NEW_NAMESPACES | _AS_SIBLING, refuse),
         "mknod": bpf.only_if_one_of(1, node, bpf.allow(), refuse, mask=0o170000),
         "mknodat": bpf.only_if_one_of(2, node, bpf.allow(), refuse, mask=0o170000),
         "ioctl": bpf.unless_one_of(1, _IOCTL, refuse),

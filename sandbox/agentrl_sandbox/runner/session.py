@@ -34,6 +34,7 @@ class Family:
     slot: int
     keeper: socket.socket
     pid: int = 0
+    given_up: bool = False  # the server has its keeper killed, which did not answer
     sessions: dict[int, Session] = field(default_factory=dict)
 
     def tell(self, operation: str, session: int, descriptors: tuple[int, ...] = ()) -> None:

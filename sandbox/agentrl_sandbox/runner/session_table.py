@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from agentrl_sandbox.runner.program import Ending, Program
+from agentrl_sandbox.runner.program import Ending, Program, judge_exit
 from agentrl_sandbox.runner.session import Family, Frame, Session, State
 from agentrl_sandbox.runner.zygote_handle import ZygoteHandle
 from agentrl_sandbox.types import Outcome
@@ -70,22 +70,22 @@ class SessionTable:
         else:
             self.kill(session.identifier)
 
-    def end_family(self, family: Family, why: str, *, clean: bool) -> None:
-        """A keeper has ended, and with it its members."""
-        self.end_members(family, why)
+    def end_family(self, family: Family, why: str, *, clean: bool, killed: bool = False) -> None:
+        """A keeper has ended, and with it its members. ``killed``: by a signal that was not ours."""
+        self.end_members(family, why, killed=killed)
         if self.families.pop(family.identifier, None) is not None:
             self._host.ignore(family.keeper.fileno())
             family.keeper.close()
             self._host.release(family.slot, KIND, clean=clean)
 
-    def end_members(self, family: Family, why: str) -> None:
-        """A keeper ends, and says why."""
+    def end_members(self, family: Family, why: str, *, killed: bool = False) -> None:
+        """A keeper ends, and says why. One that was killed was killed by its programs, or with them."""
         for session in list(family.sessions.values()):
             if session.program is not None:
-                if session.program.reason is None:
+                if session.program.reason is None and not killed:
                     ending = Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why)
                 else:
-                    ending = Ending(outcome=session.program.reason, exit_code=-signal.SIGKILL)
+                    ending = judge_exit(session.program, -signal.SIGKILL, out_of_memory=False)
                 session.answer = self._host.report(session.program, ending)
             self.gone(session, session.why or why)
 

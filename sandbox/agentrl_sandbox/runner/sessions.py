@@ -255,7 +255,9 @@ class Sessions:
         else:
             while family.identifier in self._table.families and self._has_news(family):
                 self._on_keeper(family)
-            self._table.end_family(family, message.get("why", "its keeper ended"), clean=message.get("clean", True))
+            killed = not family.given_up and os.WIFSIGNALED(message.get("status", 0))
+            why = message.get("why", "its keeper ended")
+            self._table.end_family(family, why, clean=message.get("clean", True), killed=killed)
 
     def _has_news(self, family: Family) -> bool:
         try:
@@ -289,6 +291,7 @@ class Sessions:
             elif session.state is State.FORKING:
                 self._table.end(session, "it did not fork in time")
             else:  # the keeper does not answer
+                session.family.given_up = True
                 self._host.zygote(KIND).kill(session.family.identifier)
 
     def watch_usage(self, *, count_tasks: bool) -> None:
