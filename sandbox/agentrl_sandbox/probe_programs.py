@@ -1,15 +1,23 @@
 """The programs that the probes run; each is a template to be filled with ``str.format``, or a text to run as it is."""
 
+GOT_THROUGH = 3
+"""The exit status of a program that did what it must not be able to do."""
+
+AHEAD = 1 << 20
+"""Bytes that a program may be ahead of those who count what it writes."""
+
 NETWORK = """
 import socket
-for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+for kind, port in ((socket.SOCK_DGRAM, {udp}), (socket.SOCK_STREAM, {tcp})):
     try:
         probe = socket.socket(socket.AF_INET, kind)
         probe.settimeout(1)
-        probe.connect(("127.0.0.1", {port}))
-        probe.send(b"probe")
+        probe.connect(("127.0.0.1", port))
+        probe.send(b"{word}")
     except OSError:
-        pass
+        continue
+    if kind == socket.SOCK_STREAM:
+        print("sent")
 """
 
 WRITES = """
@@ -37,7 +45,9 @@ NEIGHBOUR = """
 import os, time
 os.umask(0)
 open("secret", "w").write({secret!r})
+begin = time.monotonic()
 time.sleep({seconds})
+print(begin, time.monotonic())
 """
 
 READS = """
@@ -50,7 +60,7 @@ def names(directory):
         return []
 
 end = time.monotonic() + {seconds}
-while time.monotonic() < end:
+while (begin := time.monotonic()) < end:
     beside = ["../" + name for name in names("..") + [str(slot) for slot in range(16)]]
     for process in names("/proc"):
         beside += ["/proc/" + process + "/cwd", "/proc/" + process + "/root/scratch"]
@@ -61,7 +71,8 @@ while time.monotonic() < end:
             continue
         if {start!r}.encode() in text:
             print(text[text.index({start!r}.encode()):][:32].decode())
-            end = 0
+            raise SystemExit
+    print(begin, time.monotonic())
     time.sleep(0.02)
 """
 
@@ -82,12 +93,12 @@ made = 0
 try:
     while made < {most}:
         if os.fork() == 0:
-            time.sleep(5)
+            time.sleep(60)
             os._exit(0)
         made += 1
 except OSError:
     os._exit(0)
-time.sleep(2)
+time.sleep(10)
 os._exit(3)
 """
 
@@ -95,11 +106,12 @@ TIME = """
 import signal
 for number in set(range(1, 32)) - {signal.SIGKILL, signal.SIGSTOP}:
     signal.signal(number, signal.SIG_IGN)
+print("spins", flush=True)
 while True:
     pass
 """
 
-OUTPUT = "import os\nwhile True:\n    os.write(1, b'x' * 65536)"
+OUTPUT = "import os\nsize = {size}\nwhile size > 0:\n    size -= os.write(1, b'x' * 65536)"
 
 TRACING = """
 import ctypes, os

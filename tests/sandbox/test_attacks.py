@@ -6,6 +6,7 @@ Tests of what a root file system and a PID namespace of one's own give are of th
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import platform
 import secrets
@@ -413,22 +414,56 @@ async def test_poisoned_sympy_is_not_seen_by_the_next(run):
     assert (await run("import sympy\nx = sympy.Symbol('x')\nprint(sympy.solve(2*x - 1, x))")).stdout == "[1/2]\n"
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [
-        "import random\nprint(random.random())",
-        "import numpy as np\nprint(np.random.rand(), np.random.default_rng().random())",
-    ],
-)
+DRAWS = {
+    "random": "import random\nprint(random.random())",
+    "a file": "import draws",
+    "numpy": "import numpy as np\nprint(np.random.rand(), np.random.default_rng().random())",
+    "sympy": "import sympy\nprint(sympy.randprime(10**30, 10**31))",
+    "mpmath": "import mpmath\nprint(mpmath.rand())",
+}
+SEEDED = {
+    "random": "import random\nrandom.seed(1)\nprint(random.random())",
+    "numpy": "import numpy as np\nnp.random.seed(1)\nprint(np.random.rand(), np.random.default_rng(1).random())",
+    "sympy": "import sympy.core.random as r\nr.seed(1)\nprint(r.rng.random(), r._assumptions_rng.random())",
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
 async def test_random_states_differ_between_programs(run, draw):
-    assert len({(await run(draw)).stdout for _ in range(5)}) == 5
+    files = {"draws.py": DRAWS["random"].encode()}
+    assert len({(await run(DRAWS[draw], files=files)).stdout for _ in range(5)}) == 5
 
 
-async def test_a_seed_does_not_leak(run):
-    seeded = await run("import random\nrandom.seed(1)\nprint(random.random())")
-    again = await run("import random\nrandom.seed(1)\nprint(random.random())")
-    free = await run("import random\nprint(random.random())")
-    assert seeded.stdout == again.stdout != free.stdout
+@pytest.mark.parametrize("seed", SEEDED)
+async def test_a_seed_counts_and_does_not_leak(run, seed):
+    seeded, again = [(await run(SEEDED[seed])).stdout for _ in range(2)]
+    free = (await run("\n".join(line for line in SEEDED[seed].splitlines() if "seed(" not in line))).stdout
+    assert seeded == again != free
+
+
+async def test_no_generator_that_was_made_before_the_program_gives_two_programs_the_same(run, everywhere):
+    draw = (
+        "import gc, json, random, sympy, numpy.random as n\ngc.unfreeze()\nthings = gc.get_objects()\n"
+        "drawn = [thing.random() for thing in things if isinstance(thing, random.Random)]\n"
+        "drawn += [thing.random_sample() for thing in things if isinstance(thing, n.RandomState)]\n"
+        "drawn += [n.Generator(thing).random() for thing in things if isinstance(thing, n.BitGenerator)]\n"
+        "print(json.dumps(drawn))"
+    )
+    sessions = [await everywhere.open_session() for _ in range(2)]
+    drawn = [json.loads((await run(draw, session=session)).stdout) for session in (None, None, *sessions)]
+    for session in sessions:
+        await everywhere.close_session(session)
+    assert min(map(len, drawn)) >= 6  # random's, three of SymPy's, NumPy's twice
+    assert len(set().union(*drawn)) == sum(map(len, drawn))
+
+
+async def test_a_forked_process_draws_numbers_of_its_own(run):
+    program = (
+        "import os, random\nr, w = os.pipe()\nif os.fork() == 0:\n"
+        "    os.write(w, repr(random.random()).encode())\n    os._exit(0)\n"
+        "print(os.read(r, 99).decode() != repr(random.random()))"
+    )
+    assert (await run(program)).stdout == "True\n"
 
 
 async def test_many_hostile_programs_at_once_leave_the_quick_ones_alone(run):

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -42,9 +43,10 @@ class ChildLimits:
     max_processes: int
     scratch: str  # mount options
     scratch_bytes: int
+    generators: tuple[Callable[[], None], ...]  # what seeds the interpreter's random generators anew
 
     @classmethod
-    def from_config(cls, config: RunnerConfig) -> ChildLimits:
+    def from_config(cls, config: RunnerConfig, generators: tuple[Callable[[], None], ...]) -> ChildLimits:
         """Measured in the warm zygote: the limit on memory counts from what the interpreter has mapped already."""
         with open("/proc/self/statm", encoding="ascii") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
@@ -60,11 +62,17 @@ class ChildLimits:
             max_processes=processes,
             scratch=f"size={size},nr_inodes=16384,mode=700",
             scratch_bytes=size,
+            generators=generators,
         )
 
     def user(self, slot: int) -> int | None:
         """The user of a slot's programs, where slots have users of their own."""
         return None if self.first_user is None else self.first_user + slot
+
+    def reseed(self) -> None:
+        """Otherwise every program would draw what the zygote would have drawn."""
+        for seed in self.generators:
+            seed()
 
 
 def limit_children(limits: ChildLimits) -> None:
@@ -91,6 +99,7 @@ def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: lis
         limits.lockdown.close(scratch)
         close_descriptors_but(_STATUS_DESCRIPTOR, *([_FETCHED_DESCRIPTOR] if task.fetch else []))
         write_files(scratch, 0, task.files)
+        limits.reseed()
         os.write(_STATUS_DESCRIPTOR, STARTED)
         exit_code = _run(task)
         if task.fetch and os.getpid() == pid:  # not a child of the program that got here too
@@ -157,8 +166,6 @@ def isolate(limits: ChildLimits, slot: int) -> str:
 
 def _run(task: Task) -> int:
     """Run the program as ``__main__`` and give its exit status, as the interpreter would."""
-    if b"random" in task.source:
-        interpreter.reseed()
     sys.path.insert(0, "")
     gc.enable()
     program = interpreter.Program(source=task.source, name=FILE_NAME, echo=task.echo)

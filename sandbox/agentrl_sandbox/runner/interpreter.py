@@ -35,13 +35,6 @@ def make_main() -> ModuleType:
     return main
 
 
-def reseed() -> None:
-    """Otherwise every program would draw what the zygote would have drawn."""
-    sys.modules["random"].seed()
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
-
-
 def run(program: Program, main: ModuleType, on_out_of_memory: Callable[[], None]) -> int:
     """Run the program in ``main`` and give its exit status. An exception is reported on stderr."""
     try:

@@ -47,6 +47,7 @@ def run_keeper(limits: ChildLimits, slot: int, session: int, descriptors: list[i
             # one for the keeper
             resource.setrlimit(resource.RLIMIT_NPROC, (limits.max_processes + 1, limits.max_processes + 1))
             kernel.forbid_tracing()
+            limits.reseed()
             Keeper(server, scratch, limits.lockdown).serve(session)
         except OSError as error:
             server.send(json.dumps({"op": "failed", "why": str(error)}).encode())

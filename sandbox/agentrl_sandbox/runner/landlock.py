@@ -32,7 +32,8 @@ _FOR_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | _IOCTL_DEVICE  # the 
 
 _FILES_BY_ABI = {1: (1 << 13) - 1, 2: _REFER, 3: TRUNCATE, 5: _IOCTL_DEVICE}
 _TCP = 0b11  # bind and connect, ABI 4
-_SCOPES = 0b11  # abstract Unix sockets and signals, ABI 6
+_SCOPES = 0b11  # abstract Unix sockets and signals
+SCOPES_SINCE = 6
 
 
 class _RulesetAttributes(ctypes.Structure):
@@ -53,8 +54,9 @@ class Rules:
 
     def __init__(self, version: int, rights: Iterable[tuple[str, int]]) -> None:
         self._files = sum(bits for since, bits in _FILES_BY_ABI.items() if since <= version)
-        self._attributes = _RulesetAttributes(self._files, _TCP if version >= 4 else 0, _SCOPES if version >= 6 else 0)
-        self._size = ctypes.sizeof(_RulesetAttributes) if version >= 6 else 16 if version >= 4 else 8
+        scoped = version >= SCOPES_SINCE
+        self._attributes = _RulesetAttributes(self._files, _TCP if version >= 4 else 0, _SCOPES if scoped else 0)
+        self._size = ctypes.sizeof(_RulesetAttributes) if scoped else 16 if version >= 4 else 8
         self._flags = _QUIET if version >= 7 else 0
         self._rules = [self._rule(path, bits) for path, bits in rights if os.path.exists(path)]
 

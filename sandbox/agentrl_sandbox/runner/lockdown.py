@@ -52,6 +52,11 @@ def has_own_users(config: RunnerConfig) -> bool:
     return config.isolate != "user" and kernel.may_change_user()
 
 
+def reaches_keepers(config: RunnerConfig) -> bool:
+    """Whether programs can signal what else runs as their user: a session's keeper is then theirs to kill."""
+    return config.isolate == "none" and landlock.abi() < landlock.SCOPES_SINCE
+
+
 def layers(config: RunnerConfig) -> dict[str, int]:
     """What the server tells its client of the layers here: Landlock's version, and 1 or 0 for the others."""
     return {

@@ -14,6 +14,7 @@ import gc
 import io
 import json
 import os
+import random
 import resource
 import signal
 import socket
@@ -69,7 +70,6 @@ class Member:
         self._main = interpreter.make_main()
         self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         self._move_to(directory)
-        interpreter.reseed()
         sys.path.insert(0, "")
         gc.enable()
 
@@ -202,7 +202,14 @@ def _leave_the_fork_to_the_keeper() -> None:
 
 
 def _quiet_fork() -> int:
-    """Fork without Python's warning about the program's threads, which the fork does not have."""
+    """Fork without Python's warning about the program's threads, which the fork does not have.
+
+    ``random`` seeds itself anew in every fork; a branch of a session goes on with its origin's numbers.
+    """
+    state = random.getstate()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return os.fork()
+        pid = os.fork()
+    if pid == 0:
+        random.setstate(state)
+    return pid

@@ -71,7 +71,7 @@ class SessionTable:
             self.kill(session.identifier)
 
     def end_family(self, family: Family, why: str, *, clean: bool, killed: bool = False) -> None:
-        """A keeper has ended, and with it its members. ``killed``: by a signal that was not ours."""
+        """A keeper has ended, and with it its members. ``killed``: by its programs."""
         self.end_members(family, why, killed=killed)
         if self.families.pop(family.identifier, None) is not None:
             self._host.ignore(family.keeper.fileno())
@@ -79,7 +79,7 @@ class SessionTable:
             self._host.release(family.slot, KIND, clean=clean)
 
     def end_members(self, family: Family, why: str, *, killed: bool = False) -> None:
-        """A keeper ends, and says why. One that was killed was killed by its programs, or with them."""
+        """A keeper ends, and says why; or was ``killed`` by its programs."""
         for session in list(family.sessions.values()):
             if session.program is not None:
                 if session.program.reason is None and not killed:

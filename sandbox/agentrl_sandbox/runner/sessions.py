@@ -20,6 +20,7 @@ from typing import Any
 
 from agentrl_sandbox.runner.config import RunnerConfig
 from agentrl_sandbox.runner.launch import launch
+from agentrl_sandbox.runner.lockdown import reaches_keepers
 from agentrl_sandbox.runner.member import DONE
 from agentrl_sandbox.runner.memory import Usage
 from agentrl_sandbox.runner.order import Order
@@ -43,6 +44,7 @@ class Sessions:
         self._slots = list(range(config.workers, config.slots))
         self._waiting: deque[tuple[int, int]] = deque()  # requests for a session, each with its number
         self._identifiers = itertools.count(-1, -1)
+        self._keepers_are_reached = reaches_keepers(config)
 
     # What the client asks for.
 
@@ -255,7 +257,7 @@ class Sessions:
         else:
             while family.identifier in self._table.families and self._has_news(family):
                 self._on_keeper(family)
-            killed = not family.given_up and os.WIFSIGNALED(message.get("status", 0))
+            killed = self._keepers_are_reached and not family.given_up and os.WIFSIGNALED(message.get("status", 0))
             why = message.get("why", "its keeper ended")
             self._table.end_family(family, why, clean=message.get("clean", True), killed=killed)
 

@@ -34,6 +34,7 @@ from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
 from agentrl_sandbox.runner.immortal import immortalize
 from agentrl_sandbox.runner.keeper import run_keeper
 from agentrl_sandbox.runner.lockdown import has_own_users
+from agentrl_sandbox.runner.randomness import find_generators
 from agentrl_sandbox.runner.routing import BARE_MODULES
 
 _MAX_MESSAGE = 65_536
@@ -53,16 +54,16 @@ def main() -> None:
     warm_up(science=kind == "science")
     sys.argv[:] = ["<program>"]
     gc.collect()
+    generators = find_generators()
     immortalize()
     gc.freeze()
     merge_heap_pages()
     with socket.socket(fileno=int(descriptor)) as server:
-        Zygote(config, server).serve()
+        Zygote(config, server, ChildLimits.from_config(config, generators)).serve()
 
 
 def warm_up(*, science: bool) -> None:
     """Import what programs use. What cannot be imported here cannot be imported by programs either."""
-    _import_random()
     _add_site_builtins()
     for name in (*BARE_MODULES, "linecache", "traceback"):
         importlib.import_module(name)
@@ -105,16 +106,6 @@ def _add_site_builtins() -> None:
     setattr(builtins, "help", site_builtins._Helper())  # noqa: B010 - an attribute that the type lacks
 
 
-def _import_random() -> None:
-    """Import ``random`` without its hook that reseeds in every child: a child reseeds when its program may draw."""
-    register = os.register_at_fork
-    os.register_at_fork = lambda **hooks: None
-    try:
-        importlib.import_module("random")
-    finally:
-        os.register_at_fork = register
-
-
 def merge_heap_pages() -> None:
     """Ask for huge pages below the heap: a fork then copies, and an exit drops, far fewer page table entries."""
     with open("/proc/self/maps", encoding="ascii") as file:
@@ -129,11 +120,11 @@ def merge_heap_pages() -> None:
 class Zygote:
     """Forks, waits, kills."""
 
-    def __init__(self, config: RunnerConfig, server: socket.socket) -> None:
+    def __init__(self, config: RunnerConfig, server: socket.socket, limits: ChildLimits) -> None:
         self._config = config
         self._server = server
-        self._limits = ChildLimits.from_config(config)
-        limit_children(self._limits)
+        self._limits = limits
+        limit_children(limits)
         self._ids: dict[int, int] = {}  # process -> program
         self._pids: dict[int, int] = {}  # program -> process
         self._slots: dict[int, int] = {}  # process of a program, or of a helper that cleans -> slot

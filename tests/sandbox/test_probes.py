@@ -1,0 +1,140 @@
+"""Probes are judged by what they saw: a slow machine, or a stranger who calls, is no missing isolation."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from agentrl_sandbox.client import Execution, Outcome, Sandbox, SandboxSettings, open_sandbox
+from agentrl_sandbox.errors import StartError
+from agentrl_sandbox.probes import probe
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+NOTHING = {"landlock": 0, "seccomp": 0, "own_users": 1}
+CUT_SHORT = {"stdout": "", "stderr": "", "exit_code": -9, "seconds": 20.0, "truncated": False}
+
+
+class Runner:
+    """Runs programs in a real sandbox, with what a subclass does to them."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.sandbox = sandbox
+        self.deadlines: list[float] = []
+
+    async def execute(self, program: str, *, timeout: float) -> Execution:
+        self.deadlines.append(timeout)
+        return await self.sandbox.execute(program, timeout=timeout)
+
+
+class SlowRunner(Runner):
+    """Too slow for the first ``times`` programs of each kind."""
+
+    def __init__(self, sandbox: Sandbox, times: int) -> None:
+        super().__init__(sandbox)
+        self.times = times
+        self.seen: Counter[str] = Counter()
+
+    async def execute(self, program: str, *, timeout: float) -> Execution:
+        kind = program.strip()[:18]
+        self.seen[kind] += 1
+        if self.seen[kind] <= self.times:
+            return Execution(outcome=Outcome.TIMEOUT, **CUT_SHORT)
+        return await super().execute(program, timeout=timeout)
+
+
+class LeakyRunner(Runner):
+    """Runs the network's program with a network, and is then cut short."""
+
+    async def execute(self, program: str, *, timeout: float) -> Execution:
+        if "SOCK_DGRAM" not in program:
+            return await super().execute(program, timeout=timeout)
+        subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
+        return Execution(outcome=Outcome.TIMEOUT, **CUT_SHORT)
+
+
+class BusyPort(Runner):
+    """While the network's program runs, someone else calls its ports."""
+
+    async def execute(self, program: str, *, timeout: float) -> Execution:
+        if "SOCK_DGRAM" in program:
+            udp, tcp = (int(port) for port in re.findall(r"SOCK_\w+, (\d+)", program))
+            with socket.socket(type=socket.SOCK_DGRAM) as stranger, socket.create_connection(("127.0.0.1", tcp)):
+                stranger.sendto(b"GET /health", ("127.0.0.1", udp))
+        return await super().execute(program, timeout=timeout)
+
+
+class LonelyReader(Runner):
+    """The first neighbour has gone before its files are looked for."""
+
+    looks = 0
+
+    async def execute(self, program: str, *, timeout: float) -> Execution:
+        ran = await super().execute(program, timeout=timeout)
+        if "umask" in program:
+            self.looks += 1
+            return ran if self.looks > 1 else Execution(**{**vars_of(ran), "stdout": "0.0 0.1\n"})
+        return ran
+
+
+def vars_of(ran: Execution) -> dict[str, Any]:
+    return {name: getattr(ran, name) for name in Execution.__dataclass_fields__}
+
+
+async def missing(runner: Any, settings: SandboxSettings) -> tuple[str, ...]:
+    return (await probe(runner, mode="root", layers=NOTHING, settings=settings)).missing
+
+
+async def test_what_was_cut_short_is_tried_again_with_more_time(sandbox, settings):
+    runner = SlowRunner(sandbox, times=1)
+    assert await missing(runner, settings) == ()
+    assert {round(seconds, 1) for seconds in runner.deadlines} - {180.0} == {60.0, 0.9}  # three times the first
+
+
+async def test_a_runner_that_never_gets_to_an_end_is_no_missing_isolation(sandbox, settings):
+    with pytest.raises(StartError, match="ended as timeout, then timeout, then timeout"):
+        await missing(SlowRunner(sandbox, times=3), settings)
+
+
+async def test_what_got_through_is_seen_also_when_its_program_is_cut_short(sandbox, settings):
+    assert await missing(LeakyRunner(sandbox), settings) == ("no_network",)
+
+
+async def test_a_stranger_that_calls_is_not_the_program(sandbox, settings):
+    assert await missing(BusyPort(sandbox), settings) == ()
+
+
+async def test_files_of_a_neighbour_are_looked_for_until_there_is_one(sandbox, settings):
+    runner = LonelyReader(sandbox)
+    assert await missing(runner, settings) == ()
+    assert runner.looks >= 2
+
+
+@contextlib.contextmanager
+def busy_machine() -> Iterator[None]:
+    """Eight processes for each core that do nothing but spin."""
+    count = 8 * len(os.sched_getaffinity(0))
+    spinning = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+
+
+async def test_a_busy_machine_isolates():
+    with busy_machine():
+        opened = await open_sandbox(SandboxSettings(workers=4))
+        try:
+            assert opened.isolation.missing == ()
+        finally:
+            await opened.close()
