@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,8 +41,9 @@ async def ended(sandbox: Sandbox, session: str) -> str:
 
 def processes_below(pid: int) -> list[int]:
     below = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        below += [int(child) for child in (task / "children").read_text().split()]
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it may end meanwhile
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            below += [int(child) for child in (task / "children").read_text().split()]
     return below + [deeper for child in below for deeper in processes_below(child)]
 
 

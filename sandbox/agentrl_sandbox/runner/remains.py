@@ -7,7 +7,7 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.runner.memory import children
@@ -64,14 +64,14 @@ def is_clean(scratch: str, user: int | None) -> bool:
     with os.scandir(scratch) as entries:
         if any(entries):
             return False
-    return user is None or not _shared_memory_of(user)
+    return user is None or next(_shared_memory_of(user), None) is None
 
 
 def clean(scratch: str, user: int | None) -> None:
     """Remove all that a program left. To be called as the program's user, when it has no process any more."""
     empty(scratch)
     if user is not None:
-        for path in _shared_memory_of(user):
+        for path in list(_shared_memory_of(user)):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
 
@@ -129,12 +129,12 @@ def _unlink_files(directory: int) -> list[str]:
     return directories
 
 
-def _shared_memory_of(user: int) -> list[str]:
-    try:
-        with os.scandir(SHARED_MEMORY) as entries:
-            return [entry.path for entry in entries if entry.stat(follow_symlinks=False).st_uid == user]
-    except FileNotFoundError:  # no such directory here, or an entry that just went
-        return []
+def _shared_memory_of(user: int) -> Iterator[str]:
+    with contextlib.suppress(FileNotFoundError), os.scandir(SHARED_MEMORY) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):  # others' come and go
+                if entry.stat(follow_symlinks=False).st_uid == user:
+                    yield entry.path
 
 
 def _end_trees(roots: Collection[int]) -> None:

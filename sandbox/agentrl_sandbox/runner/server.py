@@ -113,8 +113,9 @@ class Server:
         self._sessions = Sessions(config, self)
         self._next_tick = time.monotonic() + _TICK
         self._parent_is_visible = os.getppid() == config.client_pid
-        self.bare = config.isolate == "none"
-        self._count_tasks = not has_own_users(config)
+        self._bare = config.isolate == "none"
+        self._scratch = os.environ.get(SCRATCH_VARIABLE, "")
+        self._own_users = has_own_users(config)
         for kind in _KINDS:
             self._start_zygote(kind)
 
@@ -139,8 +140,8 @@ class Server:
         """Kill everything."""
         for zygote in self._zygotes.values():
             zygote.close()
-        if self.bare:
-            undertaker.bury(self._config, os.environ[SCRATCH_VARIABLE])
+        if self._bare:
+            undertaker.bury(self._config, self._scratch)
 
     # The client.
 
@@ -237,9 +238,9 @@ class Server:
         program.close()
         return frame
 
-    def _finish(self, program: Program, ending: Ending, *, clean: bool = True) -> None:
+    def _finish(self, program: Program, ending: Ending) -> None:
         header, blobs = self.report(program, ending)
-        self.release(program.slot, program.zygote, clean=clean)
+        self.release(program.slot, program.zygote)
         self.reply(header, *blobs)
         self._start_queued()
 
@@ -275,12 +276,17 @@ class Server:
         """The interpreter of that kind."""
         return self._zygotes[kind]
 
-    def release(self, slot: int, kind: str, *, clean: bool) -> None:
-        """Nothing runs in a slot any more. One that is not clean comes back when that zygote has cleaned it."""
-        if clean:
+    def release(self, slot: int, kind: str) -> None:
+        """Nothing runs in a slot any more. One in which files were left comes back when that zygote has cleaned it."""
+        if not self._bare or remains.is_clean(f"{self._scratch}/{slot}", self._user(slot)):
             self._give_back(slot)
-        else:
-            self._unclean[slot] = kind
+            return
+        self._unclean[slot] = kind
+        if self._zygotes[kind].ready:
+            self._zygotes[kind].clean(slot)
+
+    def _user(self, slot: int) -> int | None:
+        return self._config.first_user + slot if self._own_users else None
 
     def _give_back(self, slot: int) -> None:
         if slot < self._config.workers:
@@ -320,7 +326,6 @@ class Server:
         if message["op"] == "located":
             program.pid = message["pid"]
             return
-        clean = message.get("clean", True)
         if message["op"] == "failed":
             ending = Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=message["why"])
         else:
@@ -328,7 +333,7 @@ class Server:
             assert program.status is not None
             program.status.drain(_BURST)
             ending = judge(program, message["status"], message["cpu"])
-        self._finish(program, ending, clean=clean)
+        self._finish(program, ending)
 
     def _replace(self, zygote: ZygoteHandle) -> None:
         """A zygote died: its programs died with it. Raises RuntimeError when it never came up."""
@@ -338,15 +343,13 @@ class Server:
         why = f"the {zygote.kind} interpreter ended with status {status}"
         if not zygote.ready:
             raise RuntimeError(f"{why} before it was ready")
-        if self.bare:
+        if self._bare:
             remains.kill_strays([other.pid for other in self._zygotes.values() if other is not zygote])
         self._start_zygote(zygote.kind)
         if zygote.kind == KIND:
             self._sessions.end_all(why)
         for program in [program for program in self._programs.values() if program.zygote == zygote.kind]:
-            self._finish(
-                program, Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why), clean=not self.bare
-            )
+            self._finish(program, Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why))
 
     # Limits.
 
@@ -367,7 +370,7 @@ class Server:
         if not self._programs or now < self._next_tick:
             return
         self._next_tick = now + _TICK
-        self._sessions.watch_usage(count_tasks=self._count_tasks)
+        self._sessions.watch_usage(count_tasks=not self._own_users)
         for program in self._programs.values():
             if program.session is not None:
                 continue
@@ -380,5 +383,5 @@ class Server:
         used = usage(program.pid, self._zygotes[program.zygote].resident)
         if used.resident > self._config.memory_mb << 20:
             self.kill(program, Outcome.MEMORY_LIMIT)
-        elif self._count_tasks and used.tasks > self._config.max_processes:
+        elif not self._own_users and used.tasks > self._config.max_processes:
             self.kill(program, Outcome.KILLED)

@@ -22,8 +22,6 @@ END_SECONDS = 5.0
 class Host(Protocol):
     """What sessions need of the server."""
 
-    bare: bool
-
     def listen(self, descriptor: int, handler: Callable[[], None]) -> None: ...
     def ignore(self, descriptor: int) -> None: ...
     def reply(self, header: dict[str, Any], *blobs: bytes) -> None: ...
@@ -32,7 +30,7 @@ class Host(Protocol):
     def report(self, program: Program, ending: Ending) -> Frame: ...
     def kill(self, program: Program, reason: Outcome) -> None: ...
     def zygote(self, kind: str) -> ZygoteHandle: ...
-    def release(self, slot: int, kind: str, *, clean: bool) -> None: ...
+    def release(self, slot: int, kind: str) -> None: ...
 
 
 class SessionTable:
@@ -70,13 +68,13 @@ class SessionTable:
         else:
             self.kill(session.identifier)
 
-    def end_family(self, family: Family, why: str, *, clean: bool, killed: bool = False) -> None:
+    def end_family(self, family: Family, why: str, *, killed: bool = False) -> None:
         """A keeper has ended, and with it its members. ``killed``: by its programs."""
         self.end_members(family, why, killed=killed)
         if self.families.pop(family.identifier, None) is not None:
             self._host.ignore(family.keeper.fileno())
             family.keeper.close()
-            self._host.release(family.slot, KIND, clean=clean)
+            self._host.release(family.slot, KIND)
 
     def end_members(self, family: Family, why: str, *, killed: bool = False) -> None:
         """A keeper ends, and says why; or was ``killed`` by its programs."""

@@ -90,7 +90,7 @@ class Sessions:
             try:
                 zygote.keep(family.identifier, family.slot, number, [keepers.fileno(), theirs.fileno()])
             except OSError as error:
-                self._table.end_family(family, str(error), clean=True)
+                self._table.end_family(family, str(error))
                 return
         zygote.locate(family.identifier)
 
@@ -259,7 +259,7 @@ class Sessions:
                 self._on_keeper(family)
             killed = self._keepers_are_reached and not family.given_up and os.WIFSIGNALED(message.get("status", 0))
             why = message.get("why", "its keeper ended")
-            self._table.end_family(family, why, clean=message.get("clean", True), killed=killed)
+            self._table.end_family(family, why, killed=killed)
 
     def _has_news(self, family: Family) -> bool:
         try:
@@ -276,7 +276,7 @@ class Sessions:
     def end_all(self, why: str) -> None:
         """Every session has ended with the interpreter it was forked from."""
         for family in list(self._table.families.values()):
-            self._table.end_family(family, why, clean=not self._host.bare)
+            self._table.end_family(family, why)
 
     def due(self) -> float:
         """When the next session's time is up."""

@@ -8,9 +8,10 @@ SEQPACKET socket, one JSON object a message:
                        {"op": "keep", "id", "slot", "session"} with descriptors [keeper's socket, session's socket]
                        {"op": "kill", "id"} · {"op": "where", "id"} · {"op": "clean", "slot"}
     zygote -> server   {"op": "ready"} · {"op": "failed", "id", "why"} · {"op": "located", "id", "pid"}
-                       {"op": "exit", "id", "status", "cpu", "clean"} · {"op": "clean", "slot"}
+                       {"op": "exit", "id", "status", "cpu"} · {"op": "clean", "slot"}
 
-A slot is free for the next program when it is clean: at once, or after a helper has removed what was left in it.
+An exit is reported when no process of the program is left. Its files are the server's to look for and a helper's to
+remove: children are copies of this process, so not even a file's name may come into its memory.
 """
 
 from __future__ import annotations
@@ -212,20 +213,14 @@ class Zygote:
             identifier = self._ids.pop(pid, None)
             if identifier is not None and slot is not None:
                 del self._pids[identifier]
-                clean = not self._bare or self._is_clean(slot)
+                if self._bare:
+                    remains.kill_strays(self._slots, self._limits.user(slot))
                 cpu = usage.ru_utime + usage.ru_stime
-                self._send({"op": "exit", "id": identifier, "status": status, "cpu": cpu, "clean": clean})
-                if not clean:
-                    self._clean(slot)
+                self._send({"op": "exit", "id": identifier, "status": status, "cpu": cpu})
             elif slot is not None:
                 if status != 0:
                     raise RuntimeError(f"slot {slot} could not be cleaned: status {status}")
                 self._send({"op": "clean", "slot": slot})
-
-    def _is_clean(self, slot: int) -> bool:
-        """End what a program left behind; whether it left no file either."""
-        remains.kill_strays(self._slots, self._limits.user(slot))
-        return remains.is_clean(f"{self._scratch}/{slot}", self._limits.user(slot))
 
     def _clean(self, slot: int) -> None:
         """Have a helper remove a slot's files; what a program may have made in number must not keep others waiting."""
