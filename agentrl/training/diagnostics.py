@@ -25,6 +25,8 @@ def measure_forward(
     """The first forward, of ``version``, over a micro-batch's trajectories; not ``counted`` if they weigh nothing.
 
     ``policy/engine_abs_diff`` is of the tokens that this version sampled: on them trainer and engine must agree.
+    Turns under which the weights changed are left out: their keys and values may be of both. ``..._max`` is the mean
+    of the one trajectory that is furthest off.
     """
     mask = batch.response_mask & counted
     tokens, rows = mask.sum(), mask.any(-1).sum()
@@ -34,12 +36,27 @@ def measure_forward(
     mismatch = mismatch_metrics(statistics["log_probs"], batch.rollout_log_probs, mask)
     for name, key in _FROM_MISMATCH.items():
         meter.mean(name, mismatch[key], tokens)
-    fresh = mask & (batch.versions == version)
-    difference = (statistics["log_probs"] - batch.rollout_log_probs).abs()
-    meter.mean("policy/engine_abs_diff", _mean(difference, fresh), fresh.sum())
+    fresh = mask & (batch.versions == version) & ~of_several_versions(batch.versions)
+    difference = torch.where(fresh, (statistics["log_probs"] - batch.rollout_log_probs).abs().double(), 0.0)
+    own, counts = difference.sum(-1), fresh.sum(-1)  # [B]
+    meter.mean("policy/engine_abs_diff", own.sum() / counts.sum().clamp(min=1), counts.sum())
+    meter.largest("policy/engine_abs_diff_max", (own / counts.clamp(min=1)).max(), counts.sum())
     meter.mean("policy/log_ppl_gap", mismatch["log_ppl_gap"], rows)
     proxies = diagonal_proxy(statistics["energy"], advantages, mask)
     meter.mean("variance/diagonal_proxy", proxies.sum() / rows.clamp(min=1), rows)
+
+
+def of_several_versions(versions: Tensor) -> Tensor:
+    """Where [B, T] a turn stands whose tokens were sampled by several versions; ``versions`` are -1 off model tokens.
+
+    >>> of_several_versions(torch.tensor([[0, 0, -1, 0, 1, -1, 1, -1]])).int().tolist()
+    [[0, 0, 0, 1, 1, 0, 0, 0]]
+    """
+    before = torch.nn.functional.pad(versions, (1, 0), value=-1)[:, :-1]
+    inside = (versions >= 0) & (before >= 0)
+    turns = (~inside).cumsum(-1)  # [B, T] the same number for all tokens of a turn
+    changes = torch.zeros_like(versions).scatter_add(1, turns - 1, (inside & (versions != before)).to(versions.dtype))
+    return changes.gather(1, turns - 1) > 0
 
 
 def measure_loss(meter: Meter, value: Tensor, metrics: dict[str, Tensor], mask: Tensor) -> None:

@@ -38,7 +38,9 @@ class TransformersHost:
         self._model.eval()
 
     async def end_rollouts(self) -> None:
-        """Nothing has to make room."""
+        """Weights that are trained now are read by nobody else."""
+        if self._shared:
+            await self.engine.rest()
 
     def target(self) -> TransferTarget | None:
         return None if self._shared else TransferTarget(backend="file")

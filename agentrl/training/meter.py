@@ -51,6 +51,11 @@ class Meter:
         total, weight = engine.all_reduce(pair).tolist()
         return float(total / weight) if weight else 0.0
 
+    def largest_of(self, name: str, engine: TrainingEngine[Any]) -> float:
+        """One maximum so far, over all ranks; 0 if nothing weighs. Collective."""
+        value = float(engine.all_reduce_largest(self._largest[name].clone()))
+        return 0.0 if value == -math.inf else value
+
     def reduce(self, engine: TrainingEngine[Any]) -> dict[str, float]:
         """Everything over all ranks; a mean of nothing and an extreme of nothing are left out. Collective."""
         sums = self._reduced(self._sums, engine.all_reduce)

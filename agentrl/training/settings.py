@@ -73,7 +73,10 @@ class AlgorithmSettings(_Settings):
     drop_zero_variance: bool = Field(True, description="groups whose rewards are all equal are dropped")
     head_exact_every: int = Field(0, ge=0, description="steps between head-exact variance diagnostics; 0: never")
     fidelity_bound: float | None = Field(
-        None, gt=0, description="mean |log-prob difference| between engine and trainer; none: by dtype"
+        None,
+        gt=0,
+        description="mean |log-prob difference| between engine and trainer, in float32 of each trajectory too; none: "
+        "by dtype",
     )
 
     @model_validator(mode="after")

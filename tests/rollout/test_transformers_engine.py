@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -447,3 +448,90 @@ def test_cancelled_requests_do_not_hold_up_new_weights() -> None:
         request.cancelled = True
     batcher.clear()
     assert not batcher.busy
+
+
+async def test_the_engine_rests_only_when_the_forward_of_a_request_that_was_given_up_is_over() -> None:
+    """Weights that are trained next must not change under it."""
+    model = tiny_model()
+    begun, go_on = threading.Event(), threading.Event()
+    running: list[bool] = []
+
+    def slow(*_: Any) -> None:
+        running.append(True)
+        begun.set()
+        assert go_on.wait(60)
+
+    async with serving(model) as engine:
+        handle = model.model.register_forward_pre_hook(slow)
+        model.model.register_forward_hook(lambda *_: running.clear())
+        asked = ask(engine, (1, 2), max_tokens=900)
+        await asyncio.to_thread(begun.wait, 60)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await asked
+        resting = asyncio.create_task(engine.rest())
+        await asyncio.sleep(0)
+        assert (resting.done(), running) == (False, [True])
+        handle.remove()
+        go_on.set()
+        await resting
+        assert not running
+        assert_exact(model, (3, 4), await ask(engine, (3, 4), name="after"))
+
+
+async def test_the_engine_does_not_rest_while_a_request_goes_on() -> None:
+    async with serving(tiny_model()) as engine:
+        going_on = ask(engine, (1, 2), max_tokens=200)
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="cannot rest"):
+            await engine.rest()
+        await going_on
+
+
+@pytest.mark.parametrize("seed", [1, 3, 4])
+def test_every_order_of_arrivals_releases_and_cancellations_gives_exact_log_probs(seed: int) -> None:
+    """Also a release that comes after the same trajectory was started afresh. Nothing is lost."""
+    chance = random.Random(seed)
+    model = tiny_model(seed=seed)
+    batcher = Batcher(
+        model,
+        take_apart(model),
+        eos_ids=frozenset((EOS,)),
+        table=byte_codec().table,
+        max_batch_tokens=chance.choice((30, 1000)),
+        kv_cache_tokens=chance.choice((200, 4000)),
+    )
+    contexts: dict[str, tuple[int, ...]] = {}
+    under_way: dict[str, Request] = {}
+    ended = 0
+    for move in range(1500):
+        name = f"t{chance.randrange(8)}"
+        if name not in under_way and move < 300:
+            prompt = contexts.setdefault(name, prompts(3, seed=seed)[chance.randrange(3)])
+            request = Request(
+                token_ids=prompt,
+                sampling=Sampling(max_tokens=chance.randint(1, 12)),
+                trajectory_id=name,
+                request_id=f"{name}-{move}",
+                seed=move,
+                stop=(),
+            )
+            under_way[name] = request
+            batcher.add(request)
+        elif name in under_way and chance.random() < 0.05:
+            under_way.pop(name).cancelled = True
+            contexts.pop(name)
+        if chance.random() < 0.2:
+            batcher.release(name)  # of an earlier life of this name, perhaps
+        if move >= 300 and not batcher.busy:
+            break
+        for done in batcher.advance() if batcher.busy else ():
+            if not done.cancelled:
+                assert under_way.pop(done.trajectory_id) is done
+                done.close_span(0)
+                assert_exact(model, done.token_ids, done.completion())
+                ended += 1
+                longer = (*done.context, *range(chance.randrange(5)))
+                contexts[done.trajectory_id] = longer if len(longer) < 120 else (1, 2, 3)
+    assert not under_way
+    assert ended > 50

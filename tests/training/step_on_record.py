@@ -368,13 +368,36 @@ def sampled_by(model: Any, *, temperature: float, record: Harvest | None = None,
     return replace(made, played=groups, groups=groups)
 
 
-def gate(*, temperature: float = 0.8, other_weights: bool = False) -> dict[str, Any]:
-    """Train a step on what the policy sampled, at another temperature or with other weights than the trainer's."""
+def with_one_row_off(record: Harvest, by: float, *, cut: bool) -> Harvest:
+    """The first trajectory's log-probabilities moved ``by``; ``cut``: its turns are of two versions each."""
+
+    def off(segment: Segment) -> Segment:
+        if segment.origin == "observation":
+            return segment
+        parts = ((record.version + 1, 1), (record.version, len(segment.token_ids) - 1))
+        spans = tuple(part for part in parts if part[1]) if cut else segment.version_spans
+        return replace(segment, log_probs=tuple(value - by for value in segment.log_probs), version_spans=spans)
+
+    first, *others = record.groups
+    row, *rows = first.trajectories
+    changed = replace(first, trajectories=(replace(row, segments=tuple(map(off, row.segments))), *rows))
+    return replace(record, groups=(changed, *others))
+
+
+def gate(
+    *, temperature: float = 0.8, other_weights: bool = False, one_row: float = 0.0, cut: bool = False
+) -> dict[str, Any]:
+    """Train a step on what the policy sampled, at another temperature or with other weights than the trainer's.
+
+    The log-probabilities of ``one_row`` are so far off; with ``cut`` its weights changed in the middle of a turn.
+    """
     model = tiny_model()
     record = sampled_by(model, temperature=temperature)
     if other_weights:
         with torch.no_grad():
             model.model.norm.weight.mul_(1.1)
+    if one_row:
+        record = with_one_row_off(record, one_row, cut=cut)
     before = _flat(model)
     settings = ObjectiveSettings(response_tokens=20)
     engine = TrainingEngine(
@@ -414,6 +437,8 @@ def main() -> None:
         results["gate/same"] = gate()
         results["gate/temperature"] = gate(temperature=1.0)
         results["gate/weights"] = gate(other_weights=True)
+        results["gate/one row"] = gate(one_row=4e-3)
+        results["gate/weights changed under it"] = gate(one_row=4e-3, cut=True)
     if rank == 0:
         torch.save(results, sys.argv[1])
 

@@ -226,6 +226,17 @@ def test_the_fidelity_gate_passes_the_policy_that_sampled(alone: Results) -> Non
     assert alone["gate/same"]["difference"] < 1e-5
 
 
+def test_one_trajectory_that_is_off_stops_the_step_though_the_average_hides_it(alone: Results) -> None:
+    stopped = alone["gate/one row"]
+    assert "0.004 nats on average over one trajectory (bound 0.001)" in stopped["error"]
+    assert stopped["changed"] == 0.0
+
+
+def test_a_turn_under_which_the_weights_changed_is_not_held_to_either_of_them(alone: Results) -> None:
+    assert alone["gate/weights changed under it"]["error"] is None
+    assert alone["gate/weights changed under it"]["difference"] < 1e-5
+
+
 @pytest.mark.parametrize("wrong", ["temperature", "weights"])
 def test_the_fidelity_gate_stops_before_the_step(alone: Results, wrong: str) -> None:
     stopped = alone[f"gate/{wrong}"]

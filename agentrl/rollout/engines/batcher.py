@@ -110,18 +110,21 @@ class Batcher:
         self._waiting.append(request)
 
     def release(self, trajectory_id: str) -> None:
-        """Forget a trajectory that has no running request."""
-        row = self._owner.pop(trajectory_id, None)
-        if row is not None:
-            self._rows[row].trajectory_id = None
-            self._rows[row].cached = []
+        """Forget a trajectory. A release that comes late, when it has been started afresh, takes no row from it."""
+        place = self._owner.get(trajectory_id)
+        if place is None:
+            return
+        row = self._rows[place]
+        if row.request is None or row.request.cancelled:
+            del self._owner[trajectory_id]
+            row.trajectory_id, row.cached = None, []
 
     def change_weights(self, version: int, *, keep_running: bool) -> None:
         """What is cached came from the weights of ``version``, which change now.
 
         Prefixes are forgotten; keys and values of requests under way are kept or computed again with the new weights.
         """
-        self._drop_cancelled()
+        self.drop_cancelled()
         for request in (*self._waiting, *(row.request for row in self._rows if row.request is not None)):
             request.close_span(version)
         for row in self._rows:
@@ -135,7 +138,7 @@ class Batcher:
 
     def clear(self) -> None:
         """Forget every cached prefix. No request may run."""
-        self._drop_cancelled()
+        self.drop_cancelled()
         if any(row.request is not None for row in self._rows):
             raise EngineError("the cache cannot be cleared while a request runs")
         self._rows = []
@@ -171,7 +174,7 @@ class Batcher:
     @torch.inference_mode()
     def advance(self) -> list[Request]:
         """One forward: a prefill of waiting requests or one token for every running one. Returns what ended."""
-        ended = self._drop_cancelled()
+        ended = self.drop_cancelled()
         running = [index for index, row in enumerate(self._rows) if row.request is not None]
         behind = [index for index in running if self._pending(index) > 1]
         if behind:  # the weights have changed under them
@@ -204,7 +207,7 @@ class Batcher:
     def _should_join(self, running: int) -> bool:
         return running <= len(self._waiting) * _JOIN_SHARE or self._waited >= _JOIN_PATIENCE
 
-    def _drop_cancelled(self) -> list[Request]:
+    def drop_cancelled(self) -> list[Request]:
         gone = [request for request in self._waiting if request.cancelled]
         for request in gone:
             self._waiting.remove(request)

@@ -134,6 +134,20 @@ class TransformersEngine:
         """Undo :meth:`hold`."""
         self._open.set()
 
+    async def rest(self) -> None:
+        """Return when no forward runs: one may, of requests that were cancelled, while all others have ended.
+
+        Raises EngineError where a request goes on.
+        """
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._finish_cancelled)
+
+    def _finish_cancelled(self) -> None:
+        with self._lock:
+            self._take_arrivals()
+            self._batcher.drop_cancelled()
+            if self._batcher.busy:
+                raise EngineError("the engine cannot rest while a request runs")
+
     async def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take new weights (none for those that are shared) and forget all cached prefixes.
 
