@@ -105,8 +105,9 @@ def evaluate(
     preset: Annotated[str | None, typer.Option(help="simpletir or otb-paper", metavar="NAME")] = None,
     output: Annotated[Path | None, typer.Option(help="directory; none: evaluations/MODEL-HASH", metavar="DIR")] = None,
     conversations: Annotated[
-        int, typer.Option(help="conversations of each problem in report.html", metavar="N", min=0)
-    ] = 4,
+        int | None,
+        typer.Option(help="of each problem in report.html; none: as many as fit into 10 MB", metavar="N", min=0),
+    ] = None,
     falsified: Annotated[bool, typer.Option("--falsified", help="also with falsified observations")] = False,
     check_data: Annotated[
         bool, typer.Option("--check-data", help="only grade every gold answer against itself; needs no model")

@@ -118,6 +118,10 @@ class EvaluationDirectory:
         """Every rollout as it was written: an attempt that failed comes before the one that took its place."""
         return read_rollouts(self.rollouts)
 
+    def rollouts_bytes(self) -> int:
+        """The size of the compressed rollouts."""
+        return self.rollouts.stat().st_size if self.rollouts.is_file() else 0
+
     def write_text(self, name: str, text: str) -> None:
         """Write the file ``name`` whole."""
         data = text.encode()

@@ -12,13 +12,14 @@ from agentrl.problems.errors import did_you_mean
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
-    """What was asked for beside the settings. ``ks`` empty: 1, 2, 4 .. n. ``conversations`` are those in the report."""
+    """What was asked for beside the settings. ``ks`` empty: 1, 2, 4 .. n. ``conversations``: of each problem in the
+    report; None: as many as fit into 10 MB."""
 
     benchmarks: tuple[str, ...] = ()
     data_dir: Path | None = None
     output: Path | None = None
     ks: tuple[int, ...] = ()
-    conversations: int = 4
+    conversations: int | None = None
 
 
 def overrides_of(

@@ -1,7 +1,8 @@
 """``report.html``: one file that needs no network. Every text of a model is data in it, never markup.
 
 Tables and settings are escaped where they are written; conversations lie in it as compressed JSON, which its script
-turns into text nodes. Its content security policy forbids every other script and everything from outside.
+turns into text nodes, and into elements of Markdown and MathML that it names itself. Its content security policy
+forbids every other script and everything from outside.
 """
 
 from __future__ import annotations
@@ -18,23 +19,26 @@ from importlib import resources
 from typing import Any
 
 from agentrl.evaluation.directory import EvaluationDirectory
+from agentrl.evaluation.formulas import formulas_of
 from agentrl.evaluation.kinds import KINDS, kind_of
 from agentrl.evaluation.problem_sets import ProblemSet
 from agentrl.evaluation.tables import Table, result_tables
 from agentrl_envs.types import Problem
 
 _EXCERPT = 120  # characters of a statement in the list of problems
+_MOST = 9_500_000  # bytes of conversations in a report whose number is not given: a page that opens at once
 _PLACES = ("scores.png", "pass_at_k.png", "problems.png", "endings.png")
 
 
-def write_report(directory: EvaluationDirectory, results: Mapping[str, Any], *, conversations: int) -> None:
-    """Write ``report.html`` with at most ``conversations`` of each problem, right and wrong ones in turn."""
+def write_report(directory: EvaluationDirectory, results: Mapping[str, Any], *, conversations: int | None) -> None:
+    """Write ``report.html`` with at most ``conversations`` of each problem, right and wrong ones in turn.
+
+    None: with all of them, or as many of each problem as fit into a page of 10 MB.
+    """
     sets = directory.problem_sets()
     kinds = _kinds(directory)
-    chosen = {key: choose(part, conversations) for key, part in kinds.items()}
-    texts = _chosen(directory, chosen)
-    prompts = directory.prompts()
     problems = [(one, problem) for one in sets for problem in one.problems]
+    count, chosen, packed = _fitting(directory, problems, kinds, conversations)
     script = _file("report_page.js")
     provenance = results["provenance"]
     values = {
@@ -42,19 +46,45 @@ def write_report(directory: EvaluationDirectory, results: Mapping[str, Any], *, 
         "SUBTITLE": html.escape(_subtitle(provenance)),
         "TABLES": "".join(_table(table) for table in result_tables(results)),
         "PLOTS": "".join(_plots(directory)),
-        "SHOWN": html.escape(f"at most {conversations} of each problem, right and wrong ones in turn"),
+        "SHOWN": html.escape(_shown(count, kinds)),
         "PROVENANCE": html.escape(json.dumps(provenance, indent=1, ensure_ascii=False)),
         "INDEX": _inert(_index(problems, kinds, chosen)),
-        "CONVERSATIONS": "".join(
-            _packed(place, problem, prompts[one.name, problem.id], texts.get((one.name, problem.id), []))
-            for place, (one, problem) in enumerate(problems)
-        ),
+        "CONVERSATIONS": "".join(packed),
         "SCRIPT": script,
         "SCRIPT_HASH": "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     }
     # One pass: what is put in is not looked at again.
     page = re.sub(r"\{\{([A-Z_]+)\}\}", lambda place: values[place[1]], _file("report_page.html"))
     directory.write_text("report.html", page)
+
+
+def _fitting(
+    directory: EvaluationDirectory,
+    problems: Sequence[tuple[ProblemSet, Problem]],
+    kinds: Mapping[tuple[str, str], Mapping[int, str]],
+    conversations: int | None,
+) -> tuple[int, dict[tuple[str, str], list[int]], list[str]]:
+    """How many conversations of each problem are shown, which, and all of them packed."""
+    most = max((len(part) for part in kinds.values()), default=0)
+    count = most if conversations is None else min(most, conversations)
+    if conversations is None:  # a first guess, so that no more is read than may fit
+        count = min(count, max(1, count * 4 * _MOST // max(1, directory.rollouts_bytes())))
+    while True:
+        chosen = {key: choose(part, count) for key, part in kinds.items()}
+        packed = list(_packed_problems(directory, problems, chosen))
+        size = sum(map(len, packed))
+        if conversations is not None or size <= _MOST or count <= 1:
+            return count, chosen, packed
+        count = max(1, min(count - 1, count * _MOST // size))
+
+
+def _shown(count: int, kinds: Mapping[tuple[str, str], Mapping[int, str]]) -> str:
+    if all(len(part) <= count for part in kinds.values()):
+        return "Each can be opened."
+    return (
+        f"Those with a white dot can be opened: at most {count} of each problem, right and wrong ones in turn "
+        "(--conversations); all of them lie in rollouts.jsonl.zst."
+    )
 
 
 def choose(kinds: Mapping[int, str], count: int) -> list[int]:
@@ -117,8 +147,23 @@ def _index(
     return {"kinds": KINDS, "counts": counts, "problems": rows}
 
 
+def _packed_problems(
+    directory: EvaluationDirectory,
+    problems: Sequence[tuple[ProblemSet, Problem]],
+    chosen: Mapping[tuple[str, str], Sequence[int]],
+) -> Iterable[str]:
+    texts = _chosen(directory, chosen)
+    prompts = directory.prompts()
+    for place, (one, problem) in enumerate(problems):
+        key = (one.name, problem.id)
+        yield _packed(place, problem, prompts[key], texts.get(key, []))
+
+
 def _packed(place: int, problem: Problem, prompt: str, rollouts: Sequence[Mapping[str, Any]]) -> str:
-    data = json.dumps({"prompt": prompt, "answer": problem.answer, "rollouts": rollouts}).encode()
+    shown = [text for rollout in rollouts for _, text in rollout["turns"]]
+    formulas = formulas_of([problem.statement, prompt, *shown])
+    content = {"prompt": prompt, "statement": problem.statement, "answer": problem.answer, "rollouts": rollouts}
+    data = json.dumps(content | {"formulas": formulas}, ensure_ascii=False, separators=(",", ":")).encode()
     packed = base64.b64encode(gzip.compress(data, 9, mtime=0)).decode()
     return f'<script type="text/plain" id="c{place}">{packed}</script>\n'
 

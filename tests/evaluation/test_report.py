@@ -7,6 +7,7 @@ import base64
 import gzip
 import hashlib
 import json
+import random
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 from evaluation.runs import HOSTILE, WrittenEngine, failed, play, problem_set, results, transcript
 
+from agentrl.evaluation import report
+from agentrl.evaluation.formulas import formulas_of
 from agentrl.evaluation.transcript import Sample, Turn
 
 
@@ -63,7 +66,7 @@ async def test_hostile_text_is_data(page: str) -> None:
     assert not any(name.startswith("on") for _, attributes in parsed.tags for name in attributes)
     assert {tag for tag, _ in parsed.tags} <= {
         *("html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "div", "details", "summary", "pre"),
-        *("table", "caption", "tr", "th", "td", "img", "script"),
+        *("table", "caption", "tr", "th", "td", "img", "script", "input", "select", "span"),
     }
     found = parsed.conversations(0)
     assert found["answer"] == HOSTILE
@@ -96,6 +99,36 @@ async def test_the_last_attempt_is_what_is_shown(tmp_path: Path) -> None:
     await asyncio.to_thread(results, tmp_path, sets, "rollout.retries=1", conversations=9)
     parsed = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert [one["kind"] for one in parsed.conversations(0)["rollouts"]] == ["correct"] * 4
+
+
+def test_formulas_are_trees_of_text_and_known_elements() -> None:
+    found = formulas_of(
+        [r"So $\frac12$ and \(x_1\), \[a \le b\] $$c$$", "```py\nprint('$not$')\n```", r"$\href{javascript:x}{y}$"]
+    )
+    assert set(found) == {r"\frac12", "x_1", r"a \le b", "c", r"\href{javascript:x}{y}"}
+    assert formulas_of([r"$\pi$"]) == {r"\pi": ["math", {}, ["mrow", {}, ["mi", {}, "π"]]]}
+    assert found[r"\frac12"] == ["math", {}, ["mrow", {}, ["mfrac", {}, ["mn", {}, "1"], ["mn", {}, "2"]]]]
+
+
+@pytest.mark.parametrize("tex", [r"\frac", "{" * 900, r"\begin{matrix}", "x" * 2000, r"\left(", "^", "&&&"])
+def test_a_formula_that_cannot_be_read_stays_text(tex: str) -> None:
+    json.dumps(formulas_of([f"${tex}$"]))  # nothing is raised
+
+
+async def test_a_report_holds_all_conversations_or_as_many_as_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(sample: Sample) -> Any:
+        text = random.Random(f"{sample.problem.id}/{sample.number}").randbytes(2000).hex()
+        return transcript(sample, turns=(Turn(origin="model", text=text, tokens=9),))
+
+    sets = [problem_set(3)]
+    await play(WrittenEngine(write), tmp_path, sets)
+    for most, opened in ((1_000_000, 4), (20_000, 2), (1, 1)):
+        monkeypatch.setattr(report, "_MOST", most)
+        await asyncio.to_thread(results, tmp_path, sets)
+        parsed = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+        assert [len(parsed.conversations(place)["rollouts"]) for place in range(3)] == [opened] * 3
 
 
 @pytest.mark.parametrize("correct", [False, True])

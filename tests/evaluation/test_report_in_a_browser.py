@@ -3,40 +3,90 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from evaluation.runs import WrittenEngine, play, problem_set, results, transcript
 
+from agentrl.evaluation.problem_sets import ProblemSet
 from agentrl.evaluation.transcript import Sample, Turn
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+
+
+def dom(page: str, folder: Path) -> str:
+    """The page's elements once its script has run."""
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000"]
+    done = subprocess.run(
+        [*command, f"--user-data-dir={folder / 'profile'}", "--dump-dom", page],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return done.stdout.partition("<script type=")[0]
+
+
+def report(folder: Path, write: Callable[[Sample], Any], sets: Sequence[ProblemSet]) -> str:
+    asyncio.run(play(WrittenEngine(write), folder, sets))
+    results(folder, sets)
+    return f"file://{folder / 'report.html'}"
+
+
 def test_the_page_draws_its_problems_and_opens_a_conversation(tmp_path: Path) -> None:
     def write(sample: Sample) -> Any:
         text = f"I am sample {sample.number} of {sample.problem.id} <b>not bold</b>."
         return transcript(sample, correct=sample.number > 1, turns=(Turn(origin="model", text=text, tokens=9),))
 
-    sets = [problem_set(2)]
-    asyncio.run(play(WrittenEngine(write), tmp_path, sets))
-    results(tmp_path, sets)
-    page = f"file://{tmp_path / 'report.html'}#p1s3"
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000"]
-    done = subprocess.run(
-        [*command, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    drawn = done.stdout.partition("<script type=")[0]
+    drawn = dom(report(tmp_path, write, [problem_set(2)]) + "#p1s3", tmp_path)
     assert drawn.count('class="cell correct open') == 4
     assert drawn.count('class="cell incorrect open') == 4
     assert [name in drawn for name in ("correct 4", "incorrect 4", "void turn 0")] == [True, True, True]
     # The address's end opens one conversation, whose text is no markup.
     assert drawn.count('class="conversation"') == 1
     assert "I am sample 3 of p1 &lt;b&gt;not bold&lt;/b&gt;." in drawn
+    assert "2 problems, 8 rollouts" in drawn
+
+
+def test_markdown_and_formulas_are_elements_and_nothing_else_is(tmp_path: Path) -> None:
+    text = (
+        "# Plan\n\n1. add **both** `x`\n2. halve\n\nSo $\\frac{1}{2}$ and $\\href{javascript:alert(1)}{y}$ "
+        "<img src=x onerror=alert(1)> $\\frac$\n```py\nprint('**$1$**')\n```\n"
+    )
+    turns = (Turn(origin="model", text=text, tokens=9),)
+    page = report(tmp_path, lambda sample: transcript(sample, turns=turns), [problem_set(1)])
+    drawn = dom(f"{page}#p0s0", tmp_path)
+    conversation = drawn.partition('class="conversation"')[2]
+    for part in (
+        "<h4>Plan</h4>",
+        "<strong>both</strong>",
+        "<code>x</code>",
+        "<ol",
+        "<mfrac><mrow><mn>1</mn></mrow>",
+    ):
+        assert part in conversation
+    assert "```py\nprint('**$1$**')\n```" in conversation
+    assert "&lt;img src=x onerror=alert(1)&gt;" in conversation
+    assert "$\\frac$" in conversation
+    assert "href" not in conversation.replace("\\href{javascript:alert(1)}{y}", "")  # the source, as a title
+
+
+def test_a_link_can_carry_search_order_and_benchmark(tmp_path: Path) -> None:
+    def write(sample: Sample) -> Any:
+        turns = (Turn(origin="model", text=f"word{sample.problem.id}x{sample.number}", tokens=9),)
+        return transcript(sample, correct=sample.number < int(sample.problem.id[1:]), turns=turns)
+
+    page = report(tmp_path, write, [problem_set(3, name="one"), problem_set(2, name="two")])
+    order = re.findall(r'data-place="(\d)"', dom(page + "?sort=easiest%20first", tmp_path))
+    assert order == ["2", "1", "4", "0", "3"]
+    assert "5 problems, 20 rollouts" in dom(page + "?sort=nonsense&benchmark=nowhere", tmp_path)
+    assert "2 problems, 8 rollouts" in dom(page + "?benchmark=two", tmp_path)
+    assert "2 problems, 2 rollouts" in dom(page + "?search=WORDP1X3", tmp_path)
+    assert "2 problems, 8 rollouts" in dom(page + "?search=what+is+1", tmp_path)

@@ -1,0 +1,51 @@
+"""Formulas in a text as MathML, for a page that needs no network: browsers draw MathML themselves."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+from xml.etree.ElementTree import Element
+
+FORMULA = re.compile(r"\$\$([^$]+)\$\$|\\\[([\s\S]+?)\\\]|\\\(([\s\S]+?)\\\)|\$([^$\n]+)\$")
+"""TeX between ``$$``, ``\\[``, ``\\(`` or ``$``; the report's script looks for the same."""
+
+_FENCE = re.compile(r"```[^\n`]*\n[\s\S]*?(?:\n {0,3}```|$)")
+_LONGEST = 1000  # characters of a formula that is drawn
+
+
+def formulas_of(texts: Iterable[str]) -> dict[str, Any]:
+    """Each formula outside of code fences, by its TeX, as a tree; one that cannot be read is left out.
+
+    >>> formulas_of(["Add $x$ to $x$."])
+    {'x': ['math', {}, ['mrow', {}, ['mi', {}, 'x']]]}
+    """
+    found = {}
+    for text in texts:
+        for match in FORMULA.finditer(_FENCE.sub("\n", text)):
+            tex = next(part for part in match.groups() if part is not None).strip()
+            tree = _tree_of(tex)
+            if tree is not None:
+                found[tex] = tree
+    return found
+
+
+@lru_cache(maxsize=65_536)
+def _tree_of(tex: str) -> Any:
+    from latex2mathml.converter import convert_to_element
+
+    if not tex or len(tex) > _LONGEST:
+        return None
+    try:
+        return _tree(convert_to_element(tex))
+    except Exception:  # noqa: BLE001  # a model's text: the library raises errors of many kinds, also IndexError
+        return None
+
+
+def _tree(element: Element) -> list[Any]:
+    """``[tag, attributes, children ...]``; a child is text or a tree."""
+    attributes = {name: value for name, value in element.attrib.items() if name not in ("xmlns", "display")}
+    children: list[Any] = [html.unescape(element.text)] if element.text else []  # the library writes entities
+    return [element.tag, attributes, *children, *map(_tree, element)]
