@@ -1,5 +1,6 @@
 """compute_advantages: from the rewards of grouped trajectories to one number a token."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -14,13 +15,20 @@ from agentrl.algorithms.validation import as_mask, check_shapes
 
 
 @torch.no_grad()
-def compute_advantages(estimator: str, inputs: AdvantageInputs, **options: object) -> Advantages:
+def compute_advantages(
+    estimator: str,
+    inputs: AdvantageInputs,
+    *,
+    step_sum: Callable[[Tensor], Tensor] | None = None,
+    **options: object,
+) -> Advantages:
     """Advantages, returns and baselines [B, T] of the named estimator, detached; 0 off the model tokens.
 
     Sums are in float64; the result is float32, or float64 if the rewards are. Options: the fields of the estimator's
     options record (`ESTIMATORS.option_names(name)`); what is left out has the record's default. All trajectories of a
     group must be in one call; where `estimator_needs(estimator, **options).step_wide` (whitening, and gpg's c) those of
-    the whole optimizer step, of all ranks.
+    the whole optimizer step, of all ranks. For whitening alone the groups may lie in a call of each rank, if `step_sum`
+    gives the sum of a tensor over these calls; a rank without groups calls with no rows.
 
     Raises UnknownNameError, InvalidOptionError, MissingInputError, InvalidInputError.
     """
@@ -31,10 +39,12 @@ def compute_advantages(estimator: str, inputs: AdvantageInputs, **options: objec
     inputs = replace(inputs, response_mask=as_mask("response_mask", inputs.response_mask))
     if inputs.loss_mask is not None:
         inputs = replace(inputs, loss_mask=as_mask("loss_mask", inputs.loss_mask))
-    return _in_blocks(entry, record, inputs)
+    return _in_blocks(entry, record, inputs, step_sum)
 
 
-def _in_blocks(entry: EstimatorEntry, record: object, inputs: AdvantageInputs) -> Advantages:
+def _in_blocks(
+    entry: EstimatorEntry, record: object, inputs: AdvantageInputs, step_sum: Callable[[Tensor], Tensor] | None
+) -> Advantages:
     normalize = getattr(record, "normalize", None)
     dtype = torch.float64 if inputs.rewards.dtype == torch.float64 else torch.float32
     shape, device = inputs.rewards.shape, inputs.rewards.device
@@ -54,6 +64,8 @@ def _in_blocks(entry: EstimatorEntry, record: object, inputs: AdvantageInputs) -
         raw[rows] = advantages.to(raw.dtype)
         returns[rows] = estimate.returns.to(dtype).masked_fill(~rollouts.mask, 0.0)
         baselines[rows] = estimate.baselines.to(dtype).masked_fill(~rollouts.mask, 0.0)
+    if normalize == "whiten" and step_sum is not None:
+        moments = (moments or Moments.nothing(raw)).over_step(step_sum)
     if moments is not None:
         raw = _whiten(raw, inputs.response_mask, moments, blocks, dtype)
     return Advantages(advantages=raw.to(dtype), returns=returns, baselines=baselines)

@@ -1,5 +1,6 @@
 """Dividing advantages by their spread: by group (`group_std`) or over all model tokens of the step (`whiten`)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,19 @@ class Moments:
             mean=self.mean + difference * (other.count / count),
             squares=self.squares + other.squares + difference.square() * (self.count * other.count / count),
         )
+
+    @classmethod
+    def nothing(cls, like: Tensor) -> "Moments":
+        """Of no advantages."""
+        zero = like.new_zeros(())
+        return cls(count=zero, mean=zero, squares=zero)
+
+    def over_step(self, total: Callable[[Tensor], Tensor]) -> "Moments":
+        """Of all parts of the step, `total` being the sum of a tensor over them."""
+        count, moment = total(torch.stack([self.count, self.count * self.mean])).unbind()
+        mean = moment / count.clamp(min=1)
+        squares = total(self.squares + self.count * (self.mean - mean).square())
+        return Moments(count=count, mean=mean, squares=squares)
 
     def whiten(self, advantages: Tensor, mask: Tensor) -> Tensor:
         """(A - mean) / sqrt(var + 1e-8), var unbiased; fewer than two tokens in all: unchanged. 0 off the mask."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agentrl.rollout.worker import Harvest
@@ -36,7 +37,8 @@ class RankPlan:
     """What one rank computes in one step; every rank's plan has the same number of micro-batches.
 
     ``version`` is the policy version that is trained; ``trajectories`` are those of all ranks; ``greedy_returns`` the
-    reward of each group's greedy rollout, if any.
+    reward of each group's greedy rollout, if any; ``homes`` the rank on which each group's rows meet in a statistics
+    pass.
     """
 
     step: int
@@ -47,6 +49,7 @@ class RankPlan:
     no_loss: frozenset[tuple[int, int]]
     trajectories: int
     greedy_returns: dict[int, float]
+    homes: dict[int, int]
     metrics: dict[str, float]
 
 
@@ -98,6 +101,7 @@ def plan_step(harvest: Harvest, settings: ObjectiveSettings, *, budget: int, ran
                     model_tokens=sum(row.model_tokens for row in rows),
                 )
             )
+    homes = find_homes(updates)
     return [
         RankPlan(
             step=harvest.step,
@@ -108,10 +112,35 @@ def plan_step(harvest: Harvest, settings: ObjectiveSettings, *, budget: int, ran
             no_loss=harvest.no_loss,
             trajectories=sum(len(group.trajectories) for group in groups),
             greedy_returns={group.index: group.greedy.reward for group in groups if group.greedy is not None},
+            homes=homes,
             metrics=harvest.metrics if rank == 0 else {},
         )
         for rank in range(ranks)
     ]
+
+
+def find_homes(updates: Sequence[Sequence[UpdatePlan]]) -> dict[int, int]:
+    """For each group the rank on which its rows meet, from the updates of every rank."""
+    tokens: dict[int, list[int]] = {}
+    for rank, parts in enumerate(updates):
+        for micro in (micro for part in parts for micro in part.micro_batches if not micro.dummy):
+            for row in micro.trajectories:
+                tokens.setdefault(row.group, [0] * len(updates))[rank] += row.length
+    return share_out(tokens)
+
+
+def share_out(tokens: Mapping[int, Sequence[int]]) -> dict[int, int]:
+    """A rank for each group, given its tokens on each: one with most of them, of several the one given least so far.
+
+    >>> share_out({0: [5, 5], 1: [5, 5], 2: [9, 1]})
+    {0: 0, 1: 1, 2: 0}
+    """
+    homes: dict[int, int] = {}
+    given: Counter[int] = Counter()
+    for group, counts in sorted(tokens.items()):
+        homes[group] = max(range(len(counts)), key=lambda rank: (counts[rank], -given[rank]))
+        given[homes[group]] += sum(counts)
+    return homes
 
 
 def due(step: int, every: int) -> bool:

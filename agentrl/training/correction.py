@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from agentrl.algorithms import Correction, rollout_correction
+from agentrl.algorithms import Correction, correction_sums, rollout_correction
 from agentrl.training.evidence import Evidence
 from agentrl.training.meter import Meter
 from agentrl.training.settings import CorrectionSettings
@@ -22,29 +22,42 @@ class Corrected:
 
     loss_mask: Tensor  # [B, T] bool
     weights: Tensor | None  # [B, T] of the loss
-    energy_weights: Tensor | None  # [B, T] of the energies: zero where a model token is out of the loss
+    energy_weights: Tensor | None  # [B, T] of the energies, beside the loss mask
 
 
 class Corrector:
-    """Applies the settings to evidence: of the whole step where they are step-wide, else of any rows."""
+    """Applies the settings to the rows of a micro-batch."""
 
     def __init__(self, settings: CorrectionSettings) -> None:
         self._settings = settings
+        self.normalizes = settings.self_normalize
 
-    def correct(self, evidence: Evidence, *, meter: Meter, counted: bool) -> Corrected:
-        """Rows that are not ``counted`` weigh nothing in the meter."""
-        given = evidence.loss_mask
+    def correct(
+        self, evidence: Evidence, *, meter: Meter, counted: bool, normalizer: Tensor | None = None
+    ) -> Corrected:
+        """Rows that are not ``counted`` weigh nothing in the meter.
+
+        ``normalizer``: the sum of :meth:`sums` over what is trained in one update, whose weights have mean 1 where the
+        settings say so; each update is an optimizer step of its own. Without it these rows are an update.
+        """
         if not self._settings.active:
-            rejected = bool((evidence.response_mask & ~given).any())
-            return Corrected(
-                loss_mask=given, weights=None, energy_weights=given.to(evidence.rewards.dtype) if rejected else None
-            )
-        correction = self._apply(evidence)
+            return Corrected(loss_mask=evidence.loss_mask, weights=None, energy_weights=None)
+        correction = self._over(evidence, normalizer=normalizer)
         _measure(correction, evidence, meter, counted)
         return Corrected(
             loss_mask=correction.loss_mask,
             weights=correction.weights,
             energy_weights=correction.importance_weights,
+        )
+
+    def sums(self, evidence: Evidence) -> Tensor:
+        """What these rows add to an update's normalizer, [2]."""
+        return correction_sums(
+            evidence.log_probs,
+            evidence.rollout_log_probs,
+            evidence.response_mask,
+            loss_mask=evidence.loss_mask,
+            **self._settings.model_dump(),
         )
 
     def energy_weights(self, evidence: Evidence) -> Tensor:
@@ -55,17 +68,6 @@ class Corrector:
         if not self._settings.active:
             return evidence.loss_mask.to(evidence.log_probs.dtype)
         return self._over(evidence, self_normalize=False).importance_weights
-
-    def _apply(self, evidence: Evidence) -> Correction:
-        whole = self._over(evidence)
-        if not self._settings.self_normalize:
-            return whole
-        # Each update is an optimizer step of its own: its weights have mean 1.
-        weights = whole.weights.clone()
-        for update in evidence.updates.unique():
-            rows = evidence.updates == update
-            weights[rows] = self._over(evidence.take(rows)).weights
-        return replace(whole, weights=weights)
 
     def _over(self, evidence: Evidence, **changed: object) -> Correction:
         return rollout_correction(

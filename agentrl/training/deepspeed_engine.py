@@ -132,6 +132,18 @@ def on_every_rank(work: Callable[[], _Value]) -> list[_Value]:
     return [cast(_Value, found) for found, _ in outcomes]
 
 
+def swap_between_ranks(values: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    """Rank r gets the r-th of the consecutive parts of ``values``, of ``sent`` entries each. Collective.
+
+    Returns what all ranks sent here, in the order of ranks, ``received`` entries from each.
+    """
+    if len(sent) == 1:
+        return values
+    result = values.new_empty(sum(received), *values.shape[1:])
+    torch.distributed.all_to_all_single(result, values.contiguous(), received, sent)
+    return result
+
+
 class TrainingEngine(Generic[_Module]):
     """A module under DeepSpeed, a policy or another. ``backward`` accumulates; ``step`` clips, updates and clears.
 
@@ -212,6 +224,10 @@ class TrainingEngine(Generic[_Module]):
         if self.world_size > 1:
             torch.distributed.all_reduce(values)
         return values
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of ``values`` over ranks."""
+        return self.all_reduce(values.clone())
 
     def all_reduce_largest(self, values: Tensor) -> Tensor:
         """The largest of each of ``values`` over ranks, in place."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from agentrl.algorithms import LOSSES, aggregate, kl_penalty, loss_normalizer, policy_loss, step_selection
 from agentrl.training.deepspeed_engine import TrainingEngine
-from agentrl.training.evidence import Rows, gathered_over_ranks
+from agentrl.training.exchange import Exchange
 from agentrl.training.objective_settings import ObjectiveSettings
 from agentrl.training.options import loss_options
 from agentrl.training.targets import Targets
@@ -51,7 +51,7 @@ class Loss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Candidates(Rows):
+class _Candidates:
     """What a selection over the whole step looks at."""
 
     log_probs: Tensor
@@ -123,23 +123,14 @@ class PolicyObjective:
     def selection(
         self, log_probs: Sequence[Tensor], targets: Sequence[Targets], engine: TrainingEngine[Any], *, seed: int
     ) -> list[Tensor]:
-        """Which tokens of one update the loss selects: [B, T] bool for each micro-batch. Collective.
+        """Which tokens of one update the loss selects, on rank 0: [B, T] bool for each micro-batch. Collective.
 
         ``log_probs`` are those of the weights that the update starts from.
         """
-        real = [bool(part.response_mask.any()) for part in targets]
-        own = [
-            _Candidates(
-                log_probs=now,
-                old_log_probs=part.log_probs,
-                advantages=part.advantages,
-                loss_mask=part.loss_mask,
-                keys=part.keys,
-            )
-            for now, part, counts in zip(log_probs, targets, real, strict=True)
-            if counts
-        ]
-        whole, row = gathered_over_ranks(own, engine)
+        own = [_candidates(now, part) for now, part in zip(log_probs, targets, strict=True)]
+        masks = [item.loss_mask for item in own]
+        exchange = Exchange(masks, torch.zeros(sum(map(len, masks)), dtype=torch.int64, device=engine.device))
+        whole = exchange.there(own)
         chosen = step_selection(
             self._algorithm.loss,
             log_probs=whole.log_probs,
@@ -150,16 +141,24 @@ class PolicyObjective:
             seed=seed,
             **self._options,
         )
-        parts = []
-        for part, counts in zip(targets, real, strict=True):
-            rows, steps = part.loss_mask.shape
-            parts.append(chosen[row : row + rows, :steps] if counts else torch.zeros_like(part.loss_mask))
-            row += rows if counts else 0
-        return parts
+        parts = zip(exchange.back(chosen), targets, strict=True)
+        return [part if len(part) else torch.zeros_like(target.loss_mask) for part, target in parts]
 
     def _aggregated(self, per_token: Tensor, mask: Tensor, normalizers: Normalizers) -> Tensor:
         normalizer = normalizers.of(self._mode)
         return aggregate(per_token, mask, self._mode, normalizer=normalizer, length=self._length)
+
+
+def _candidates(log_probs: Tensor, targets: Targets) -> _Candidates:
+    """Without rows for a dummy."""
+    rows = len(log_probs) * int(targets.response_mask.any())
+    return _Candidates(
+        log_probs=log_probs[:rows],
+        old_log_probs=targets.log_probs[:rows],
+        advantages=targets.advantages[:rows],
+        loss_mask=targets.loss_mask[:rows],
+        keys=targets.keys[:rows],
+    )
 
 
 def _ratio(log_probs: Tensor, targets: Targets, *, fresh: bool) -> Tensor | None:

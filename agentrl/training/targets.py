@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from agentrl.algorithms import AdvantageInputs, compute_advantages, reward_kl
+from agentrl.algorithms import ESTIMATORS, AdvantageInputs, compute_advantages, reward_kl
 from agentrl.algorithms.kl import kl_penalty
+from agentrl.algorithms.normalization import Moments
 from agentrl.algorithms.rewards import add_at_last_token, overlong_penalty
-from agentrl.training.correction import Corrector
-from agentrl.training.evidence import Evidence, Rows
+from agentrl.training.correction import Corrected, Corrector
+from agentrl.training.deepspeed_engine import TrainingEngine
+from agentrl.training.evidence import Evidence
+from agentrl.training.exchange import Exchange
 from agentrl.training.meter import Meter
 from agentrl.training.objective_settings import ObjectiveSettings
 from agentrl.training.options import estimator_options, needs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Targets(Rows):
+class Targets:
     """What the loss of these rows needs beside the forward; detached."""
 
     advantages: Tensor  # [B, T]
@@ -31,25 +37,18 @@ class Targets(Rows):
     reference_log_probs: Tensor | None  # [B, T]
     values: Tensor | None  # [B, T] the critic's, before the step's updates
 
-    @classmethod
-    def weightless(cls, evidence: Evidence) -> Targets:
-        """Nothing is in the loss, nothing is learned from."""
-        nothing, zeros = torch.zeros_like(evidence.loss_mask), torch.zeros_like(evidence.rewards)
-        return cls(
-            advantages=zeros,
-            returns=zeros,
-            response_mask=nothing,
-            loss_mask=nothing,
-            keys=evidence.keys,
-            log_probs=evidence.log_probs,
-            weights=None,
-            reference_log_probs=evidence.reference_log_probs,
-            values=evidence.values,
-        )
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What is known of one micro-batch, and the number of the update that trains it; ``counted`` if it is no dummy."""
+
+    evidence: Evidence
+    update: int
+    counted: bool
 
 
 class TargetMaker:
-    """Makes targets of whole groups; of the whole step where the plan says that something needs it."""
+    """Makes targets of a micro-batch of whole groups, or of all micro-batches of the step."""
 
     def __init__(self, settings: ObjectiveSettings) -> None:
         """Raises SettingsError if the estimator or the correction cannot have these settings."""
@@ -64,43 +63,83 @@ class TargetMaker:
         return self._corrector.energy_weights(evidence)
 
     def make(self, evidence: Evidence, *, beta: float, meter: Meter, counted: bool = True) -> Targets:
-        """``beta`` weighs the KL penalty. Rows that are not ``counted`` weigh nothing in the loss and the meter."""
-        mask = evidence.response_mask
-        tokens = mask.sum() * int(counted)
+        """Of whole groups alone. ``beta`` weighs the KL penalty.
+
+        Rows that are not ``counted`` weigh nothing in the loss and the meter.
+        """
         corrected = self._corrector.correct(evidence, meter=meter, counted=counted)
-        rewards = self._lengths(evidence, evidence.rewards, meter, counted)
-        rewards = self._near_reference(evidence, rewards, beta, meter, tokens)
-        result = compute_advantages(
-            self._estimator,
-            AdvantageInputs(
-                rewards=rewards,
-                response_mask=mask,
-                groups=evidence.groups,
-                log_probs=evidence.log_probs,
-                sum_pi_squared=evidence.sum_pi_squared,
-                token_energy=evidence.energy,
-                hidden_norm_squared=evidence.hidden_norm_squared,
-                importance_weights=corrected.energy_weights,
-                loss_mask=corrected.loss_mask,
-                trajectory_energy=evidence.trajectory_energy,
-                values=evidence.values,
-                bootstrap_values=_bootstrap(evidence),
-                greedy_returns=evidence.greedy_returns,
-            ),
-            **self._estimator_options,
+        inputs = self._inputs(evidence, corrected, beta=beta, meter=meter, counted=counted)
+        made = compute_advantages(self._estimator, inputs, **self._estimator_options)
+        return _targets(evidence, corrected, made.advantages, made.returns, counted=counted)
+
+    def make_over_ranks(
+        self,
+        parts: Sequence[Part],
+        homes: Mapping[int, int],
+        engine: TrainingEngine[Any],
+        *,
+        beta: float,
+        meter: Meter,
+    ) -> list[Targets]:
+        """Of every micro-batch of the step, its groups spread over micro-batches and ranks. Collective.
+
+        A group's rows meet on the rank ``homes`` says; for an estimator that sees the whole step, all on rank 0.
+        """
+        normalizers = self._normalizers(parts, engine)
+        corrected, inputs = [], []
+        for part in parts:
+            normalizer = None if normalizers is None else normalizers[part.update]
+            left = self._corrector.correct(part.evidence, meter=meter, counted=part.counted, normalizer=normalizer)
+            corrected.append(left)
+            made = self._inputs(part.evidence, left, beta=beta, meter=meter, counted=part.counted)
+            inputs.append(made if part.counted else _without_rows(made))
+        groups = torch.cat([item.groups for item in inputs])
+        step_wide = ESTIMATORS[self._estimator].step_wide
+        places = [0 if step_wide else homes[group] for group in groups.tolist()]
+        exchange = Exchange([item.response_mask for item in inputs], torch.tensor(places).to(groups))
+        advantages = compute_advantages(
+            self._estimator, exchange.there(inputs), step_sum=engine.total, **self._estimator_options
         )
-        if evidence.values is not None:
-            meter.mean("critic/explained_variance", explained_variance(evidence.values, result.returns, mask), tokens)
-        return Targets(
-            advantages=result.advantages,
-            returns=result.returns,
-            response_mask=mask & counted,
-            loss_mask=corrected.loss_mask & counted,
-            keys=evidence.keys,
+        found = zip(exchange.back(advantages.advantages), exchange.back(advantages.returns), strict=True)
+        targets = []
+        for part, left, (own, returns) in zip(parts, corrected, found, strict=True):
+            if not part.counted:
+                own = returns = torch.zeros_like(part.evidence.rewards)
+            targets.append(_targets(part.evidence, left, own, returns, counted=part.counted))
+        if parts[0].evidence.values is not None:
+            meter.mean("critic/explained_variance", explained_variance(targets, engine), 1.0)
+        return targets
+
+    def _normalizers(self, parts: Sequence[Part], engine: TrainingEngine[Any]) -> Tensor | None:
+        """What the correction's weights of each update are normalised by [updates, 2], if they are. Collective."""
+        if not self._corrector.normalizes:
+            return None
+        updates = 1 + max(part.update for part in parts)  # each has micro-batches on every rank
+        sums = torch.zeros(updates, 2, dtype=torch.float64, device=engine.device)
+        for part in parts:
+            if part.counted:
+                sums[part.update] += self._corrector.sums(part.evidence)
+        return engine.all_reduce(sums)
+
+    def _inputs(
+        self, evidence: Evidence, corrected: Corrected, *, beta: float, meter: Meter, counted: bool
+    ) -> AdvantageInputs:
+        rewards = self._lengths(evidence, evidence.rewards, meter, counted)
+        tokens = evidence.response_mask.sum() * int(counted)
+        return AdvantageInputs(
+            rewards=self._near_reference(evidence, rewards, beta, meter, tokens),
+            response_mask=evidence.response_mask,
+            groups=evidence.groups,
             log_probs=evidence.log_probs,
-            weights=corrected.weights,
-            reference_log_probs=evidence.reference_log_probs,
+            sum_pi_squared=evidence.sum_pi_squared,
+            token_energy=evidence.energy,
+            hidden_norm_squared=evidence.hidden_norm_squared,
+            importance_weights=corrected.energy_weights,
+            loss_mask=corrected.loss_mask,
+            trajectory_energy=evidence.trajectory_energy,
             values=evidence.values,
+            bootstrap_values=_bootstrap(evidence),
+            greedy_returns=evidence.greedy_returns,
         )
 
     def _lengths(self, evidence: Evidence, rewards: Tensor, meter: Meter, counted: bool) -> Tensor:
@@ -132,12 +171,45 @@ class TargetMaker:
         return made.rewards
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """1 - Var(returns - values) / Var(returns) over model tokens: 1 at best, 0 for a constant; 0 if nothing varies."""
-    aims = returns[mask].double()
-    spread = aims.var(correction=0) if aims.numel() else aims.sum()
-    missed = (aims - values[mask].double()).var(correction=0) if aims.numel() else aims.sum()
-    return torch.where(spread > 0, 1 - missed / torch.where(spread > 0, spread, 1.0), 0.0)
+def _targets(
+    evidence: Evidence, corrected: Corrected, advantages: Tensor, returns: Tensor, *, counted: bool
+) -> Targets:
+    return Targets(
+        advantages=advantages,
+        returns=returns,
+        response_mask=evidence.response_mask & counted,
+        loss_mask=corrected.loss_mask & counted,
+        keys=evidence.keys,
+        log_probs=evidence.log_probs,
+        weights=corrected.weights,
+        reference_log_probs=evidence.reference_log_probs,
+        values=evidence.values,
+    )
+
+
+def _without_rows(inputs: AdvantageInputs) -> AdvantageInputs:
+    given = {item.name: getattr(inputs, item.name) for item in fields(inputs)}
+    return replace(inputs, **{name: value[:0] for name, value in given.items() if value is not None})
+
+
+def explained_variance(targets: Sequence[Targets], engine: TrainingEngine[Any]) -> Tensor:
+    """1 - Var(returns - values) / Var(returns) over the step's model tokens: 1 at best, 0 for a constant. Collective.
+
+    0 if nothing varies. The targets have values.
+    """
+
+    def spread(values: Sequence[Tensor]) -> Tensor:
+        every = [
+            Moments.of(item.double(), part.response_mask)
+            for item, part in zip(values, targets, strict=True)
+            if bool(part.response_mask.any())
+        ]
+        nothing = Moments.nothing(targets[0].returns.double())
+        return reduce(Moments.merge, every, nothing).over_step(engine.total).squares
+
+    missed = spread([part.returns - part.values for part in targets if part.values is not None])
+    whole = spread([part.returns for part in targets])
+    return torch.where(whole > 0, 1 - missed / torch.where(whole > 0, whole, 1.0), 0.0)
 
 
 def _bootstrap(evidence: Evidence) -> Tensor | None:

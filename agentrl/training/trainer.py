@@ -17,13 +17,13 @@ from agentrl.training.correction import effective_sample_size
 from agentrl.training.critic import Critic
 from agentrl.training.deepspeed_engine import TrainingEngine
 from agentrl.training.diagnostics import HeadExactMonitor, measure, measure_forward, measure_loss
-from agentrl.training.evidence import Evidence, gathered_over_ranks
+from agentrl.training.evidence import Evidence
 from agentrl.training.fidelity import check_fidelity
 from agentrl.training.meter import Meter
 from agentrl.training.objective import Normalizers, PolicyObjective
 from agentrl.training.objective_settings import ObjectiveSettings
 from agentrl.training.reference import Reference, ReferenceReading, kl_controller
-from agentrl.training.targets import TargetMaker, Targets
+from agentrl.training.targets import Part, TargetMaker, Targets
 from agentrl.trajectory import Batch
 
 _DETACHED = ("log_probs", "entropy", "sum_pi_squared", "energy", "hidden_norm_squared")
@@ -102,8 +102,8 @@ class Trainer:
             plan=plan, meter=meter, monitor=self._monitor(plan), beta=self._kl.beta, before_update=before_update
         )
         if plan.updates and plan.passes.one_forward:
-            for number, update in enumerate(plan.updates):
-                self._one_forward(step, update, number)
+            for update in plan.updates:
+                self._one_forward(step, update)
         elif plan.updates:
             self._two_passes(step)
         metrics = {"policy/tokens": 0.0} | meter.reduce(self._engine)
@@ -122,12 +122,12 @@ class Trainer:
 
     # -- passes ---------------------------------------------------------------------------------------------------
 
-    def _one_forward(self, step: _Step, update: UpdatePlan, number: int) -> None:
+    def _one_forward(self, step: _Step, update: UpdatePlan) -> None:
         """Micro-batches of whole groups: the forward that is back-propagated also gives the targets."""
         normalizers = Normalizers(tokens=update.tokens, sequences=update.sequences)
         for micro in update.micro_batches:
             scored = self._score(micro, step, keep_hidden=step.monitor is not None)
-            evidence = self._evidence(scored, step, number)
+            evidence = self._evidence(scored, step)
             targets = self._targets.make(evidence, beta=step.beta, meter=step.meter, counted=not micro.dummy)
             self._account(step, scored, targets, counted=not micro.dummy)
             self._backward(step, scored, targets, normalizers, fresh=True)
@@ -143,15 +143,20 @@ class Trainer:
             done += len(part)
 
     def _statistics_pass(self, step: _Step) -> list[Targets]:
-        """Targets of every micro-batch of all updates, from the rows of all ranks; nothing else of it stays."""
+        """Targets of every micro-batch of all updates, their groups those of all ranks; nothing else of it stays."""
         numbered = [
             (number, micro) for number, update in enumerate(step.plan.updates) for micro in update.micro_batches
         ]
         micros = [micro for _, micro in numbered]
         with torch.no_grad():
             scored = [self._score(micro, step, keep_hidden=step.monitor is not None) for micro in micros]
-            evidence = [self._evidence(item, step, number) for item, (number, _) in zip(scored, numbered, strict=True)]
-            targets = self._targets_over_ranks(step, micros, evidence)
+            parts = [
+                Part(evidence=self._evidence(item, step), update=number, counted=not micro.dummy)
+                for item, (number, micro) in zip(scored, numbered, strict=True)
+            ]
+            targets = self._targets.make_over_ranks(
+                parts, step.plan.homes, self._engine, beta=step.beta, meter=step.meter
+            )
         for micro, item, own in zip(micros, scored, targets, strict=True):
             self._account(step, item, own, counted=not micro.dummy)
         return targets
@@ -205,7 +210,7 @@ class Trainer:
         detached = {name: scatter_tokens(getattr(flat, name).detach(), batch.response_mask) for name in names}
         return _Scored(batch=batch, flat=flat, hidden=hidden, statistics=detached, reference=reading)
 
-    def _evidence(self, scored: _Scored, step: _Step, update: int) -> Evidence:
+    def _evidence(self, scored: _Scored, step: _Step) -> Evidence:
         """What is known before the update. Collective under ZeRO-3."""
         batch = scored.batch
         values = final = greedy = None
@@ -220,7 +225,6 @@ class Trainer:
         evidence = Evidence.of(
             batch,
             scored.statistics,
-            update=update,
             reference_log_probs=None if reading is None else reading.log_probs,
             full_kl=scored.statistics.get("full_kl"),
             values=values,
@@ -237,20 +241,6 @@ class Trainer:
             temperature=self._temperature,
         )
         return replace(evidence, trajectory_energy=exact)
-
-    def _targets_over_ranks(
-        self, step: _Step, micros: Sequence[MicroBatch], evidence: Sequence[Evidence]
-    ) -> list[Targets]:
-        """Targets of every micro-batch from the rows of all ranks: groups may lie across micro-batches and ranks."""
-        real = [item for micro, item in zip(micros, evidence, strict=True) if not micro.dummy]
-        whole, row = gathered_over_ranks(real, self._engine)
-        made = self._targets.make(whole, beta=step.beta, meter=step.meter)
-        targets = []
-        for micro, item in zip(micros, evidence, strict=True):
-            rows, steps = item.rewards.shape
-            targets.append(Targets.weightless(item) if micro.dummy else made.cut(row, rows, steps))
-            row += 0 if micro.dummy else rows
-        return targets
 
     def _rescored(self, step: _Step, update: UpdatePlan) -> list[Tensor]:
         """Log-probabilities [B, T] of the weights as they are now."""

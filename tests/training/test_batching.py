@@ -124,6 +124,16 @@ def test_a_group_over_the_budget_needs_a_statistics_pass_and_no_head_exact_diagn
     assert (split.passes.one_forward, split.head_exact, len(split.updates[0].micro_batches)) == (False, False, 2)
 
 
+def test_a_group_is_at_home_where_most_of_it_is_trained() -> None:
+    whole = plan_step(harvest(group(0, 5, 5), group(1, 5, 5)), objective(normalize="whiten"), budget=5, ranks=2)
+    assert [sorted(plan.homes) for plan in whole] == [[0, 1], [0, 1]]
+    assert set(whole[0].homes.values()) == {0, 1}  # equal shares of both: one group each
+    settings = objective(normalize="whiten", head_exact_every=1)
+    for rank, plan in enumerate(plan_step(harvest(group(0, 5, 5), group(1, 5, 5)), settings, budget=10, ranks=2)):
+        trained = {item.group for micro in plan.updates[0].micro_batches for item in micro.trajectories}
+        assert [plan.homes[index] for index in trained] == [rank]  # whole groups stay where they are
+
+
 def test_no_groups_make_no_updates() -> None:
     plans = plan_step(harvest(), objective(head_exact_every=1), budget=10, ranks=2)
     assert [plan.updates for plan in plans] == [(), ()]

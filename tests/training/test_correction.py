@@ -14,7 +14,7 @@ from agentrl.training.meter import Meter
 from agentrl.training.settings import CorrectionSettings
 
 
-def evidence(ratios: list[list[float]], *, updates: list[int], out: list[tuple[int, int]] = ()) -> Evidence:  # type: ignore[assignment]
+def evidence(ratios: list[list[float]], *, out: list[tuple[int, int]] = ()) -> Evidence:  # type: ignore[assignment]
     """Rows whose tokens the trainer finds ``ratios`` times as likely as the engine; those in ``out`` have no loss."""
     log_probs = torch.tensor(ratios, dtype=torch.float64).log() - 3
     mask = torch.ones_like(log_probs, dtype=torch.bool)
@@ -28,7 +28,6 @@ def evidence(ratios: list[list[float]], *, updates: list[int], out: list[tuple[i
         loss_mask=left,
         groups=rows,
         samples=rows * 0,
-        updates=torch.tensor(updates),
         truncated=rows < 0,
         rollout_log_probs=torch.full_like(log_probs, -3.0),
         log_probs=log_probs,
@@ -44,42 +43,41 @@ def correct(rows: Evidence, meter: Meter | None = None, **settings: Any) -> Any:
 
 
 def test_nothing_is_weighed_unless_asked() -> None:
-    result = correct(evidence([[1.5, 0.5]], updates=[0]))
+    result = correct(evidence([[1.5, 0.5]]))
     assert (result.weights, result.energy_weights) == (None, None)
-    rejected = correct(evidence([[1.5, 0.5]], updates=[0], out=[(0, 1)]))
-    assert rejected.weights is None
-    assert rejected.energy_weights.tolist() == [[1.0, 0.0]]
+    rejected = correct(evidence([[1.5, 0.5]], out=[(0, 1)]))
+    assert (rejected.weights, rejected.energy_weights) == (None, None)
+    assert rejected.loss_mask.tolist() == [[True, False]]
 
 
 def test_truncated_weights_enter_the_loss_and_where_it_is_left_the_energies() -> None:
-    result = correct(evidence([[1.8, 0.6, 1.2]], updates=[0], out=[(0, 2)]), weights="token", weight_high=1.5)
+    result = correct(evidence([[1.8, 0.6, 1.2]], out=[(0, 2)]), weights="token", weight_high=1.5)
     assert result.weights.tolist() == [pytest.approx([1.5, 0.6, 1.2])]
     assert result.energy_weights.tolist() == [pytest.approx([1.5, 0.6, 0.0])]
 
 
 def test_a_mask_takes_from_the_loss_mask() -> None:
-    result = correct(
-        evidence([[1.8, 0.6, 1.0]], updates=[0], out=[(0, 2)]), ratio_mask="token", ratio_low=0.5, ratio_high=1.5
-    )
+    result = correct(evidence([[1.8, 0.6, 1.0]], out=[(0, 2)]), ratio_mask="token", ratio_low=0.5, ratio_high=1.5)
     assert result.loss_mask.tolist() == [[False, True, False]]
     assert result.energy_weights.tolist() == [[0.0, 1.0, 0.0]]
 
 
-def test_weights_are_normalised_over_each_update() -> None:
-    rows = evidence([[1.0, 3.0], [0.5, 0.5], [1.0, 1.0]], updates=[0, 1, 0], out=[(2, 0)])
-    result = correct(rows, weights="token", weight_high=10.0, self_normalize=True)
-    # The first update's weights left to the loss are 1, 3 and 1; the second's are equal.
-    mean = 5 / 3
-    assert result.weights[[0, 2]].flatten().tolist() == pytest.approx([1 / mean, 3 / mean, 1 / mean, 1 / mean])
-    assert result.weights[1].tolist() == pytest.approx([1.0, 1.0])
+def test_weights_are_normalised_by_the_sums_of_an_update() -> None:
+    corrector = Corrector(CorrectionSettings(weights="token", weight_high=10.0, self_normalize=True))
+    parts = [evidence([[1.0, 3.0]]), evidence([[1.0, 1.0]], out=[(0, 0)])]
+    total = torch.stack([corrector.sums(part) for part in parts]).sum(0)
+    meter = Meter(torch.device("cpu"))
+    found = [corrector.correct(part, meter=meter, counted=True, normalizer=total).weights for part in parts]
+    mean = 5 / 3  # of the weights left to the loss: 1, 3 and 1
+    assert torch.cat(found).flatten().tolist() == pytest.approx([1 / mean, 3 / mean, 1 / mean, 1 / mean])
 
 
 def test_exact_energies_do_not_depend_on_what_shares_a_micro_batch() -> None:
     """Their weights come micro-batch by micro-batch, and one group's rows may lie in several."""
-    rows = evidence([[1.0, 3.0], [0.5, 0.5]], updates=[0, 0])
+    rows = [[1.0, 3.0], [0.5, 0.5]]
     corrector = Corrector(CorrectionSettings(weights="token", weight_high=10.0, self_normalize=True))
-    together = corrector.energy_weights(rows)
-    apart = torch.cat([corrector.energy_weights(rows.cut(row, 1, 2)) for row in range(2)])
+    together = corrector.energy_weights(evidence(rows))
+    apart = torch.cat([corrector.energy_weights(evidence([row])) for row in rows])
     assert (together / together[0, 0]).tolist() == [pytest.approx([1.0, 3.0]), pytest.approx([0.5, 0.5])]
     assert (apart / apart[0, 0]).tolist() == (together / together[0, 0]).tolist()
 

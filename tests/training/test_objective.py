@@ -34,24 +34,24 @@ def objective(*, entropy: float = 0.0, **kl: Any) -> PolicyObjective:
 def expected_gradient(made: PolicyObjective, logits: Tensor, *, weights: Tensor, fresh: bool) -> Tensor:
     """E over tokens of the behaviour policy of the loss's gradient, advantages 0; row i samples token i."""
     log_p = logits.log_softmax(-1)
-    column, everywhere = log_p[:, None], torch.ones(3, 1, dtype=torch.bool)
-    targets = Targets(
-        advantages=torch.zeros(3, 1),
-        returns=torch.zeros(3, 1),
-        response_mask=everywhere,
-        loss_mask=everywhere,
-        keys=torch.arange(3),
-        log_probs=column.detach() if fresh else BEFORE.log()[:, None],
-        weights=weights[:, None],
-        reference_log_probs=REFERENCE.log()[:, None],
-        values=None,
-    )
+    column, everywhere = log_p[:, None], torch.ones(1, 1, dtype=torch.bool)
+    before = column.detach() if fresh else BEFORE.log()[:, None]
     entropy = -(log_p.exp() * log_p).sum().expand(3, 1)
     full = (log_p.exp() * (log_p - REFERENCE.log())).sum().expand(3, 1)
     total = torch.zeros((), dtype=torch.float64)
     for row, probability in enumerate(BEHAVIOUR.tolist()):
-        own = targets.take(torch.tensor([row]))
         rows = slice(row, row + 1)
+        own = Targets(
+            advantages=torch.zeros(1, 1),
+            returns=torch.zeros(1, 1),
+            response_mask=everywhere,
+            loss_mask=everywhere,
+            keys=torch.tensor([row]),
+            log_probs=before[rows],
+            weights=weights[rows, None],
+            reference_log_probs=REFERENCE[rows, None].log(),
+            values=None,
+        )
         loss = made.loss(column[rows], entropy[rows], own, ONE, beta=1.0, fresh=fresh, full_kl=full[rows])
         total = total + probability * loss.value
     return torch.autograd.grad(total, logits)[0]
