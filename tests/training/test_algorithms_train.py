@@ -69,7 +69,7 @@ def test_a_resumed_run_continues_critic_reference_and_penalty_bit_by_bit(runs: P
     assert untimed(steps(resumed)) == untimed(steps(whole))
     one, other = weights(whole), weights(resumed)
     assert all(torch.equal(one[name], other[name]) for name in one)
-    state = json.loads((resumed / "checkpoints" / "step-000003" / "state.json").read_text())
+    state = json.loads((resumed / "checkpoints" / "step-000003" / "state.json").read_text())["state"]
     assert state["reference"].endswith("policy")
     assert state["trainer"]["kl"]["beta"] != 0.05
     assert (resumed / "checkpoints" / "step-000003" / "critic" / "engine").is_dir()

@@ -72,7 +72,7 @@ def test_two_ranks_go_on_after_every_end(command_line: CommandLine, random_polic
     assert said.count("stopped after step 1; checkpoint saved") == 1
     assert "Traceback" not in said, said
     assert_all_end(processes)
-    state = json.loads((run / "checkpoints" / "step-000001" / "state.json").read_text())
+    state = json.loads((run / "checkpoints" / "step-000001" / "state.json").read_text())["state"]
     assert len(state["worker"]["ledger"]) == 4
 
     # And it goes on to its end.

@@ -55,7 +55,7 @@ def test_asynchronous_training_is_interrupted_and_goes_on(command_line: CommandL
     assert "Traceback" not in said, said
     run = command_line.folder / "runs" / "ahead"
     newest = max((run / "checkpoints").glob("step-*"))
-    ledger = json.loads((newest / "state.json").read_text())["worker"]["ledger"]
+    ledger = json.loads((newest / "state.json").read_text())["state"]["worker"]["ledger"]
     assert ledger  # more than the batch that trained was under way
 
     said = command_line.run("train", "--resume", "name=ahead")
