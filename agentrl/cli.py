@@ -205,10 +205,12 @@ def variance(
     )
     from agentrl.lab.run import prepare, variance_command
     from agentrl.telemetry.console import Console
+    from agentrl.training.determinism import set_determinism
     from agentrl.training.policy import quieten_libraries, set_threads, starting_policy
 
     lab, drawn = prepare(settings, problems=problems, group_sizes=group_sizes, estimators=estimators, samples=samples)
     quieten_libraries()
+    set_determinism(settings)
     set_threads(settings, processes=1)
     variance_command(settings, starting_policy(settings, Console(settings.telemetry)), lab, drawn, output)
 

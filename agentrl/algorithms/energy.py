@@ -5,6 +5,7 @@ from torch import Tensor
 
 from agentrl.algorithms.errors import InvalidInputError, MissingInputError, check_choice
 from agentrl.algorithms.rollouts import Rollouts
+from agentrl.kernels.running import running_sum
 
 ENERGIES = ("logit_proxy", "length", "head_exact")
 
@@ -38,7 +39,7 @@ def realized_energy(
     weighed = torch.where(counted, token_energy, 0.0)
     if importance_weights is not None:
         weighed = weighed * torch.where(counted, importance_weights, 0.0).square()
-    return weighed.cumsum(-1)
+    return running_sum(weighed)
 
 
 @torch.no_grad()

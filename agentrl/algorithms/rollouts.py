@@ -12,6 +12,7 @@ from agentrl.algorithms.groups import Groups
 from agentrl.algorithms.records import AdvantageInputs
 from agentrl.algorithms.segments import Compact, reward_to_go
 from agentrl.algorithms.validation import check_finite, check_not_negative, check_rewards_placed, check_rows
+from agentrl.kernels.running import running_sum
 
 # Float64 numbers of one [b, T] that a processor keeps in its cache; elsewhere only memory counts.
 _BLOCK_ELEMENTS = {"cpu": 1 << 18}
@@ -61,7 +62,7 @@ class Rollouts:
         rows, width = self.mask.shape
         step = max(1, _block_elements(self.mask.device) // max(1, width))
         parts = [slice(start, start + step) for start in range(0, rows, step)]
-        return torch.cat([self._read("rewards", part).cumsum(-1)[:, -1] for part in parts])
+        return torch.cat([running_sum(self._read("rewards", part))[:, -1] for part in parts])
 
     @cached_property
     def layout(self) -> Compact:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from agentrl.kernels.running import running_sum
+
 _SCAN_WIDTH = 32
 
 
@@ -67,7 +69,7 @@ def reward_to_go(rewards: Tensor, gamma: float) -> Tensor:
     takes a loop over its tokens.
     """
     if gamma == 1.0:
-        return rewards.flip(-1).cumsum(-1).flip(-1)
+        return running_sum(rewards.flip(-1)).flip(-1)
     if gamma == 0.0:
         return rewards.clone()
     rows, width = rewards.shape

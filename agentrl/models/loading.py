@@ -36,6 +36,21 @@ def read_model(path: str | Path, settings: ModelSettings) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=_DTYPES[settings.dtype], attn_implementation=settings.attention
     )
+    return finish_model(model, settings)
+
+
+def empty_model(path: str | Path, settings: ModelSettings) -> Any:
+    """The same model before its weights are read, made where the caller's context says; then see `finish_model`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path)
+    return AutoModelForCausalLM.from_config(
+        config, dtype=_DTYPES[settings.dtype], attn_implementation=settings.attention
+    )
+
+
+def finish_model(model: Any, settings: ModelSettings) -> Any:
+    """What is done to every model that was made, whatever way; returns it."""
     check_attention_cap(model.config)
     switch_off_dropout(model)
     if settings.gradient_checkpointing:

@@ -23,7 +23,13 @@ class VLLMSettings(BaseModel):
     devices: list[int] | None = Field(
         None, description="GPU numbers for the servers; none: those of the training ranks (colocated) or the next ones"
     )
-    gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="share of a GPU's memory that a server takes")
+    gpu_memory_utilization: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of a GPU's memory that a server takes; none: 0.85, and colocated at most what is free "
+        "beside training when the servers start",
+    )
     extra_args: list[str] = Field([], description="further arguments of vLLM's server")
     transfer: Literal["auto", "nccl", "ipc", "file"] = Field(
         "auto", description="how weights travel; auto: ipc colocated, nccl to other GPUs, file without GPUs"

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms import aggregate, value_loss
-from agentrl.models.loading import read_model
 from agentrl.models.value import ValueModel
-from agentrl.training.deepspeed_engine import TrainingEngine
+from agentrl.training.deepspeed_engine import TrainingEngine, read_for_training
 from agentrl.training.settings import CriticSettings
 from agentrl.training.targets import Targets
 from agentrl.trajectory import Batch
@@ -24,7 +23,7 @@ _FOLDER = "critic"
 
 def open_critic(settings: Settings, start: str, *, updates: int) -> Critic:
     """A critic on this rank, its transformer that of ``critic.path`` or of the policy ``start``."""
-    model = ValueModel(read_model(settings.critic.path or start, settings.model))
+    model = ValueModel(read_for_training(settings.critic.path or start, settings.model, settings.training))
     engine = TrainingEngine(
         model,
         optimizer=settings.optimizer.model_copy(update={"learning_rate": settings.critic.learning_rate}),

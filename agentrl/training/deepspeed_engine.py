@@ -18,8 +18,11 @@ from torch import Tensor, nn
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.kernels import TokenStatistics
+from agentrl.models.loading import read_model
 from agentrl.models.policy import PolicyModel
+from agentrl.models.settings import ModelSettings
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
+from agentrl.weights.sharded import read_sharded
 
 _Value = TypeVar("_Value")
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -93,7 +96,10 @@ def start_distributed() -> tuple[int, int]:
     if "RANK" not in os.environ:
         os.environ.update(defaults)
     if not torch.distributed.is_initialized():
-        deepspeed.init_distributed(verbose=False)
+        # Before DeepSpeed, which takes the group that is there: its own is bound to a device, and can then hang beside
+        # the groups that vLLM's weight transfer makes in this process.
+        torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    deepspeed.init_distributed(verbose=False)
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
@@ -163,8 +169,9 @@ class TrainingEngine(Generic[_Module]):
         import deepspeed
 
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        decayed = [item for item in module.parameters() if item.requires_grad and item.dim() >= 2]
-        others = [item for item in module.parameters() if item.requires_grad and item.dim() < 2]
+        trained = [item for item in module.parameters() if item.requires_grad]
+        decayed = [item for item in trained if _dimensions(item) >= 2]
+        others = [item for item in trained if _dimensions(item) < 2]
         adamw = torch.optim.AdamW(
             [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=optimizer.learning_rate,
@@ -270,6 +277,21 @@ class TrainingEngine(Generic[_Module]):
         torch.set_rng_state(state["cpu"])
         if "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"])
+
+
+def read_for_training(path: str | Path, model: ModelSettings, training: TrainingSettings) -> Any:
+    """A causal language model for this rank: at ZeRO-3 its shard alone. Collective there."""
+    world_size = torch.distributed.get_world_size()
+    if training.zero_stage < 3 or world_size == 1:
+        return read_model(path, model)
+    bfloat16 = model.dtype == "bfloat16"
+    config = deepspeed_config(training, bfloat16=bfloat16, gradient_clip=0.0, world_size=world_size)
+    return read_sharded(path, model, config)
+
+
+def _dimensions(parameter: nn.Parameter) -> int:
+    """Those of the whole parameter; a shard has one."""
+    return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def frozen(module: nn.Module, training: TrainingSettings, *, bfloat16: bool) -> Callable[..., Any]:

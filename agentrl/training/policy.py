@@ -15,6 +15,7 @@ from agentrl.rollout.environment import build_environment
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import usable_cores
 from agentrl.training.coldstart import cached_policy, cold_start, perplexity, read_cold_demonstrations
+from agentrl.training.determinism import set_determinism
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -68,6 +69,7 @@ def coldstart_command(settings: Settings, output: Path) -> None:
     """
     _claim(output)
     quieten_libraries()
+    set_determinism(settings)
     set_threads(settings, processes=1)
     make_policy(settings, output, Console(settings.telemetry))
 
@@ -97,5 +99,3 @@ def computing_processes(settings: Settings, *, ranks: int) -> int:
 def set_threads(settings: Settings, *, processes: int) -> None:
     """Fix this process's CPU threads: what is set, or the cores over the ``processes`` that compute at once."""
     torch.set_num_threads(settings.training.threads or max(1, usable_cores() // processes))
-    if settings.training.deterministic:
-        torch.use_deterministic_algorithms(True)

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from agentrl.algorithms import AdaptiveKL, FixedKL, KLController
 from agentrl.models.head import ReferenceHead
-from agentrl.models.loading import read_model
 from agentrl.models.policy import PolicyModel, scatter_tokens
-from agentrl.training.deepspeed_engine import frozen
+from agentrl.training.deepspeed_engine import frozen, read_for_training
 from agentrl.training.settings import KLSettings
 from agentrl.trajectory import Batch
+from agentrl.weights.sources import gathered
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -52,10 +52,9 @@ class Reference:
         ``over_vocabulary`` asks for what the divergence over the whole vocabulary needs: every rank then keeps a whole
         copy of the head, [V, D] beside what is sharded.
         """
-        head = policy.head
-        self._logit_map = head.logit_map
-        self._weight = head.weight.detach().clone() if over_vocabulary else None
-        self._bias = head.bias.detach().clone() if over_vocabulary and head.bias is not None else None
+        self._logit_map = policy.head.logit_map
+        nothing: tuple[Tensor | None, Tensor | None] = (None, None)
+        self._weight, self._bias = _copied(policy.head) if over_vocabulary else nothing
         self._forward = freeze(policy)
         self._temperature = temperature
         self.over_vocabulary = over_vocabulary
@@ -80,6 +79,11 @@ class Reference:
         return ReferenceReading(log_probs=log_probs, head=head)
 
 
+def _copied(head: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    with gathered(head) as (weight, bias):
+        return weight.clone(), None if bias is None else bias.clone()
+
+
 def reference_path(settings: Settings, start: str) -> str | None:
     """Where the reference policy lies, ``start`` being the policy that training starts from; None without a penalty."""
     if settings.kl.coefficient == 0.0:
@@ -90,7 +94,7 @@ def reference_path(settings: Settings, start: str) -> str | None:
 def read_reference(settings: Settings, path: str) -> Reference:
     """The reference policy on this rank. Raises SettingsError as reading a model does."""
     policy = PolicyModel(
-        read_model(path, settings.model),
+        read_for_training(path, settings.model, settings.training),
         backend=settings.training.head_backend,
         share_prompts=settings.training.share_prompts,
     )

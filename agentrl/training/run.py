@@ -18,6 +18,7 @@ from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import describe_machine
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.deepspeed_engine import from_rank_zero, start_distributed
+from agentrl.training.determinism import set_determinism
 from agentrl.training.policy import computing_processes, quieten_libraries, set_threads, starting_policy
 from agentrl.training.preflight import check_inputs, machine_problems
 from agentrl.training.session import INTERRUPTED, Session
@@ -63,6 +64,7 @@ def _open_run(settings: Settings, resume: bool) -> RunDirectory:
 def run_rank(settings: Settings, run: RunDirectory | None, *, resume: bool) -> int:
     """One training rank from start to end. ``run`` is rank 0's; other ranks say nothing on the console."""
     quieten_libraries()
+    set_determinism(settings)
     rank, world = start_distributed()
     set_threads(settings, processes=computing_processes(settings, ranks=world))
     torch.manual_seed(settings.seed)

@@ -26,7 +26,7 @@ from agentrl.training.checkpoint import (
     save_checkpoint,
 )
 from agentrl.training.critic import open_critic
-from agentrl.training.deepspeed_engine import TrainingEngine, from_rank_zero
+from agentrl.training.deepspeed_engine import TrainingEngine, from_rank_zero, read_for_training
 from agentrl.training.fidelity import BOUNDS
 from agentrl.training.objective_settings import ObjectiveSettings
 from agentrl.training.options import needs
@@ -81,7 +81,7 @@ class Session:
         chat = chat_format(settings, self._tokenizer, path)
         codec = build_codec(self._tokenizer, path, chat)
         self._policy = PolicyModel(
-            read_model(path, settings.model),
+            read_for_training(path, settings.model, settings.training),
             backend=settings.training.head_backend,
             share_prompts=settings.training.share_prompts,
         )

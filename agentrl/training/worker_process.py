@@ -25,6 +25,7 @@ from agentrl.errors import AgentRLError
 from agentrl.models.loading import read_model
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.environment import environment_and_codec
+from agentrl.training.determinism import set_determinism
 from agentrl.training.policy import computing_processes, quieten_libraries, set_threads
 from agentrl.training.service import InterruptedRunError, LocalService
 from agentrl.training.wire import Failure, Reply, Request, Startup
@@ -240,6 +241,7 @@ def main() -> None:
     first, control = (Connection(int(handle)) for handle in sys.argv[1:3])
     startup: Startup = first.recv()
     quieten_libraries()
+    set_determinism(startup.settings)
     # Where the ranks rest while this process works, it may use every core.
     resting = startup.settings.rollout.schedule == "synchronous"
     set_threads(

@@ -63,13 +63,24 @@ def full_parameters(module: nn.Module, *, group_elements: int = GROUP_ELEMENTS) 
     if not any(hasattr(parameter, "ds_id") for _, parameter in parameters):
         yield from ((name, parameter.detach()) for name, parameter in parameters)
         return
+    for group in gathered_groups(module, group_elements=group_elements):
+        yield from ((name, parameter.detach()) for name, parameter in group)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # who was given a value may still copy it on a stream of its own
+
+
+def gathered_groups(
+    module: nn.Module, *, group_elements: int, modifier_rank: int | None = None
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Groups of sharded parameters with their names, whole until the next group. Collective.
+
+    What ``modifier_rank`` writes into them is what every rank's shard holds afterwards.
+    """
     import deepspeed
 
-    for group in _grouped(parameters, group_elements):
-        with deepspeed.zero.GatheredParameters([parameter for _, parameter in group]):
-            yield from ((name, parameter.detach()) for name, parameter in group)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # who was given a value may still copy it on a stream of its own
+    for group in _grouped(list(module.named_parameters()), group_elements):
+        with deepspeed.zero.GatheredParameters([parameter for _, parameter in group], modifier_rank=modifier_rank):
+            yield group
 
 
 @contextmanager

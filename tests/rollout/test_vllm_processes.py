@@ -22,7 +22,9 @@ from agentrl.rollout.engines.vllm_server import ServerPlan, ServerProcess, plan_
 from agentrl.rollout.settings import RolloutSettings
 
 
-def plans(*, gpus: int = 0, ranks: int = 1, backend: str = "file", **vllm: Any) -> list[ServerPlan]:
+def plans(
+    *, gpus: int = 0, ranks: int = 1, backend: str = "file", memory: tuple[int, int] | None = None, **vllm: Any
+) -> list[ServerPlan]:
     settings = RolloutSettings(engine="vllm", max_prompt_tokens=100, max_response_tokens=200, vllm=vllm)
     return plan_servers(
         settings,
@@ -33,6 +35,7 @@ def plans(*, gpus: int = 0, ranks: int = 1, backend: str = "file", **vllm: Any) 
         training_gpus=ranks,
         gpus=[str(number) for number in range(gpus)],
         backend=backend,
+        memory=memory,
     )
 
 
@@ -60,6 +63,30 @@ def test_a_server_on_the_cpu_is_configured_for_training(monkeypatch: pytest.Monk
     assert not {"--enable-sleep-mode", "--weight-transfer-config", "--tensor-parallel-size"} & set(command)
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert not {"RANK", "MASTER_PORT", "VLLM_ALLOW_INSECURE_SERIALIZATION"} & environment.keys()
+
+
+@pytest.mark.parametrize(
+    ("free", "explicit", "expected"),
+    [
+        (None, None, "0.85"),
+        (None, 0.3, "0.3"),
+        (64.5, None, "0.78"),  # of 80 GiB beside 15 GB of parameters, with 2 GiB of margin
+        (64.5, 0.9, "0.9"),
+        (79.5, None, "0.85"),
+        (6.0, None, "0.05"),
+    ],
+)
+def test_a_colocated_server_takes_what_training_leaves(
+    free: float | None, explicit: float | None, expected: str
+) -> None:
+    memory = None if free is None else (int(free * 2**30), 80 * 2**30)
+    (plan,) = plans(gpus=1, placement="colocated", gpu_memory_utilization=explicit, memory=memory)
+    assert option(plan.command(), "--gpu-memory-utilization") == expected
+
+
+def test_too_little_memory_beside_training_is_said_before_a_server_starts() -> None:
+    with pytest.raises(SettingsError, match=r"beside training 5\.0 of 80\.0 GiB are free.*placement=dedicated"):
+        plans(gpus=1, placement="colocated", memory=(5 * 2**30, 80 * 2**30))
 
 
 @pytest.mark.parametrize(

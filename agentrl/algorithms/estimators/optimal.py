@@ -18,6 +18,7 @@ from agentrl.algorithms.estimators.options import (
 from agentrl.algorithms.estimators.registry import register_estimator
 from agentrl.algorithms.estimators.scalar import scalar_estimate, weighted_means
 from agentrl.algorithms.rollouts import Estimate, Rollouts
+from agentrl.kernels.running import running_sum
 
 
 @register_estimator("ogb", options=GlobalBaselineOptions, group_based=True)
@@ -53,7 +54,7 @@ def otb(rollouts: Rollouts, options: TokenBaselineOptions) -> Estimate:
     """
     groups = rollouts.groups
     returns = rollouts.returns(options.gamma)
-    energies = _weighed_energy(rollouts, options.energy).cumsum(-1)
+    energies = running_sum(_weighed_energy(rollouts, options.energy))
     columns = Columns(
         returns=groups.stack(returns),
         weights=groups.stack(_weights(rollouts, energies, options)),
@@ -71,7 +72,7 @@ def tir_otb(rollouts: Rollouts, options: TokenBaselineOptions) -> Estimate:
     The Optimal Token Baseline (arXiv 2602.07078) for tool-integrated reasoning: k counts model tokens, observations are
     taken out before and put back after. Equals `otb` on contiguous, left-aligned masks.
     """
-    energies = _weighed_energy(rollouts, options.energy).cumsum(-1)
+    energies = running_sum(_weighed_energy(rollouts, options.energy))
     return _by_compact_index(rollouts, energies, options)
 
 

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentrl.kernels.running import running_sum
+
 _MASK = 0xFFFFFFFFFFFFFFFF
 _ROUNDING = 1e-6  # of float32 probabilities: a set that reaches top_p but for this reaches it
 
@@ -52,7 +54,7 @@ def sample_tokens(
     log_probs = torch.log_softmax(logits.float() / divisors[:, None], dim=-1)  # [n, V]
     if top_ps is not None and bool((top_ps < 1).any()):
         log_probs = nucleus(log_probs, top_ps)
-    cumulative = log_probs.double().exp_().cumsum_(dim=-1)
+    cumulative = running_sum(log_probs.double().exp_())
     threshold = uniforms[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logits.shape[-1] - 1)  # [n, 1]
     drawn = log_probs.gather(1, tokens)[:, 0]
@@ -69,7 +71,7 @@ def nucleus(log_probs: Tensor, top_ps: Tensor) -> Tensor:
     """
     ordered, places = log_probs.sort(dim=-1, descending=True, stable=True)  # [n, V]
     probabilities = ordered.double().exp()
-    before = probabilities.cumsum(dim=-1) - probabilities
+    before = running_sum(probabilities) - probabilities
     cut = (before >= top_ps[:, None] - _ROUNDING) & (top_ps < 1)[:, None]
     cut[:, 0] = False
     outside = torch.zeros_like(cut).scatter(1, places, cut)

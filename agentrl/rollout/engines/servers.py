@@ -77,6 +77,7 @@ def policy_servers(
         backend=backend,
         host=host,
         port=port,
+        memory=fullest_gpu() if settings.rollout.vllm.placement == "colocated" and server_gpus() else None,
     )
 
 
@@ -84,6 +85,12 @@ def longest_request(settings: Settings) -> int:
     """Tokens of the longest sequence that a run asks its servers for: in rollouts, or in evaluations between them."""
     rollout, evaluation = settings.rollout, settings.evaluation
     return rollout.max_prompt_tokens + max(rollout.max_response_tokens, evaluation.max_response_tokens or 0)
+
+
+def fullest_gpu() -> tuple[int, int]:
+    """Free and all bytes of that GPU of this process of which the smallest share is free."""
+    found = [torch.cuda.mem_get_info(place) for place in range(torch.cuda.device_count())]
+    return min(found, key=lambda memory: memory[0] / memory[1])
 
 
 def server_gpus() -> list[str]:

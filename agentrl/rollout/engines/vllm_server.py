@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
@@ -25,6 +26,9 @@ _FOREIGN = frozenset(
 ALL_GPUS = "AGENTRL_GPUS"
 """Environment variable with the GPUs that were visible before training ranks took theirs."""
 
+_SHARE = 0.85
+_LEAST_SHARE = 0.05
+_MARGIN = 2 * 2**30  # of a colocated GPU: the server's CUDA context, and what training needs besides tensors
 _TAIL_LINES = 12
 _TELLING = re.compile(r"\b\w*(?:Error|Exception)\b|out of memory|Killed", re.IGNORECASE)
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory|bad_alloc|Cannot allocate memory", re.IGNORECASE)
@@ -52,7 +56,7 @@ class ServerPlan:
     gpus: tuple[str, ...] = ()
     backend: str | None = None
     sleeps: bool = False
-    memory: float = 0.85
+    memory: float = _SHARE
     extra_args: tuple[str, ...] = ()
 
     @property
@@ -150,8 +154,11 @@ def plan_servers(
     backend: str,
     host: str = "127.0.0.1",
     port: int | None = None,
+    memory: tuple[int, int] | None = None,
 ) -> list[ServerPlan]:
     """The servers that ``rollout.vllm`` asks for, on the GPUs ``gpus`` of this machine (none: on the CPU).
+
+    ``memory``: free and all bytes of the fullest GPU that colocated servers share with training.
 
     Raises SettingsError where they cannot be placed.
     """
@@ -178,11 +185,31 @@ def plan_servers(
             gpus=tuple(chosen[place * each : (place + 1) * each]),
             backend=None if backend == "file" else backend,
             sleeps=vllm.placement == "colocated",
-            memory=vllm.gpu_memory_utilization,
+            memory=vllm.gpu_memory_utilization or default_share(memory),
             extra_args=tuple(vllm.extra_args),
         )
         for place in range(vllm.replicas)
     ]
+
+
+def default_share(memory: tuple[int, int] | None) -> float:
+    """What a server takes of a GPU's memory; ``memory``: free and all bytes, where training holds some. Rounded down.
+
+    vLLM does not start where less than its share is free. Raises SettingsError where nearly nothing is.
+
+    >>> default_share(None), default_share((60 * 2**30, 80 * 2**30)), default_share((80 * 2**30, 80 * 2**30))
+    (0.85, 0.72, 0.85)
+    """
+    if memory is None:
+        return _SHARE
+    free, total = memory
+    share = min(_SHARE, math.floor((free - _MARGIN) / total * 100) / 100)
+    if share < _LEAST_SHARE:
+        raise SettingsError(
+            f"rollout.vllm.placement=colocated: beside training {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free "
+            "on a GPU, too little for a server; take more GPUs (training.num_processes) or placement=dedicated"
+        )
+    return share
 
 
 def _chosen_gpus(settings: RolloutSettings, *, training_gpus: int, gpus: Sequence[str]) -> list[str]:

@@ -1,0 +1,48 @@
+"""Reading a model of which every rank holds a shard (ZeRO-3), so that it need not fit any of them whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentrl.models.loading import empty_model, finish_model, read_model
+from agentrl.models.settings import ModelSettings
+from agentrl.weights.sources import GROUP_ELEMENTS, gathered_groups
+
+
+def read_sharded(path: str | Path, settings: ModelSettings, config: dict[str, Any]) -> Any:
+    """The model in ``path``, its parameters sharded over all ranks by DeepSpeed's ``config``. Collective.
+
+    Equal to what :func:`~agentrl.models.loading.read_model` gives. Rank 0 alone reads the weights, into host memory,
+    and hands them out in groups; the others never hold more than a group beside their shard.
+    """
+    import deepspeed
+    from transformers.initialization import no_init_weights
+
+    # DeepSpeed's own linear function, which it would put in place of torch's for good, is not asked for.
+    with no_init_weights(), deepspeed.zero.Init(config_dict_or_path=config, mem_efficient_linear=False):
+        model = empty_model(path, settings)
+    model.tie_weights()
+    whole = read_model(path, settings) if torch.distributed.get_rank() == 0 else None
+    _fill(model, whole)
+    return finish_model(model, settings)
+
+
+@torch.no_grad()
+def _fill(model: Any, whole: Any | None) -> None:
+    """Give ``model`` what ``whole``, which rank 0 has, holds."""
+    values = {} if whole is None else dict(whole.named_parameters())
+    for group in gathered_groups(model, group_elements=GROUP_ELEMENTS, modifier_rank=0):
+        for name, parameter in group:
+            if whole is not None:
+                parameter.copy_(values[name])
+    # Buffers are no parameters and are computed while a model is made, where DeepSpeed sets the dtype.
+    box = [None if whole is None else (dict(whole.named_buffers()), whole.generation_config)]
+    torch.distributed.broadcast_object_list(box)
+    assert box[0] is not None
+    buffers, model.generation_config = box[0]
+    for name, value in buffers.items():
+        buffer = model.get_buffer(name)
+        buffer.data = value.to(buffer.device)
