@@ -72,7 +72,8 @@ def test_no_text_encodes_to_an_added_token_and_all_of_it_comes_back(name: str, t
     codec = CODECS[name]
     ids = codec.encode(text)
     assert not set(ids) & set(TOKENIZERS[name].get_added_vocab().values())
-    assert codec.decode(ids) == text.replace("\u2581", " ")
+    as_sentencepiece = name in ("sentencepiece", "unigram")  # which writes a blank as U+2581
+    assert codec.decode(ids) == (text.replace("\u2581", " ") if as_sentencepiece else text)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
