@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from typing import Any
 
 import pytest
 import torch
 
-from agentrl.trajectory import Batch, Group, Segment, Trajectory, TrajectoryError
+from agentrl.trajectory import Batch, Group, Row, Segment, Trajectory, TrajectoryError
 from agentrl_envs.types import Ended, Problem, ToolCall, Verdict
 
 PROBLEM = Problem(id="toy-0", statement="2 + 3?", answer="5", source="toy", family="sums", setup="x = 1")
@@ -150,3 +151,12 @@ def test_a_batch_by_hand() -> None:
     torch.testing.assert_close(batch.rollout_log_probs, torch.tensor([[-0.5, 0, 0, 0], [-0.1, -0.2, 0, -0.3]]))
     assert (batch.groups.tolist(), batch.versions.tolist()) == ([7, 9], [[2, -1, -1, -1], [0, 0, -1, 1]])
     assert all(torch.equal(value, vars(batch)[name]) for name, value in vars(batch.to("cpu")).items())
+
+
+def test_a_row_takes_nine_bytes_a_token_and_survives_pickling() -> None:
+    turns = [part for _ in range(10) for part in (model(*range(1, 401)), observed(*range(400, 500)))]
+    whole = trajectory(*turns, prompt_ids=tuple(range(3, 103)), group=9, sample=2)
+    packed = pickle.dumps(Row.of(whole))
+    assert len(packed) < 9 * whole.length
+    there, here = Batch.from_rows([pickle.loads(packed)], pad_id=0), Batch.from_trajectories([whole], pad_id=0)
+    assert all(torch.equal(value, vars(there)[name]) for name, value in vars(here).items())

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from agentrl.rollout.worker import Harvest
 from agentrl.training.objective_settings import ObjectiveSettings
 from agentrl.training.plan import PassPlan, plan_passes
-from agentrl.trajectory import Group, Trajectory
+from agentrl.trajectory import Group, Row, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """Rows of one forward. ``dummy`` rows take part in collectives and weigh nothing."""
 
-    trajectories: tuple[Trajectory, ...]
+    rows: tuple[Row, ...]
     dummy: bool = False
 
 
@@ -72,11 +72,11 @@ def pack(units: Sequence[Sequence[Trajectory]], budget: int, *, ranks: int) -> l
     loads = [0] * ranks
     for rows in [[row for unit in one for row in unit] for one in _at_least(bins, ranks)]:
         rank = loads.index(min(loads))
-        plans[rank].append(MicroBatch(trajectories=tuple(rows)))
+        plans[rank].append(MicroBatch(rows=tuple(map(Row.of, rows))))
         loads[rank] += len(rows) * _width(rows)
     most = max(len(plan) for plan in plans)
     shortest = min((row for unit in units for row in unit), key=lambda item: item.length)
-    filler = MicroBatch(trajectories=(shortest,), dummy=True)
+    filler = MicroBatch(rows=(Row.of(shortest),), dummy=True)
     return [plan + [filler] * (most - len(plan)) for plan in plans]
 
 

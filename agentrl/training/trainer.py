@@ -192,7 +192,7 @@ class Trainer:
     # -- pieces ---------------------------------------------------------------------------------------------------
 
     def _score(self, micro: MicroBatch, step: _Step, *, keep_hidden: bool = False) -> _Scored:
-        batch = Batch.from_trajectories(micro.trajectories, pad_id=self._pad_id, no_loss=step.plan.no_loss)
+        batch = Batch.from_rows(micro.rows, pad_id=self._pad_id, no_loss=step.plan.no_loss)
         batch = batch.to(self._engine.device)
         reading = None
         if self._reference is not None and self._reference.over_vocabulary:

@@ -49,7 +49,7 @@ def harvest(*groups: Group, no_loss: frozenset[tuple[int, int]] = frozenset()) -
 
 def shape(plan: list[list[MicroBatch]]) -> list[list[tuple[list[int], bool]]]:
     """Lengths of the rows and whether they are dummies, by rank and micro-batch."""
-    return [[([item.length for item in micro.trajectories], micro.dummy) for micro in rank] for rank in plan]
+    return [[([item.length for item in micro.rows], micro.dummy) for micro in rank] for rank in plan]
 
 
 def test_long_rows_come_first_and_fill_the_budget() -> None:
@@ -95,14 +95,14 @@ def test_every_row_is_once_in_the_plan_whole_within_the_budget(
     plan = pack(units, budget, ranks=ranks)
     assert len({len(rank) for rank in plan}) == 1
     real = [micro for rank in plan for micro in rank if not micro.dummy]
-    rows = [item for micro in real for item in micro.trajectories]
+    rows = [item for micro in real for item in micro.rows]
     assert sorted((item.group, item.sample) for item in rows) == sorted(
         (item.group, item.sample) for unit in units for item in unit
     )
     for micro in real:
-        inside = {item.group for item in micro.trajectories}
-        assert len(micro.trajectories) == sum(len(units[index]) for index in inside)
-        size = len(micro.trajectories) * max(item.length for item in micro.trajectories)
+        inside = {item.group for item in micro.rows}
+        assert len(micro.rows) == sum(len(units[index]) for index in inside)
+        size = len(micro.rows) * max(item.length for item in micro.rows)
         assert size <= budget or len(inside) == 1
     if len(units) >= ranks:
         assert all(any(not micro.dummy for micro in rank) for rank in plan)
