@@ -195,9 +195,13 @@ class Driver:
 
     async def prompt_tokens(self, problem: Problem) -> int:
         """The length of a problem's prompt in tokens."""
+        return len(await self.prompt(problem))
+
+    async def prompt(self, problem: Problem) -> tuple[int, ...]:
+        """A problem's prompt in tokens."""
         episode = self._environment.episode(problem)
         try:
-            return len(self._encode_prompt(await episode.start()))
+            return self._encode_prompt(await episode.start())
         finally:
             await episode.close()
 

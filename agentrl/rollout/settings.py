@@ -36,7 +36,7 @@ class VLLMSettings(BaseModel):
     )
     seeded: bool = Field(True, description="give every request its own seed; vLLM samples a little slower with it")
     probe_bound: float | None = Field(
-        None, gt=0, description="mean |log-prob difference| on the probe after a transfer; none: by dtype"
+        None, gt=0, description="mean |log-prob difference| on the probe after a transfer; none: measured at the start"
     )
     start_deadline: float = Field(900.0, gt=0, description="seconds a server may take to start")
     stall_deadline: float = Field(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +13,12 @@ from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.servers import server_engine, server_gpus
 from agentrl.rollout.engines.transformers import TransformersEngine
+from agentrl.rollout.engines.vllm_replica import Replica
+from agentrl.weights.checksums import checksums, with_head
 from agentrl.weights.exports import read_export, write_untied_copy
 from agentrl.weights.native import default_backend
 from agentrl.weights.transports import TransferTarget
-from agentrl.weights.verify import BOUNDS, Probe, compare, say_missing
+from agentrl.weights.verify import Probe, Verifier
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -31,8 +31,7 @@ class TransformersHost:
         self.engine = TransformersEngine(model, codec, settings.rollout, deterministic=settings.training.deterministic)
         self._model = model
         self._shared = shared
-        self._bound = BOUNDS[settings.model.dtype]
-        self._last: tuple[Probe, Sequence[float]] | None = None
+        self.verifier = Verifier(settings.model.dtype)
 
     def begin_rollouts(self) -> None:
         self._model.eval()
@@ -61,20 +60,8 @@ class TransformersHost:
 
     async def _verify(self, probe: Probe) -> str | None:
         self._model.eval()
-        scores = await self.engine.score(probe.token_ids)
-        verdict = compare(probe, scores, bound=self._bound, before=self._last)
-        if verdict.problem is not None:
-            return f"the engine: {verdict.problem}"
-        self._last = (probe, scores)
-        return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Verified:
-    """The last probe that all servers agreed on, and what each said."""
-
-    probe: Probe
-    scores: dict[str, tuple[float, ...]]
+        told = with_head(await asyncio.to_thread(checksums, self._model.named_parameters()))
+        return self.verifier.judge("the engine", probe, told=told, scores=await self.engine.score(probe.token_ids))
 
 
 class VLLMHost:
@@ -86,9 +73,7 @@ class VLLMHost:
         self._external = vllm.placement == "external"
         self._colocated = vllm.placement == "colocated"
         self._backend = default_backend(vllm.placement) if vllm.transfer == "auto" else vllm.transfer
-        self._bound = vllm.probe_bound or BOUNDS[settings.model.dtype]
-        self._last: _Verified | None = None
-        self._blank: dict[str, dict[str, str]] = {}
+        self.verifier = Verifier(settings.model.dtype, bound=vllm.probe_bound)
         if self._backend != "file" and not torch.cuda.is_available():
             raise SettingsError(f"rollout.vllm.transfer={vllm.transfer} needs a GPU here; set it to file")
         start = folder / ".weights" / "start"
@@ -119,50 +104,38 @@ class VLLMHost:
 
     async def accept(self, version: int, probe: Probe) -> str | None:
         """None if servers that nobody has sent weights to hold the policy; Raises SettingsError for another one."""
+        if not self.engine.untouched:
+            return "its weights are of an earlier run"
         problem = await self._verify(probe)
-        if problem is not None and self._external and self.engine.untouched:
+        if problem is not None and self._external:
             raise SettingsError(
                 f"{problem}: it serves another policy than model.path, or in another dtype. Start it with the policy "
                 "that is trained (agentrl serve-policy)"
             )
-        return problem if problem is not None or self.engine.untouched else "its weights are of an earlier run"
+        return problem
 
     async def hold(self, *, blank: bool) -> None:
+        """Requests under way wait. Servers that tell no checksums are zeroed first, on ``blank`` all of them."""
         await self.engine.hold()
-        if blank:
-            await self.engine.blank()
-            self._blank = await self.engine.checksums()
+        await self.engine.blank(all_of_them=blank)
 
     async def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
         if probe is None:
             raise ValueError("weights of servers are never taken without a probe")
         await self.engine.install(None if directory is None else Path(directory), version)
-        blank, self._blank = self._blank, {}
-        return await self._verify(probe, blank)
+        return await self._verify(probe)
 
-    async def _verify(self, probe: Probe, blank: dict[str, dict[str, str]] | None = None) -> str | None:
-        """Have every server score the probe; requests go on if all are right, else what is wrong.
+    async def _verify(self, probe: Probe) -> str | None:
+        """Have every server tell its checksums and score the probe; requests go on if all are right."""
 
-        ``blank``: the servers' checksums from before a transfer that began with zeros.
-        """
-        scores = await self.engine.scores(probe.token_ids)
-        for address, said in scores.items():
-            before = self._last.scores.get(address) if self._last is not None else None
-            last = None if self._last is None or before is None else (self._last.probe, before)
-            verdict = compare(probe, said, bound=self._bound, before=last)
-            if verdict.problem is not None:
-                missing = ""
-                if blank:
-                    after = await self.engine.checksums()
-                    missing = f"; {say_missing(blank.get(address, {}), after.get(address, {}))}"
-                return f"the vLLM server {address}: {verdict.problem}{missing}"
-        self._last = _Verified(probe=probe, scores=scores)
-        self.engine.admit(probe.token_ids, partial(_problem, probe, self._bound))
+        def look(replica: Replica) -> Coroutine[Any, Any, str | None]:
+            return self.verifier.look(replica, probe)
+
+        problems = await self.engine.problems(look)
+        if problems:
+            return "; ".join(problems)
+        self.engine.admit(look)
         return None
-
-
-def _problem(probe: Probe, bound: float, scores: Sequence[float]) -> str | None:
-    return compare(probe, scores, bound=bound).problem
 
 
 async def open_host(

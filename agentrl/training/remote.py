@@ -96,6 +96,20 @@ class RemoteService:
         target: TransferTarget | None = self._ask("transfer_target", waiting_for="where the engine's weights go")
         return target
 
+    def probe_tokens(self) -> tuple[int, ...]:
+        """The tokens of the probe; none on other ranks."""
+        if self._rank > 0:
+            return ()
+        tokens: tuple[int, ...] = self._ask("probe_tokens", waiting_for="the prompts of the first problems")
+        return tokens
+
+    def verification(self) -> list[str]:
+        """How the worker verifies transfers; nothing on other ranks."""
+        if self._rank > 0:
+            return []
+        lines: list[str] = self._ask("verification", waiting_for="how transfers are verified")
+        return lines
+
     def accept(self, version: int, probe: Probe) -> str | None:
         """Whether the engine holds the policy it was started with; None on other ranks."""
         return self._of_weights("accept", version, probe, waiting_for="the engine to score the first probe")

@@ -30,13 +30,15 @@ from agentrl.training.loops import Loop, RestingLoop, RunningLoop
 from agentrl.training.objective_settings import ObjectiveSettings
 from agentrl.training.options import needs
 from agentrl.weights.transports import TransferTarget
-from agentrl.weights.verify import Probe
+from agentrl.weights.verify import Probe, probe_tokens
 from agentrl_envs.episode import Environment
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
 
 _Result = TypeVar("_Result")
+# Problems whose prompts make up the probe.
+_PROBE_PROBLEMS = 8
 
 
 class InterruptedRunError(Exception):
@@ -64,6 +66,8 @@ class RolloutService(Protocol):
     def meet(self, place: str) -> None: ...
     def confirm(self, step: int) -> None: ...
     def transfer_target(self) -> TransferTarget | None: ...
+    def probe_tokens(self) -> tuple[int, ...]: ...
+    def verification(self) -> list[str]: ...
     def accept(self, version: int, probe: Probe) -> str | None: ...
     def hold(self, *, blank: bool) -> None: ...
     def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None: ...
@@ -109,13 +113,13 @@ class LocalService:
         self._engine = self._host.engine
         self._driver = self._driver_for(environment, codec)
         self._codec = codec
-        mixture, self._reports = load_mixture(settings.data.train, seed=settings.seed)
+        self._mixture, self._reports = load_mixture(settings.data.train, seed=settings.seed)
         self._held_out = held_out_problems(settings)
         self._objective = ObjectiveSettings.of(settings)
         algorithm = settings.algorithm
         self._worker = RolloutWorker(
             driver=self._driver,
-            sampler=ProblemSampler(mixture, seed=settings.seed),
+            sampler=ProblemSampler(self._mixture, seed=settings.seed),
             settings=settings.rollout,
             rules=FilterRules(
                 void_turns=algorithm.void_turns,
@@ -161,6 +165,14 @@ class LocalService:
     def transfer_target(self) -> TransferTarget | None:
         """Where weights go; None where the engine shares them."""
         return self._host.target()
+
+    def probe_tokens(self) -> tuple[int, ...]:
+        """What trainer and engine score to be compared: tokens of the first problems' prompts."""
+        return self._finish(self._probe_tokens())
+
+    def verification(self) -> list[str]:
+        """How transfers are verified, and what was measured for it."""
+        return self._host.verifier.describe()
 
     def accept(self, version: int, probe: Probe) -> str | None:
         """Whether the engine holds the policy it was started with: None, or what is wrong."""
@@ -216,6 +228,11 @@ class LocalService:
         self._finish(self._engine.close())
         self._finish(self._environment.close())
         self._loop.close()
+
+    async def _probe_tokens(self) -> tuple[int, ...]:
+        problems = ProblemSampler(self._mixture, seed=self._settings.seed).next(_PROBE_PROBLEMS)
+        prompts = [await self._driver.prompt(problem) for problem in problems]
+        return probe_tokens(prompts, longest=self._settings.rollout.max_prompt_tokens)
 
     async def _confirmed(self, harvest: Harvest) -> None:
         self._worker.confirm(harvest)

@@ -37,7 +37,6 @@ from agentrl.training.service import InterruptedRunError, LocalService, RolloutS
 from agentrl.training.trainer import Trainer
 from agentrl.training.transfer import WeightSender
 from agentrl.weights.sources import full_parameters
-from agentrl.weights.verify import probe_tokens
 from agentrl_envs.chat import ChatFormat
 
 if TYPE_CHECKING:
@@ -110,7 +109,6 @@ class Session:
         self._sender = WeightSender(
             self._service,
             self._engine,
-            probe=probe_tokens(len(codec.table), longest=settings.rollout.max_prompt_tokens),
             folder=self._checkpoints.parent / ".weights",
             console=console,
             host=socket.gethostname() if settings.rollout.vllm.placement == "external" else "127.0.0.1",
@@ -142,8 +140,9 @@ class Session:
         """Say what was found; restore the newest checkpoint of a resumed run."""
         for line in self._service.describe():
             self._console.note(line)
-        if not (resume and self._restore()):
-            self._sender.begin()
+        self._sender.begin()  # also before a checkpoint is loaded: the weights on both sides are the start policy's
+        if resume:
+            self._restore()
         self._warn_of_damaged_trajectories()
         settings = self._settings
         size = sum(getattr(item, "ds_numel", item.numel()) for item in self._policy.parameters())
@@ -327,8 +326,8 @@ class Session:
         if self.rank == 0 and self._settings.checkpoint.best:
             self._best.settle(best_evaluation(self._done.evaluations))
 
-    def _restore(self) -> bool:
-        """Load the newest checkpoint; False if there is none."""
+    def _restore(self) -> None:
+        """Load the newest checkpoint, if there is one."""
         keep = self._settings.checkpoint.keep
         newest = open_newest(self._checkpoints, self._engine, keep=keep, warn=self._console.warning)
         if newest is not None:
@@ -346,7 +345,6 @@ class Session:
             self._run.truncate_after(self._done.step if newest is not None else -1)
         self._settle_best()
         self._console.note(f"resumed after step {self._done.step}")
-        return newest is not None
 
     def _warn_of_damaged_trajectories(self) -> None:
         found = [] if self._run is None else self._run.damaged_trajectories()

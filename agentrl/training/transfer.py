@@ -1,4 +1,4 @@
-"""From the trained weights to an engine that holds a copy: sent, verified by a probe, sent again once, or the end.
+"""From the trained weights to an engine that holds a copy: sent, verified, sent again once, or the end.
 
 Every rank has a :class:`WeightSender` and calls it at the same places; rank 0 alone talks to the rollout worker.
 """
@@ -6,6 +6,7 @@ Every rank has a :class:`WeightSender` and calls it at the same places; rank 0 a
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -33,6 +34,8 @@ class Receiver(Protocol):
     """What the sender asks of the rollout worker; on other ranks than 0 all of it does nothing."""
 
     def transfer_target(self) -> TransferTarget | None: ...
+    def probe_tokens(self) -> tuple[int, ...]: ...
+    def verification(self) -> list[str]: ...
     def accept(self, version: int, probe: Probe) -> str | None: ...
     def hold(self, *, blank: bool) -> None: ...
     def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None: ...
@@ -46,28 +49,35 @@ class WeightSender:
         service: Receiver,
         engine: TrainingEngine,
         *,
-        probe: tuple[int, ...],
         folder: Path,
         console: Console,
         host: str = "127.0.0.1",
     ) -> None:
-        """``probe``: the tokens both sides score; ``folder``: for files; ``host``: where servers reach rank 0."""
+        """``folder``: for files; ``host``: where servers reach rank 0."""
         self._service = service
         self._engine = engine
-        self._source = ParameterSource(engine.module.causal_lm)
-        self._probe = probe
+        self._source = ParameterSource(engine.module.causal_lm, summed=engine.rank == 0)
+        self._probe: tuple[int, ...] = ()
         self._folder = folder
         self._console = console
         self._host = host
         self._native: tuple[TransferTarget, NativeTransfer] | None = None
 
     def begin(self) -> None:
-        """At the start of a run: the engine holds the policy that is trained, or gets it."""
+        """At the start, a resumed run's too: the engine holds the policy that the run starts from, or gets it.
+
+        This is where the noise between trainer and engine is measured, so the trainer must hold that policy too.
+        """
         if self._target() is None:
             return
+        self._probe = from_rank_zero(self._service.probe_tokens())
+        for _ in self._source:
+            pass  # for its checksums
         problem = from_rank_zero(self._service.accept(0, self._score()))
         if problem is not None:
             self.send(0)
+        for line in self._service.verification():
+            self._console.note(line)
 
     def send(self, version: int) -> None:
         """Bring ``version`` to the engine. Raises WeightMismatchError if it does not arrive, twice."""
@@ -100,10 +110,10 @@ class WeightSender:
         if target.backend != "file":
             self._service.hold(blank=blank)
             self._native_to(target).send()
-            return self._service.install(None, version, probe)
+            return self._service.install(None, version, self._with_checksums(probe))
         directory = on_every_rank(partial(self._export, version))[0]
         self._service.hold(blank=blank)
-        return self._service.install(directory, version, probe)
+        return self._service.install(directory, version, self._with_checksums(probe))
 
     def _export(self, version: int) -> str:
         """Rank 0 writes; every rank takes part in the gathering to its end, also where writing fails."""
@@ -128,7 +138,11 @@ class WeightSender:
         return self._native[1]
 
     def _score(self) -> Probe:
-        return score_probe(self._engine, self._probe)
+        return self._with_checksums(score_probe(self._engine, self._probe))
+
+    def _with_checksums(self, probe: Probe) -> Probe:
+        """With the checksums of what was sent last."""
+        return replace(probe, checksums=self._source.checksums)
 
 
 @torch.no_grad()

@@ -197,6 +197,10 @@ def _perform(service: LocalService, request: Request) -> Any:
             return service.confirm(*request.arguments)
         case "transfer_target":
             return service.transfer_target()
+        case "probe_tokens":
+            return service.probe_tokens()
+        case "verification":
+            return service.verification()
         case "accept":
             return service.accept(*request.arguments)
         case "hold":

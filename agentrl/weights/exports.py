@@ -15,10 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
+from agentrl.weights.checksums import EMBEDDING, HEAD
 from agentrl.weights.transports import held, read_weights, write_weights
 
-HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 256 * 1024 * 1024
 """Bytes of one file, which are also what writing holds in memory."""

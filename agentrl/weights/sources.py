@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from agentrl.weights.checksums import Checksum, checksum, with_head
+
 GROUP_ELEMENTS = 64 * 1024 * 1024
 """Parameters gathered at once under ZeRO-3, in elements; a larger one is gathered alone."""
 
@@ -32,12 +34,15 @@ class ParameterSource:
 
     ``shapes`` says without any communication what iteration yields: the same parameters in the same order with the
     same whole shapes, on every rank, because the module's own order decides. Iteration is collective under ZeRO-3:
-    every rank must run it to the end.
+    every rank must run it to the end. ``checksums`` are those of the values that the last iteration gave.
     """
 
-    def __init__(self, module: nn.Module, *, group_elements: int = GROUP_ELEMENTS) -> None:
+    def __init__(self, module: nn.Module, *, group_elements: int = GROUP_ELEMENTS, summed: bool = True) -> None:
+        """``summed``: compute checksums, which one rank needs."""
         self._module = module
         self._group_elements = group_elements
+        self._summed = summed
+        self.checksums: dict[str, Checksum] = {}
 
     def shapes(self) -> list[ParameterShape]:
         """Name, dtype and whole shape of every parameter; a shard's own shape is empty under ZeRO-3."""
@@ -49,7 +54,12 @@ class ParameterSource:
         ]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return full_parameters(self._module, group_elements=self._group_elements)
+        found: dict[str, Checksum] = {}
+        for name, tensor in full_parameters(self._module, group_elements=self._group_elements):
+            if self._summed:
+                found[name] = checksum(tensor)
+            yield name, tensor
+        self.checksums = with_head(found)
 
 
 def full_parameters(module: nn.Module, *, group_elements: int = GROUP_ELEMENTS) -> Iterator[tuple[str, Tensor]]:

@@ -1,110 +1,173 @@
-"""Whether a transfer arrived: a fixed probe, scored by the trainer and by the engine, and what checksums can tell."""
+"""Whether a transfer arrived: checksums of every parameter, and a probe that the trainer and the engine score.
+
+The probe is tokens of real prompts. How far the two sides' log-probabilities lie apart with equal weights is measured
+with the policy that a run starts from; from then on a larger difference, or scores that do not move while the
+trainer's do, mean that the weights are not there. Small movements are added up until they exceed that noise.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import math
-import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
-BOUNDS = {"float32": 1e-4, "bfloat16": 3e-2}
-"""Mean absolute difference of log-probabilities (nats) that two computations of one policy may have, by dtype."""
+from agentrl.weights.checksums import Checksum, add_up, say_differing
 
-_LENGTH = 64
-_SEED = 20_251
-_EMPTY = hashlib.sha256(b"").hexdigest()
-_SHOWN = 8
+FLOORS = {"float32": 1e-4, "bfloat16": 5e-3}
+"""The smallest bound by dtype (nats, mean absolute difference on the probe), whatever is measured."""
+
+LIMITS = {"float32": 1e-2, "bfloat16": 0.15}
+"""The largest difference by dtype that is taken for the noise of one policy computed twice."""
+
+PROBE_TOKENS = 512
+# The bound over the measured difference, and the share of the trainer's movement that may be missing from the engine's.
+_TIMES = 4.0
+_MISSING = 0.75
 
 
-def probe_tokens(vocabulary: int, *, longest: int = _LENGTH) -> tuple[int, ...]:
-    """The fixed probe for a vocabulary of so many tokens: the same on every rank, in every run.
+def probe_tokens(prompts: Iterable[tuple[int, ...]], *, longest: int) -> tuple[int, ...]:
+    """The first tokens of prompts one after another, at most ``PROBE_TOKENS`` and ``longest``.
 
-    >>> probe_tokens(300) == probe_tokens(300), len(probe_tokens(300)), max(probe_tokens(300)) < 300
-    (True, 64, True)
+    >>> probe_tokens([(1, 2, 3), (4, 5)], longest=4)
+    (1, 2, 3, 4)
     """
-    numbers = random.Random(_SEED)
-    return tuple(numbers.randrange(vocabulary) for _ in range(min(_LENGTH, longest)))
+    most = min(PROBE_TOKENS, longest)
+    found: tuple[int, ...] = ()
+    for prompt in prompts:
+        found += prompt
+        if len(found) >= most:
+            break
+    return found[:most]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What the trainer says of the probe: ``log_probs`` of ``token_ids[1:]`` at temperature 1."""
+    """What the trainer says of its weights: ``log_probs`` of ``token_ids[1:]`` at temperature 1, and checksums."""
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
+    checksums: Mapping[str, Checksum] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """Mean absolute difference between trainer and engine; ``problem`` is None if they are the same policy."""
+class Gauge:
+    """Whether one engine follows the trainer, by its scores of the probe."""
 
-    difference: float
-    problem: str | None = None
+    def __init__(self, dtype: str, *, bound: float | None = None) -> None:
+        """``bound``: in place of the one that is measured."""
+        self._limit = LIMITS[dtype] if bound is None else bound
+        self._floor = FLOORS[dtype] if bound is None else bound
+        self.measured: float | None = None
+        self.bound = self._limit
+        self._last: tuple[Probe, tuple[float, ...]] | None = None
+        self._moved: tuple[Probe, tuple[float, ...]] | None = None
+
+    def judge(self, probe: Probe, scores: Sequence[float]) -> str | None:
+        """What is wrong with an engine that scores so; None if nothing is.
+
+        The first scores measure the bound: there the weights are equal by construction.
+
+        >>> gauge = Gauge("bfloat16")
+        >>> gauge.judge(Probe(token_ids=(1, 2, 3), log_probs=(-1.0, -2.0)), (-1.01, -2.01)), round(gauge.bound, 3)
+        (None, 0.04)
+        >>> gauge.judge(Probe(token_ids=(1, 2, 3), log_probs=(-1.1, -2.0)), (-1.01, -2.03))
+        "its log-probabilities of the probe differ from the trainer's by 0.06 nats on average (bound 0.04)"
+        """
+        if len(scores) != len(probe.log_probs):
+            return f"it gave {len(scores)} scores for {len(probe.log_probs)} tokens"
+        difference = _mean_difference(probe.log_probs, scores)
+        if not difference <= self.bound:  # NaN included
+            said = f"its log-probabilities of the probe differ from the trainer's by {difference:.3g} nats on average"
+            return f"{said} (bound {self.bound:.3g})"
+        seen = (probe, tuple(scores))
+        if self._last is None or self._moved is None:
+            self.measured = difference
+            self.bound = min(self._limit, max(self._floor, _TIMES * difference))
+            self._last = self._moved = seen
+            return None
+        problem = self._rests(*self._last, *seen) or self._lags(*self._moved, *seen)
+        if problem is None:
+            self._last = seen
+        return problem
+
+    def _rests(self, before: Probe, said: tuple[float, ...], probe: Probe, scores: tuple[float, ...]) -> str | None:
+        """Scores that are the same to the last bit, although the trainer's weights and most of its scores are not."""
+        changed = sum(a != b for a, b in zip(probe.log_probs, before.log_probs, strict=True))
+        known = probe.checksums and probe.checksums == before.checksums
+        if scores != said or known or 2 * changed <= len(scores):
+            return None
+        return (
+            "its log-probabilities of the probe did not change at all, the trainer changed "
+            f"{changed} of {len(scores)} by {_mean_difference(probe.log_probs, before.log_probs):.3g} nats on average"
+        )
+
+    def _lags(self, before: Probe, said: tuple[float, ...], probe: Probe, scores: tuple[float, ...]) -> str | None:
+        """Scores that do not move with the trainer's, once those moved further than noise since they last did."""
+        moved = _mean_difference(probe.log_probs, before.log_probs)
+        if moved <= self.bound:
+            return None
+        missing = math.fsum(
+            abs((a - b) - (c - d)) for a, b, c, d in zip(probe.log_probs, before.log_probs, scores, said, strict=True)
+        )
+        if missing <= _MISSING * moved * len(scores):
+            self._moved = (probe, scores)
+            return None
+        return (
+            f"its log-probabilities of the probe do not follow the trainer's, which moved by {moved:.3g} nats on "
+            f"average since they last did (bound {self.bound:.3g})"
+        )
 
 
-def compare(
-    probe: Probe,
-    scored: Sequence[float],
-    *,
-    bound: float,
-    before: tuple[Probe, Sequence[float]] | None = None,
-) -> Verdict:
-    """Compare an engine's scores with the trainer's.
+class Server(Protocol):
+    """What is asked of an engine that is a process of its own."""
 
-    ``before`` is the last probe that agreed and the engine's scores of it: an engine whose scores are the same to the
-    last bit although the trainer's moved further than rounding has old weights, also where the difference hides under
-    the bound of a coarse dtype.
+    @property
+    def address(self) -> str: ...
+    @property
+    def tells_checksums(self) -> bool: ...
+    async def checksums(self) -> list[dict[str, tuple[int, int]]]: ...
+    async def score(self, token_ids: tuple[int, ...], *, salt: str) -> tuple[float, ...]: ...
 
-    >>> probe = Probe(token_ids=(1, 2, 3), log_probs=(-1.0, -2.0))
-    >>> compare(probe, (-1.0, -2.5), bound=0.3).problem is None, compare(probe, (-1.0, -2.5), bound=0.2).difference
-    (True, 0.25)
-    >>> last = Probe(token_ids=(1, 2, 3), log_probs=(-1.0, -2.3))
-    >>> compare(probe, (-1.0, -2.2), bound=0.3, before=(last, (-1.0, -2.2))).problem
-    'its log-probabilities of the probe did not change at all, the trainer changed them by 0.15 nats on average'
-    """
-    if len(scored) != len(probe.log_probs):
-        return Verdict(difference=math.inf, problem=f"it gave {len(scored)} scores for {len(probe.log_probs)} tokens")
-    difference = _mean_difference(probe.log_probs, scored)
-    if not difference <= bound:  # NaN included
-        said = f"its log-probabilities of the probe differ from the trainer's by {difference:.3g} nats on average"
-        return Verdict(difference=difference, problem=f"{said} (bound {bound:g})")
-    if before is not None and before[0].token_ids == probe.token_ids and tuple(before[1]) == tuple(scored):
-        moved = _mean_difference(probe.log_probs, before[0].log_probs)
-        if moved > 0 and moved > 2 * _mean_difference(before[0].log_probs, before[1]):
-            return Verdict(
-                difference=difference,
-                problem="its log-probabilities of the probe did not change at all, the trainer changed them by "
-                f"{moved:.3g} nats on average",
+
+class Verifier:
+    """Whether the engines of a run hold the trainer's weights."""
+
+    def __init__(self, dtype: str, *, bound: float | None = None) -> None:
+        self._dtype = dtype
+        self._bound = bound
+        self._gauges: dict[str, Gauge] = {}
+        self._compared: dict[str, tuple[int, int]] = {}
+
+    async def look(self, server: Server, probe: Probe) -> str | None:
+        """Have a server tell its checksums, if it can, and score the probe; what is wrong with it, or None."""
+        told = add_up(await server.checksums()) if server.tells_checksums else {}
+        scores = await server.score(probe.token_ids, salt=f"probe-{secrets.token_hex(8)}")
+        return self.judge(f"the vLLM server {server.address}", probe, told=told, scores=scores)
+
+    def judge(self, engine: str, probe: Probe, *, told: Mapping[str, Checksum], scores: Sequence[float]) -> str | None:
+        """What is wrong with an engine that tells these checksums (none: it cannot) and scores; None if nothing is."""
+        problem = say_differing(probe.checksums, told)
+        if problem is None:
+            gauge = self._gauges.setdefault(engine, Gauge(self._dtype, bound=self._bound))
+            problem = gauge.judge(probe, scores)
+        if problem is not None:
+            return f"{engine}: {problem}"
+        self._compared[engine] = (len(probe.checksums.keys() & told.keys()), len(probe.checksums))
+        return None
+
+    def describe(self) -> list[str]:
+        """One line an engine: what is compared at every transfer, what was measured at the start."""
+        lines = []
+        for engine, (known, all_of_them) in self._compared.items():
+            gauge = self._gauges[engine]
+            lines.append(
+                f"{engine}: every transfer is verified by checksums of {known} of {all_of_them} parameters and by a "
+                f"probe; with the start policy the two sides' log-probabilities differ by {gauge.measured:.2g} nats on "
+                f"average, bound {gauge.bound:.2g}"
             )
-    return Verdict(difference=difference)
+        return lines
 
 
 def _mean_difference(one: Sequence[float], other: Sequence[float]) -> float:
     return math.fsum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
-
-
-def say_missing(blank: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """Which parameters of an engine a transfer did not write, by checksums from before it (all zero) and after it.
-
-    Checksums of empty tensors (an engine that packs its weights elsewhere, as vLLM on CPU) tell nothing.
-
-    >>> say_missing({"a": "1", "b": "2"}, {"a": "1", "b": "3"})
-    'by its checksums the transfer did not write 1 of 2 parameters: a'
-    >>> say_missing({}, {})
-    'it gives no checksums that could tell which parameters'
-    """
-    known = blank.keys() & after.keys()
-    telling = sorted(name for name in known if _EMPTY not in (blank[name], after[name]))
-    if not telling:
-        return "it gives no checksums that could tell which parameters"
-    hidden = len(known) - len(telling)
-    silent = f"; {hidden} others are packed out of sight of checksums" if hidden else ""
-    same = [name for name in telling if blank[name] == after[name]]
-    if not same:
-        return f"by its checksums the transfer wrote all {len(telling)} parameters{silent}"
-    more = f" and {len(same) - _SHOWN} more" if len(same) > _SHOWN else ""
-    names = ", ".join(same[:_SHOWN])
-    return (
-        f"by its checksums the transfer did not write {len(same)} of {len(telling)} parameters: {names}{more}{silent}"
-    )

@@ -19,9 +19,10 @@ from agentrl.evaluation.engines import OpenedModel, open_engine
 from agentrl.evaluation.options import EvaluationRequest
 from agentrl.evaluation.problem_sets import ProblemSet
 from agentrl.evaluation.run import Evaluation
+from agentrl.evaluation.servers import PROBE
 from agentrl.rollout.engines.vllm import VLLMEngine
 from agentrl.telemetry.console import Console
-from agentrl.weights.verify import probe_tokens
+from agentrl.weights.checksums import checksums
 from agentrl_envs.types import Ended, Step
 
 
@@ -37,7 +38,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 async def servers() -> AsyncIterator[list[FakeVLLM]]:
     """Two that score the probe as the model does."""
-    ids = torch.tensor([probe_tokens(260)])
+    ids = torch.tensor([byte_codec().encode(PROBE)[:100]])
     with torch.inference_mode():
         log_probs = torch.log_softmax(tiny_model()(input_ids=ids).logits[0, :-1], dim=-1)
     expected = log_probs.gather(1, ids[0, 1:, None])[:, 0].tolist()
@@ -91,6 +92,20 @@ async def test_servers_sample_and_the_results_say_so(model: Path, servers: list[
 async def test_a_server_of_another_model_is_refused(model: Path, servers: list[FakeVLLM], tmp_path: Path) -> None:
     servers[1].scores = lambda version, place: -1.5
     with pytest.raises(SettingsError, match=rf"{servers[1].address}: .* it serves another model than model\.path"):
+        await open_engine(served(model, servers), tmp_path)
+
+
+async def test_a_server_of_slightly_other_weights_is_refused_by_its_checksums(
+    model: Path, servers: list[FakeVLLM], tmp_path: Path
+) -> None:
+    named = tiny_model().named_parameters()
+    sums = {name: (one.values, one.total) for name, one in checksums(named).items()}
+    servers[0].checksums = sums
+    opened = await open_engine(served(model, servers), tmp_path)
+    await opened.close()
+    name = "model.norm.weight"
+    servers[0].checksums = sums | {name: (sums[name][0], sums[name][1] ^ 1)}
+    with pytest.raises(SettingsError, match=rf"1 of \d+ parameters are not the trainer's: {name}: it serves another"):
         await open_engine(served(model, servers), tmp_path)
 
 

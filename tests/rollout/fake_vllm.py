@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from agentrl.models.tokenizer import TextCodec
+from agentrl.rollout.engines.vllm_server import WITNESS
 
 Answer = tuple[int, Any]
 
@@ -26,6 +27,7 @@ class FakeVLLM:
         self.codec = codec
         self.vocabulary = vocabulary
         self.version = "default"
+        self.checksums: dict[str, tuple[int, int]] | None = None  # None: a server without our extension
         self.loaded: list[str] = []
         self.calls: list[str] = []
         self.bodies: list[dict[str, Any]] = []
@@ -132,6 +134,7 @@ class FakeVLLM:
                         "cache_config": {"enable_prefix_caching": self.caching},
                         "scheduler_config": {"enable_chunked_prefill": self.chunks},
                         "device_config": {"device": self.device},
+                        "parallel_config": {"worker_extension_cls": "" if self.checksums is None else WITNESS},
                     }
                 }
             case "/get_world_size":
@@ -140,10 +143,10 @@ class FakeVLLM:
                 self.awake.clear()
             case "/resume":
                 self.awake.set()
+            case "/collective_rpc" if body["method"] == "agentrl_checksums":
+                return 200, {"results": [self.checksums]}
             case "/collective_rpc":
                 self.loaded.append(body["kwargs"]["weights_path"])
-            case "/weight_checker":
-                return 200, {"checksums": {"a": f"{body['action']}-{len(self.loaded)}", "b": "same"}}
         return 200, {"success": True}
 
     async def _generate(self, body: dict[str, Any]) -> Answer:

@@ -17,12 +17,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from agentrl.config import load_settings
 from agentrl.models.loading import read_model, write_model
@@ -34,11 +36,13 @@ from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.engines.vllm import VLLMEngine
 from agentrl.training.hosting import VLLMHost
 from agentrl.weights.exports import write_export
-from agentrl.weights.verify import Probe, probe_tokens
+from agentrl.weights.sources import ParameterSource
+from agentrl.weights.verify import Probe
 
 pytestmark = [pytest.mark.usefixtures("vllm_here"), pytest.mark.xdist_group("vllm")]
 
 START = 900.0
+PROBE = tuple(random.Random(1).randrange(300) for _ in range(64))
 FLOAT32 = ModelSettings(dtype="float32")
 LENGTHS = ["rollout.max_prompt_tokens=300", "rollout.max_turn_tokens=600", "rollout.max_response_tokens=700"]
 LENGTHS += ["model.dtype=float32", "rollout.engine=vllm"]
@@ -159,8 +163,7 @@ async def test_log_probabilities_are_those_of_transformers(policy: Path, address
     await engine.open()
     try:
         await asyncio.gather(*(converse(engine, model, number) for number in range(24)))
-        probe = probe_tokens(300)
-        assert largest_difference(list(await reference.score(probe)), await engine.score(probe)) < 1e-4
+        assert largest_difference(list(await reference.score(PROBE)), await engine.score(PROBE)) < 1e-4
         assert (await engine.health()).startswith("vLLM 0.")
         again = [await turn(engine, (5, 6, 7), "again", seed=3) for _ in range(2)]
         assert again[0].token_ids == again[1].token_ids != (await turn(engine, (5, 6, 7), "again", seed=4)).token_ids
@@ -199,11 +202,13 @@ def changed(model: Any, seed: int) -> Any:
 
 
 async def probe_of(model: Any, codec: TextCodec) -> Probe:
-    tokens = probe_tokens(300)
     engine = TransformersEngine(model.eval(), codec, load_settings().rollout)
-    scores = await engine.score(tokens)
+    scores = await engine.score(PROBE)
     await engine.close()
-    return Probe(token_ids=tokens, log_probs=scores)
+    source = ParameterSource(model)
+    for _ in source:
+        pass
+    return Probe(token_ids=PROBE, log_probs=scores, checksums=source.checksums)
 
 
 @pytest.mark.parametrize("kv", ["recomputed", "kept"])
@@ -253,39 +258,85 @@ async def test_weights_change_under_running_requests_and_are_verified(
         await host.engine.close()
 
 
-async def test_a_stale_weight_in_a_transfer_is_caught(policy: Path, address: str, tmp_path: Path) -> None:
+DOWN, GATE, UP = (f"model.layers.1.mlp.{part}_proj.weight" for part in ("down", "gate", "up"))
+
+
+def stale(good: dict[str, Tensor], old: dict[str, Tensor]) -> dict[str, Tensor]:
+    return good | {DOWN: old[DOWN]}
+
+
+def missing(good: dict[str, Tensor], old: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in good.items() if name != DOWN}
+
+
+def perturbed(good: dict[str, Tensor], old: dict[str, Tensor]) -> dict[str, Tensor]:
+    return good | {DOWN: good[DOWN] * (1 + 1e-6)}
+
+
+def swapped(good: dict[str, Tensor], old: dict[str, Tensor]) -> dict[str, Tensor]:
+    return good | {GATE: good[UP], UP: good[GATE]}
+
+
+def small_step(policy: Path) -> tuple[dict[str, Tensor], Any]:
+    """The old weights, and a model that moved from them as far as Adam does in a step at a learning rate of 1e-6."""
+    model = read_model(policy, FLOAT32)
+    old = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    generator = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1e-6 * torch.randn(parameter.shape, generator=generator).sign())
+    return old, model
+
+
+async def test_what_arrives_wrong_is_named_at_once_and_the_probe_alone_sees_little_of_it(
+    policy: Path, address: str, tmp_path: Path
+) -> None:
     codec, host = codec_of(policy), host_of(policy, address)
     await host.engine.open()
     try:
-        good = changed(read_model(policy, FLOAT32), 3)
-        stale = read_model(policy, FLOAT32).model.layers[1].mlp.down_proj.weight
-        mixed = [
-            (name, stale if name == "model.layers.1.mlp.down_proj.weight" else parameter)
-            for name, parameter in good.named_parameters()
-        ]
-        await host.hold(blank=False)
-        problem = await host.install(str(write_export(tmp_path, mixed, 20)), 20, await probe_of(good, codec))
-        assert problem is not None
-        assert re.search(rf"the vLLM server {address}: .* differ from the trainer's by 0\.\d+ nats", problem)
-        await host.hold(blank=True)
-        whole = write_export(tmp_path, good.named_parameters(), 20)
-        assert await host.install(str(whole), 20, await probe_of(good, codec)) is None
+        old, model = small_step(policy)
+        good = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        before, after = await probe_of(read_model(policy, FLOAT32), codec), await probe_of(model, codec)
+        assert len(after.checksums) == len(good) + 1  # the head too, which the server packed
+        assert largest_difference(list(before.log_probs), after.log_probs) < 1e-3
+
+        async def transfer(tensors: dict[str, Tensor], probe: Probe) -> str | None:
+            await host.hold(blank=False)
+            return await host.install(str(write_export(tmp_path, tensors.items(), 20)), 20, probe)
+
+        for damage, names in ((stale, [DOWN]), (perturbed, [DOWN]), (swapped, [GATE, UP]), (missing, [DOWN])):
+            assert await transfer(old, before) is None
+            said = await transfer(damage(good, old), after)
+            wrong = f"{len(names)} of {len(after.checksums)} parameters are not the trainer's: {', '.join(names)}"
+            assert said == f"the vLLM server {address}: by their checksums {wrong}", damage
+        assert await transfer(old, before) is None
+        said = await transfer(old, after)  # nothing arrived
+        assert said is not None
+        assert f"{len(after.checksums)} of {len(after.checksums)} parameters are not the trainer's" in said
+        assert await transfer(good, after) is None
+
+        alone = replace(after, checksums={})
+        for damage in (stale, perturbed, missing):
+            assert await transfer(damage(good, old), alone) is None, damage  # it cannot see one matrix's small change
+        said = await transfer(swapped(good, old), alone)
+        assert said is not None
+        assert "differ from the trainer's by" in said
+        assert await transfer(good, after) is None
     finally:
         await host.engine.close()
 
 
-async def test_weights_that_do_not_change_at_all_are_caught(policy: Path, address: str, tmp_path: Path) -> None:
+async def test_scores_that_do_not_move_are_caught_without_checksums(policy: Path, address: str, tmp_path: Path) -> None:
     codec, host = codec_of(policy), host_of(policy, address, "rollout.vllm.probe_bound=100")
     await host.engine.open()
     try:
-        old, new = changed(read_model(policy, FLOAT32), 4), changed(read_model(policy, FLOAT32), 5)
-        directory = str(write_export(tmp_path, old.named_parameters(), 30))
-        await host.hold(blank=False)
-        assert await host.install(directory, 30, await probe_of(old, codec)) is None
-        await host.hold(blank=False)
-        problem = await host.install(directory, 31, await probe_of(new, codec))
-        assert problem is not None
-        assert "did not change at all" in problem
+        old, model = small_step(policy)
+        directory = str(write_export(tmp_path, old.items(), 30))
+        before, after = await probe_of(read_model(policy, FLOAT32), codec), await probe_of(model, codec)
+        for version, probe, problem in ((30, before, None), (31, after, "did not change at all")):
+            await host.hold(blank=False)
+            said = await host.install(directory, version, replace(probe, checksums={}))
+            assert said == problem or (problem and problem in str(said))
     finally:
         await host.engine.close()
 
@@ -301,7 +352,7 @@ class Liar(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
-        self._answer(*((200, b"{}") if self.path.startswith("/collective_rpc") else self._pass_on(body)))
+        self._answer(*((200, b"{}") if b"reload_weights" in body else self._pass_on(body)))
 
     def _pass_on(self, body: bytes | None) -> tuple[int, bytes]:
         request = urllib.request.Request(self.target + self.path, data=body, method=self.command)
@@ -357,9 +408,7 @@ def test_a_server_that_new_weights_do_not_reach_ends_the_run(policy: Path, liar:
     )
     said = re.sub(r"\s+", " ", done.stdout + done.stderr)
     assert done.returncode == 1, said
-    assert re.search(rf"transfer 1 of 2 of version \d: the vLLM server {liar}: .* nats on average", said), said
+    unwritten = r"by their checksums \d+ of \d+ parameters are not the trainer's: model.embed_tokens.weight"
+    assert re.search(rf"transfer 1 of 2 of version \d: the vLLM server {liar}: {unwritten}", said), said
     assert re.search(r"error: the weights of version \d did not arrive, sent 2 times by file: ", said), said
-    unwritten = r"the transfer did not write (\d+) of \1 parameters: \S+lm_head.weight, \S+embed_tokens.weight"
-    assert re.search(unwritten, said), said
-    assert "packed out of sight of checksums" in said
     assert "Traceback" not in said

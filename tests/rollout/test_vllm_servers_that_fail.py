@@ -14,6 +14,7 @@ from rollout.vllm_support import CODEC, PROMPT, ask, eventually, is_up, opened
 from agentrl.errors import WorldError
 from agentrl.rollout.engines.base import CacheUse, EngineError
 from agentrl.rollout.engines.vllm import VLLMEngine
+from agentrl.rollout.engines.vllm_replica import Replica
 
 # -- failures -------------------------------------------------------------------------------------------------------
 
@@ -61,11 +62,16 @@ async def test_a_dead_servers_requests_go_on_elsewhere_from_the_same_tokens_and_
         assert len(first.bodies) > 1
 
 
+async def scores_minus_three(replica: Replica) -> str | None:
+    scores = await replica.score((1, 2), salt="look")
+    return None if scores == (-3.0,) else f"it says {scores}"
+
+
 async def test_a_server_that_comes_back_gets_the_present_weights_first() -> None:
     async with fakes(CODEC, 2) as (first, second), opened([first, second]) as engine:
         await engine.hold()
         await engine.install(Path("/weights/3"), 3)
-        engine.admit((1, 2), lambda scores: None if scores == (-3.0,) else f"it says {scores}")
+        engine.admit(scores_minus_three)
         await first.die()
         await ask(engine)
         first.version, first.loaded = "default", []  # a fresh start
@@ -79,7 +85,7 @@ async def test_a_server_that_comes_back_with_other_weights_stays_out() -> None:
     async with fakes(CODEC, 2) as (first, second), opened([first, second]) as engine:
         await engine.hold()
         await engine.install(Path("/weights/3"), 3)
-        engine.admit((1, 2), lambda scores: None if scores == (-3.0,) else f"it says {scores}")
+        engine.admit(scores_minus_three)
         await first.die()
         await ask(engine)
         await first.start()

@@ -3,14 +3,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
 
 from agentrl.models.loading import read_model, write_model
 from agentrl.models.settings import ModelSettings, TinyModelSettings
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.weights.exports import read_export, write_export, write_shards, write_untied_copy
-from agentrl.weights.verify import Probe, compare, say_missing
 
 
 def test_shards_hold_no_more_than_they_may(tmp_path: Path) -> None:
@@ -44,23 +42,3 @@ def test_an_untied_copy_is_the_same_policy(tmp_path: Path) -> None:
     assert untied.lm_head.weight.data_ptr() != untied.model.embed_tokens.weight.data_ptr()
     ids = torch.tensor([[1, 2, 3, 4]])
     assert torch.equal(untied(ids).logits, model(ids).logits)
-
-
-@pytest.mark.parametrize("scores", [(), (-1.0,), (-1.0, float("nan")), (-1.0, float("-inf"))])
-def test_scores_that_are_none_never_agree(scores: tuple[float, ...]) -> None:
-    probe = Probe(token_ids=(1, 2, 3), log_probs=(-1.0, -2.0))
-    assert compare(probe, scores, bound=0.1).problem is not None
-
-
-def test_scores_that_rest_while_the_trainer_rests_too_agree() -> None:
-    probe = Probe(token_ids=(1, 2, 3), log_probs=(-1.0, -2.0))
-    assert compare(probe, (-1.01, -2.0), bound=0.1, before=(probe, (-1.01, -2.0))).problem is None
-
-
-def test_missing_parameters_are_named_but_not_all() -> None:
-    empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    blank = {f"p{place:02d}": "0" for place in range(12)} | {"packed": empty}
-    said = say_missing(blank, blank | {"p00": "1"})
-    assert said.startswith("by its checksums the transfer did not write 11 of 12 parameters: p01, p02, ")
-    assert said.endswith("p08 and 3 more; 1 others are packed out of sight of checksums")
-    assert say_missing({"packed": empty}, {"packed": empty}) == "it gives no checksums that could tell which parameters"

@@ -19,7 +19,7 @@ from agentrl.errors import WorldError
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.balancer import Balancer
 from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, Sampling
-from agentrl.rollout.engines.http import GarbageError, HTTPFailure, RefusedError
+from agentrl.rollout.engines.http import GarbageError, HTTPFailure, RefusedError, TooSlowError
 from agentrl.rollout.engines.pulse import Pulse
 from agentrl.rollout.engines.vllm_replica import Identity, Replica
 from agentrl.rollout.engines.vllm_server import ServerProcess, says_out_of_memory
@@ -47,6 +47,10 @@ class Member:
     @property
     def lost(self) -> str:
         return f"{self.replica.address} ({self.failure or 'no error yet'})"
+
+
+Check = Callable[[Replica], Awaitable[str | None]]
+"""Looks at a server: None, or what is wrong with its weights. Raises HTTPFailure."""
 
 
 class VLLMEngine:
@@ -97,8 +101,7 @@ class VLLMEngine:
         self._asleep = False
         self._nobody_since: float | None = None
         self._nonce = secrets.token_hex(4)
-        self._probe: tuple[int, ...] = (0, 1)
-        self._check: Callable[[Sequence[float]], str | None] | None = None
+        self._check: Check | None = None
 
     # -- start and end --------------------------------------------------------------------------------------------
 
@@ -341,9 +344,13 @@ class VLLMEngine:
         self._balancer.loads[place].up = True
 
     async def _prove(self, member: Member) -> None:
-        """Have a server that comes back score the last probe. Raises HTTPFailure if it is not the present policy."""
-        scores = await member.replica.score(self._probe, salt=self._fresh_salt(), seconds=self._vllm.stall_deadline)
-        problem = self._check(scores) if self._check is not None else None
+        """Look at a server that comes back. Raises HTTPFailure if it is not the present policy."""
+        check = self._check if self._check is not None else self._answers
+        try:
+            async with asyncio.timeout(self._vllm.stall_deadline):
+                problem = await check(member.replica)
+        except TimeoutError:
+            raise TooSlowError(f"its weights were not proved within {self._vllm.stall_deadline:g} s") from None
         if problem is not None:
             if self._directory is not None:
                 await self._install(member.replica, self._directory, self._version)
@@ -419,41 +426,43 @@ class VLLMEngine:
         await self._on_all(take)
         self._balancer.forget_prefixes()
 
+    async def _answers(self, replica: Replica) -> str | None:
+        await replica.score((0, 1), salt=self._fresh_salt())
+        return None
+
     async def _install(self, replica: Replica, directory: Path | None, version: int) -> None:
         if directory is not None:
             await replica.load(str(directory))
         await replica.label(version)
         await replica.forget_prefixes(running_too=self._settings.kv_on_update == "recomputed")
 
-    async def scores(self, token_ids: tuple[int, ...]) -> dict[str, tuple[float, ...]]:
-        """What every server says of a probe, by address."""
-        found: dict[str, tuple[float, ...]] = {}
+    async def problems(self, check: Check) -> list[str]:
+        """What ``check`` finds wrong with the servers that answer."""
+        found: list[str] = []
 
-        async def score(replica: Replica) -> None:
-            found[replica.address] = await replica.score(token_ids, salt=self._fresh_salt())
+        async def look(replica: Replica) -> None:
+            problem = await check(replica)
+            if problem is not None:
+                found.append(problem)
 
-        await self._on_all(score)
+        await self._on_all(look)
         return found
 
-    async def blank(self) -> None:
-        """Set all parameters of all servers to zero, before a transfer whose completeness is in doubt."""
-        await self._on_all(lambda replica: replica.blank())
+    async def blank(self, *, all_of_them: bool) -> None:
+        """Set parameters to zero before a transfer, so that what does not arrive shows.
 
-    async def checksums(self) -> dict[str, dict[str, str]]:
-        """Digests of every server's parameters, by address and name."""
-        found: dict[str, dict[str, str]] = {}
+        Of all servers, or only of those that tell no checksums.
+        """
 
-        async def digest(replica: Replica) -> None:
-            found[replica.address] = await replica.checksums()
+        async def zero(replica: Replica) -> None:
+            if all_of_them or not replica.tells_checksums:
+                await replica.blank()
 
-        await self._on_all(digest)
-        return found
+        await self._on_all(zero)
 
-    def admit(
-        self, probe: tuple[int, ...] = (0, 1), check: Callable[[Sequence[float]], str | None] | None = None
-    ) -> None:
-        """New requests may begin. A server that comes back must give scores of ``probe`` that ``check`` finds right."""
-        self._probe, self._check = probe, check
+    def admit(self, check: Check | None = None) -> None:
+        """New requests may begin. A server that comes back must be one that ``check`` finds nothing wrong with."""
+        self._check = check
         for place, member in enumerate(self._members):
             if member.stale:
                 member.stale, self._balancer.loads[place].up = False, True

@@ -11,10 +11,12 @@ from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import CacheUse, Completion, Sampling
 from agentrl.rollout.engines.http import GarbageError, JSONClient, RefusedError
+from agentrl.rollout.engines.vllm_server import WITNESS
 from agentrl.rollout.engines.vllm_wire import (
     GENERATE,
     generate_body,
     read_cache_use,
+    read_checksums,
     read_completion,
     read_scores,
     read_tokens,
@@ -53,6 +55,7 @@ class Replica:
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
+        self.tells_checksums = False  # until it is identified as one that does
         self._http = JSONClient(self.address)
 
     async def close(self) -> None:
@@ -124,14 +127,10 @@ class Replica:
         """Drop cached prefixes; ``running_too`` also those of running requests, which then compute them again."""
         await self._http.post(f"/reset_prefix_cache?reset_running_requests={str(running_too).lower()}", seconds=_LONG)
 
-    async def checksums(self) -> dict[str, str]:
-        """A digest of each of its parameters, {} where it cannot tell."""
-        try:
-            answer = await self._http.post("/weight_checker", {"action": "checksum"}, seconds=_LONG)
-        except RefusedError:
-            return {}
-        found = answer.get("checksums") if isinstance(answer, Mapping) else None
-        return {str(name): str(digest) for name, digest in found.items()} if isinstance(found, Mapping) else {}
+    async def checksums(self) -> list[dict[str, tuple[int, int]]]:
+        """What each of its workers tells of its share of every parameter; of servers that have :data:`WITNESS`."""
+        answer = await self._http.post("/collective_rpc", {"method": "agentrl_checksums"}, seconds=_LONG)
+        return read_checksums(answer)
 
     async def blank(self) -> None:
         """Set every parameter to zero, so that what a transfer leaves out shows."""
@@ -160,6 +159,7 @@ class Replica:
         except RefusedError as error:
             raise self._wrong(_CONTROLS) from error
         self._check_config(config, needed, seeded=seeded)
+        self.tells_checksums = config.get("parallel_config", {}).get("worker_extension_cls") == WITNESS
         await self._check_generate()
         await self._check_tokenizer(codec)
         await self._check_vocabulary(vocabulary)

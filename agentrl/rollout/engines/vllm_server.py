@@ -26,6 +26,9 @@ _FOREIGN = frozenset(
 ALL_GPUS = "AGENTRL_GPUS"
 """Environment variable with the GPUs that were visible before training ranks took theirs."""
 
+WITNESS = "agentrl.weights.witness.WeightWitness"
+"""What vLLM's worker is extended by, to tell checksums of its weights."""
+
 _SHARE = 0.85
 _LEAST_SHARE = 0.05
 _MARGIN = 2 * 2**30  # of a colocated GPU: the server's CUDA context, and what training needs besides tensors
@@ -70,7 +73,7 @@ class ServerPlan:
         command += ["--host", self.host, "--port", str(self.port), "--dtype", self.dtype]
         command += ["--max-model-len", str(self.max_tokens), "--generation-config", "vllm"]
         command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enable-prefix-caching"]
-        command += ["--disable-uvicorn-access-log"]
+        command += ["--disable-uvicorn-access-log", "--worker-extension-cls", WITNESS]
         if self.gpus:
             command += ["--gpu-memory-utilization", str(self.memory), "--tensor-parallel-size", str(len(self.gpus))]
         else:

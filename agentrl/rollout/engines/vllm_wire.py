@@ -130,6 +130,21 @@ def read_tokens(metrics: str) -> int | None:
     return int(sum(counts)) if counts else None
 
 
+def read_checksums(answer: Any) -> list[dict[str, tuple[int, int]]]:
+    """What each worker tells of its parameters: how many values, and their total.
+
+    >>> read_checksums({"results": [{"a": [2, 9]}, {"a": [1, 5]}]})
+    [{'a': (2, 9)}, {'a': (1, 5)}]
+    """
+    workers = answer.get("results") if isinstance(answer, Mapping) else None
+    if not isinstance(workers, list) or not workers:
+        raise GarbageError(f"no checksums: {_short(answer)}")
+    try:
+        return [{name: (int(values), int(total)) for name, (values, total) in told.items()} for told in workers]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise GarbageError(f"no checksums: {_short(answer)}") from error
+
+
 def _choice(answer: Any) -> Mapping[str, Any]:
     choices = answer.get("choices") if isinstance(answer, Mapping) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):

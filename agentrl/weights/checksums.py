@@ -1,0 +1,118 @@
+"""Checksums of parameters that do not depend on how an engine lays them out.
+
+An engine fuses matrices, shards them over GPUs, pads vocabularies and transposes. So a checksum is a sum over the
+values of a parameter, each mixed into 64 bits: it is the same in any order, sums of shards add up, and zeros (padding)
+count nothing. Any one value that differs by one bit changes it; values that changed together leave it as it was with a
+chance of 2^-64. The order of the values within one parameter is what it does not see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+_MODULUS = 1 << 64
+# Elements at a time: what mixing needs of memory is 24 bytes for each of them.
+_CHUNK = 1 << 22
+# The constants of splitmix64's finalizer, as signed 64-bit integers.
+_FIRST = 0xBF58476D1CE4E5B9 - _MODULUS
+_SECOND = 0x94D049BB133111EB - _MODULUS
+_SHOWN = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checksum:
+    """``values``: how many are not zero; ``total``: the sum modulo 2^64 of what they are mixed to."""
+
+    values: int
+    total: int
+
+    def __add__(self, other: Checksum) -> Checksum:
+        return Checksum(values=self.values + other.values, total=(self.total + other.total) % _MODULUS)
+
+    def copies_in(self, other: Checksum) -> bool:
+        """Whether ``other`` is this parameter once, or as often as tensor parallelism repeats it.
+
+        >>> one = Checksum(values=2, total=5)
+        >>> one.copies_in(one), one.copies_in(one + one), one.copies_in(Checksum(values=4, total=11))
+        (True, True, False)
+        """
+        if self.values == 0:
+            return other.values == 0
+        copies, rest = divmod(other.values, self.values)
+        return copies > 0 and rest == 0 and other.total == copies * self.total % _MODULUS
+
+
+def checksum(tensor: Tensor) -> Checksum:
+    """The checksum of a tensor's values as float32; bfloat16 and float16 are exact in it.
+
+    >>> checksum(torch.tensor([1.0, 2.0])) == checksum(torch.tensor([2.0, 0.0, 1.0], dtype=torch.bfloat16))
+    True
+    >>> checksum(torch.tensor([1.0, 2.0])) == checksum(torch.tensor([1.0, 2.0000002]))
+    False
+    """
+    values = total = 0
+    for chunk in tensor.detach().reshape(-1).split(_CHUNK):
+        # Some processors compute with denormal numbers as zeros, and a product with 1 loses the sign of -0.
+        exact = chunk.float()
+        bits = exact.view(torch.int32).to(torch.int64)
+        bits = torch.where(exact.abs() < torch.finfo(torch.float32).tiny, 0, bits)
+        values += int(bits.count_nonzero())
+        total += int(_mixed(bits).sum())
+    return Checksum(values=values, total=total % _MODULUS)
+
+
+def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Checksum]:
+    """The checksum of each parameter; what comes in pieces of one name is added up."""
+    found: dict[str, Checksum] = {}
+    for name, tensor in tensors:
+        new = checksum(tensor)
+        found[name] = found[name] + new if name in found else new
+    return found
+
+
+def add_up(workers: Iterable[Mapping[str, tuple[int, int]]]) -> dict[str, Checksum]:
+    """Checksums of whole parameters from those of every worker's share: numbers of values, and totals."""
+    found: dict[str, Checksum] = {}
+    for share in workers:
+        for name, (values, total) in share.items():
+            found[name] = found.get(name, Checksum(values=0, total=0)) + Checksum(values=values, total=total)
+    return found
+
+
+def with_head(found: Mapping[str, Checksum]) -> dict[str, Checksum]:
+    """The same with the embedding's checksum as the head's, where the two are tied."""
+    tied = EMBEDDING in found and HEAD not in found
+    return {**found, HEAD: found[EMBEDDING]} if tied else dict(found)
+
+
+def say_differing(trainer: Mapping[str, Checksum], engine: Mapping[str, Checksum]) -> str | None:
+    """Which parameters of an engine are not the trainer's, of those that both know; None if all are.
+
+    >>> two, three = Checksum(values=1, total=2), Checksum(values=1, total=3)
+    >>> say_differing({"a": two, "b": two}, {"a": two, "b": three})
+    "by their checksums 1 of 2 parameters are not the trainer's: b"
+    """
+    both = [name for name in trainer if name in engine]
+    wrong = [name for name in both if not trainer[name].copies_in(engine[name])]
+    if not wrong:
+        return None
+    more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    names = ", ".join(wrong[:_SHOWN])
+    return f"by their checksums {len(wrong)} of {len(both)} parameters are not the trainer's: {names}{more}"
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    """Each integer mixed over 64 bits; one to one, and 0 stays 0."""
+    mixed = _folded(bits * _FIRST, 30) * _SECOND
+    return _folded(mixed, 31)
+
+
+def _folded(bits: Tensor, shift: int) -> Tensor:
+    return bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))
