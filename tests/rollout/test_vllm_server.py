@@ -34,6 +34,7 @@ from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.base import Completion, Sampling
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.engines.vllm import VLLMEngine
+from agentrl.rollout.engines.vllm_replica import Replica
 from agentrl.training.hosting import VLLMHost
 from agentrl.weights.exports import write_export
 from agentrl.weights.sources import ParameterSource
@@ -170,6 +171,27 @@ async def test_log_probabilities_are_those_of_transformers(policy: Path, address
     finally:
         await engine.close()
         await reference.close()
+
+
+async def test_its_count_of_tokens_grows_while_a_turn_is_sampled(policy: Path, address: str) -> None:
+    """What tells a slow server from a dead one."""
+    host = host_of(policy, address)
+    replica = Replica(address)
+    await host.engine.open()
+    try:
+        before = await replica.tokens_so_far()
+        assert before is not None
+        long = asyncio.create_task(turn(host.engine, (5, 6, 7), "slow", max_tokens=600, seed=3))
+        counts = {before}
+        while not long.done():
+            counts.add(await replica.tokens_so_far() or 0)
+        taken = len((await long).token_ids)
+        counts.add(await replica.tokens_so_far() or 0)
+        assert max(counts) >= before + taken
+        assert len(counts) > 2  # not only when it has ended
+    finally:
+        await replica.close()
+        await host.engine.close()
 
 
 async def test_a_turn_ends_behind_its_stop_string_with_all_that_was_sampled(policy: Path, address: str) -> None:
