@@ -124,7 +124,7 @@ def find_homes(updates: Sequence[Sequence[UpdatePlan]]) -> dict[int, int]:
     tokens: dict[int, list[int]] = {}
     for rank, parts in enumerate(updates):
         for micro in (micro for part in parts for micro in part.micro_batches if not micro.dummy):
-            for row in micro.trajectories:
+            for row in micro.rows:
                 tokens.setdefault(row.group, [0] * len(updates))[rank] += row.length
     return share_out(tokens)
 

@@ -130,7 +130,7 @@ def test_a_group_is_at_home_where_most_of_it_is_trained() -> None:
     assert set(whole[0].homes.values()) == {0, 1}  # equal shares of both: one group each
     settings = objective(normalize="whiten", head_exact_every=1)
     for rank, plan in enumerate(plan_step(harvest(group(0, 5, 5), group(1, 5, 5)), settings, budget=10, ranks=2)):
-        trained = {item.group for micro in plan.updates[0].micro_batches for item in micro.trajectories}
+        trained = {item.group for micro in plan.updates[0].micro_batches for item in micro.rows}
         assert [plan.homes[index] for index in trained] == [rank]  # whole groups stay where they are
 
 
