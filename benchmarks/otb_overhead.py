@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    start_distributed()
+    start_distributed(deadline=600.0)
     record = harvest(options.groups, options.group_size)
     sides = {name: side(name, record) for name in ESTIMATORS}
     pairs = [{name: timed(*sides[name]) for name in _order(turn)} for turn in range(options.repetitions + 2)][2:]

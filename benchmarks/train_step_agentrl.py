@@ -184,7 +184,7 @@ def main() -> None:
         settings = settings_of(task, runs)
         run = RunDirectory.create(Path(runs) / "step", dump_yaml(settings))
         quieten_libraries()
-        rank, world = start_distributed()
+        rank, world = start_distributed(deadline=settings.training.collective_deadline)
         set_threads(settings, processes=world)
         session = Session(settings, run, WaitingConsole(settings, line, task, clocks), rank=rank, world=world)
         try:

@@ -39,6 +39,7 @@ RESUME_MAY_CHANGE = (
     "training.share_prompts",
     "training.threads",
     "training.plan_deadline",
+    "training.collective_deadline",
     "checkpoint.",
     "evaluation.",
     "telemetry.",

@@ -16,6 +16,7 @@ file systems without ``flock``, and other programs that write there.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import weakref
@@ -175,10 +176,10 @@ class RunDirectory:
             files = map(self.trajectory_file, self.trajectory_steps())
             return [path for path in files if not frame_is_whole(path)]
 
-    def truncate_after(self, step: int) -> None:
-        """Cut metrics and trajectories past ``step``, which a resumed run will write again."""
+    def truncate_after(self, step: int, *, rows: int) -> None:
+        """Keep ``rows`` rows of metrics, and trajectories up to ``step``: a resumed run writes the others again."""
         with world_errors(self.metrics_file, "cut"):
-            kept = [row for row in self.metrics() if row["step"] <= step]
+            kept = list(itertools.islice(self.metrics(), rows))
         atomic_write(self.metrics_file, lambda out: out.writelines(json_line(row) for row in kept))
         with world_errors(self.trajectories, "cut"):
             for later in self.trajectory_steps():

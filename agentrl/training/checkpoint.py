@@ -40,14 +40,16 @@ _NAME = re.compile(r"step-(\d{6,})|\.step-(\d{6,})\.partial")
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """``step`` steps with ``updates`` optimizer updates are done by ``ranks`` ranks; ``worker`` is the worker's
-    position and ledger, ``evaluations`` the scores so far as they stand in ``summary.json``, ``trainer`` what the
-    trainer adapts, ``reference`` where the reference policy lies, ``files`` the checksums of all other files."""
+    position and ledger, ``evaluations`` the scores so far as they stand in ``summary.json``, ``rows`` how many
+    ``metrics.jsonl`` has, ``trainer`` what the trainer adapts, ``reference`` where the reference policy lies, ``files``
+    the checksums of all other files."""
 
     step: int
     updates: int
     ranks: int
     worker: dict[str, Any]
     evaluations: list[dict[str, Any]]
+    rows: int
     trainer: dict[str, Any] = field(default_factory=dict)
     reference: str | None = None
     files: dict[str, str] = field(default_factory=dict)
@@ -103,12 +105,14 @@ def open_newest(
     Newer ones that are damaged get another name and a warning; of older ones ``keep`` in all stay. Raises WorldError
     if none is whole, SettingsError if other ranks wrote it.
     """
-    if engine.rank == 0:
+
+    def tidied() -> list[str]:
         with world_errors(root, "tidy"):
             settle(root)
-    names: list[str] = from_rank_zero([path.name for path in reversed(_complete(root))])
+        return [path.name for path in reversed(_complete(root))]
+
     spoiled: dict[str, str] = {}
-    for name in names:
+    for name in from_rank_zero(tidied):
         found = on_every_rank(partial(_damage, root / name, engine.rank, engine.world_size))
         problems = [problem for part in found for problem in part]
         if problems:

@@ -115,7 +115,7 @@ def fine_tune(
     from agentrl.training.deepspeed_engine import TrainingEngine, start_distributed
 
     cold = settings.coldstart
-    _, world = start_distributed()
+    _, world = start_distributed(deadline=settings.training.collective_deadline)
     if world > 1:
         raise SettingsError(
             "the cold start runs on one process; give training.num_processes=1 or an existing model.path"

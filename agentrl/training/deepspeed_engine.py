@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -15,6 +16,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.kernels import TokenStatistics
@@ -78,8 +80,11 @@ def deepspeed_config(
     }
 
 
-def start_distributed() -> tuple[int, int]:
-    """Join the process group (gloo on CPU, NCCL on GPUs); alone if no launcher started us. Returns (rank, size)."""
+def start_distributed(*, deadline: float) -> tuple[int, int]:
+    """Join the process group (gloo on CPU, NCCL on GPUs); alone if no launcher started us. Returns (rank, size).
+
+    ``deadline``: the seconds after which a collective that some rank has not entered ends the run.
+    """
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     else:
@@ -98,18 +103,10 @@ def start_distributed() -> tuple[int, int]:
     if not torch.distributed.is_initialized():
         # Before DeepSpeed, which takes the group that is there: its own is bound to a device, and can then hang beside
         # the groups that vLLM's weight transfer makes in this process.
-        torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=deadline))
     deepspeed.init_distributed(verbose=False)
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
-
-
-def from_rank_zero(value: _Value) -> _Value:
-    """Rank 0's ``value`` on every rank. Collective; small things only, they are pickled."""
-    if torch.distributed.get_world_size() == 1:
-        return value
-    box = [value]
-    torch.distributed.broadcast_object_list(box)
-    return box[0]
 
 
 def gather_from_ranks(value: _Value) -> list[_Value]:
@@ -136,6 +133,15 @@ def on_every_rank(work: Callable[[], _Value]) -> list[_Value]:
     if problems:
         raise WorldError(problems[0])
     return [cast(_Value, found) for found, _ in outcomes]
+
+
+def from_rank_zero(work: Callable[[], _Value]) -> _Value:
+    """What ``work`` returns on rank 0, which alone calls it, on every rank; a WorldError is raised on all. Collective.
+
+    Small things only, and nothing that takes long: the other ranks wait in the collective.
+    """
+    found = on_every_rank(lambda: work() if torch.distributed.get_rank() == 0 else None)[0]
+    return cast(_Value, found)
 
 
 def swap_between_ranks(values: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -199,6 +205,8 @@ class TrainingEngine(Generic[_Module]):
                 ),
                 config=config,
             )
+        for group in distributed_c10d._world.pg_map:  # DeepSpeed makes its own, with torch's default
+            distributed_c10d._set_pg_timeout(timedelta(seconds=training.collective_deadline), group)
         self.module = module
         self.device = self._engine.device
 
@@ -241,10 +249,6 @@ class TrainingEngine(Generic[_Module]):
         if self.world_size > 1:
             torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
         return values
-
-    def barrier(self) -> None:
-        if self.world_size > 1:
-            torch.distributed.barrier()
 
     def offload(self) -> None:
         """Move optimizer state and gradients to the CPU; parameters stay, for the transfer to an engine."""

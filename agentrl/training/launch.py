@@ -16,8 +16,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import psutil
@@ -25,7 +25,7 @@ import torch
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.rollout.engines.vllm_server import ALL_GPUS, visible_gpus
-from agentrl.training.session import INTERRUPTED
+from agentrl.training.signals import INTERRUPTED, stop_requests
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -40,26 +40,28 @@ def launch(settings: Settings, run_path: Path, *, resume: bool) -> int:
     Raises WorldError when a rank was killed.
     """
     process = _start(settings, run_path, resume)
-    asked: list[int] = []
+    asked = threading.Event()
+    insisted = threading.Event()
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        again = bool(asked)
-        asked.append(number)
+    def ask() -> None:
+        asked.set()
         ranks = _children(process.pid)
-        if again or not ranks:
-            process.terminate()
         for rank in ranks:
             rank.send_signal(signal.SIGTERM)
+        if not ranks:
+            process.terminate()
 
-    previous = {name: signal.signal(name, stop) for name in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    def insist() -> None:
+        insisted.set()
+        for rank in _children(process.pid):
+            rank.kill()  # the launcher ends after them
+        process.terminate()
+
+    with stop_requests(ask, insist):
         code = process.wait()
-    finally:
-        for name, before in previous.items():
-            signal.signal(name, before)
     killed = _signal_of(code)
-    if asked and (killed is not None or code == 0):
-        return INTERRUPTED  # before the ranks could catch the signal
+    if insisted.is_set() or (asked.is_set() and (killed is not None or code == 0)):
+        return INTERRUPTED  # at once, or before the ranks could catch the signal
     if killed is not None:
         raise WorldError(
             f"a training rank or its launcher was ended by {killed}; the run goes on from its last checkpoint with "

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -21,7 +21,8 @@ from agentrl.training.deepspeed_engine import from_rank_zero, start_distributed
 from agentrl.training.determinism import set_determinism
 from agentrl.training.policy import computing_processes, quieten_libraries, set_threads, starting_policy
 from agentrl.training.preflight import check_inputs, machine_problems
-from agentrl.training.session import INTERRUPTED, Session
+from agentrl.training.session import Session
+from agentrl.training.signals import INTERRUPTED, end_at_once, sigterm_as_ctrl_c, stop_requests
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -32,6 +33,11 @@ def train(settings: Settings, resume: bool) -> int:
     if "RANK" in os.environ:
         run = _open_run(settings, resume) if os.environ["RANK"] == "0" else None
         return run_rank(settings, run, resume=resume)
+    with sigterm_as_ctrl_c():
+        return _train(settings, resume)
+
+
+def _train(settings: Settings, resume: bool) -> int:
     console = Console(settings.telemetry)
     check_inputs(settings)
     if lacking := machine_problems(settings):
@@ -45,11 +51,11 @@ def train(settings: Settings, resume: bool) -> int:
         from agentrl.training.launch import launch
 
         starting_policy(settings, console, say_found=False)  # rank 0 will
+        run.close()
+        return launch(settings, run.path, resume=resume)
     except KeyboardInterrupt:
         console.note("stopped before training began")
         return INTERRUPTED
-    run.close()
-    return launch(settings, run.path, resume=resume)
 
 
 def _open_run(settings: Settings, resume: bool) -> RunDirectory:
@@ -65,15 +71,15 @@ def run_rank(settings: Settings, run: RunDirectory | None, *, resume: bool) -> i
     """One training rank from start to end. ``run`` is rank 0's; other ranks say nothing on the console."""
     quieten_libraries()
     set_determinism(settings)
-    rank, world = start_distributed()
+    rank, world = start_distributed(deadline=settings.training.collective_deadline)
     set_threads(settings, processes=computing_processes(settings, ranks=world))
     torch.manual_seed(settings.seed)
     # Without a name in the settings, each rank of a foreign launcher has made up its own.
-    name, runs_dir = from_rank_zero((settings.name, settings.runs_dir))
+    name, runs_dir = from_rank_zero(lambda: (settings.name, settings.runs_dir))
     settings = settings.model_copy(update={"name": name, "runs_dir": runs_dir})
     with _console_file(rank) as file:
         session = Session(settings, run, Console(settings.telemetry, file), rank=rank, world=world)
-        with _stop_signals(session):
+        with stop_requests(partial(_ask_to_stop, session), end_at_once):
             try:
                 session.start(resume=resume)
                 return session.loop()
@@ -90,20 +96,7 @@ def _console_file(rank: int) -> Iterator[TextIO | None]:
         yield nowhere
 
 
-@contextmanager
-def _stop_signals(session: Session) -> Iterator[None]:
-    """SIGTERM and Ctrl-C end the run at a safe point; a second one ends it at once."""
-
-    def handle(number: int, frame: object) -> None:
-        for name in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(name, signal.SIG_DFL)
-        if session.rank == 0:
-            print("stopping at the next safe point (again: at once)", file=sys.stderr, flush=True)
-        session.request_stop()
-
-    previous = {name: signal.signal(name, handle) for name in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for name, before in previous.items():
-            signal.signal(name, before)
+def _ask_to_stop(session: Session) -> None:
+    if session.rank == 0:
+        print("stopping at the next safe point (again: at once)", file=sys.stderr, flush=True)
+    session.request_stop()

@@ -8,8 +8,9 @@ a rank trains, the same object lives in a process of its own (:mod:`agentrl.trai
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -24,7 +25,8 @@ from agentrl.rollout.driver import Driver
 from agentrl.rollout.environment import build_reward
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.worker import Harvest, RolloutWorker
-from agentrl.training.batching import RankPlan, plan_step
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.training.batching import RankPlan, due, plan_step
 from agentrl.training.hosting import open_host
 from agentrl.training.loops import Loop, RestingLoop, RunningLoop
 from agentrl.training.objective_settings import ObjectiveSettings
@@ -42,27 +44,21 @@ _PROBE_PROBLEMS = 8
 
 
 class InterruptedRunError(Exception):
-    """The run was asked to stop (SIGTERM, Ctrl-C) while rollouts were under way."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepPlan:
-    """One rank's plan for a step. ``harvest``, what it was made of, goes to rank 0 alone, for its files."""
-
-    rank: RankPlan
-    harvest: Harvest | None
+    """The run was asked to stop (SIGTERM, Ctrl-C): raised by ``plan`` and ``evaluate`` alone, on all ranks at once."""
 
 
 class RolloutService(Protocol):
     """What a training rank asks of the rollout worker. All calls block, under deadlines of the worker's settings.
 
-    Every rank calls everything in the same order. Rank 0 alone is heard and answered, but for two calls that return
-    when all ranks have made them: ``plan``, and ``meet``, where ranks wait outside of any collective for one that has
-    been busy. What concerns weights is called by :class:`agentrl.training.transfer.WeightSender`.
+    Every rank makes every call, in the same order. A call is carried out when all ranks have made it, as rank 0 made
+    it, and returns, or raises, the same on all of them. So whatever takes long is waited for outside of collectives,
+    and all ranks learn at one place that the run is to stop: before a step and in an evaluation. A step whose plan is
+    handed out is finished. What concerns weights is called by :class:`agentrl.training.transfer.WeightSender`.
     """
 
     def describe(self) -> list[str]: ...
-    def plan(self, step: int) -> StepPlan: ...
+    def plan(self, step: int) -> RankPlan: ...
+    def settle(self) -> None: ...
     def meet(self, place: str) -> None: ...
     def confirm(self, step: int) -> None: ...
     def transfer_target(self) -> TransferTarget | None: ...
@@ -106,9 +102,9 @@ class LocalService:
         self._interrupted = False
         self._harvest: Harvest | None = None
         self._run(environment.open())
-        folder = Path(settings.runs_dir).absolute() / str(settings.name)
+        self._folder = Path(settings.runs_dir).absolute() / str(settings.name)
         self._host = self._run(
-            open_host(settings, codec, model=model, policy_path=policy_path, folder=folder, shared=shared)
+            open_host(settings, codec, model=model, policy_path=policy_path, folder=self._folder, shared=shared)
         )
         self._engine = self._host.engine
         self._driver = self._driver_for(environment, codec)
@@ -132,33 +128,43 @@ class LocalService:
 
     def describe(self) -> list[str]:
         """What was found: the environment, the engine, the problems."""
-        engine = self._run(self._engine.health())
+        engine = self._finish(self._engine.health())
         return [*self._environment.describe(), engine, *(report.describe() for report in self._reports)]
 
-    def plan(self, step: int) -> StepPlan:
+    def plan(self, step: int) -> RankPlan:
         """Roll out one step and plan it for this process, the only rank."""
         return self.plans(step)[0]
 
     def meet(self, place: str) -> None:
         """This process is the only rank: nobody is waited for."""
 
-    def plans(self, step: int) -> list[StepPlan]:
+    def plans(self, step: int) -> list[RankPlan]:
         """Roll out one step and plan it for every rank."""
         self._host.begin_rollouts()
         self._harvest = self._run(self._worker.harvest(step))
         self._finish(self._host.end_rollouts())
-        plans = plan_step(
+        return plan_step(
             self._harvest,
             self._objective,
             budget=self._settings.training.micro_batch_tokens,
             ranks=self._ranks,
         )
-        return [StepPlan(rank=plan, harvest=self._harvest if rank == 0 else None) for rank, plan in enumerate(plans)]
+
+    def settle(self) -> None:
+        """Return when the weights may change: at once if the run is to stop.
+
+        Where a batch must be of one version (``rollout.schedule=overlapped``) it is waited for.
+        """
+        with contextlib.suppress(InterruptedRunError):
+            self._run(self._worker.settle())
 
     def confirm(self, step: int) -> None:
-        """The step's update is done: its groups leave the ledger."""
+        """The step is done: its trajectories are written, its groups leave the ledger. Raises WorldError for files."""
         if self._harvest is None or self._harvest.step != step:
             raise RuntimeError(f"step {step} is confirmed but was not the last one planned")
+        if due(step, self._settings.telemetry.trajectories_every):
+            rows = (item.to_record() for group in self._harvest.played for item in group.everyone)
+            RunDirectory(self._folder).write_trajectories(step, rows)
         self._finish(self._confirmed(self._harvest))
         self._harvest = None
 
@@ -179,11 +185,7 @@ class LocalService:
         return self._finish(self._arrived(self._host.accept(version, probe), version))
 
     def hold(self, *, blank: bool) -> None:
-        """Let no request go on until :meth:`install`. ``blank``: zero all parameters, to see what does not arrive.
-
-        Where a batch must be of one version (``rollout.schedule=overlapped``) it is waited for first.
-        """
-        self._run(self._worker.settle())
+        """Let no request go on until :meth:`install`. ``blank``: zero all parameters, to see what does not arrive."""
         self._finish(self._host.hold(blank=blank))
 
     def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
@@ -193,12 +195,12 @@ class LocalService:
     def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
         """Play the held-out problems with the engine's present weights; None if there are none to play.
 
-        With ``falsified`` observations those that reveal a value by execution are played.
+        With ``falsified`` observations those that reveal a value by execution are played. The report has no groups.
         """
         if not any(problem.setup or not falsified for problem in self._held_out):
             return None
         self._host.begin_rollouts()
-        return self._run(
+        report = self._run(
             evaluate_policy(
                 self._held_out,
                 environment=evaluation_environment(self._environment, self._settings),
@@ -210,6 +212,7 @@ class LocalService:
                 falsified=falsified,
             )
         )
+        return replace(report, groups=())
 
     def state_dict(self) -> dict[str, Any]:
         return self._finish(self._saved())
@@ -218,9 +221,10 @@ class LocalService:
         self._worker.load_state_dict(state)
 
     def interrupt(self) -> None:
-        """Cancel what is waited for; safe to call from a signal handler or another thread. Closing goes on."""
-        self._interrupted = True
-        self._loop.interrupt()
+        """Cancel rollouts that are waited for, now and from now on; from any thread. What was begun is finished."""
+        if not self._interrupted:  # what is cancelled cleans up, and is not cancelled once more
+            self._interrupted = True
+            self._loop.interrupt()
 
     def close(self) -> None:
         """Release rollouts under way, engine, environment and event loop."""

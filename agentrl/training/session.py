@@ -26,14 +26,15 @@ from agentrl.training.checkpoint import (
     save_checkpoint,
 )
 from agentrl.training.critic import open_critic
-from agentrl.training.deepspeed_engine import TrainingEngine, from_rank_zero, read_for_training
+from agentrl.training.deepspeed_engine import TrainingEngine, read_for_training
 from agentrl.training.fidelity import BOUNDS
 from agentrl.training.objective_settings import ObjectiveSettings
 from agentrl.training.options import needs
 from agentrl.training.outcome import Export, evaluation_record, finish_run
 from agentrl.training.policy import starting_policy
 from agentrl.training.reference import read_reference, reference_path
-from agentrl.training.service import InterruptedRunError, LocalService, RolloutService, StepPlan
+from agentrl.training.service import InterruptedRunError, LocalService, RolloutService
+from agentrl.training.signals import INTERRUPTED
 from agentrl.training.trainer import Trainer
 from agentrl.training.transfer import WeightSender
 from agentrl.weights.sources import full_parameters
@@ -42,9 +43,6 @@ from agentrl_envs.chat import ChatFormat
 if TYPE_CHECKING:
     from agentrl.config import Settings
     from agentrl.evaluation.evaluate import EvaluationReport
-
-INTERRUPTED = 130
-"""Exit code of a run that was asked to stop and did."""
 
 # Steps in a row without a group to train between two warnings.
 _EMPTY_STEPS = 10
@@ -70,8 +68,8 @@ class Session:
         self._run = run
         self._console = console
         self._world = world
-        self._stop = False
         self._done = _Progress()
+        self._saved: tuple[int, int] | None = None  # steps and evaluations that the newest checkpoint holds
         self._empty_steps = 0
         self._checkpoints = Path(settings.runs_dir) / str(settings.name) / "checkpoints"
         self._best = BestPolicy(self._checkpoints.parent)
@@ -155,16 +153,9 @@ class Session:
 
     def loop(self) -> int:
         """All steps; returns the exit code."""
-        steps = self._settings.training.steps
-        if self._done.step == 0 and self._evaluate_and_stop():
-            return self._stopped()
-        with self._console.progress(steps, self._done.step) as progress:
-            for step in range(self._done.step + 1, steps + 1):
-                if not self._advance(step, progress):
-                    return self._stopped()
-        if self._evaluate_and_stop():
-            return self._stopped()
-        if self._settings.evaluation.falsified and self._evaluate_and_stop(falsified=True):
+        try:
+            self._advance()
+        except InterruptedRunError:
             return self._stopped()
         self._finish()
         return 0
@@ -192,44 +183,41 @@ class Session:
         return rollout.engine == "vllm" and rollout.vllm.placement == "colocated"
 
     def request_stop(self) -> None:
-        """From a signal handler: end at the next safe point; rollouts under way are cancelled."""
-        self._stop = True
+        """From any thread: end before the next step; rollouts that are waited for are cancelled."""
         self._service.interrupt()
 
-    # -- one step -------------------------------------------------------------------------------------------------
+    # -- steps ----------------------------------------------------------------------------------------------------
 
-    def _advance(self, step: int, progress: RunProgress) -> bool:
-        """One step with its evaluation and checkpoint; False if the run was asked to stop."""
-        settings = self._settings
-        last = step == settings.training.steps
-        try:
-            metrics = self._step(step)
-        except InterruptedRunError:
-            return False
-        if self.rank == 0:
-            progress.update(step, metrics)
-        if not last and due(step, settings.evaluation.every):
-            self._evaluate()
-        if self._stop_everywhere():
-            return False
-        if not last and due(step, settings.checkpoint.every):
-            self._save()
-        return True
+    def _advance(self) -> None:
+        """The steps that are left, with their evaluations and checkpoints. Raises InterruptedRunError."""
+        steps, every = self._settings.training.steps, self._settings.checkpoint.every
+        self._evaluate_if_due()  # at the start, or where a stop has left it out
+        with self._console.progress(steps, self._done.step) as progress:
+            for step in range(self._done.step + 1, steps):
+                self._step(step, progress)
+                self._evaluate_if_due()
+                if due(step, every):
+                    self._save()
+            if self._done.step < steps:
+                self._step(steps, progress)
+        self._evaluate()
+        if self._settings.evaluation.falsified:
+            self._evaluate(falsified=True)
 
-    def _step(self, step: int) -> dict[str, Any]:
+    def _step(self, step: int, progress: RunProgress) -> None:
+        """Roll out, train, hand over the weights. Raises InterruptedRunError before anything of it is done."""
         began = time.monotonic()
         plan = self._service.plan(step)
         planned = time.monotonic()
         self._take_room()
-        metrics: dict[str, Any] = self._trainer.train(plan.rank)
-        self._done.step = step
-        self._done.updates += int(metrics["policy/updates"])
+        metrics: dict[str, Any] = self._trainer.train(plan)
+        updates = self._done.updates + int(metrics["policy/updates"])
         self._make_room()
         trained = time.monotonic()
-        self._sender.send(self._done.updates)
-        self._service.confirm(step)
+        self._service.settle()
+        self._sender.send(updates)
         ended = time.monotonic()
-        metrics = {"step": step, **plan.rank.metrics, **metrics}
+        metrics = {"step": step, **plan.metrics, **metrics}
         metrics |= {
             "time/step_s": ended - began,
             "time/train_idle_s": planned - began,
@@ -237,16 +225,21 @@ class Session:
             "time/transfer_s": ended - trained,
             "tokens_per_s": metrics.get("rollout/model_tokens", 0) / (ended - began),
         }
+        self._commit(step, updates, metrics)
+        if self.rank == 0:
+            progress.update(step, metrics)
         self._warn_of_empty_steps(step, metrics)
-        if self._run is not None:
-            self._write(self._run, step, plan, metrics)
-        return metrics
 
-    def _write(self, run: RunDirectory, step: int, plan: StepPlan, metrics: dict[str, Any]) -> None:
-        if plan.harvest is not None and due(step, self._settings.telemetry.trajectories_every):
-            rows = (item.to_record() for group in plan.harvest.played for item in group.everyone)
-            run.write_trajectories(step, rows)
-        run.append_metrics(metrics)
+    def _commit(self, step: int, updates: int, metrics: dict[str, Any]) -> None:
+        """The step is done: trajectories and ledger at the worker, progress here, its row of metrics.
+
+        The only place where a run's state advances. A kill between two lines leaves the checkpoint from before, and
+        ``--resume`` cuts what was written since.
+        """
+        self._service.confirm(step)
+        self._done.step, self._done.updates = step, updates
+        if self._run is not None:
+            self._run.append_metrics(metrics)
 
     def _warn_of_empty_steps(self, step: int, metrics: dict[str, Any]) -> None:
         if metrics["policy/updates"]:
@@ -258,33 +251,31 @@ class Session:
             self._console.warning(f"step {step} trains nothing, no group is left: {said or 'none was played'}")
         self._empty_steps += 1
 
-    def _evaluate(self, *, falsified: bool = False) -> None:
-        """Rank 0 evaluates while the others go on to what they do next and wait there; not again after a resume.
+    def _evaluate_if_due(self) -> None:
+        """Before the first step and every ``evaluation.every`` steps; after the last one others do."""
+        step, settings = self._done.step, self._settings
+        if step < settings.training.steps and (step == 0 or due(step, settings.evaluation.every)):
+            self._evaluate()
 
-        An evaluation that is interrupted leaves nothing.
-        """
-        done = [(item["step"], item["falsified"]) for item in self._done.evaluations]
-        if (self._done.step, falsified) in done:
+    def _evaluate(self, *, falsified: bool = False) -> None:
+        """Play the held-out problems, once at a step, whatever was resumed. Raises InterruptedRunError, and nothing of
+        the evaluation is left."""
+        if any((item["step"], item["falsified"]) == (self._done.step, falsified) for item in self._done.evaluations):
             return
-        try:
-            report = self._service.evaluate(self._done.step, falsified=falsified)
-        except InterruptedRunError:
-            report = None
-        self._service.meet(f"the evaluation at step {self._done.step}")
-        if self._run is not None:
-            self._record(self._run, report, falsified=falsified)
+        report = self._service.evaluate(self._done.step, falsified=falsified)
+        if report is None:
+            of = " that reveals a value by execution" if falsified else ""
+            self._console.note(f"step {self._done.step}: not evaluated, data.eval holds no problem{of}")
+            return
+        self._record(report)
         if not falsified and self._settings.checkpoint.best:
             self._export_if_best()
 
-    def _record(self, run: RunDirectory, report: EvaluationReport | None, *, falsified: bool) -> None:
-        if report is None:
-            if not self._stop:
-                of = " that reveals a value by execution" if falsified else ""
-                self._console.note(f"step {self._done.step}: not evaluated, data.eval holds no problem{of}")
-            return
+    def _record(self, report: EvaluationReport) -> None:
         self._done.evaluations.append(evaluation_record(report))
-        run.append_metrics(report.metrics())
-        name = "with falsified observations" if falsified else "held out"
+        if self._run is not None:
+            self._run.append_metrics(report.metrics())
+        name = "with falsified observations" if report.falsified else "held out"
         score = report.overall
         self._console.note(
             f"step {self._done.step}: avg@{report.samples} {name} {score.mean:.3f} "
@@ -292,18 +283,13 @@ class Session:
         )
 
     def _export_if_best(self) -> None:
-        """Export the policy if the evaluation of this step, which rank 0 knows, is the best so far. Collective."""
-        best = best_evaluation(self._done.evaluations) if self.rank == 0 else None
-        if from_rank_zero(best is not None and best["step"] == self._done.step):
+        """Export the policy if the evaluation of this step is the best so far. Collective."""
+        best = best_evaluation(self._done.evaluations)
+        if best is not None and best["step"] == self._done.step:
             export = self._export()
-            if best is not None:
+            if self.rank == 0:
                 self._best.write(best, lambda folder: export.write(folder, f"Best of its run at step {best['step']}."))
             self._service.meet(f"the export of the best policy at step {self._done.step}")
-
-    def _evaluate_and_stop(self, *, falsified: bool = False) -> bool:
-        """Evaluate; whether the run was asked to stop."""
-        self._evaluate(falsified=falsified)
-        return self._stop_everywhere()
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -314,11 +300,13 @@ class Session:
             ranks=self._world,
             worker=self._service.state_dict(),
             evaluations=self._done.evaluations,
+            rows=0 if self._run is None else sum(1 for _ in self._run.metrics()),
             trainer=self._trainer.state_dict(),
             reference=self._reference_path,
         )
         also = [] if self._critic is None else [self._critic]
         save_checkpoint(self._checkpoints, self._engine, state, keep=self._settings.checkpoint.keep, also=also)
+        self._saved = (self._done.step, len(self._done.evaluations))
         self._settle_best()
 
     def _settle_best(self) -> None:
@@ -328,7 +316,7 @@ class Session:
 
     def _restore(self) -> None:
         """Load the newest checkpoint, if there is one."""
-        keep = self._settings.checkpoint.keep
+        keep, rows = self._settings.checkpoint.keep, 0
         newest = open_newest(self._checkpoints, self._engine, keep=keep, warn=self._console.warning)
         if newest is not None:
             folder, state = newest
@@ -339,10 +327,12 @@ class Session:
             self._trainer.load_state_dict(state.trainer)
             self._service.load_state_dict(state.worker)
             self._done = _Progress(step=state.step, updates=state.updates, evaluations=state.evaluations)
+            self._saved = (state.step, len(state.evaluations))
+            rows = state.rows
             self._make_room()
             self._sender.send(state.updates)
         if self._run is not None:
-            self._run.truncate_after(self._done.step if newest is not None else -1)
+            self._run.truncate_after(self._done.step, rows=rows)
         self._settle_best()
         self._console.note(f"resumed after step {self._done.step}")
 
@@ -356,18 +346,14 @@ class Session:
             )
 
     def _stopped(self) -> int:
-        self._save()
+        if self._saved != (self._done.step, len(self._done.evaluations)):
+            self._save()
         self._console.note(
             f"stopped after step {self._done.step}; checkpoint saved. To go on: "
             f"agentrl train --resume name={self._settings.name} runs_dir={self._settings.runs_dir}"
         )
         self._service.meet("the end of the run")
         return INTERRUPTED
-
-    def _stop_everywhere(self) -> bool:
-        """Whether any rank was asked to stop: all ranks must leave the loop at the same place."""
-        flag = torch.tensor([float(self._stop)], device=self._engine.device)
-        return bool(self._engine.all_reduce(flag).item())
 
     # -- end ------------------------------------------------------------------------------------------------------
 

@@ -268,6 +268,12 @@ class TrainingSettings(_Settings):
         False, description="bitwise reproducible: turns in rounds, sorted requests, fixed threads"
     )
     plan_deadline: float = Field(7200.0, gt=0, description="seconds a rank waits for its plan")
+    collective_deadline: float = Field(
+        1800.0,
+        gt=0,
+        description="seconds a rank waits in a collective for another one; nobody waits there for rollouts, but while "
+        "another loads kernels, trains longer micro-batches or writes its part of a large checkpoint",
+    )
 
 
 class CheckpointSettings(_Settings):

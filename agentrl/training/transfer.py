@@ -1,6 +1,7 @@
 """From the trained weights to an engine that holds a copy: sent, verified, sent again once, or the end.
 
-Every rank has a :class:`WeightSender` and calls it at the same places; rank 0 alone talks to the rollout worker.
+Every rank has a :class:`WeightSender` and calls it at the same places, as it does the rollout worker, whose answers are
+the same on all ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from agentrl.errors import AgentRLError
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import world_errors
-from agentrl.training.deepspeed_engine import TrainingEngine, from_rank_zero, on_every_rank
+from agentrl.training.deepspeed_engine import TrainingEngine, on_every_rank
 from agentrl.weights.exports import write_export
 from agentrl.weights.native import NativeTransfer, open_native
 from agentrl.weights.sources import ParameterSource
@@ -31,7 +32,7 @@ class WeightMismatchError(AgentRLError):
 
 
 class Receiver(Protocol):
-    """What the sender asks of the rollout worker; on other ranks than 0 all of it does nothing."""
+    """What the sender asks of the rollout worker."""
 
     def transfer_target(self) -> TransferTarget | None: ...
     def probe_tokens(self) -> tuple[int, ...]: ...
@@ -68,12 +69,12 @@ class WeightSender:
 
         This is where the noise between trainer and engine is measured, so the trainer must hold that policy too.
         """
-        if self._target() is None:
+        if self._service.transfer_target() is None:
             return
-        self._probe = from_rank_zero(self._service.probe_tokens())
+        self._probe = self._service.probe_tokens()
         for _ in self._source:
             pass  # for its checksums
-        problem = from_rank_zero(self._service.accept(0, self._score()))
+        problem = self._service.accept(0, self._score())
         if problem is not None:
             self.send(0)
         for line in self._service.verification():
@@ -81,13 +82,13 @@ class WeightSender:
 
     def send(self, version: int) -> None:
         """Bring ``version`` to the engine. Raises WeightMismatchError if it does not arrive, twice."""
-        target = self._target()
+        target = self._service.transfer_target()
         if target is None:
             self._service.install(None, version, None)
             return
         probe = self._score()
         for attempt in range(_ATTEMPTS):
-            problem = from_rank_zero(self._once(target, version, probe, blank=attempt > 0))
+            problem = self._once(target, version, probe, blank=attempt > 0)
             if problem is None:
                 return
             self._console.warning(f"transfer {attempt + 1} of {_ATTEMPTS} of version {version}: {problem}")
@@ -102,9 +103,6 @@ class WeightSender:
             self._native[1].close()
         if self._engine.rank == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _target(self) -> TransferTarget | None:
-        return from_rank_zero(self._service.transfer_target())
 
     def _once(self, target: TransferTarget, version: int, probe: Probe, *, blank: bool) -> str | None:
         if target.backend != "file":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -13,6 +14,13 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
 
 
+PATIENCE = 60.0
+"""Seconds for the worker to cancel its rollouts: it waits for nobody but programs and requests that end."""
+
+# Seconds between two looks whether a wait is to end.
+_LOOK = 0.5
+
+
 @dataclass(frozen=True, kw_only=True)
 class Startup:
     """Rank 0's first message: everything the worker needs. ``key`` authenticates the other ranks."""
@@ -20,15 +28,26 @@ class Startup:
     settings: Settings
     policy_path: str
     ranks: int
-    host: str
     key: bytes
 
 
 @dataclass(frozen=True, kw_only=True)
+class Caller:
+    """The first message of another rank's connection. ``control``: it is the one to interrupt."""
+
+    rank: int
+    control: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Request:
-    """A call of the method ``name`` of the service."""
+    """A call of the method ``name`` of the service, which all ranks make, about the same thing: a step, a place.
+
+    ``arguments`` are rank 0's.
+    """
 
     name: str
+    about: int | str = ""
     arguments: tuple[Any, ...] = ()
 
 
@@ -53,12 +72,28 @@ class WorkerLostError(WorldError):
     """The other end of a connection is gone, or did not answer in time."""
 
 
-def receive(connection: Connection, *, seconds: float, waiting_for: str) -> Any:
-    """The next message. Raises WorkerLostError when the other end is gone or ``seconds`` have passed."""
-    deadline = time.monotonic() + seconds
+def receive(
+    connection: Connection,
+    *,
+    seconds: float,
+    waiting_for: str,
+    stops: threading.Event | None = None,
+    patience: float = PATIENCE,
+) -> Any:
+    """The next message. Raises WorkerLostError when the other end is gone or ``seconds`` have passed.
+
+    Once ``stops`` is set the other end is to answer within ``patience`` seconds.
+    """
+    began = time.monotonic()
+    deadline = began + seconds
+    stopping = False
     try:
-        if not connection.poll(max(0.0, deadline - time.monotonic())):
-            raise WorkerLostError(f"waited {seconds:g} s in vain for {waiting_for}")
+        while not connection.poll(min(_LOOK, max(0.0, deadline - time.monotonic()))):
+            if stops is not None and stops.is_set() and not stopping:
+                stopping, deadline = True, min(deadline, time.monotonic() + patience)
+            if time.monotonic() >= deadline:
+                told = f" ({patience:g} s of them since it was asked to stop)" if stopping else ""
+                raise WorkerLostError(f"waited {time.monotonic() - began:.0f} s in vain for {waiting_for}{told}")
         return connection.recv()
     except (EOFError, ConnectionError) as error:
         raise WorkerLostError(f"the connection ended while waiting for {waiting_for}") from error

@@ -1,6 +1,7 @@
-"""The rollout worker's own process: ``python -m agentrl.training.worker_process HANDLE CONTROL``.
+"""The rollout worker's own process: ``python -m agentrl.training.worker_process TALK CONTROL DOOR``.
 
-Started by rank 0, which hands it two pipes: one to talk, one to interrupt. It serves a
+Started by rank 0, which hands it two pipes, one to talk, one to interrupt, and the socket where the other ranks connect
+twice for the same. It serves a
 :class:`~agentrl.training.service.LocalService` over a copy of the policy and ends when any rank is gone. It ignores
 SIGINT and SIGTERM, which launchers and terminals send to every process: the ranks tell it when to stop.
 """
@@ -11,12 +12,13 @@ import contextlib
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from agentrl.rollout.environment import environment_and_codec
 from agentrl.training.determinism import set_determinism
 from agentrl.training.policy import computing_processes, quieten_libraries, set_threads
 from agentrl.training.service import InterruptedRunError, LocalService
-from agentrl.training.wire import Failure, Reply, Request, Startup
+from agentrl.training.wire import Caller, Failure, Reply, Request, Startup
 from agentrl_envs.episode import EnvironmentContractError, EnvironmentLookupError
 from agentrl_sandbox.client import SandboxError
 
@@ -45,12 +47,13 @@ class _RankGoneError(Exception):
 
 
 class Server:
-    """Takes requests from all ranks on one thread and answers them on the main one."""
+    """Takes requests from all ranks on one thread and carries them out, together, on the main one."""
 
-    def __init__(self, first: Connection, control: Connection) -> None:
-        """``first`` is rank 0's connection."""
+    def __init__(self, first: Connection, control: Connection, door: socket.socket) -> None:
+        """Rank 0's connections, and where the other ranks connect."""
         self._connections = {0: first}
-        self._control = control
+        self._controls = {0: control}
+        self._door = door
         self._requests: queue.Queue[tuple[int, Request | None]] = queue.Queue()
         self._interrupt: Callable[[], None] | None = None
         self._interrupted = False
@@ -60,17 +63,14 @@ class Server:
     # -- connections ----------------------------------------------------------------------------------------------
 
     def listen(self, startup: Startup) -> None:
-        """Tell rank 0 the address and take the other ranks' connections; then hear them all."""
-        arrived: queue.Queue[tuple[int, Connection]] = queue.Queue()
-        # Not closed here: closing does not wake a thread that accepts. The process's end closes it.
-        listener = Listener((startup.host, 0), authkey=startup.key)
-        threading.Thread(target=_accept, args=(listener, arrived), daemon=True, name="accept").start()
-        self._connections[0].send(listener.address)
+        """Take the other ranks' connections; then hear them all."""
+        arrived: queue.Queue[tuple[Caller, Connection]] = queue.Queue()
+        threading.Thread(target=_accept, args=(self._door, startup.key, arrived), daemon=True, name="accept").start()
         deadline = time.monotonic() + _CONNECT
-        while len(self._connections) < startup.ranks:
+        while len(self._connections) + len(self._controls) < 2 * startup.ranks:
             try:
-                rank, connection = arrived.get(timeout=max(0.0, min(1.0, deadline - time.monotonic())))
-                self._connections[rank] = connection
+                caller, connection = arrived.get(timeout=max(0.0, min(1.0, deadline - time.monotonic())))
+                (self._controls if caller.control else self._connections)[caller.rank] = connection
             except queue.Empty:
                 # Rank 0 says nothing before it is answered: what can be read now is its end.
                 if time.monotonic() >= deadline or self._connections[0].poll():
@@ -79,20 +79,21 @@ class Server:
         threading.Thread(target=self._hear, daemon=True, name="hear").start()
 
     def _hear(self) -> None:
-        ranks = {connection: rank for rank, connection in self._connections.items()}
+        talks = {connection: rank for rank, connection in self._connections.items()}
+        controls = {connection: rank for rank, connection in self._controls.items()}
         while True:
-            for ready in wait([*ranks, self._control]):
+            for ready in wait([*talks, *controls]):
                 if not isinstance(ready, Connection):
                     raise TypeError(f"waited for connections, got {ready!r}")
                 try:
                     message = ready.recv()
                 except (EOFError, OSError):
-                    self._end(ranks.get(ready, 0))
+                    self._end({**talks, **controls}[ready])
                     return
-                if ready is self._control:
+                if ready in controls:
                     self._cancel()
                 else:
-                    self._requests.put((ranks[ready], message))
+                    self._requests.put((talks[ready], message))
 
     def _end(self, rank: int) -> None:
         """A rank is gone: wake the main thread, and end the process anyhow should that take too long."""
@@ -140,32 +141,26 @@ class Server:
             rank, request = self._requests.get()
             if request is None:
                 raise _RankGoneError(f"training rank {rank} is gone")
-            if request.name not in ("plan", "meet"):
-                self._one(service, rank, request)
-                continue
             waiting[rank] = request
             if len(waiting) < len(self._connections):
                 continue
-            if len(set(waiting.values())) > 1:
+            if len({(request.name, request.about) for request in waiting.values()}) > 1:
                 raise RuntimeError(f"the ranks are not at the same place: {waiting}")
+            self._carry_out(service, waiting[0])
             waiting.clear()
-            self._all(service, request)
 
-    def _all(self, service: LocalService, request: Request) -> None:
+    def _carry_out(self, service: LocalService, request: Request) -> None:
         """Answer what every rank has asked."""
         try:
-            values = service.plans(*request.arguments) if request.name == "plan" else [None] * len(self._connections)
+            if request.name == "plan":
+                values = service.plans(int(request.about))
+            else:
+                values = [_perform(service, request)] * len(self._connections)
         except InterruptedRunError:
             self._tell(self._stopped())
             return
         for rank, value in enumerate(values):
             self._send(rank, Reply(value=value))
-
-    def _one(self, service: LocalService, rank: int, request: Request) -> None:
-        try:
-            self._send(rank, Reply(value=_perform(service, request)))
-        except InterruptedRunError:
-            self._send(rank, self._stopped())
 
     def _stopped(self) -> Reply:
         if self._gone is not None:
@@ -181,20 +176,25 @@ class Server:
             self._connections[rank].send(reply)
 
 
-def _accept(listener: Listener, arrived: queue.Queue[tuple[int, Connection]]) -> None:
+def _accept(door: socket.socket, key: bytes, arrived: queue.Queue[tuple[Caller, Connection]]) -> None:
     while True:
         with contextlib.suppress(AuthenticationError, OSError, EOFError):  # a stranger at the door
-            connection = listener.accept()
+            connection = Connection(door.accept()[0].detach())
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
             arrived.put((connection.recv(), connection))
 
 
 def _perform(service: LocalService, request: Request) -> Any:
-    """A request of rank 0 alone."""
     match request.name:
         case "describe":
             return service.describe()
+        case "settle":
+            return service.settle()
+        case "meet":
+            return service.meet(str(request.about))
         case "confirm":
-            return service.confirm(*request.arguments)
+            return service.confirm(int(request.about))
         case "transfer_target":
             return service.transfer_target()
         case "probe_tokens":
@@ -209,8 +209,8 @@ def _perform(service: LocalService, request: Request) -> Any:
         case "install":
             return service.install(*request.arguments)
         case "evaluate":
-            step, falsified = request.arguments
-            return service.evaluate(step, falsified=falsified)
+            (falsified,) = request.arguments
+            return service.evaluate(int(request.about), falsified=falsified)
         case "state_dict":
             return service.state_dict()
         case "load_state_dict":
@@ -243,6 +243,7 @@ def main() -> None:
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     first, control = (Connection(int(handle)) for handle in sys.argv[1:3])
+    door = socket.socket(fileno=int(sys.argv[3]))
     startup: Startup = first.recv()
     quieten_libraries()
     set_determinism(startup.settings)
@@ -251,7 +252,7 @@ def main() -> None:
     set_threads(
         startup.settings, processes=1 if resting else computing_processes(startup.settings, ranks=startup.ranks)
     )
-    server = Server(first, control)
+    server = Server(first, control, door)
     try:
         server.listen(startup)
     except _RankGoneError as error:

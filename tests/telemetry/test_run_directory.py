@@ -186,18 +186,18 @@ def test_a_failing_source_of_rows_leaves_no_file(run: RunDirectory) -> None:
     assert list(run.trajectories.iterdir()) == []
 
 
-def test_truncation_cuts_metrics_and_trajectories_past_the_step(run: RunDirectory) -> None:
+def test_truncation_keeps_as_many_rows_as_a_checkpoint_knew_and_trajectories_up_to_its_step(run: RunDirectory) -> None:
     rows = [{"step": 0, "eval/k": 8}, {"step": 1}, {"step": 2}, {"step": 2, "eval/k": 8}, {"step": 3}]
     for row in rows:
         run.append_metrics(row)
     for step in (1, 2, 3, 10):
         run.write_trajectories(step, [{"step": step}])
     before = run.metrics_file.read_bytes().splitlines(keepends=True)
-    run.truncate_after(2)
-    assert run.metrics_file.read_bytes() == b"".join(before[:4])
+    run.truncate_after(2, rows=3)  # the evaluation at step 2 was played after the checkpoint
+    assert run.metrics_file.read_bytes() == b"".join(before[:3])
     assert run.trajectory_steps() == [1, 2]
-    run.truncate_after(2)
-    assert list(run.metrics()) == rows[:4]
+    run.truncate_after(2, rows=3)
+    assert list(run.metrics()) == rows[:3]
 
 
 def test_whole_files_are_replaced_or_kept(run: RunDirectory) -> None:

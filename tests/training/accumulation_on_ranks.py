@@ -56,7 +56,7 @@ def accumulate(stage: int, micro_batches: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    rank, _ = start_distributed()
+    rank, _ = start_distributed(deadline=600.0)
     torch.set_num_threads(1)
     results = {(stage, count): accumulate(stage, count) for stage in STAGES for count in COUNTS}
     if rank == 0:

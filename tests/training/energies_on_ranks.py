@@ -96,7 +96,7 @@ def run(*, zero_stage: int, tied: bool = True, kind: str = "qwen3", checkpointed
 
 
 def main() -> None:
-    rank, _ = start_distributed()
+    rank, _ = start_distributed(deadline=600.0)
     torch.set_num_threads(1)
     results = {name: run(**case) for name, case in CASES.items()}  # type: ignore[arg-type]
     if rank == 0:

@@ -66,7 +66,7 @@ def refer(model: Any) -> torch.Tensor:
 def main() -> None:
     output = Path(sys.argv[1])
     path = output.parent / "policy"
-    start_distributed()
+    start_distributed(deadline=600.0)
     torch.set_num_threads(1)
     result: dict[str, Any] = {}
     model = read_for_training(path, SETTINGS, TRAINING)

@@ -418,7 +418,7 @@ def gate(
 
 def main() -> None:
     torch.set_num_threads(1)
-    rank, world = start_distributed()
+    rank, world = start_distributed(deadline=600.0)
     results = {}
     for name, case in CASES.items():
         if world == 1:

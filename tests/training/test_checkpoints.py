@@ -37,7 +37,7 @@ def alone(tmp_path: Path) -> Iterator[Any]:
 
 
 def state(step: int, *, ranks: int = 1) -> RunState:
-    return RunState(step=step, updates=step, ranks=ranks, worker={"at": {2: (step, 1), 10: ()}}, evaluations=[])
+    return RunState(step=step, updates=step, ranks=ranks, worker={"at": {2: (step, 1), 10: ()}}, evaluations=[], rows=0)
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ class Gatherings:
 
 def main() -> None:
     stage, folder = int(sys.argv[1]), Path(sys.argv[2])
-    rank, world = start_distributed()
+    rank, world = start_distributed(deadline=600.0)
     settings = TinyModelSettings(vocabulary_size=300, hidden_size=64, layers=3, heads=2, intermediate_size=96)
     tokenizer = train_tokenizer(["1 + 1 = 2\n"], vocabulary_size=300)
     model = build_tiny_model(settings, tokenizer, seed=5)

@@ -1,0 +1,72 @@
+"""SIGTERM and Ctrl-C as requests to stop: the first asks, a later one insists.
+
+Heard by a thread, at once, whatever the main thread does: a handler in Python would wait until a backward pass or a
+collective returns, which may be never.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+INTERRUPTED = 130
+"""Exit code of a run that was asked to stop and did."""
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Seconds in which further signals are the same request: a launcher passes on what the terminal has sent to everybody.
+_SAME = 1.0
+
+
+@contextmanager
+def stop_requests(ask: Callable[[], None], insist: Callable[[], None]) -> Iterator[None]:
+    """Call ``ask`` at the first signal and ``insist`` at later ones, in a thread; in the main thread alone."""
+    heard, signalled = os.pipe()
+    os.set_blocking(signalled, False)
+    listener = threading.Thread(target=_listen, args=(heard, ask, insist), daemon=True, name="stop-requests")
+    listener.start()
+    wakeup = signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
+    handlers = {name: signal.signal(name, _leave_to_thread) for name in _SIGNALS}
+    try:
+        yield
+    finally:
+        for name, handler in handlers.items():
+            signal.signal(name, handler)
+        signal.set_wakeup_fd(wakeup)
+        os.close(signalled)  # ends the thread
+        listener.join()
+        os.close(heard)
+
+
+@contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """While there is nothing to save yet: SIGTERM raises KeyboardInterrupt as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def end_at_once() -> None:
+    """End this process now. Its children notice."""
+    os._exit(INTERRUPTED)
+
+
+def _leave_to_thread(number: int, frame: object) -> None:
+    """A handler has to be there for the signal's number to be written."""
+
+
+def _listen(heard: int, ask: Callable[[], None], insist: Callable[[], None]) -> None:
+    first: float | None = None
+    while number := os.read(heard, 1):
+        if number[0] not in _SIGNALS:  # another handler's
+            continue
+        if first is None:
+            first = time.monotonic()
+            ask()
+        elif time.monotonic() - first >= _SAME:
+            insist()
