@@ -6,6 +6,7 @@ SymPy has three, NumPy one. They are looked up once, in the warm interpreter, an
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import random
@@ -14,12 +15,14 @@ from collections.abc import Callable
 from typing import Any
 
 _SEED_BYTES = 32
+_KEY_BYTES = 624 * 4
 
 
 def find_generators() -> tuple[Callable[[], None], ...]:
     """For each generator that the garbage collector knows, what seeds it from the kernel's randomness.
 
-    To be called before ``gc.freeze``, which hides objects.
+    What is slow is done here, once: a call into NumPy costs a fresh child most of a millisecond. To be called before
+    ``gc.freeze``, which hides objects.
     """
     things = gc.get_objects()
     after_fork = random.seed.__self__  # type: ignore[attr-defined]
@@ -27,29 +30,38 @@ def find_generators() -> tuple[Callable[[], None], ...]:
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
         return tuple(own)
-    states = [thing for thing in things if isinstance(thing, numpy.random.RandomState)]
-    of_states = {id(state._bit_generator) for state in states}
-    bits = [thing for thing in things if isinstance(thing, numpy.random.BitGenerator) and id(thing) not in of_states]
-    return (*own, *(_legacy(numpy, state) for state in states), *(_bits(thing) for thing in bits))
+    for thing in things:
+        if isinstance(thing, numpy.random.RandomState):  # a normal number may be kept for later
+            thing.set_state({**thing.get_state(legacy=False), "has_gauss": 0, "gauss": 0.0})
+    return (*own, *(_bits(thing) for thing in things if isinstance(thing, numpy.random.BitGenerator)))
 
 
 def _python(generator: random.Random) -> Callable[[], None]:
-    return lambda: generator.seed(int.from_bytes(os.urandom(_SEED_BYTES), "big"))
-
-
-def _legacy(numpy: Any, state: Any) -> Callable[[], None]:
-    """Of a RandomState. Its own ``seed`` is five times as fast with bytes as without, and knows one algorithm."""
-    if isinstance(state._bit_generator, numpy.random.MT19937):
-        return lambda: state.seed(numpy.frombuffer(os.urandom(_SEED_BYTES), numpy.uint32))
-    renew = _bits(state._bit_generator)
-
-    def seed() -> None:
-        renew()
-        state.set_state({**state.get_state(legacy=False), "has_gauss": 0})  # a normal number may be kept for later
-
-    return seed
+    generator.gauss_next = None  # type: ignore[attr-defined]  # also kept for later
+    seed = super(random.Random, generator).seed
+    return lambda: seed(int.from_bytes(os.urandom(_SEED_BYTES), "big"))
 
 
 def _bits(generator: Any) -> Callable[[], None]:
-    """Of what stands below a Generator: its state, and the seeds of those it spawns."""
-    return lambda: generator.__setstate__(type(generator)().__getstate__())
+    """Of what stands below NumPy's generators: its state, and the seeds of those it spawns."""
+
+    def renew() -> None:
+        generator.__setstate__(type(generator)().__getstate__())
+
+    address = generator.ctypes.state_address
+    if type(generator).__name__ != "MT19937" or not _lies_at(address, generator.state["state"]):
+        return renew
+    generator._legacy_seeding(None)  # from here on it spawns nothing
+    return lambda: _write_key(address)
+
+
+def _lies_at(address: int, state: dict[str, Any]) -> bool:
+    """Whether the Mersenne Twister's key and position lie in memory as they did in every NumPy so far."""
+    key, position = ctypes.string_at(address, _KEY_BYTES), ctypes.c_int.from_address(address + _KEY_BYTES).value
+    return (key, position) == (state["key"].tobytes(), state["pos"])
+
+
+def _write_key(address: int) -> None:
+    """A random key of which every number has been drawn, so that the next draw makes new ones."""
+    ctypes.memmove(address, os.urandom(_KEY_BYTES), _KEY_BYTES)
+    ctypes.c_int.from_address(address + _KEY_BYTES).value = _KEY_BYTES // 4
