@@ -19,8 +19,8 @@ class Outcome(StrEnum):
     OK = "ok"  # exit status 0
     ERROR = "error"  # an uncaught exception, a SyntaxError, or another exit status
     TIMEOUT = "timeout"  # killed at its deadline, of wall clock or of CPU
-    MEMORY_LIMIT = "memory_limit"  # killed for its memory, or ended by a MemoryError
-    OUTPUT_LIMIT = "output_limit"  # killed for flooding its output
+    MEMORY_LIMIT = "memory_limit"  # killed for its memory, or ended by an uncaught MemoryError
+    OUTPUT_LIMIT = "output_limit"  # killed for flooding its output or its scratch directory
     KILLED = "killed"  # ended by a signal that the sandbox did not send
     INFRASTRUCTURE_FAILURE = "infrastructure_failure"  # the sandbox failed: the run says nothing of the program
 

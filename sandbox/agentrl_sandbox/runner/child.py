@@ -20,6 +20,7 @@ from agentrl_sandbox.runner.lockdown import Lockdown, has_own_users
 from agentrl_sandbox.runner.memory import tasks_of_user
 from agentrl_sandbox.runner.order import Task, read_task
 from agentrl_sandbox.runner.rootfs import SCRATCH, become_namespace_root
+from agentrl_sandbox.runner.scratch_use import INODES
 
 FILE_NAME = "<program>"
 STARTED = b"R"
@@ -60,7 +61,7 @@ class ChildLimits:
             lockdown=Lockdown(config),
             address_space=mapped + (config.memory_mb << 20),
             max_processes=processes,
-            scratch=f"size={size},nr_inodes=16384,mode=700",
+            scratch=f"size={size},nr_inodes={INODES},mode=700",
             scratch_bytes=size,
             generators=generators,
         )
@@ -90,7 +91,7 @@ def limit_children(limits: ChildLimits) -> None:
 
 def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: list[int]) -> NoReturn:
     """Isolate this process, run the program, exit. Never returns, whatever the program does."""
-    exit_code, leave = 70, os._exit  # the program may replace os._exit
+    exit_code, leave, write = 70, os._exit, os.write  # the program may replace them
     try:
         task = _take_descriptors(descriptors)
         scratch, pid = isolate(limits, slot), os.getpid()
@@ -101,9 +102,12 @@ def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: lis
         write_files(scratch, 0, task.files)
         limits.reseed()
         os.write(_STATUS_DESCRIPTOR, STARTED)
-        exit_code = _run(task)
+        exit_code, mark = _run(task)
         if task.fetch and os.getpid() == pid:  # not a child of the program that got here too
             _fetch(scratch, task)
+        if os.getpid() == pid:
+            with contextlib.suppress(OSError):  # the program closed it: it is then an ordinary error
+                write(_STATUS_DESCRIPTOR, mark)
     except OSError as error:
         os.write(_STATUS_DESCRIPTOR, str(error).encode())
     finally:
@@ -164,23 +168,21 @@ def isolate(limits: ChildLimits, slot: int) -> str:
     return directory
 
 
-def _run(task: Task) -> int:
-    """Run the program as ``__main__`` and give its exit status, as the interpreter would."""
+def _run(task: Task) -> tuple[int, bytes]:
+    """Run the program as ``__main__``; its exit status, as the interpreter gives it, and the status pipe's last word.
+
+    Whatever else writes to the pipe or ends this process, such as a fork that ran out of memory, says nothing of this
+    program.
+    """
     sys.path.insert(0, "")
     gc.enable()
+    marks: list[bytes] = []
     program = interpreter.Program(source=task.source, name=FILE_NAME, echo=task.echo)
-    exit_code = interpreter.run(program, interpreter.make_main(), _mark_out_of_memory)
-    return interpreter.finish(exit_code, _mark_out_of_memory)
+    exit_code = interpreter.run(program, interpreter.make_main(), lambda: marks.append(OUT_OF_MEMORY))
+    return interpreter.finish(exit_code, lambda: marks.append(OUT_OF_MEMORY)), b"".join(marks[:1])
 
 
 def _fetch(scratch: str, task: Task) -> None:
     """What the program did to this interpreter may make this fail; how the program ended stays as it is."""
     with contextlib.suppress(BaseException):
         fetch_files(scratch, task.fetch, Fetched(_FETCHED_DESCRIPTOR, task.fetch))
-
-
-def _mark_out_of_memory() -> None:
-    try:
-        os.write(_STATUS_DESCRIPTOR, OUT_OF_MEMORY)
-    except OSError:
-        return  # the program closed the descriptor: it is then an ordinary error

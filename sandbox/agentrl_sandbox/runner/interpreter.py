@@ -15,6 +15,9 @@ from types import ModuleType, TracebackType
 from agentrl_sandbox.runner import echo
 from agentrl_sandbox.runner.echo import compile_with_echo
 
+UNCAUGHT = 1
+"""The exit status of a program that an exception ended."""
+
 _OURS = (__file__, echo.__file__)
 
 
@@ -43,7 +46,7 @@ def run(program: Program, main: ModuleType, on_out_of_memory: Callable[[], None]
         return _exit_status(leaving.code)
     except BaseException as error:  # noqa: BLE001 - a program may raise anything, and that is its outcome
         _report(error, on_out_of_memory)
-        return 1
+        return UNCAUGHT
     return 0
 
 

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import platform
+from collections.abc import Iterator
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000
@@ -189,6 +190,22 @@ def become(user: int) -> None:
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
+
+
+@contextlib.contextmanager
+def files_of(user: int | None) -> Iterator[None]:
+    """Reach files, and what /proc shows of processes, as a user does (None: as before), closed to its signals."""
+    if user is None:
+        yield
+        return
+    before = os.geteuid(), os.getegid()
+    _libc.setfsgid(ctypes.c_uint(user))
+    _libc.setfsuid(ctypes.c_uint(user))
+    try:
+        yield
+    finally:
+        _libc.setfsuid(ctypes.c_uint(before[0]))
+        _libc.setfsgid(ctypes.c_uint(before[1]))
 
 
 def offer_to_oom_killer() -> None:

@@ -8,17 +8,29 @@ from __future__ import annotations
 
 import os
 import resource
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _PAGE = resource.getpagesize()
 
 
 @dataclass(kw_only=True, slots=True)
 class Usage:
-    """Of a process tree: bytes of resident memory, and tasks (processes and threads)."""
+    """Of a process tree: bytes of resident memory, tasks (processes and threads), and its processes.
+
+    What processes share, as after a fork, counts in ``resident`` once for each: it is a bound from above.
+    """
 
     resident: int = 0
     tasks: int = 0
+    processes: list[int] = field(default_factory=list)
+
+    def add(self, other: Usage) -> Usage:
+        """The sum of both."""
+        return Usage(
+            resident=self.resident + other.resident,
+            tasks=self.tasks + other.tasks,
+            processes=self.processes + other.processes,
+        )
 
 
 def usage(pid: int, beyond: int = 0) -> Usage:
@@ -29,8 +41,30 @@ def usage(pid: int, beyond: int = 0) -> Usage:
         process = waiting.pop()
         total.resident += max(0, resident_bytes(process) - beyond)
         total.tasks += len(tasks(process))
+        total.processes.append(process)
         waiting += children(process)
     return total
+
+
+def proportional_bytes(processes: list[int], beyond: int) -> int:
+    """Memory of processes in which a page that several share counts once; beyond the ``beyond`` bytes they began with.
+
+    The kernel divides a page by those who map it. Of the interpreter's own pages, which its zygote and maybe other
+    programs map too, the n processes have at most n parts of n + 1.
+    """
+    total = sum(map(_proportional, processes))
+    return total - beyond * len(processes) // (len(processes) + 1)
+
+
+def _proportional(pid: int) -> int:
+    """One process's part; all of its resident memory where it shows no more."""
+    for path in (f"/proc/{pid}/smaps_rollup", *(f"/proc/{pid}/task/{task}/smaps_rollup" for task in tasks(pid))):
+        try:
+            with open(path, encoding="ascii") as file:
+                return next(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
+        except (OSError, StopIteration):
+            continue
+    return resident_bytes(pid)
 
 
 def resident_bytes(pid: int) -> int:

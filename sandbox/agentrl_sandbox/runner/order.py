@@ -6,11 +6,15 @@ reads from stdin: the child reads up to there and hands the rest of the file to 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+_F_ADD_SEALS = 1033
+_SEALS = 0x1 | 0x2 | 0x4 | 0x8  # no further seal, no shrinking, no growing, no writing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +58,7 @@ class Order:
         )
 
     def to_memory_file(self) -> int:
-        """A new memory file for the child, at its beginning."""
+        """A new memory file for the child, at its beginning. The program, whose stdin it is, cannot write to it."""
         header = {
             "source": len(self.source),
             "echo": self.echo,
@@ -62,9 +66,10 @@ class Order:
             "fetch": self.fetch,
         }
         text = json.dumps(header).encode()
-        file = os.memfd_create("program", os.MFD_CLOEXEC)
+        file = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         for part in (len(text).to_bytes(8, "big"), text, self.source, *(c for _, c in self.files), self.stdin):
             os.write(file, part)
+        fcntl.fcntl(file, _F_ADD_SEALS, _SEALS)
         os.lseek(file, 0, os.SEEK_SET)
         return file
 

@@ -11,6 +11,7 @@ from typing import Any
 from agentrl_sandbox.runner import fetched
 from agentrl_sandbox.runner.capture import Capture
 from agentrl_sandbox.runner.child import OUT_OF_MEMORY, STARTED
+from agentrl_sandbox.runner.interpreter import UNCAUGHT
 from agentrl_sandbox.types import Outcome
 
 
@@ -30,7 +31,9 @@ class Program:
     fetch: tuple[str, ...] = ()
     fetched_file: int = -1  # the memory file in which these come back
     session: int | None = None
-    pid: int = 0
+    pid: int = 0  # of its first process, or of its session's keeper
+    memory_due: float = 0.0  # when it may be looked at closely again
+    scratch_due: float = 0.0
     reason: Outcome | None = None  # why the server killed it
 
     @property
@@ -75,17 +78,22 @@ def judge(program: Program, status: int, cpu_seconds: float) -> Ending:
             return Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why)
         if exit_code in (-signal.SIGXCPU, -signal.SIGKILL) and cpu_seconds >= program.cpu_limit:
             return Ending(outcome=Outcome.TIMEOUT, exit_code=exit_code)
-    return judge_exit(program, exit_code, out_of_memory=OUT_OF_MEMORY in report[len(STARTED) :])
+    return judge_exit(program, exit_code, out_of_memory=report == STARTED + OUT_OF_MEMORY)
 
 
 def judge_exit(program: Program, exit_code: int, *, out_of_memory: bool) -> Ending:
-    """The outcome, from an exit status (minus a signal's number) and from why the server killed the program."""
+    """The outcome, from an exit status (minus a signal's number) and from why the server killed the program.
+
+    ``out_of_memory``: the interpreter says that an uncaught MemoryError ended it. With an exit status that the program
+    chose, it did not.
+    """
     if program.reason is not None and (exit_code < 0 or program.reason is not Outcome.TIMEOUT):
         return Ending(outcome=program.reason, exit_code=exit_code)
     if exit_code == 0:
         return Ending(outcome=Outcome.OK, exit_code=0)
     if exit_code > 0:
-        return Ending(outcome=Outcome.MEMORY_LIMIT if out_of_memory else Outcome.ERROR, exit_code=exit_code)
+        ran_out = out_of_memory and exit_code == UNCAUGHT
+        return Ending(outcome=Outcome.MEMORY_LIMIT if ran_out else Outcome.ERROR, exit_code=exit_code)
     return Ending(outcome=Outcome.KILLED, exit_code=exit_code)
 
 

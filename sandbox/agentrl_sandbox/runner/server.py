@@ -36,6 +36,7 @@ from agentrl_sandbox.runner.program import Ending, Program, done_frame, judge
 from agentrl_sandbox.runner.routing import needs_science
 from agentrl_sandbox.runner.session_table import KIND
 from agentrl_sandbox.runner.sessions import Sessions
+from agentrl_sandbox.runner.watch import Watch
 from agentrl_sandbox.runner.zygote_handle import ZygoteHandle
 from agentrl_sandbox.types import Outcome
 from agentrl_sandbox.wire import FrameBuffer, pack
@@ -116,6 +117,7 @@ class Server:
         self._bare = config.isolate == "none"
         self._scratch = os.environ.get(SCRATCH_VARIABLE, "")
         self._own_users = has_own_users(config)
+        self._look = Watch(config, self._scratch)
         for kind in _KINDS:
             self._start_zygote(kind)
 
@@ -371,7 +373,9 @@ class Server:
             return
         self._next_tick = now + _TICK
         self._sessions.watch_usage(count_tasks=not self._own_users)
-        for program in self._programs.values():
+        for program in list(self._programs.values()):
+            if self._look.scratch_is_over(program):
+                self.kill(program, Outcome.OUTPUT_LIMIT)
             if program.session is not None:
                 continue
             if program.pid:
@@ -381,7 +385,7 @@ class Server:
 
     def _watch_usage(self, program: Program) -> None:
         used = usage(program.pid, self._zygotes[program.zygote].resident)
-        if used.resident > self._config.memory_mb << 20:
+        if self._look.memory_is_over(program, used, self._zygotes[program.zygote].resident):
             self.kill(program, Outcome.MEMORY_LIMIT)
         elif not self._own_users and used.tasks > self._config.max_processes:
             self.kill(program, Outcome.KILLED)

@@ -53,8 +53,7 @@ class Family:
             used = usage(pid, beyond)
             session = by_pid.get(_inner_pid(pid))
             if session is None:
-                stray.resident += used.resident
-                stray.tasks += used.tasks
+                stray = stray.add(used)
             else:
                 known[session] = used
         return known, stray

@@ -27,6 +27,7 @@ from agentrl_sandbox.runner.order import Order
 from agentrl_sandbox.runner.program import judge_exit
 from agentrl_sandbox.runner.session import Family, Fork, Session, State
 from agentrl_sandbox.runner.session_table import END_SECONDS, KIND, Host, SessionTable
+from agentrl_sandbox.runner.watch import Watch
 from agentrl_sandbox.types import Outcome
 
 _OPEN_SECONDS = 60.0
@@ -40,6 +41,7 @@ class Sessions:
     def __init__(self, config: RunnerConfig, host: Host) -> None:
         self._config = config
         self._host = host
+        self._look = Watch(config)
         self._table = SessionTable(host)
         self._slots = list(range(config.workers, config.slots))
         self._waiting: deque[tuple[int, int]] = deque()  # requests for a session, each with its number
@@ -64,6 +66,7 @@ class Sessions:
         if session is None:
             return
         program, descriptors = launch(order, self._config, KIND, session.family.slot)
+        program.pid = session.family.pid
         self._host.add(program)
         session.program = program
         session.state, session.due = State.RUNNING, math.inf
@@ -305,11 +308,11 @@ class Sessions:
                 continue
             known, stray = family.usage(beyond)
             for session in running:
-                used = known.get(session.identifier, Usage())
+                used = known.get(session.identifier, Usage()).add(stray)
                 assert session.program is not None
-                if used.resident + stray.resident > self._config.memory_mb << 20:
+                if self._look.memory_is_over(session.program, used, beyond):
                     self._host.kill(session.program, Outcome.MEMORY_LIMIT)
-                elif count_tasks and used.tasks + stray.tasks > self._config.max_processes:
+                elif count_tasks and used.tasks > self._config.max_processes:
                     self._host.kill(session.program, Outcome.KILLED)
 
 
