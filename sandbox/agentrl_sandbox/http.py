@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import os
 import random
 import ssl
@@ -30,6 +31,7 @@ from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome
 
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 _IN_FLIGHT = 256  # requests at once, unless the settings say otherwise; more calls wait here
 _START_SECONDS = 60.0
 _CONNECT_SECONDS = 10.0
@@ -61,6 +63,7 @@ class HttpSandbox:
         self._busy: set[httpx.AsyncHTTPTransport] = set()
         self._room = asyncio.Semaphore(settings.workers or _IN_FLIGHT)
         self._closed = False
+        self._absent = False  # nothing answered the last request
 
     @property
     def isolation(self) -> Isolation:
@@ -192,16 +195,27 @@ class HttpSandbox:
             finally:
                 await response.aclose()
         except httpx.TransportError as error:
+            self._say_absent(error)
             raise BusyError(f"{type(error).__name__}: {error}", retry_after=0) from error
         finally:
             self._busy.discard(connection)
             self._idle.append(connection)
+        self._absent = False
         if not response.is_success:
             raise self._error(response)
         try:
             return response.json() if response.content else None
         except ValueError as error:  # neither text nor JSON
             raise BusyError(f"{self._settings.url} gave an answer that is no JSON: {error}") from error
+
+    def _say_absent(self, error: httpx.TransportError) -> None:
+        """Once an outage, at its beginning: the calls that wait say nothing until their patience is over."""
+        if not self._absent and not self._closed:
+            self._absent = True
+            _log.warning(
+                "the sandbox at %s does not answer (%s); calls wait for it up to %g s. Start it again if nothing does",
+                *(self._settings.url, type(error).__name__, self._settings.patience),
+            )
 
     def _one_connection(self) -> httpx.AsyncHTTPTransport:
         """A transport for one request at a time: a pool of many connections looks at each of them for every request.

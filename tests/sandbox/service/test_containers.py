@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import uuid
@@ -228,6 +229,32 @@ async def test_the_front_is_replaced_and_clients_go_on(service, compose, engine)
     (front,) = compose.containers(engine, "front")
     await asyncio.to_thread(front.restart, timeout=0)
     assert [(await call).stdout for call in calls] == [f"{i}\n" for i in range(20)]
+
+
+@pytest.mark.parametrize("name", ["front", "runner"])
+async def test_a_container_that_crashes_under_load_is_started_again(service, compose, engine, name):
+    runners = len(compose.containers(engine, "runner"))
+    calls = [asyncio.ensure_future(service.execute(f"import time; time.sleep(0.05); print({i})")) for i in range(150)]
+    while sum(call.done() for call in calls) < 20:
+        await asyncio.sleep(0.02)
+    container = compose.containers(engine, name)[0]
+    starts = container.attrs["RestartCount"]
+    os.kill(container.attrs["State"]["Pid"], signal.SIGKILL)  # as a crash: what `docker kill` ends stays ended
+    done = await asyncio.gather(*calls)
+    failed = [d for d in done if d.outcome is Outcome.INFRASTRUCTURE_FAILURE]
+    assert len(failed) <= (2 if name == "runner" else 0)  # what a runner had: it has two workers
+    assert all(d.stdout == f"{i}\n" for i, d in enumerate(done) if d not in failed)
+    await until_runners(compose, runners)
+    container.reload()
+    assert (container.status, container.attrs["RestartCount"]) == ("running", starts + 1)
+
+
+async def test_scratch_is_bounded_in_the_image(service):
+    bytes_bomb = "for n in range(2048):\n    with open(str(n), 'wb') as f: f.write(bytes(1 << 20))"
+    inodes_bomb = "for n in range(130_000):\n    open(str(n), 'w').close()"
+    for bomb in (bytes_bomb, inodes_bomb):
+        done = await service.execute(f"{bomb}\nimport time; time.sleep(60)", timeout=60.0)
+        assert done.outcome is Outcome.OUTPUT_LIMIT
 
 
 async def test_docker_url_starts_a_container_and_removes_it(image, engine):

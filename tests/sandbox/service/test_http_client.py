@@ -133,6 +133,21 @@ async def test_a_queue_that_stays_full_is_an_infrastructure_failure(sockets, run
     assert "late" not in runner.sandbox.started
 
 
+async def test_an_absent_service_is_named_at_once_and_once(sockets, runner, running_front, until, caplog):
+    async with running_front(sockets) as front:
+        sandbox = await open_sandbox(settings(front))
+
+    def said() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == "agentrl_sandbox.http"]
+
+    calls = [asyncio.ensure_future(sandbox.execute("p")) for _ in range(5)]
+    await until(said)
+    assert [call.done() for call in calls] == [False] * 5
+    await sandbox.close()
+    assert {(await call).outcome for call in calls} == {Outcome.INFRASTRUCTURE_FAILURE}
+    assert [f"{front.url} does not answer" in text for text in said()] == [True]
+
+
 async def test_calls_survive_a_front_that_is_replaced(sockets, runner, running_front, until):
     """The first front dies with calls under way and more waiting; its successor has the same address."""
 
