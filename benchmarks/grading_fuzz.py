@@ -92,6 +92,12 @@ MUTATIONS: tuple[Mutation, ...] = (another_digit, one_more, turned, other_beside
 
 # Answers that came up, have other letters and numbers than the gold answer, and are right.
 LOOKED_AT: dict[tuple[str, str], str] = {
+    (r"y^2 - 4x - 6y + 9 = 0ac{37}{50}", r"y^2 - 4x - 6y + 9 = 0"): "letters times 0",
+    ("-13:1", "-13"): "the ratio is -13",
+    (r"[46,5 \infty)", r"[46, \infty)"): "5 times infinity",
+    (r"2,-\frac{11}{44}", r"2,-\frac{1}{4}"): "not in lowest terms",
+    (r"0-\frac{3}{5}", r"-\frac{3}{5}"): "from 0",
+    (r"\tfrac{1!}{6}", r"\tfrac{1}{6}"): "1! is 1",
     (r"$None0, \frac{1}{2}", r"0, \frac{1}{2}"): "letters times 0",
     (r"x0 ,1", "0,1"): "x times 0",
     (r"\left'(\frac{17}{4},0right)", r"\left(\frac{17}{4},0\right)"): "letters times 0",
@@ -150,6 +156,8 @@ def tokens(text: str) -> list[str]:
 
 def explained(answer: str, gold: str, mutation: str) -> bool:
     """Whether the content is the same; damage may move a factor, which is no change (``a4`` for ``4a``)."""
+    if gold.partition("_")[0] == answer:  # the base left out
+        return True
     left, right = tokens(answer), tokens(gold)
     return left == right or (mutation == "damaged" and sorted(left) == sorted(right))
 
@@ -184,6 +192,8 @@ async def run(mutations: int, seed: int, workers: int, data_dir: Path) -> int:
         finally:
             slots.release()
         verdicts[mutation.__name__, verdict] += 1
+        if verdict is Verdict.ANSWER_TIMEOUT:
+            print(f"slow: {answer!r} for {gold!r}")
         known = explained(answer, gold, mutation.__name__) or (answer, gold) in LOOKED_AT
         if verdict is Verdict.CORRECT and not known:
             suspicious.append((mutation.__name__, answer, gold))

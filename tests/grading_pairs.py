@@ -314,6 +314,17 @@ EQUAL: dict[str, str] = {
         \lim_{x\to 0} \frac{\sin x}{x} | 1
         \sum_{k=1}^{\infty} \frac{1}{2^k} | 1
     """,
+    "what respellings of real answers found": r"""
+        1 \cdot (2^{n - 1}) | 2^{n - 1}
+        -36 \le x \le 104 | [-36,104]
+        a+b \le x \le b | [a+b, b]
+        \textcolor{blue}{\frac{3 \sqrt{2} - 3}{2}} | \frac{3 \sqrt{2} - 3}{2}
+        $\$ 1.06$ | \$ 1.06
+        $125$ miles | 125\textnormal{ miles}
+        30,951 \mathrm{ miles per hour} | 30,951
+        2340 | \mathbf{2340}
+        \frac{5}{3} | 1\frac{2}{3}
+    """,
 }
 
 DIFFERENT: dict[str, str] = {
@@ -596,6 +607,20 @@ DIFFERENT: dict[str, str] = {
         \pm 3 | -3
         100 | 1
         1\% | 100
+    """,
+    "what fuzz and neighbours of real answers found": r"""
+        (2^{2005}) + \pi | 2^{2005}
+        2^{10^{10}} + 1 | 2^{10^{10}}
+        (-23.5) + 10^{-9} | -23.5
+        -1.0000 | -\frac{2010012}{2010013}
+        2^{-10^{12}} | 0
+        2, -1None | 2, -1
+        31nan | 31
+        1.8~ii | 1.8
+        1\frac{5}{3} | 1\frac{2}{3}
+        \$\dfrac23 \approx \$0.68 | \$\dfrac23 \approx \$0.67
+        441e90222030 | 4022030
+        (-36104) | (-36,104)
     """,
 }
 

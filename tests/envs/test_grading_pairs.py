@@ -189,12 +189,12 @@ def test_what_a_program_printed_is_an_answer_only_as_a_box(execution: Callable[.
     ("stdout", "verdict"),
     [
         ("".join(f"\\boxed{{{number}}}\n" for number in range(100)), INCORRECT),  # every number tried
-        ("\\boxed{range(100)}", INCORRECT),
+        ("\\boxed{range(100)}", Verdict.UNPARSABLE_ANSWER),
         ("\\boxed{[1, 2, 3, 4]}", INCORRECT),
         ("\\boxed{None}", INCORRECT),
         ("\\boxed{__import__('os')}", Verdict.UNPARSABLE_ANSWER),
         ("\\boxed{<object object at 0x4>}", Verdict.UNPARSABLE_ANSWER),
-        ("\\boxed{Traceback (most recent call last): 4}", INCORRECT),
+        ("\\boxed{Traceback (most recent call last): 4}", Verdict.UNPARSABLE_ANSWER),
         ("\\boxed{5}\n4", INCORRECT),
         ("\\boxed{4.0}", CORRECT),
         ("\\boxed{4.0000001}", CORRECT),

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 
-from agentrl_envs.grading.algebra import read_latex, same_by_algebra
+from agentrl_envs.grading.algebra import is_for_algebra, read_latex, same_by_algebra
 from agentrl_envs.grading.equality import equal, proportional
 from agentrl_envs.grading.expressions import Apply, Expression, Number, Symbol, parts, symbols
 from agentrl_envs.grading.structure import Answer, Group, Leaf, Numeral, Relation, Unread, Words, read_answer
@@ -67,7 +67,7 @@ def check_gold(gold: str) -> Verdict:
 
 
 def _understood(answer: Answer) -> bool:
-    return not isinstance(answer, Unread) or read_latex(answer.text) is not None
+    return not isinstance(answer, Unread) or (is_for_algebra(answer.text) and read_latex(answer.text) is not None)
 
 
 def _by_algebra(answer: Answer, gold: Answer) -> bool:
@@ -345,10 +345,12 @@ def _numbers_differ(relation: Relation) -> bool:
 
 
 def _roughly(one: Expression, other: Expression) -> bool:
+    """Whether a number may be called approximately another: to the places it is given in, else to 5 %."""
     try:
         first, second = value_of(one, {}, 20), value_of(other, {}, 20)
     except NoValueError:
         return False
     if isinstance(first, tuple) or isinstance(second, tuple):
         return False
-    return bool(abs(first - second) <= _ROUGHLY * max(abs(first), abs(second)))
+    places = other.places if isinstance(other, Number) else 0
+    return bool(abs(first - second) <= (10.0**-places if places else _ROUGHLY * max(abs(first), abs(second))))

@@ -7,8 +7,8 @@ r"""Whether two expressions are equal, by their values: exact ones, or twice as 
 (False, False)
 
 With symbols, values are compared at points of both signs; where only complex numbers have one (roots and logarithms of
-negative numbers), conventions differ and nothing is concluded. A decimal is equal to what rounds to it in six digits
-behind the point, a small one in its leading digits, one written to 15 digits in those.
+negative numbers), conventions differ and nothing is concluded. A decimal of six places or more is equal to what rounds
+to it in six, a small one in its leading digits, one written to 15 digits in those.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from typing import Any
 
 from mpmath import mp
 
-from agentrl_envs.grading.expressions import Expression, Number, applied, has_decimals, ordered, symbols
+from agentrl_envs.grading.expressions import Expression, Number, applied, is_rounded, ordered, symbols
 from agentrl_envs.grading.values import NoValueError, random_number, value_of
 
 _DIGITS = (40, 100)
+_MOST_DIGITS = 3_000
 _AGREE = 0.7  # the share of the digits that equal values share, calculated
 _WITHOUT_CANCELLATION = frozenset({"*", "over", "^", "neg", "root", "factorial", "binomial", "pi", "e", "exp"})
 _ROUNDED = Fraction(1, 2 * 10**6)
@@ -59,7 +60,9 @@ def proportional(left: Expression, right: Expression) -> Fraction | None:
             continue
         if isinstance(over, tuple) or isinstance(under, tuple) or under == 0 or over == 0:
             return None
-        here = over / under
+        with mp.workdps(_DIGITS[0]):
+            exact = isinstance(over, Fraction) and isinstance(under, Fraction)
+            here = over / under if exact else _number(over) / _number(under)
         if ratio is not None and not _near(here, ratio, _DIGITS[0]):
             return None
         ratio = here
@@ -100,17 +103,27 @@ def _agree_at(left: Expression, right: Expression, point: dict[str, Fraction], *
                 return False if positive else None
             if not positive:
                 return True if _near(first, second, _DIGITS[0]) else None
-        if has_decimals(left) or has_decimals(right):
+        if is_rounded(left) or is_rounded(right):
             return _rounds_to(left, right, first, second, scaled=bool(point))
         if isinstance(first, Fraction) and isinstance(second, Fraction):
             return first == second
         exact = applied(left) | applied(right) <= _WITHOUT_CANCELLATION  # where the smallest value is no zero
         if not _near(first, second, _DIGITS[0], relative=exact):
             return False
-        first, second = value_of(left, point, _DIGITS[1]), value_of(right, point, _DIGITS[1])
-        return _near(first, second, _DIGITS[1], relative=exact)
+        digits = _digits_for(first)
+        if digits is None:  # so large that nothing shows what stands behind the point
+            return True if exact else None
+        return _near(value_of(left, point, digits), value_of(right, point, digits), digits, relative=exact)
     except NoValueError:
         return None
+
+
+def _digits_for(value: Any) -> int | None:
+    """How many digits show what stands behind the point (2^{2005} + 1 is not 2^{2005}); None where too many would."""
+    with mp.workdps(_DIGITS[0]):
+        size = abs(_number(value))
+        before = int(mp.log10(size)) if size > 1 and not mp.isinf(size) else 0
+    return None if before > _MOST_DIGITS else _DIGITS[1] + int(before / _AGREE)
 
 
 def _matrices_agree(left: Expression, right: Expression, first: Any, second: Any) -> bool:
@@ -118,7 +131,7 @@ def _matrices_agree(left: Expression, right: Expression, first: Any, second: Any
         return False
     if (len(first), len(first[0])) != (len(second), len(second[0])):
         return False
-    decimals = has_decimals(left) or has_decimals(right)
+    decimals = is_rounded(left) or is_rounded(right)
     for row, other in zip(first, second, strict=True):
         for cell, mate in zip(row, other, strict=True):
             near = _within_rounding(cell, mate, scaled=False) if decimals else _near(cell, mate, _DIGITS[0])

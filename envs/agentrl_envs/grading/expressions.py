@@ -1,7 +1,7 @@
 """What the readers make of an expression: numbers, symbols, and functions applied to them. Nothing is calculated.
 
 >>> tree = Apply("+", (Number(Fraction(1, 2)), Symbol("x")))
->>> sorted(symbols(tree)), has_decimals(tree)
+>>> sorted(symbols(tree)), is_rounded(tree)
 (['x'], False)
 """
 
@@ -12,13 +12,17 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeAlias
 
+ROUNDED_PLACES = 6
+
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """An exact number. ``digits``: the significant ones of a number written as a decimal, else 0."""
+    """An exact number. Of one that is written as a decimal, ``digits`` are the significant ones and ``places`` those
+    behind the point; else 0."""
 
     value: Fraction
     digits: int = 0
+    places: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +69,9 @@ def ordered(tree: Expression) -> Expression:
     return Apply(tree.function, tuple(sorted(arguments, key=repr)) if tree.function in ("+", "*") else arguments)
 
 
-def has_decimals(tree: Expression) -> bool:
-    """Whether a decimal that is no whole number stands in it."""
-    return any(isinstance(part, Number) and part.digits and part.value.denominator > 1 for part in parts(tree))
+def is_rounded(tree: Expression) -> bool:
+    """Whether a decimal of so many places stands in it that it may be rounded: a shorter one is meant as it stands."""
+    return any(isinstance(part, Number) and max(part.digits, part.places) >= ROUNDED_PLACES for part in parts(tree))
 
 
 def applied(tree: Expression) -> frozenset[str]:

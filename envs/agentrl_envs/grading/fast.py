@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from agentrl_envs.grading.expressions import ROUNDED_PLACES
 from agentrl_envs.grading.spelling import respelled, words_in
 from agentrl_envs.types import Verdict
 
@@ -27,7 +28,7 @@ _RATIO = re.compile(
 _BRACKETS = re.compile(r"[()\[\]{}]")
 _AROUND_SIGNS = re.compile(r"(?<=[^A-Za-z0-9.]) | (?=[^A-Za-z0-9.])")
 _ROUNDED = Fraction(1, 2 * 10**6)  # decimals count as equal when they agree in six digits behind the point
-_LEADING_DIGITS = Fraction(1, 100)  # ... and, where they are small, in their leading digits
+_LEADING_DIGITS = Fraction(1, 10**5)  # ... and, where they are small, in their leading digits
 
 
 def quick_verdict(answer: str, gold: str) -> Verdict | None:
@@ -76,7 +77,7 @@ def _by_value(answer: str, gold: str) -> Verdict | None:
     if len(places) == 2 and apart > Fraction(1, 2 * 10 ** min(places)):
         return Verdict.INCORRECT  # neither is the other, rounded
     near = apart < _ROUNDED and apart <= _LEADING_DIGITS * max(abs(answer_value), abs(gold_value))
-    return Verdict.CORRECT if near and places else Verdict.INCORRECT
+    return Verdict.CORRECT if near and max(places, default=0) >= ROUNDED_PLACES else Verdict.INCORRECT
 
 
 def _by_words(answer: str, gold: str) -> Verdict | None:

@@ -1,7 +1,7 @@
 """Numbers in words.
 
->>> number_in_words("twenty-five"), number_in_words("one hundred and three"), number_in_words("evelyn")
-(Number(value=Fraction(25, 1), digits=0), Number(value=Fraction(103, 1), digits=0), None)
+>>> number_in_words("one hundred and three").value, number_in_words("evelyn")
+(Fraction(103, 1), None)
 >>> scaled_by_words("5 million"), scaled_by_words("5 miles")
 (('5', Fraction(1000000, 1)), None)
 """

@@ -12,7 +12,6 @@ an integer before a proper fraction is a mixed number. ``i`` is the imaginary un
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -44,8 +43,8 @@ _TIMES = frozenset({"*", r"\cdot", r"\times", r"\ast"})
 _OVER = frozenset({"/", r"\div", ":"})
 _MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "array"})
 _FUNCTION_NAMES = frozenset("fghFGHP")
+_EXPONENT_DIGITS = 5  # of scientific notation, its sign among them
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
-_DECIMAL = re.compile(r"\d*\.\d+")
 
 
 def read_expression(text: str) -> Expression:
@@ -110,7 +109,9 @@ class _Reader:
                 raise UnreadableError("a number beside a factor")
             fraction = self._next.text == r"\frac"
             before, factor = factors[-1], self._factor()
-            if fraction and len(factors) == 1 and _whole(before) and _proper(factor):
+            if fraction and len(factors) == 1 and _whole(before) and (share := _share(factor)) is not None:
+                if share >= 1:
+                    raise UnreadableError("neither a mixed number nor a product")
                 factors = [Apply("+", (before, factor))]
             else:
                 factors.append(factor)
@@ -194,7 +195,11 @@ class _Reader:
     def _number(self, token: Token) -> Expression:
         if self._next.text == "_":
             raise UnreadableError("a numeral of some base in an expression")
-        value = Number(Fraction(token.text), len(token.text.strip("0.").replace(".", "")) if "." in token.text else 0)
+        mantissa, _, exponent = token.text.lower().partition("e")
+        if len(exponent) > _EXPONENT_DIGITS:
+            raise UnreadableError("a large exponent")
+        whole, _, behind = mantissa.partition(".")
+        value = Number(Fraction(token.text), len((whole + behind).lstrip("0")) if behind else 0, len(behind))
         if self._next.text == "j" and not self._next.spaced:
             self._take()
             return Apply("*", (value, Apply("i", ())))
@@ -441,9 +446,9 @@ def _whole(tree: Expression) -> bool:
     return isinstance(tree, Number) and tree.value.denominator == 1 and tree.digits == 0
 
 
-def _proper(tree: Expression) -> bool:
-    """Whether it is a fraction of two plain integers, less than one."""
+def _share(tree: Expression) -> Fraction | None:
+    """The value of a fraction of two plain integers."""
     match tree:
-        case Apply("*", (Number(over, 0), Apply("over", (Number(under, 0),)))):
-            return 0 < over < under
-    return False
+        case Apply("*", (Number(over, 0), Apply("over", (Number(under, 0),)))) if over and under:
+            return over / under
+    return None

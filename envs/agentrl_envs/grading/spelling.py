@@ -71,12 +71,14 @@ _MATH_SIGNS = (
     ("*", "*"),
 )
 _BOX = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])\s*")
-_ARGUMENT = r"\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
+_INNER = r"[^{}]*(?:\{[^{}]*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*\}[^{}]*)*"
+_ARGUMENT = rf"\{{({_INNER})\}}"
 _REWRITTEN: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\\\(?=[A-Za-z])(?!\w*\s*[&\\])(?<!\\\\\\\\)(?=frac|sqrt|text|pi|left|right|cup|infty|le|ge)", r"\\"),
-        (r"(?<!\\)\$([^$]+)(?<!\\)\$", r"\1"),
+        (r"(?<!\\)\$((?:[^$\\]|\\.)+)\$", r"\1"),
+        (r"\\(?:math|text)(?:bf|rm|it)?\s*\{\s*(\d[\d.]*)\s*\}", r"\1"),
         (r"\\(?:left|right)\s*\.", ""),
         (r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|biggl?|biggr?|displaystyle|textstyle|limits)(?![A-Za-z])\s?", ""),
         (r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),
@@ -84,7 +86,7 @@ _REWRITTEN: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
         (rf"\\textcolor\s*\{{[^{{}}]*\}}\s*{_ARGUMENT}", r"\1"),
-        (rf"\{{\\color\s*\{{[^{{}}]*\}}\s*([^{{}}]*)\}}|\\color\s*\{{[^{{}}]*\}}\s*(?:{_ARGUMENT})?", r"\1\2"),
+        (rf"\{{\\color\s*\{{[^{{}}]*\}}\s*({_INNER})\}}|\\color\s*\{{[^{{}}]*\}}\s*(?:{_ARGUMENT})?", r"\1\2"),
         (r"(?<=\d)(?:,\s*\\!\s*|\\[,;: ]|~|\{,\})(?=\d{3}(?!\d))", ""),
         (r"\\!", ""),
         (r"\\q?quad(?![A-Za-z])", " "),
@@ -186,8 +188,8 @@ def _without_math_signs(text: str) -> str:
             text.startswith(left)
             and text.endswith(right)
             and inner.strip()
-            and left not in inner
-            and right not in inner
+            and left not in inner.replace("\\$", "")
+            and right not in inner.replace("\\$", "")
         ):
             return inner.strip()
     return text

@@ -95,10 +95,11 @@ _CLOSING = frozenset({")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil"})
 _KINDS = {"()": "()", "[]": "[]", "(]": "(]", "[)": "[)", r"\{\}": "set", "{}": "set", r"\langle\rangle": "<>"}
 _TURNED = {"]": "(", "[": ")"}  # ]1,2[ is the open interval
 _THOUSANDS = re.compile(
-    r"[+-]?\s*\\?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?:\s*\\text\{[^{}]*\}|\s*[a-z][a-z ]*|\s*\\?[%$])?"
+    r"[+-]?\s*\\?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?:\s*\\[a-z]+\{[^{}]*\}|\s*[a-z][a-z ]*|\s*\\?[%$])?"
 )
 _NUMERAL = re.compile(r"(-?[0-9A-Fa-f]+(?:\.[0-9]+)?)\s*_\s*(?:\{\s*(\d+)\s*\}|(\d+))(?:\\text\{[^{}]*\})?")
 _STYLED_DIGITS = re.compile(r"^\\text\s*\{\s*([0-9A-Za-z]+)\s*\}(?=_)")
+_TWO_SIGNS = re.compile(r"\\(pm|mp)(?![A-Za-z])")
 _WORD_RUN = re.compile(r"(?<![\\A-Za-z])[a-z]{4,}|(?<![\\A-Za-z])[A-Z][a-z]{3,}")
 _FUNCTION_WORDS = re.compile(
     r"\\(?:begin|end)\{[a-zA-Z]*\}|(?<![A-Za-z\\])(?:a?sin|a?cos|a?tan|arcsin|arccos|arctan|sinh|cosh|tanh|sqrt|cbrt|root|Rational|Integer|Float"
@@ -115,11 +116,11 @@ def read_answer(text: str) -> Answer:
     return _list(_CONJUNCTION.sub(lambda said: OR if "or" in said.group() else AND, respelled(text)))
 
 
-def _list(text: str) -> Answer:
-    """A text that may be several answers side by side."""
+def _list(text: str, *, bracketed: bool = False) -> Answer:
+    """A text that may be several answers side by side. In brackets a comma is no mark of thousands."""
     if not text:
         return Unread(text)
-    if _THOUSANDS.fullmatch(text):
+    if not bracketed and _THOUSANDS.fullmatch(text):
         return _part(text)
     for separators in ((";",), (AND, OR, ",")):
         pieces = _split(text, separators)
@@ -176,7 +177,7 @@ def _related(text: str) -> Answer:
     if any(isinstance(part, Unread) for part in parts):
         return Unread(text)
     if signs == ["in"] and isinstance(parts[1], Group) and isinstance(parts[0], Leaf):
-        return replace(parts[1], variable=parts[0].tree)
+        return replace(parts[1], text=text, variable=parts[0].tree)
     return _interval(text, parts, signs) or Relation(text, parts, tuple(signs))
 
 
@@ -190,7 +191,9 @@ def _interval(text: str, parts: tuple[Answer, ...], signs: list[str]) -> Group |
     if len(leaves) == 2 and _is_variable(leaves[1].tree):
         leaves, signs = leaves[::-1], [_FLIPPED[signs[0]]]
     middle = leaves[0] if len(leaves) == 2 else leaves[1]
-    if not _is_variable(middle.tree) or any(symbols(leaf.tree) for leaf in leaves if leaf is not middle):
+    if not _is_variable(middle.tree) or any(
+        symbols(leaf.tree) & symbols(middle.tree) for leaf in leaves if leaf is not middle
+    ):
         return None
     infinity: Expression = Apply("infinity", ())
     if len(leaves) == 3 and all(sign in ("<", "<=") for sign in signs):
@@ -245,7 +248,7 @@ def _bracketed(text: str) -> Answer | None:
     inner = text[tokens[0].end() : tokens[-1].start()].strip().removesuffix(",")
     if kind is None or not inner:
         return None
-    said = _list(inner)
+    said = _list(inner, bracketed=True)
     if isinstance(said, Group) and said.kind == "list" and said.text == inner:
         return Group(text, kind, said.parts)
     if tokens[0].group() == r"\{" and not isinstance(said, Unread):
@@ -268,11 +271,11 @@ def _closes_at_the_end(tokens: Sequence[re.Match[str]]) -> bool:
 
 def _with_two_signs(text: str) -> Answer | None:
     r"""``a \pm b`` is two answers."""
-    if r"\pm" not in text and r"\mp" not in text:
+    if _TWO_SIGNS.search(text) is None:
         return None
-    signs = (("+", "-"), ("-", "+"))
-    variants = [re.sub(r"\\pm(?![A-Za-z])", upper, re.sub(r"\\mp(?![A-Za-z])", lower, text)) for upper, lower in signs]
-    return _group(text, "list", [_part(variant) for variant in variants])
+    upper = _TWO_SIGNS.sub(lambda sign: "+" if sign[1] == "pm" else "-", text)
+    lower = _TWO_SIGNS.sub(lambda sign: "-" if sign[1] == "pm" else "+", text)
+    return _group(text, "list", [_part(upper), _part(lower)])
 
 
 def _ratio(text: str) -> Answer | None:

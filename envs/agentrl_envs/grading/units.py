@@ -62,6 +62,7 @@ _CHANGING_WORDS = """
     eight nine ten eleven twelve twenty thirty forty fifty sixty seventy eighty ninety zero answer percent pct
     percentage inclusive exclusive remainder
 """
+_NOTHING = frozenset({"none", "nan", "null", "undefined", "unknown", "error", "true", "false", "left", "right"})
 _CHANGES = frozenset(_CHANGING_WORDS.split())
 _LETTER_UNITS = frozenset("msghl")
 _STYLE = r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm|mathit|mathbf)\s*\{([^{}]*)\}"
@@ -71,6 +72,7 @@ _PLAIN = re.compile(rf"(?P<rest>(?:.*[\d}})%])?)\s*(?<![A-Za-z\\])(?P<words>[A-Z
 _DOLLARS = re.compile(r"(?P<sign>[+-]?)\s*\\?\$\s*(?P<rest>[^$]*)|(?P<before>[^$]*?)\s*\\?\$")
 _CURRENCY = re.compile(r"[€£¥]")
 _DEGREES = re.compile(r"(?P<rest>.*[\d})])\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})(?:\s*[CF])?", re.DOTALL)
+_COUNTED = re.compile(r"[\d.,]+ [a-z]{4,}(?: [a-z]+)*")  # 12 apples
 _INSIDE = re.compile(_STYLE)
 _WORD = re.compile(r"[a-z]+")
 
@@ -88,6 +90,8 @@ def split_words(text: str) -> tuple[str, str] | None:
         if match is not None and match["rest"]:
             words = " ".join(_INSIDE.findall(match["words"])) if pattern is _STYLED else match["words"]
             unit = unit_of(words, match[match.re.groups])
+            if pattern is _PLAIN and unit is not None and _base(unit) not in _NAMES and not _COUNTED.fullmatch(text):
+                return None
             return None if unit is None else (match["rest"].strip(), unit)
     return None
 
@@ -100,7 +104,7 @@ def split_letter(text: str) -> str | None:
 
 def agree(answer: str | None, gold: str | None) -> bool:
     """Whether two units may be the same: either may be left out, and words that nobody knows are things counted."""
-    if answer is None or gold is None or answer == gold:
+    if answer is None or gold is None or answer == gold or "unit" in (_base(answer), _base(gold)):
         return True
     return _base(answer) not in _NAMES or _base(gold) not in _NAMES
 
@@ -120,6 +124,8 @@ def unit_of(words: str, power: str | None = None) -> str | None:
     singular = plain if plain in _KNOWN else plain.removesuffix("s")
     named = _KNOWN.get(singular)
     if named is None:
+        if plain in _NOTHING:
+            return None
         found = _WORD.findall(plain)
         if any(word in _CHANGES or word.removesuffix("s") in _CHANGES or len(word) < 2 for word in found):
             return None

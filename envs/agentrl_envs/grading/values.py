@@ -29,6 +29,7 @@ Matrix: TypeAlias = tuple[tuple[Scalar, ...], ...]
 _BITS = 1 << 17  # of an exact number
 _EXPONENT = 10**15
 _EXACT_FACTORIAL = 5_000
+_ROOT_DEGREE = 64  # of higher ones the principal root is taken
 _TERMS = 20_000  # of sums and products, over the whole expression
 _CELLS = 400
 _ONE = Fraction(1)
@@ -178,7 +179,9 @@ def _power(base: Scalar, exponent: Scalar) -> Scalar:
     if isinstance(exponent, Fraction):
         if exponent.denominator == 1:
             return _integer_power(base, int(exponent))
-        return _integer_power(_root(base, Fraction(exponent.denominator)), exponent.numerator)
+        if exponent.denominator <= _ROOT_DEGREE:
+            return _integer_power(_root(base, Fraction(exponent.denominator)), exponent.numerator)
+        exponent = _approximate(exponent)
     if base == 0:
         raise NoValueError("zero to the power of what is not rational")
     if abs(mp.re(exponent)) > _EXPONENT:
@@ -201,7 +204,7 @@ def _integer_power(base: Scalar, exponent: int) -> Scalar:
 
 def _root(value: Scalar, degree: Scalar) -> Scalar:
     """Of odd degree the real one."""
-    if not isinstance(degree, Fraction) or degree.denominator != 1 or not 0 < degree <= _EXACT_FACTORIAL:
+    if not isinstance(degree, Fraction) or degree.denominator != 1 or not 0 < degree <= _ROOT_DEGREE:
         return _power(value, _over(degree))
     number = int(degree)
     if isinstance(value, Fraction):
@@ -216,7 +219,7 @@ def _root(value: Scalar, degree: Scalar) -> Scalar:
 
 
 def _exact_root(value: int, degree: int) -> int | None:
-    if value < 0 or degree > 64:
+    if value < 0:
         return None
     if degree == 2:
         root = math.isqrt(value)
