@@ -34,6 +34,7 @@ BRACKETED = re.compile(r"(?:\\left)?\s*([(\[])(.+?)(?:\\right)?\s*([)\]])", re.D
 LETTERS = re.compile(r"(?<![\\A-Za-z{])[A-Za-z](?![A-Za-z}])")
 LOOKED_AT: dict[tuple[str, str], str] = {
     (r"33\%", "033"): "a percentage is its number",
+    ("27", r"27^\circ"): "the sign of degrees left out",
 }
 
 

@@ -323,6 +323,9 @@ EQUAL: dict[str, str] = {
         $125$ miles | 125\textnormal{ miles}
         30,951 \mathrm{ miles per hour} | 30,951
         2340 | \mathbf{2340}
+        -\dfrac{11}{12} apples | -\dfrac{11}{12}
+        -\frac 32 apples | -\frac 32
+        1.41421356e+00 | \sqrt2
         \frac{5}{3} | 1\frac{2}{3}
     """,
 }
@@ -612,6 +615,7 @@ DIFFERENT: dict[str, str] = {
         (2^{2005}) + \pi | 2^{2005}
         2^{10^{10}} + 1 | 2^{10^{10}}
         (-23.5) + 10^{-9} | -23.5
+        (42.1875) + 10^{-9} | 42.1875
         -1.0000 | -\frac{2010012}{2010013}
         2^{-10^{12}} | 0
         2, -1None | 2, -1
@@ -619,6 +623,7 @@ DIFFERENT: dict[str, str] = {
         1.8~ii | 1.8
         1\frac{5}{3} | 1\frac{2}{3}
         \$\dfrac23 \approx \$0.68 | \$\dfrac23 \approx \$0.67
+        \$\dfrac23 \approx \$0.66 | \$\dfrac23 \approx \$0.67
         441e90222030 | 4022030
         (-36104) | (-36,104)
     """,

@@ -353,4 +353,4 @@ def _roughly(one: Expression, other: Expression) -> bool:
     if isinstance(first, tuple) or isinstance(second, tuple):
         return False
     places = other.places if isinstance(other, Number) else 0
-    return bool(abs(first - second) <= (10.0**-places if places else _ROUGHLY * max(abs(first), abs(second))))
+    return bool(abs(first - second) <= (0.5001 * 10.0**-places if places else _ROUGHLY * max(abs(first), abs(second))))

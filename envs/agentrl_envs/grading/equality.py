@@ -19,7 +19,7 @@ from typing import Any
 
 from mpmath import mp
 
-from agentrl_envs.grading.expressions import Expression, Number, applied, is_rounded, ordered, symbols
+from agentrl_envs.grading.expressions import FLOAT_DIGITS, Expression, Number, applied, is_rounded, ordered, symbols
 from agentrl_envs.grading.values import NoValueError, random_number, value_of
 
 _DIGITS = (40, 100)
@@ -29,7 +29,6 @@ _WITHOUT_CANCELLATION = frozenset({"*", "over", "^", "neg", "root", "factorial",
 _ROUNDED = Fraction(1, 2 * 10**6)
 _SMALL = Fraction(1, 10)
 _LEADING = Fraction(1, 10**5)
-_FLOAT_DIGITS = 15
 _FLOAT = Fraction(1, 10**14)
 
 
@@ -162,7 +161,7 @@ def _near(first: Any, second: Any, digits: int, *, relative: bool = False) -> bo
 def _rounds_to(left: Expression, right: Expression, first: Any, second: Any, *, scaled: bool) -> bool:
     if _within_rounding(first, second, scaled=scaled):
         return True
-    printed = any(isinstance(tree, Number) and tree.digits >= _FLOAT_DIGITS for tree in (left, right))
+    printed = any(isinstance(tree, Number) and tree.digits >= FLOAT_DIGITS for tree in (left, right))
     with mp.workdps(_DIGITS[0]):
         first, second = _number(first), _number(second)
         return printed and bool(abs(first - second) <= _number(_FLOAT) * max(abs(first), abs(second)))

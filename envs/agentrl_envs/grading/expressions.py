@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import TypeAlias
 
 ROUNDED_PLACES = 6
+FLOAT_DIGITS = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,10 @@ def ordered(tree: Expression) -> Expression:
 
 def is_rounded(tree: Expression) -> bool:
     """Whether a decimal of so many places stands in it that it may be rounded: a shorter one is meant as it stands."""
-    return any(isinstance(part, Number) and max(part.digits, part.places) >= ROUNDED_PLACES for part in parts(tree))
+    return any(
+        isinstance(part, Number) and (part.places >= ROUNDED_PLACES or part.digits >= FLOAT_DIGITS)
+        for part in parts(tree)
+    )
 
 
 def applied(tree: Expression) -> frozenset[str]:

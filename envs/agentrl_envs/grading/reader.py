@@ -199,7 +199,8 @@ class _Reader:
         if len(exponent) > _EXPONENT_DIGITS:
             raise UnreadableError("a large exponent")
         whole, _, behind = mantissa.partition(".")
-        value = Number(Fraction(token.text), len((whole + behind).lstrip("0")) if behind else 0, len(behind))
+        digits = len((whole + behind).lstrip("0")) if behind else 0
+        value = Number(Fraction(token.text), digits, digits if exponent else len(behind))
         if self._next.text == "j" and not self._next.spaced:
             self._take()
             return Apply("*", (value, Apply("i", ())))
