@@ -620,6 +620,7 @@ DIFFERENT: dict[str, str] = {
         2^{-10^{12}} | 0
         2, -1None | 2, -1
         31nan | 31
+        \frac{98}5infty | \frac{98}5
         1.8~ii | 1.8
         1\frac{5}{3} | 1\frac{2}{3}
         \$\dfrac23 \approx \$0.68 | \$\dfrac23 \approx \$0.67

@@ -72,7 +72,7 @@ _PLAIN = re.compile(rf"(?P<rest>(?:.*[\d}})%])?)\s*(?<![A-Za-z\\])(?P<words>[A-Z
 _DOLLARS = re.compile(r"(?P<sign>[+-]?)\s*\\?\$\s*(?P<rest>[^$]*)|(?P<before>[^$]*?)\s*\\?\$")
 _CURRENCY = re.compile(r"[€£¥]")
 _DEGREES = re.compile(r"(?P<rest>.*[\d})])\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})(?:\s*[CF])?", re.DOTALL)
-_COUNTED = re.compile(r"(?:[-+\d.,/]+|-?\\frac *(?:\{\d+\}\{\d+\}|\d\d)) ?[a-z]{4,}(?: [a-z]+)*")  # 12 apples
+_COUNTED = re.compile(r"(?:[-+\d.,/]+|-?\\frac *(?:\{\d+\}\{\d+\}|\d\d)) [a-z]{4,}(?: [a-z]+)*")  # 12 apples
 _INSIDE = re.compile(_STYLE)
 _WORD = re.compile(r"[a-z]+")
 
