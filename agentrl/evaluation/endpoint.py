@@ -55,8 +55,9 @@ class OpenedEndpoint:
             concurrency=self.concurrency,
         )
 
-    def check_lengths(self, prompts: Sequence[str]) -> None:
-        """The endpoint says itself what it cannot read."""
+    def without_room(self, prompts: Sequence[str]) -> Mapping[str, int]:
+        """None: the endpoint says itself what it cannot read."""
+        return {}
 
     async def close(self) -> None:
         await self.engine.close()

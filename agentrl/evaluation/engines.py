@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
@@ -14,7 +14,7 @@ from agentrl.evaluation.chat_template import TemplatedCodec
 from agentrl.evaluation.players import Player, TokenPlayer
 from agentrl.evaluation.provenance import chosen_engine
 from agentrl.evaluation.servers import open_servers
-from agentrl.models.loading import read_model
+from agentrl.models.loading import read_config, read_model
 from agentrl.models.tokenizer import TextCodec, read_generation_ends, read_tokenizer
 from agentrl.rollout.engines.base import Engine
 from agentrl.rollout.engines.transformers import TransformersEngine
@@ -43,8 +43,11 @@ class OpenedEngine(Protocol):
 
     def player(self, environment: Environment) -> Player: ...
 
-    def check_lengths(self, prompts: Sequence[str]) -> None:
-        """Raise SettingsError where the longest prompt and a whole response do not fit."""
+    def without_room(self, prompts: Sequence[str]) -> Mapping[str, int]:
+        """The prompts after which the model has no room for a whole response, with their tokens.
+
+        Raises SettingsError where that is so for all of them, and for lengths that a setting forbids.
+        """
         ...
 
     async def close(self) -> None: ...
@@ -61,7 +64,14 @@ async def open_engine(settings: Settings, folder: Path) -> OpenedEngine:
         servers, fingerprint = await open_servers(settings, codec, folder)
         dtype = settings.model.dtype
         record = {"name": "vllm", "version": ", ".join(servers.releases()), "dtype": dtype}
-        return OpenedModel(engine=servers, codec=codec, settings=settings, fingerprint=fingerprint, record=record)
+        return OpenedModel(
+            engine=servers,
+            codec=codec,
+            settings=settings,
+            fingerprint=fingerprint,
+            record=record,
+            positions=_positions(read_config(settings.model)),
+        )
     model = read_model(path, settings.model).to("cuda" if torch.cuda.is_available() else "cpu").eval()
     engine = TransformersEngine(model, codec, settings.rollout)
     return OpenedModel(
@@ -70,7 +80,7 @@ async def open_engine(settings: Settings, folder: Path) -> OpenedEngine:
         settings=settings,
         fingerprint=engine.fingerprint(),
         record=chosen_engine(settings),
-        positions=model.config.max_position_embeddings,
+        positions=_positions(model.config),
     )
 
 
@@ -79,6 +89,11 @@ def _codec(settings: Settings, path: str) -> TextCodec:
     if settings.evaluation.chat_template:
         return TemplatedCodec(tokenizer, path, generation_ends=read_generation_ends(path))
     return build_codec(tokenizer, path, chat_format(settings, tokenizer, path))
+
+
+def _positions(config: Any | None) -> int | None:
+    """The longest sequence that a model of ``config`` reads, where it says so."""
+    return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def environment_of(settings: Settings) -> Environment:
@@ -91,10 +106,7 @@ def environment_of(settings: Settings) -> Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedModel:
-    """An engine of tokens over a model that lies here; ``positions`` is the longest sequence that it can read.
-
-    Servers say themselves at their start what their model cannot read: they have none.
-    """
+    """An engine of tokens over a model that lies here; ``positions`` is the longest sequence that it can read."""
 
     engine: Engine
     codec: TextCodec
@@ -123,26 +135,29 @@ class OpenedModel:
             seed=self.settings.seed,
         )
 
-    def check_lengths(self, prompts: Sequence[str]) -> None:
+    def without_room(self, prompts: Sequence[str]) -> Mapping[str, int]:
         rollout = self.settings.rollout
-        longest = max(len(self.codec.encode_prompt(prompt)) for prompt in prompts)
-        if rollout.engine == "vllm":
-            if longest > rollout.max_prompt_tokens:
-                raise SettingsError(
-                    f"the longest prompt has {longest} tokens, and vLLM's servers serve prompts of "
-                    f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}; valid: at least {longest}"
-                )
-            return
-        whole = longest + rollout.max_response_tokens
-        limits = [("rollout.kv_cache_tokens", rollout.kv_cache_tokens)]
-        limits += [] if self.positions is None else [("the positions of the model", self.positions)]
-        for name, limit in limits:
-            if whole > limit:
-                raise SettingsError(
-                    f"the longest prompt has {longest} tokens and evaluation.max_response_tokens (or, without it, "
-                    f"rollout.max_response_tokens) allows {rollout.max_response_tokens} more, which passes {name}, "
-                    f"{limit}; valid: evaluation.max_response_tokens of at most {max(limit - longest, 1)}"
-                )
+        tokens = {prompt: len(self.codec.encode_prompt(prompt)) for prompt in prompts}
+        most = None if self.positions is None else self.positions - rollout.max_response_tokens
+        unfit = {prompt: count for prompt, count in tokens.items() if most is not None and count > most}
+        if len(unfit) == len(tokens):
+            self._refuse(min(tokens.values()), "the positions of the model", self.positions or 0)
+        longest = max(count for prompt, count in tokens.items() if prompt not in unfit)
+        if rollout.engine == "transformers" and longest + rollout.max_response_tokens > rollout.kv_cache_tokens:
+            self._refuse(longest, "rollout.kv_cache_tokens", rollout.kv_cache_tokens)
+        if rollout.engine == "vllm" and longest > rollout.max_prompt_tokens:
+            raise SettingsError(
+                f"a prompt has {longest} tokens, and vLLM's servers serve prompts of "
+                f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}; valid: at least {longest}"
+            )
+        return unfit
+
+    def _refuse(self, prompt: int, name: str, limit: int) -> NoReturn:
+        more = self.settings.rollout.max_response_tokens
+        raise SettingsError(
+            f"a prompt has {prompt} tokens and evaluation.max_response_tokens (or, without it, "
+            f"rollout.max_response_tokens) allows {more} more, which passes {name}, {limit}; valid: evaluation.max_response_tokens of at most {max(limit - prompt, 1)}"
+        )
 
     async def close(self) -> None:
         await self.engine.close()

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,7 +100,7 @@ class Evaluation:
             environment = await self._environment(stack)
             engine = await self._engine(stack)
             prompts = await _prompts(self._sets, environment)
-            engine.check_lengths(list(prompts.values()))
+            unfit = engine.without_room(list(prompts.values()))
             record = provenance(
                 self._settings,
                 self._sets,
@@ -118,8 +118,37 @@ class Evaluation:
             ledger = Ledger()
             for transcript in directory.transcripts():
                 ledger.add(transcript)
+            self._end_without_room({key: unfit[text] for key, text in prompts.items() if text in unfit}, log, ledger)
             await self._play_missing(engine, environment, log, ledger)
         return directory
+
+    def _end_without_room(self, unfit: Mapping[tuple[str, str], int], log: RolloutLog, ledger: Ledger) -> None:
+        """Samples of prompts that leave the model no room for a whole response: truncated before their first token."""
+        if not unfit:
+            return
+        samples = [
+            sample
+            for sample in ledger.missing(self._sets, self._settings.evaluation.samples)
+            if (sample.benchmark, sample.problem.id) in unfit
+        ]
+        for sample in samples:
+            key = (sample.benchmark, sample.problem.id)
+            transcript = Transcript(
+                benchmark=sample.benchmark,
+                problem=sample.problem.id,
+                sample=sample.number,
+                attempt=sample.attempt,
+                turns=(),
+                ended=Ended.TOKEN_LIMIT,
+                prompt_tokens=unfit[key],
+            )
+            log.append(transcript)
+            ledger.add(transcript)
+        self._console.warning(
+            f"{len(unfit)} problems have prompts of up to {max(unfit.values())} tokens, after which the model has no "
+            f"room for {self._settings.rollout.max_response_tokens} more (evaluation.max_response_tokens): their "
+            "rollouts are not played and count as truncated, which is wrong"
+        )
 
     async def _environment(self, stack: AsyncExitStack) -> Environment:
         if self._given_environment is not None:

@@ -84,6 +84,7 @@ class WrittenEngine:
         self._fingerprint = fingerprint
         self.asked: list[Sample] = []
         self.concurrency = 2
+        self.longest = 10_000
 
     def model(self) -> Mapping[str, Any]:
         return {"name": "toy/model", "fingerprint": self._fingerprint}
@@ -99,8 +100,8 @@ class WrittenEngine:
             self.asked.append(sample)
             yield self._write(sample)
 
-    def check_lengths(self, prompts: Sequence[str]) -> None:
-        """Anything fits."""
+    def without_room(self, prompts: Sequence[str]) -> Mapping[str, int]:
+        return {prompt: len(prompt) for prompt in prompts if len(prompt) > self.longest}
 
     async def close(self) -> None:
         """Nothing to release."""

@@ -67,8 +67,8 @@ async def test_a_model_that_is_read_here(tmp_path: Path) -> None:
         assert opened.model() == {"name": str(tmp_path), "fingerprint": opened.engine.fingerprint()}
         assert opened.concurrency == 3
         assert isinstance(opened.player(None), TokenPlayer)  # type: ignore[arg-type]
-        with pytest.raises(SettingsError, match=r"passes the positions of the model, 1024; valid: .* at most 1014"):
-            opened.check_lengths(["short", "p" * 10])
+        with pytest.raises(SettingsError, match=r"passes the positions of the model, 1024; valid: .* at most 1019"):
+            opened.without_room(["short", "p" * 10])
     finally:
         await opened.close()
 
@@ -82,9 +82,21 @@ async def test_what_fits_is_accepted_and_the_cache_counts_too(tmp_path: Path) ->
         fingerprint="f",
         record={},
     )
-    opened.check_lengths(["p" * 10])
+    assert opened.without_room(["p" * 10]) == {}
     with pytest.raises(SettingsError, match=r"passes rollout\.kv_cache_tokens, 100; valid: .* at most 89"):
-        opened.check_lengths(["p" * 11])
+        opened.without_room(["p" * 11])
+
+
+async def test_prompts_that_leave_a_model_no_room_are_named_while_others_fit() -> None:
+    opened = OpenedModel(
+        engine=None,  # type: ignore[arg-type]
+        codec=byte_codec(),
+        settings=settings("evaluation.max_response_tokens=90"),
+        fingerprint="f",
+        record={},
+        positions=100,
+    )
+    assert opened.without_room(["p" * 10, "p" * 11, "p" * 500]) == {"p" * 11: 11, "p" * 500: 500}
 
 
 async def test_a_model_without_template_is_refused_where_one_is_needed(tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import zstandard
-from evaluation.runs import WrittenEngine, failed, play, problem_set, results, settings, transcript
+from evaluation.runs import WrittenEngine, failed, play, problem, problem_set, results, settings, transcript
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.directory import EvaluationDirectory
 from agentrl.evaluation.options import EvaluationRequest
+from agentrl.evaluation.problem_sets import ProblemSet
 from agentrl.evaluation.rollout_log import read_rollouts
 from agentrl.evaluation.run import default_output, evaluate_command
 from agentrl.evaluation.transcript import Sample, Turn
@@ -318,3 +319,14 @@ async def test_gold_answers_that_cannot_be_read_are_said(tmp_path: Path, capsys:
     said = " ".join(capsys.readouterr().out.split())
     assert "warning: toy: 4 rollouts are in no average because their gold answers cannot be read" in said
     assert "report.html, rollouts.jsonl.zst" in said
+
+
+async def test_a_prompt_without_room_for_a_response_is_wrong_and_truncated(tmp_path: Path) -> None:
+    sets = [ProblemSet(name="toy", problems=(problem(0), problem(1, statement="long " * 50)), revision="1")]
+    engine = WrittenEngine(transcript)
+    engine.longest = 100
+    await play(engine, tmp_path, sets)
+    await play(engine, tmp_path, sets)  # nothing is written twice
+    assert {sample.problem.id for sample in engine.asked} == {"p0"}
+    found = (await asyncio.to_thread(results, tmp_path, sets))["benchmarks"]["toy"]
+    assert (found["avg"]["mean"], found["kinds"]["truncated"], found["kinds"]["correct"]) == (0.5, 4, 4)

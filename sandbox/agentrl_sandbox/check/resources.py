@@ -99,7 +99,7 @@ print("reached" if made == {_MOST_FILES} else "bounded")
 
 
 def _bounded(run: Execution) -> bool:
-    return run.stdout == "bounded\n" or run.outcome in (Outcome.MEMORY_LIMIT, Outcome.TIMEOUT)
+    return run.stdout == "bounded\n" or run.outcome in (Outcome.MEMORY_LIMIT, Outcome.OUTPUT_LIMIT, Outcome.TIMEOUT)
 
 
 def _not_reached(run: Execution) -> bool:

@@ -127,7 +127,7 @@ async def test_compose_runs_real_programs(service):
         "1 / 0": (Outcome.ERROR, ""),
         "print(open('in').read())": (Outcome.OK, "file\n"),
     }
-    done = await asyncio.gather(*(service.execute(program, files={"in": b"file"}) for program in programs))
+    done = await asyncio.gather(*(service.execute(one, files={"in": b"file"}, timeout=120.0) for one in programs))
     assert [(d.outcome, d.stdout) for d in done] == list(programs.values())
     assert (await service.execute("while True: pass", timeout=0.5)).outcome is Outcome.TIMEOUT
 
