@@ -156,7 +156,8 @@ class OpenedModel:
         more = self.settings.rollout.max_response_tokens
         raise SettingsError(
             f"a prompt has {prompt} tokens and evaluation.max_response_tokens (or, without it, "
-            f"rollout.max_response_tokens) allows {more} more, which passes {name}, {limit}; valid: evaluation.max_response_tokens of at most {max(limit - prompt, 1)}"
+            f"rollout.max_response_tokens) allows {more} more, which passes {name}, {limit}; valid: "
+            f"evaluation.max_response_tokens of at most {max(limit - prompt, 1)}"
         )
 
     async def close(self) -> None:
