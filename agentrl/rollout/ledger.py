@@ -47,6 +47,7 @@ class Ledger:
         self._max_prompt_tokens = max_prompt_tokens
         self._again: deque[Issue] = deque()
         self._untrained: dict[int, Issue] = {}
+        self._drawn: Problem | None = None  # taken from the sampler and still being measured
         self._next_index = 0
         self._skipped = 0
         self._said = 0
@@ -73,14 +74,20 @@ class Ledger:
         return skipped
 
     def state_dict(self) -> dict[str, Any]:
-        """The sampler's position and what is issued and not trained, JSON-able."""
+        """The sampler's position and what was taken from it and is not trained, JSON-able; at any moment."""
         rows = [{"index": issue.index, "problem": asdict(issue.problem)} for issue in self._all_untrained()]
-        return {"sampler": self._sampler.state_dict(), "next_index": self._next_index, "ledger": rows}
+        return {
+            "sampler": self._sampler.state_dict(),
+            "next_index": self._next_index,
+            "drawn": None if self._drawn is None else asdict(self._drawn),
+            "ledger": rows,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken."""
         self._sampler.load_state_dict(state["sampler"])
         self._next_index = state["next_index"]
+        self._drawn = None if state["drawn"] is None else Problem(**state["drawn"])
         self._untrained = {}
         self._again = deque(Issue(index=row["index"], problem=Problem(**row["problem"])) for row in state["ledger"])
 
@@ -89,8 +96,9 @@ class Ledger:
 
     async def _new(self) -> Issue:
         for _ in range(_MOST_SKIPPED):
-            problem = self._sampler.next(1)[0]
-            tokens = await self._prompt_tokens(problem)
+            problem = self._drawn = self._drawn or self._sampler.next(1)[0]
+            tokens = await self._prompt_tokens(problem)  # may be cancelled, and a checkpoint may be saved meanwhile
+            self._drawn = None
             if tokens <= self._max_prompt_tokens:
                 self._next_index += 1
                 return Issue(index=self._next_index - 1, problem=problem)
