@@ -125,8 +125,8 @@ class OpenedScript:
             seed=self._settings.seed,
         )
 
-    def check_lengths(self, prompts: Sequence[str]) -> None:
-        """Nothing is too long for a script."""
+    def without_room(self, prompts: Sequence[str]) -> Mapping[str, int]:
+        return {}  # nothing is too long for a script
 
     async def close(self) -> None:
         await self._engine.close()

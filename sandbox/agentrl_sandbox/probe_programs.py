@@ -50,6 +50,7 @@ time.sleep({seconds})
 print(begin, time.monotonic())
 """
 
+# It says little: the output of the smallest output_limit holds it.
 READS = """
 import os, time
 
@@ -72,8 +73,8 @@ while (begin := time.monotonic()) < end:
         if {start!r}.encode() in text:
             print(text[text.index({start!r}.encode()):][:32].decode())
             raise SystemExit
-    print(begin, time.monotonic())
-    time.sleep(0.02)
+    print(f"{{begin:.6f}} {{time.monotonic():.6f}}")
+    time.sleep({seconds} / 4)
 """
 
 SHADOW = """

@@ -99,6 +99,15 @@ async def test_what_was_cut_short_is_tried_again_with_more_time(sandbox, setting
     assert {round(seconds, 1) for seconds in runner.deadlines} - {180.0} == {60.0, 0.9}  # three times the first
 
 
+async def test_a_sandbox_that_keeps_little_output_keeps_what_probes_say():
+    settings = SandboxSettings(workers=4, output_limit=256)
+    opened = await open_sandbox(settings)
+    try:
+        assert await missing(SlowRunner(opened, times=1), settings) == ()
+    finally:
+        await opened.close()
+
+
 async def test_a_runner_that_never_gets_to_an_end_is_no_missing_isolation(sandbox, settings):
     with pytest.raises(StartError, match="ended as timeout, then timeout, then timeout"):
         await missing(SlowRunner(sandbox, times=3), settings)

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+collect_ignore = ["runs_that_are_stopped.py", "stopping_env.py"]
+"""What the runs of test_signals.py import, with this folder on their path."""
+
 SMALL = ["--config", "tiny", "model.tiny.hidden_size=48", "model.tiny.layers=2", "coldstart.count=1024"]
 DEADLINE = 900.0
 

@@ -28,13 +28,14 @@ TAKEN = Path("taken.json")
 UPDATED = Path("updated")
 FIRST_BATCH = 3 * 4 * 2
 """Steps of a batch: problems, trajectories of each, turns."""
+LONG = 5.0
+"""Seconds that a step takes in which a signal was sent: rollouts are not over before the signal is heard."""
 
 _steps = itertools.count()
-_FILES = {"/.weights/": "transfer", "/.step-": "checkpoint"}
 
 
-def reached(moment: str) -> None:
-    """Carry out the order if it is for this moment."""
+def reached(moment: str, *, lasting: float = 0.0) -> None:
+    """Carry out the order if it is for this moment, which then lasts some seconds. Hooks of torch return nothing."""
     try:
         order = json.loads(ORDER.read_text())
         if moment != order["moment"] or os.environ.get("RANK", "0") not in order["at"]:
@@ -46,6 +47,7 @@ def reached(moment: str) -> None:
         raise RuntimeError("this rank fails alone")
     for process in order["processes"]:
         os.kill(process, signal.SIGTERM)
+    time.sleep(lasting)
 
 
 def wait_for(path: Path) -> None:
@@ -66,7 +68,7 @@ class StoppingEnv(CountingEnv):
         return super().reset(seed=seed, options=options)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        reached("evaluation" if self._held_out else "plan")
+        reached("evaluation" if self._held_out else "plan", lasting=LONG)
         ahead = not self._held_out and next(_steps) >= FIRST_BATCH
         if ahead and ORDER.exists() and '"settle"' in ORDER.read_text():
             wait_for(UPDATED)
@@ -89,10 +91,13 @@ def _after_module(module: nn.Module, inputs: object, output: object) -> None:
 
 
 def _at_event(event: str, arguments: tuple[Any, ...]) -> None:
-    if event in ("open", "os.mkdir") and isinstance(arguments[0], str | Path):
-        for part, moment in _FILES.items():
-            if part in str(arguments[0]):
-                reached(moment)
+    if event not in ("open", "os.mkdir") or not isinstance(arguments[0], str | Path):
+        return
+    path = str(arguments[0])
+    if "/.weights/" in path:  # what is sent before an update is what was resumed
+        reached("transfer" if UPDATED.exists() else "restore")
+    if "/.step-" in path:
+        reached("checkpoint")
 
 
 if not sys.argv[0].endswith("worker_process.py"):

@@ -163,7 +163,10 @@ def test_two_ranks_synchronous(tmp_path: Path, random_policy: Path) -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "phases"),
-    [("overlapped", ("settle", *EVERY_PHASE)), ("asynchronous", ("plan", "update", "evaluation", "transfer"))],
+    [
+        ("overlapped", ("settle", *EVERY_PHASE)),
+        ("asynchronous", ("plan", "restore", "update", "evaluation", "transfer")),
+    ],
 )
 def test_two_ranks_with_rollouts_beside(tmp_path: Path, random_policy: Path, schedule: str, phases: tuple[str]) -> None:
     settings = [f"rollout.schedule={schedule}", *WEIGHED]

@@ -30,6 +30,7 @@ MOUNT_ATTR_NOSUID = 2
 MOUNT_ATTR_NODEV = 4
 
 _PR_SET_PDEATHSIG = 1
+_PR_GET_PDEATHSIG = 2
 _PR_SET_DUMPABLE = 4
 _PR_CAPBSET_DROP = 24
 _PR_SET_CHILD_SUBREAPER = 36
@@ -194,11 +195,16 @@ def become(user: int) -> None:
 
 @contextlib.contextmanager
 def files_of(user: int | None) -> Iterator[None]:
-    """Reach files, and what /proc shows of processes, as a user does (None: as before), closed to its signals."""
+    """Reach files, and what /proc shows of processes, as a user does (None: as before), closed to its signals.
+
+    A change of the file system's user makes the kernel forget ``die_with_parent``, which is said again at the end.
+    """
     if user is None:
         yield
         return
     before = os.geteuid(), os.getegid()
+    at_parents_end = ctypes.c_int()
+    _check(_libc.prctl(_PR_GET_PDEATHSIG, ctypes.byref(at_parents_end), 0, 0, 0), "prctl")
     _libc.setfsgid(ctypes.c_uint(user))
     _libc.setfsuid(ctypes.c_uint(user))
     try:
@@ -206,6 +212,7 @@ def files_of(user: int | None) -> Iterator[None]:
     finally:
         _libc.setfsuid(ctypes.c_uint(before[0]))
         _libc.setfsgid(ctypes.c_uint(before[1]))
+        die_with_parent(at_parents_end.value)
 
 
 def offer_to_oom_killer() -> None:

@@ -113,7 +113,7 @@ class Server:
         self._handlers: dict[int, Callable[[], None]] = {}
         self._sessions = Sessions(config, self)
         self._next_tick = time.monotonic() + _TICK
-        self._parent_is_visible = os.getppid() == config.client_pid
+        self._parent = os.getppid()
         self._bare = config.isolate == "none"
         self._scratch = os.environ.get(SCRATCH_VARIABLE, "")
         self._own_users = has_own_users(config)
@@ -135,7 +135,7 @@ class Server:
                 elif descriptor in self._handlers:
                     self._handlers[descriptor]()
             self._watch(time.monotonic())
-            if self._parent_is_visible and os.getppid() != self._config.client_pid:
+            if os.getppid() != self._parent:
                 return
 
     def close(self) -> None:
