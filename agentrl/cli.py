@@ -58,11 +58,11 @@ def train(
     extra += [] if reward is None else [quoted("reward.function", reward)]
     settings = _load("train", env, config, [*(overrides or []), *extra], resume=resume)
     if dry_run:
-        from agentrl.training import dry_run as preview
+        from agentrl.training.run import dry_run as preview
 
         preview.dry_run(settings)
         return
-    from agentrl.training import run
+    from agentrl.training.run import start as run
 
     raise typer.Exit(run.train(settings, resume))
 
@@ -83,7 +83,7 @@ def coldstart(
     extra = [] if demonstrations is None else [quoted("coldstart.demonstrations", demonstrations)]
     extra += [] if model is None else [quoted("model.path", model)]
     settings = _load("coldstart", None, config, [*(overrides or []), *extra])
-    from agentrl.training.policy import coldstart_command
+    from agentrl.training.coldstart.policy import coldstart_command
 
     coldstart_command(settings, output)
 
@@ -131,11 +131,11 @@ def evaluate(
         conversations=conversations,
     )
     if check_data:
-        from agentrl.evaluation.data_check import check_data_command
+        from agentrl.evaluation.data.data_check import check_data_command
 
         check_data_command(settings, request)
         return
-    from agentrl.evaluation.run import evaluate_command
+    from agentrl.evaluation.play.run import evaluate_command
 
     evaluate_command(settings, request)
 
@@ -146,7 +146,7 @@ def compare(
     second: Annotated[Path, typer.Argument(help="directory of an evaluation", metavar="B")],
 ) -> None:
     """Compare two evaluations, B against A: the difference of each benchmark, paired by problem."""
-    from agentrl.evaluation.comparison import compare_command
+    from agentrl.evaluation.results.comparison import compare_command
 
     compare_command(first, second)
 
@@ -168,7 +168,7 @@ def regrade(
 ) -> None:
     """Grade the stored answers of an evaluation again, without generating, and show what changed."""
     settings = _load("regrade", None, None, list(overrides or []))
-    from agentrl.evaluation.regrade import regrade_command
+    from agentrl.evaluation.results.regrade import regrade_command
 
     regrade_command(run, settings, grader, extract=extract)
 
@@ -205,8 +205,8 @@ def variance(
     )
     from agentrl.lab.run import prepare, variance_command
     from agentrl.telemetry.console import Console
-    from agentrl.training.determinism import set_determinism
-    from agentrl.training.policy import quieten_libraries, set_threads, starting_policy
+    from agentrl.training.coldstart.policy import quieten_libraries, set_threads, starting_policy
+    from agentrl.training.engine.determinism import set_determinism
 
     lab, drawn = prepare(settings, problems=problems, group_sizes=group_sizes, estimators=estimators, samples=samples)
     quieten_libraries()
@@ -229,7 +229,7 @@ def serve_policy(
     extra = [quoted("model.path", model), "rollout.engine=vllm", "rollout.vllm.placement=dedicated"]
     extra += ["rollout.vllm.addresses=[]", "rollout.vllm.replicas=1"]
     settings = _load("eval", None, config, [*(overrides or []), *extra])
-    from agentrl.training.serving import serve_command
+    from agentrl.training.worker.serving import serve_command
 
     serve_command(settings, model, host=host, port=port)
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from agentrl.evaluation.differences import difference_on_problems_like_these, difference_on_this_benchmark
-from agentrl.evaluation.scores import Floats, Interval, avg_at_k
+from agentrl.evaluation.results.differences import difference_on_problems_like_these, difference_on_this_benchmark
+from agentrl.evaluation.results.scores import Floats, Interval, avg_at_k
 
 Population = Callable[[np.random.Generator, int], Floats]
 

@@ -26,8 +26,8 @@ from agentrl.models.tiny import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.base import Completion, Sampling
-from agentrl.rollout.ledger import Issue
 from agentrl.rollout.settings import RolloutSettings
+from agentrl.rollout.work_queue import Issue
 from agentrl_envs.episode import Environment
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment

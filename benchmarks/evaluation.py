@@ -30,13 +30,13 @@ import psutil
 from scripted import ScriptedEngine, written
 
 from agentrl.config import load_settings
-from agentrl.evaluation.directory import EvaluationDirectory
-from agentrl.evaluation.limits import evaluation_settings
+from agentrl.evaluation.data.problem_sets import ProblemSet, problem_sets
 from agentrl.evaluation.options import EvaluationRequest
-from agentrl.evaluation.players import Player, TokenPlayer
-from agentrl.evaluation.problem_sets import ProblemSet, problem_sets
-from agentrl.evaluation.run import Evaluation, finish
-from agentrl.evaluation.tally import default_ks
+from agentrl.evaluation.play.limits import evaluation_settings
+from agentrl.evaluation.play.players import Player, TokenPlayer
+from agentrl.evaluation.play.run import Evaluation, finish
+from agentrl.evaluation.records.directory import EvaluationDirectory
+from agentrl.evaluation.results.tally import default_ks
 from agentrl.models.tiny import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import Completion, Sampling

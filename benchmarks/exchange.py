@@ -23,9 +23,9 @@ import torch.multiprocessing
 from torch import Tensor
 
 from agentrl.algorithms import AdvantageInputs, compute_advantages
-from agentrl.training import exchange as exchange_module
-from agentrl.training.batching import share_out
-from agentrl.training.exchange import Exchange
+from agentrl.training.engine import exchange as exchange_module
+from agentrl.training.engine.exchange import Exchange
+from agentrl.training.step.batching import share_out
 
 MICRO_BATCH = 8  # rows
 

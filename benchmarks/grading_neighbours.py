@@ -23,7 +23,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from agentrl_envs.grading import Grader, GraderSettings
-from agentrl_envs.grading.fast import is_plain_number
+from agentrl_envs.grading.comparing.fast import is_plain_number
 from agentrl_envs.types import Verdict
 
 Maker = Callable[[str, str, random.Random], str | None]

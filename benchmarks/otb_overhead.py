@@ -21,11 +21,11 @@ from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tiny import tiny_config
 from agentrl.rollout.worker import Harvest
-from agentrl.training.batching import RankPlan, plan_step
-from agentrl.training.deepspeed_engine import TrainingEngine, start_distributed
-from agentrl.training.objective_settings import ObjectiveSettings
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.settings import AlgorithmSettings, OptimizerSettings, TrainingSettings
-from agentrl.training.trainer import Trainer
+from agentrl.training.step.batching import RankPlan, plan_step
+from agentrl.training.step.objective_settings import ObjectiveSettings
+from agentrl.training.step.trainer import Trainer
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
 

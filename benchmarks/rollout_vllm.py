@@ -30,7 +30,7 @@ from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.driver import Driver, Issue
-from agentrl.rollout.engines.vllm import VLLMEngine
+from agentrl.rollout.engines.vllm.engine import VLLMEngine
 from agentrl.rollout.settings import RolloutSettings, VLLMSettings
 from agentrl_envs.types import Ended, Problem
 

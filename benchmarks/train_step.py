@@ -32,8 +32,8 @@ from train_step_task import Task
 from agentrl.cli import SHORT_SPINNING
 from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tiny import EOS, tiny_config, train_tokenizer
-from agentrl.problems.arithmetic import ArithmeticSource
-from agentrl.problems.demonstrations import tokenizer_corpus
+from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
+from agentrl.problems.demonstrations.demonstration import tokenizer_corpus
 
 HERE = Path(__file__).resolve().parent
 TRL_HOME = Path("~/.cache/agentrl/bench-trl").expanduser()

@@ -20,12 +20,12 @@ from agentrl.config import Settings, dump_yaml, load_settings
 from agentrl.rollout.engines.batcher import Batcher
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.deepspeed_engine import TrainingEngine, start_distributed
-from agentrl.training.policy import set_threads
-from agentrl.training.run import quieten_libraries
-from agentrl.training.service import LocalService
-from agentrl.training.session import Session
-from agentrl.training.trainer import Trainer
+from agentrl.training.coldstart.policy import set_threads
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
+from agentrl.training.run.session import Session
+from agentrl.training.run.start import quieten_libraries
+from agentrl.training.step.trainer import Trainer
+from agentrl.training.worker.service import LocalService
 from agentrl_envs.types import Ended, Problem, Step
 
 LONGEST_PROMPT = 40  # tokens

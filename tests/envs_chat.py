@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl_envs.chat import ChatFormat
+from agentrl_envs.protocols.chat import ChatFormat
 
 CHAT = ChatFormat(
     before_problem="<u>",

@@ -12,7 +12,7 @@ import pytest
 from agentrl.config import load_settings
 from agentrl.config.messages import known_keys
 from agentrl.config.overlays import parse_yaml
-from agentrl.problems.demonstrations import read_demonstrations
+from agentrl.problems.demonstrations.demonstration import read_demonstrations
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl_envs.rewards import Conversation, Reward, Said
 from agentrl_envs.settings import INSTRUCTIONS

@@ -1,8 +1,6 @@
 """Algorithms: pure functions on tensors, from rewards to the loss. torch and the standard library only."""
 
 from agentrl.algorithms.advantages import compute_advantages
-from agentrl.algorithms.aggregation import AGGREGATIONS, aggregate, loss_normalizer
-from agentrl.algorithms.baselines import TAILS
 from agentrl.algorithms.controllers import AdaptiveKL, FixedKL, KLController
 from agentrl.algorithms.correction import (
     DIVERGENCE_LEVELS,
@@ -17,7 +15,6 @@ from agentrl.algorithms.correction import (
 )
 from agentrl.algorithms.critic import ValueLoss, value_loss
 from agentrl.algorithms.diagnostics import HeadVariance, HeadVarianceAccumulator, diagonal_proxy, diagonal_proxy_power
-from agentrl.algorithms.energy import ENERGIES, cross_energy, logit_proxy_energy, realized_energy
 from agentrl.algorithms.entropy import entropy_bonus
 from agentrl.algorithms.errors import (
     AlgorithmError,
@@ -36,6 +33,9 @@ from agentrl.algorithms.estimators import (
     estimator_needs,
     register_estimator,
 )
+from agentrl.algorithms.estimators.baselines import TAILS
+from agentrl.algorithms.estimators.energy import ENERGIES, cross_energy, logit_proxy_energy, realized_energy
+from agentrl.algorithms.estimators.normalization import NORMALIZATIONS
 from agentrl.algorithms.kl import KL_ESTIMATORS, REWARD_KL_ESTIMATORS, RewardKL, kl_penalty, reward_kl
 from agentrl.algorithms.losses import (
     LOSSES,
@@ -58,8 +58,8 @@ from agentrl.algorithms.losses import (
     register_loss,
     step_selection,
 )
+from agentrl.algorithms.losses.aggregation import AGGREGATIONS, aggregate, loss_normalizer
 from agentrl.algorithms.mismatch import mismatch_metrics, perplexity_metrics
-from agentrl.algorithms.normalization import NORMALIZATIONS
 from agentrl.algorithms.records import AdvantageInputs, Advantages
 from agentrl.algorithms.registry import NoOptions
 from agentrl.algorithms.rewards import add_at_last_token, overlong_penalty

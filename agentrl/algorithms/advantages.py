@@ -8,9 +8,9 @@ from torch import Tensor
 
 from agentrl.algorithms.errors import InvalidInputError
 from agentrl.algorithms.estimators import ESTIMATORS, Estimate, EstimatorEntry, Rollouts
-from agentrl.algorithms.normalization import Moments, normalize_by_group
+from agentrl.algorithms.estimators.inputs import blocks_of_groups, take_rows
+from agentrl.algorithms.estimators.normalization import Moments, normalize_by_group
 from agentrl.algorithms.records import AdvantageInputs, Advantages
-from agentrl.algorithms.rollouts import blocks_of_groups, take_rows
 from agentrl.algorithms.validation import as_mask, check_shapes
 
 

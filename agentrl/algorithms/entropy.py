@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from agentrl.algorithms.aggregation import aggregate
 from agentrl.algorithms.bounds import check_range
+from agentrl.algorithms.losses.aggregation import aggregate
 
 
 def entropy_bonus(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.kernels.running import running_sum
+from agentrl.kernels.backends.running import running_sum
 
 _SCAN_WIDTH = 32
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from agentrl.kernels.products import add_head_weight_gradient, head_input_gradient, head_logits
+from agentrl.kernels.backends.products import add_head_weight_gradient, head_input_gradient, head_logits
 from agentrl.kernels.records import KernelInputError, check_cap, check_inputs, statistics_dtype
 from agentrl.kernels.softcap import cap_and_temper, cap_slope
 

@@ -5,10 +5,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from agentrl.kernels.chunked import chunked_statistics
+from agentrl.kernels.backends.chunked import chunked_statistics
+from agentrl.kernels.backends.reference import reference_statistics
+from agentrl.kernels.backends.triton_backend import automatic_backend, triton_statistics
 from agentrl.kernels.records import KernelInputError, TokenStatistics, check_cap, check_inputs
-from agentrl.kernels.reference import reference_statistics
-from agentrl.kernels.triton_backend import automatic_backend, triton_statistics
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
 BACKENDS = {"reference": reference_statistics, "chunked": chunked_statistics, "triton": triton_statistics}

@@ -24,7 +24,7 @@ from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.environment import build_reward, environment_and_codec
 from agentrl.rollout.filters import FilterRules, filter_groups
-from agentrl.rollout.ledger import Issue
+from agentrl.rollout.work_queue import Issue
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import atomic_write
 from agentrl.trajectory import Group

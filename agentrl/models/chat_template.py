@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.errors import SettingsError
-from agentrl_envs.chat import ChatFormat
+from agentrl_envs.protocols.chat import ChatFormat
 
 # Private use: no template and no problem holds them.
 _PROBLEM, _CALL, _RESPONSE = ("\ue000the problem\ue000", "\ue000the call\ue000", "\ue000the response\ue000")

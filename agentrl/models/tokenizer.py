@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from agentrl_envs.marked_text import Mark, MarkedText, Part, parts_of
+from agentrl_envs.protocols.marked_text import Mark, MarkedText, Part, parts_of
 
 _CHARACTERS = 0x100
 
@@ -32,7 +32,8 @@ class TextCodec:
     ``<|endoftext|>`` gives the model text and not an end. ``table`` gives each token's bytes; their concatenation
     over a sequence is its text, so stop strings are found without decoding a sequence again.
 
-    Only the marks of a :class:`~agentrl_envs.marked_text.MarkedText`, which protocols alone set, are encoded with their
+    Only the marks of a :class:`~agentrl_envs.protocols.marked_text.MarkedText`, which protocols alone set, are encoded
+    with their
     special tokens. Each part of such a text is encoded on its own, so that what is untrusted cannot change a mark.
     ``end_ids`` are the tokens at which a turn ends, for every engine: the tokenizer's, that of ``turn_end``, and
     ``generation_ends``.

@@ -21,7 +21,7 @@ class ProblemSampler:
 
     Every problem of a finite source comes once before any comes twice. Not thread-safe.
 
-    >>> from agentrl.problems.arithmetic import ArithmeticSource
+    >>> from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
     >>> sampler = ProblemSampler(ArithmeticSource(seed=1), seed=5)
     >>> first = sampler.next(3)
     >>> position = sampler.state_dict()

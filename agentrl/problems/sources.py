@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.problems.arithmetic import ArithmeticSource
+from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
 from agentrl.problems.errors import (
     EmptyProblemsError,
     ProblemError,

@@ -22,13 +22,13 @@ from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.engines.base import Completion, Engine, EngineError, Sampling
 from agentrl.rollout.engines.sampling import sampling_key
-from agentrl.rollout.ledger import Issue
+from agentrl.rollout.fair_yield import Turnstile
 from agentrl.rollout.rounds import Rounds
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.turnstile import Turnstile
+from agentrl.rollout.work_queue import Issue
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.episode import Environment, Episode
-from agentrl_envs.marked_text import MarkedText
+from agentrl_envs.protocols.marked_text import MarkedText
 from agentrl_envs.rewards import Conversation, Reward, Said
 from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict
 

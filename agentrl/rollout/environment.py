@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.models.chat_template import read_chat_format
 from agentrl.models.tokenizer import TextCodec, read_generation_ends
-from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import Environment
+from agentrl_envs.protocols.chat import ChatFormat
 from agentrl_envs.registry import OWN, resolve_environment
 from agentrl_envs.rewards import Reward
 from agentrl_envs.settings import GymnasiumSettings, SimpleTIRSettings

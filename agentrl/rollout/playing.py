@@ -9,9 +9,9 @@ from typing import Protocol
 
 from agentrl.errors import WorldError
 from agentrl.rollout.driver import Driver, Job
-from agentrl.rollout.ledger import Ledger
 from agentrl.rollout.schedule import Schedule
 from agentrl.rollout.settings import RolloutSettings
+from agentrl.rollout.work_queue import Ledger
 from agentrl.trajectory import Group
 
 

@@ -11,12 +11,12 @@ from typing import Any
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.filters import FilterRules, filter_groups
-from agentrl.rollout.ledger import Ledger
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.playing import Ahead, OnDemand, Play
 from agentrl.rollout.schedule import Schedule
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.staleness import VersionClock
+from agentrl.rollout.work_queue import Ledger
 from agentrl.trajectory import Group
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from agentrl_envs.chat import ChatFormat
 from agentrl_envs.grading import Grader, GraderSettings
+from agentrl_envs.protocols.chat import ChatFormat
 from agentrl_envs.protocols.reasoning import ReasoningProtocol
 from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREpisode

@@ -46,7 +46,7 @@ def _class_factory(name: str, found: type) -> EnvironmentFactory:
     import gymnasium
 
     if issubclass(found, gymnasium.Env):
-        from agentrl_envs.adapter import GymnasiumEnvironment
+        from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
 
         return functools.partial(GymnasiumEnvironment, found)
     missing = [method for method in ("open", "episode", "close", "describe") if not hasattr(found, method)]

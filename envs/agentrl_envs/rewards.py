@@ -21,7 +21,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from agentrl_envs.blocking import BlockingCalls
+from agentrl_envs.adapters.blocking import BlockingCalls
 from agentrl_envs.episode import EnvironmentContractError, EnvironmentLookupError
 from agentrl_envs.plugins import describe_error, import_attribute
 from agentrl_envs.types import Ended, Problem, Verdict

@@ -14,12 +14,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import EpisodeUsageError
 from agentrl_envs.execution import run_program
 from agentrl_envs.grading import Grader, GraderError, GraderSettings
 from agentrl_envs.protocols.base import MalformedCall, Protocol, ToolRequest
-from agentrl_envs.protocols.choice import TITLES, make_protocol
+from agentrl_envs.protocols.chat import ChatFormat
+from agentrl_envs.protocols.factory import TITLES, make_protocol
 from agentrl_envs.protocols.results import clip
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.tools import NO_TOOLS, PYTHON, Tool, ToolSet, call_tool, load_tools

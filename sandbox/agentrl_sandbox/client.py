@@ -19,7 +19,7 @@ from agentrl_sandbox.errors import (
     UnisolatedError,
     UnknownSessionError,
 )
-from agentrl_sandbox.local import open_local
+from agentrl_sandbox.local.sandbox import open_local
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome, Sandbox
 

@@ -20,8 +20,8 @@ import docker
 from docker.errors import DockerException, ImageNotFound, NotFound
 
 from agentrl_sandbox.errors import BusyError, ClosedError, StartError, UnisolatedError
-from agentrl_sandbox.service.messages import LIMITS
-from agentrl_sandbox.service.pool import RunnerPool, failure
+from agentrl_sandbox.service.pool.messages import LIMITS
+from agentrl_sandbox.service.pool.pool import RunnerPool, failure
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import PROPERTIES, Execution, Isolation
 

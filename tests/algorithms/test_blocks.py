@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms import ESTIMATORS, AdvantageInputs, InvalidInputError, compute_advantages, rollouts
-from agentrl.algorithms.groups import Groups
-from agentrl.algorithms.normalization import Moments
-from agentrl.algorithms.rollouts import blocks_of_groups
+from agentrl.algorithms import ESTIMATORS, AdvantageInputs, InvalidInputError, compute_advantages
+from agentrl.algorithms.estimators import inputs as rollouts
+from agentrl.algorithms.estimators.groups import Groups
+from agentrl.algorithms.estimators.inputs import blocks_of_groups
+from agentrl.algorithms.estimators.normalization import Moments
 from agentrl.algorithms.segments import reward_to_go
 
 

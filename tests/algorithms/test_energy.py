@@ -5,7 +5,8 @@ import doctest
 import pytest
 import torch
 
-from agentrl.algorithms import energy, logit_proxy_energy, realized_energy, records, segments
+from agentrl.algorithms import logit_proxy_energy, realized_energy, records, segments
+from agentrl.algorithms.estimators import energy
 
 
 def test_logit_proxy_is_the_squared_norm_of_the_logit_gradient():

@@ -11,8 +11,8 @@ from typing import Any
 import gymnasium
 import pytest
 
-from agentrl_envs.adapter import GymnasiumEnvironment
-from agentrl_envs.blocking import BlockingCalls
+from agentrl_envs.adapters.blocking import BlockingCalls
+from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
 from agentrl_envs.settings import GymnasiumSettings
 from agentrl_envs.spaces import UnicodeText
 from agentrl_envs.types import Ended, Problem
@@ -100,7 +100,7 @@ async def test_a_stuck_call_holds_its_place_until_it_ends() -> None:
 def test_a_stuck_call_does_not_keep_the_process() -> None:
     code = (
         "import asyncio, threading\n"
-        "from agentrl_envs.blocking import BlockingCalls\n"
+        "from agentrl_envs.adapters.blocking import BlockingCalls\n"
         "async def main():\n"
         "    try:\n"
         "        await BlockingCalls(1, name='x').run(threading.Event().wait, deadline=0.01)\n"

@@ -15,7 +15,7 @@ from grading_pairs import DIFFERENT, EQUAL, pairs
 
 from agentrl_envs.answers import last_boxed
 from agentrl_envs.grading import Grader, GraderSettings
-from agentrl_envs.loop_thread import LoopThread
+from agentrl_envs.gym.loop_thread import LoopThread
 from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
 from agentrl_envs.types import Verdict
 from agentrl_sandbox.client import Execution

@@ -11,7 +11,7 @@ import gymnasium
 import pytest
 import pytest_asyncio
 
-from agentrl_envs.adapter import GymnasiumEnvironment
+from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
 from agentrl_envs.episode import (
     Environment,
     EnvironmentContractError,

@@ -12,8 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from agentrl.config import load_settings
-from agentrl.evaluation.benchmarks import BENCHMARKS, DataCheck, check_benchmark, load_benchmark, read_benchmark
-from agentrl.evaluation.problem_sets import problem_sets
+from agentrl.evaluation.data.benchmarks import BENCHMARKS, DataCheck, check_benchmark, load_benchmark, read_benchmark
+from agentrl.evaluation.data.problem_sets import problem_sets
 from agentrl.problems.errors import ProblemError
 from agentrl.problems.fields import problem_of
 from agentrl_envs.grading import Grader, GraderSettings

@@ -12,9 +12,9 @@ import pytest
 from evaluation.runs import WrittenEngine, failed, play, problem_set, results, settings, transcript
 
 from agentrl.errors import SettingsError
-from agentrl.evaluation.comparison import compare, compare_command
-from agentrl.evaluation.regrade import FunctionGrader, regrade_command
-from agentrl.evaluation.transcript import Sample
+from agentrl.evaluation.records.transcript import Sample
+from agentrl.evaluation.results.comparison import compare, compare_command
+from agentrl.evaluation.results.regrade import FunctionGrader, regrade_command
 from agentrl_envs.types import Ended, Verdict
 
 

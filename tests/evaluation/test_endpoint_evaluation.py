@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.evaluation.rollout_log import read_rollouts
+from agentrl.evaluation.records.rollout_log import read_rollouts
 
 NUMBER = re.compile(r"What is (\d+) \+ (\d+)\?")
 

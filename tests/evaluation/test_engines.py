@@ -12,13 +12,13 @@ from rollout.fakes import byte_codec, byte_tokenizer, tiny_model
 from rollout.templates import QWEN, chat_tokenizer
 
 from agentrl.errors import SettingsError
-from agentrl.evaluation.chat_template import TemplatedCodec
-from agentrl.evaluation.engines import OpenedModel, environment_of, open_engine
-from agentrl.evaluation.players import TokenPlayer
-from agentrl.evaluation.provenance import provenance
+from agentrl.evaluation.play.chat_template import TemplatedCodec
+from agentrl.evaluation.play.engines import OpenedModel, environment_of, open_engine
+from agentrl.evaluation.play.players import TokenPlayer
+from agentrl.evaluation.records.provenance import provenance
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.environment import build_codec
-from agentrl_envs.marked_text import MarkedText
+from agentrl_envs.protocols.marked_text import MarkedText
 from agentrl_envs.settings import INSTRUCTIONS
 from agentrl_envs.simpletir import SimpleTIREnvironment
 from agentrl_envs.types import Problem

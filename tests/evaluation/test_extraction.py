@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import SettingsError
-from agentrl.evaluation.extraction import extracted, protocol_of
-from agentrl.evaluation.regrade import regrade_command
-from agentrl.evaluation.transcript import Sample, Transcript, Turn
+from agentrl.evaluation.records.transcript import Sample, Transcript, Turn
+from agentrl.evaluation.results.extraction import extracted, protocol_of
+from agentrl.evaluation.results.regrade import regrade_command
 from agentrl_envs.answers import last_boxed
 from agentrl_envs.execution import PRINTED
 from agentrl_envs.grading import Grader, GraderSettings

@@ -9,9 +9,9 @@ import pytest
 from evaluation.runs import settings
 
 from agentrl.errors import SettingsError
-from agentrl.evaluation.data_check import check_data_command
+from agentrl.evaluation.data.data_check import check_data_command
+from agentrl.evaluation.data.problem_sets import held_out_problems, problem_sets
 from agentrl.evaluation.options import EvaluationRequest
-from agentrl.evaluation.problem_sets import held_out_problems, problem_sets
 from agentrl.problems.errors import ProblemFieldError
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from evaluation.runs import HOSTILE, WrittenEngine, failed, play, problem_set, results, transcript
 
-from agentrl.evaluation import report
-from agentrl.evaluation.formulas import formulas_of
-from agentrl.evaluation.transcript import Sample, Turn
+from agentrl.evaluation.records.transcript import Sample, Turn
+from agentrl.evaluation.results import report
+from agentrl.evaluation.results.formulas import formulas_of
 
 
 class Page(HTMLParser):

@@ -14,13 +14,13 @@ from rollout.fakes import ScriptedEnvironment, ScriptedEpisode, byte_codec, byte
 
 from agentrl.config import Settings
 from agentrl.errors import SettingsError
-from agentrl.evaluation.directory import EvaluationDirectory
-from agentrl.evaluation.engines import OpenedModel, open_engine
+from agentrl.evaluation.data.problem_sets import ProblemSet
 from agentrl.evaluation.options import EvaluationRequest
-from agentrl.evaluation.problem_sets import ProblemSet
-from agentrl.evaluation.run import Evaluation
-from agentrl.evaluation.servers import PROBE
-from agentrl.rollout.engines.vllm import VLLMEngine
+from agentrl.evaluation.play.engines import OpenedModel, open_engine
+from agentrl.evaluation.play.run import Evaluation
+from agentrl.evaluation.play.servers import PROBE
+from agentrl.evaluation.records.directory import EvaluationDirectory
+from agentrl.rollout.engines.vllm.engine import VLLMEngine
 from agentrl.telemetry.console import Console
 from agentrl.weights.checksums import checksums
 from agentrl_envs.types import Ended, Step

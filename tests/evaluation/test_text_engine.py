@@ -10,14 +10,14 @@ import httpx
 import pytest
 
 from agentrl.errors import SettingsError, WorldError
-from agentrl.evaluation.settings import EndpointSettings
-from agentrl.evaluation.text_engine import (
+from agentrl.evaluation.play.text_engine import (
     ContextFullError,
     RefusedError,
     TextCompletion,
     TextEngine,
     TextSampling,
 )
+from agentrl.evaluation.settings import EndpointSettings
 from agentrl.rollout.engines.base import EngineError
 
 Answer = httpx.Response | Exception
@@ -256,7 +256,7 @@ async def test_trouble_is_told_once_in_a_while(caplog: pytest.LogCaptureFixture)
     await endpoint.ask()
     endpoint.now += 60
     await endpoint.ask()
-    told = [record.getMessage() for record in caplog.records if record.name == "agentrl.evaluation.text_engine"]
+    told = [record.getMessage() for record in caplog.records if record.name == "agentrl.evaluation.play.text_engine"]
     patience = "up to 30 s a request (evaluation.endpoint.patience)"
     name = "the endpoint http://host/v1"
     assert told == [

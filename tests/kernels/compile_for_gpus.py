@@ -10,7 +10,7 @@ def compile_kernels(capability: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from agentrl.kernels.triton_epilogue import gradient_kernel, sums_kernel
+    from agentrl.kernels.backends.triton_epilogue import gradient_kernel, sums_kernel
 
     for out, bias in (("*fp32", False), ("*bf16", True), ("*fp16", True)):
         for kernel in (sums_kernel, gradient_kernel):

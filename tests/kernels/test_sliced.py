@@ -18,15 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentrl.errors import SettingsError
-from agentrl.kernels import (
-    KernelInputError,
-    TokenStatistics,
-    products,
-    sliced,
-    token_statistics,
-    torch_epilogue,
-    triton_backend,
-)
+from agentrl.kernels import KernelInputError, TokenStatistics, token_statistics
+from agentrl.kernels.backends import products, sliced, torch_epilogue, triton_backend
 from agentrl.models.policy import PolicyModel
 
 EPILOGUES = ["torch", pytest.param("triton", marks=needs_triton)]
@@ -47,7 +40,7 @@ def statistics_of(
         targets,
         temperature,
         bias,
-        epilogue=importlib.import_module(f"agentrl.kernels.{epilogue}_epilogue"),
+        epilogue=importlib.import_module(f"agentrl.kernels.backends.{epilogue}_epilogue"),
     )
 
 
@@ -353,7 +346,7 @@ def test_gradients_flow_through_log_probs_and_entropy_only(epilogue):
     scale=st.sampled_from([1.0, 30.0]),
 )
 def test_the_epilogues_agree_on_a_slice_wherever_the_target_is(width, start, seed, with_bias, scale):
-    triton_epilogue = importlib.import_module("agentrl.kernels.triton_epilogue")
+    triton_epilogue = importlib.import_module("agentrl.kernels.backends.triton_epilogue")
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -461,6 +454,6 @@ def test_a_machine_without_triton_is_told_so(monkeypatch):
 
 @needs_triton
 def test_cpu_tensors_need_the_interpreter(monkeypatch):
-    monkeypatch.setattr("agentrl.kernels.triton_epilogue.INTERPRETED", False)
+    monkeypatch.setattr("agentrl.kernels.backends.triton_epilogue.INTERPRETED", False)
     with pytest.raises(KernelInputError, match="needs tensors on a GPU, not on cpu"):
         token_statistics(*problem(2, 3, 4), backend="triton")

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from kernels.cases import FIELDS, needs_triton, problem
 from torch import Tensor
 
-from agentrl.kernels import BACKENDS, KernelInputError, TokenStatistics, chunked, records, token_statistics
+from agentrl.kernels import BACKENDS, KernelInputError, TokenStatistics, records, token_statistics
+from agentrl.kernels.backends import chunked
 
 EVERY_BACKEND = [pytest.param(name, marks=needs_triton if name == "triton" else ()) for name in sorted(BACKENDS)]
 

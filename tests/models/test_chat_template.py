@@ -12,8 +12,8 @@ from rollout.templates import QWEN, THINKING, chat_tokenizer
 from agentrl.errors import SettingsError
 from agentrl.models.chat_template import read_chat_format
 from agentrl.models.tokenizer import TextCodec
-from agentrl_envs.chat import ChatFormat
-from agentrl_envs.marked_text import Mark, MarkedText
+from agentrl_envs.protocols.chat import ChatFormat
+from agentrl_envs.protocols.marked_text import Mark, MarkedText
 from agentrl_envs.tools import PYTHON_SCHEMA
 
 TOOLS = [PYTHON_SCHEMA.as_function()]

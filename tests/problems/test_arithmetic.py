@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.problems.arithmetic import ArithmeticSource
-from agentrl.problems.demonstrations import Demonstration, tokenizer_corpus
+from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
+from agentrl.problems.demonstrations.demonstration import Demonstration, tokenizer_corpus
+from agentrl.problems.demonstrations.exercises import FAMILIES, REVEAL_FAMILIES
 from agentrl.problems.errors import EmptyProblemsError, ProblemError
-from agentrl.problems.exercises import FAMILIES, REVEAL_FAMILIES
 from agentrl_envs.types import Problem
 
 FENCE = re.compile(r"\A```py\n(.*)\n```\Z", re.DOTALL)

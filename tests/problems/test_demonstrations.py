@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.problems.arithmetic import ArithmeticSource
-from agentrl.problems.demonstrations import read_demonstrations, write_demonstrations
+from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
+from agentrl.problems.demonstrations.demonstration import read_demonstrations, write_demonstrations
+from agentrl.problems.demonstrations.loading import load_demonstrations
 from agentrl.problems.errors import EmptyProblemsError, ProblemError, ProblemFileError
-from agentrl.problems.loading import load_demonstrations
 
 
 def test_written_demonstrations_are_read_back(tmp_path: Path):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.problems.arithmetic import ArithmeticSource
+from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
 from agentrl.problems.errors import EmptyProblemsError, ProblemError, SamplerStateError
 from agentrl.problems.mixture import FiniteSource, Mixture
 from agentrl.problems.sampler import ProblemSampler

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 from pydantic import ValidationError
 
-from agentrl.problems.arithmetic import ArithmeticSource
+from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
 from agentrl.problems.errors import EmptyProblemsError, ProblemError, ProblemFieldError, ProblemFileError
 from agentrl.problems.fields import problem_of, unwrap
 from agentrl.problems.masking import masked_statement

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.engines.vllm_server import WITNESS
+from agentrl.rollout.engines.vllm.server import WITNESS
 
 Answer = tuple[int, Any]
 

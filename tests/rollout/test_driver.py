@@ -21,8 +21,8 @@ from rollout.fakes import (
 
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.base import EngineError
-from agentrl.rollout.ledger import Issue
 from agentrl.rollout.settings import RolloutSettings
+from agentrl.rollout.work_queue import Issue
 from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.rewards import Conversation, Reward
 from agentrl_envs.types import Ended, Problem, ToolCall, Verdict

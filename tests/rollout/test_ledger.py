@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from agentrl.problems.arithmetic import ArithmeticSource
+from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
 from agentrl.problems.sampler import ProblemSampler
-from agentrl.rollout.ledger import Ledger
+from agentrl.rollout.work_queue import Ledger
 from agentrl_envs.types import Problem
 
 

@@ -6,8 +6,8 @@ import pytest
 from rollout.fakes import ScriptedEngine, byte_codec, byte_tokenizer, completion
 
 from agentrl.rollout.driver import Driver
-from agentrl.rollout.ledger import Issue
 from agentrl.rollout.settings import RolloutSettings
+from agentrl.rollout.work_queue import Issue
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment
 from agentrl_envs.types import Ended, Problem, Verdict

@@ -9,7 +9,7 @@ import pytest
 from rollout.simulation import run_virtual
 
 from agentrl.rollout.engines.http import TooSlowError, UnreachableError
-from agentrl.rollout.engines.pulse import Pulse
+from agentrl.rollout.engines.vllm.pulse import Pulse
 
 
 def ended_after(

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from agentrl.rollout.fair_yield import Turnstile
 from agentrl.rollout.rounds import Rounds
-from agentrl.rollout.turnstile import Turnstile
 
 
 async def settle() -> None:

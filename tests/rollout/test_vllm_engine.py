@@ -11,7 +11,7 @@ from rollout.vllm_support import CODEC, VOCABULARY, ask, opened, rollout
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.rollout.engines.base import Completion, EngineError
-from agentrl.rollout.engines.vllm import VLLMEngine
+from agentrl.rollout.engines.vllm.engine import VLLMEngine
 
 # -- what is said ---------------------------------------------------------------------------------------------------
 

@@ -17,8 +17,8 @@ import pytest
 
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.rollout.engines.balancer import Balancer
-from agentrl.rollout.engines.vllm_server import ServerPlan, ServerProcess, plan_servers, visible_gpus
+from agentrl.rollout.engines.vllm.balancer import Balancer
+from agentrl.rollout.engines.vllm.server import ServerPlan, ServerProcess, plan_servers, visible_gpus
 from agentrl.rollout.settings import RolloutSettings
 
 
@@ -178,7 +178,8 @@ FAMILY = (
 # Someone who wants a server, and waits.
 PARENT = (
     "import os, subprocess, sys, time\n"
-    "subprocess.Popen([sys.executable, '-m', 'agentrl.rollout.engines.warden', str(os.getpid()), *sys.argv[1:]])\n"
+    "supervise = [sys.executable, '-m', 'agentrl.rollout.engines.vllm.supervise', str(os.getpid())]\n"
+    "subprocess.Popen([*supervise, *sys.argv[1:]])\n"
     "time.sleep(600)"
 )
 
@@ -235,7 +236,9 @@ def test_a_warden_whose_parent_is_gone_starts_nothing_that_stays(tmp_path: Path)
     gone.wait()
     command = [sys.executable, "-c", FAMILY, str(tmp_path / "pids")]
     done = subprocess.run(
-        [sys.executable, "-m", "agentrl.rollout.engines.warden", str(gone.pid), *command], timeout=60, env=os.environ
+        [sys.executable, "-m", "agentrl.rollout.engines.vllm.supervise", str(gone.pid), *command],
+        timeout=60,
+        env=os.environ,
     )
     assert done.returncode == 256 - signal.SIGKILL
 

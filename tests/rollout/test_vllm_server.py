@@ -33,9 +33,9 @@ from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.base import Completion, Sampling
 from agentrl.rollout.engines.transformers import TransformersEngine
-from agentrl.rollout.engines.vllm import VLLMEngine
-from agentrl.rollout.engines.vllm_replica import Replica
-from agentrl.training.hosting import VLLMHost
+from agentrl.rollout.engines.vllm.engine import VLLMEngine
+from agentrl.rollout.engines.vllm.replica import Replica
+from agentrl.training.worker.managed_engine import VLLMHost
 from agentrl.weights.exports import write_export
 from agentrl.weights.sources import ParameterSource
 from agentrl.weights.verify import Probe

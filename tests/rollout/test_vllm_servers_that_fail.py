@@ -13,8 +13,8 @@ from rollout.vllm_support import CODEC, PROMPT, ask, eventually, is_up, opened
 
 from agentrl.errors import WorldError
 from agentrl.rollout.engines.base import CacheUse, EngineError
-from agentrl.rollout.engines.vllm import VLLMEngine
-from agentrl.rollout.engines.vllm_replica import Replica
+from agentrl.rollout.engines.vllm.engine import VLLMEngine
+from agentrl.rollout.engines.vllm.replica import Replica
 
 # -- failures -------------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ from rollout.simulation import run_virtual
 
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.base import Completion, EngineError
-from agentrl.rollout.ledger import Issue
 from agentrl.rollout.settings import RolloutSettings
+from agentrl.rollout.work_queue import Issue
 from agentrl.trajectory import Trajectory
 from agentrl_envs.types import Ended, Problem, Step
 

@@ -11,7 +11,7 @@ from rollout.fake_vllm import FakeVLLM
 from rollout.fakes import byte_codec
 
 from agentrl.rollout.engines.base import Completion, Sampling
-from agentrl.rollout.engines.vllm import VLLMEngine
+from agentrl.rollout.engines.vllm.engine import VLLMEngine
 from agentrl.rollout.settings import RolloutSettings
 
 CODEC = byte_codec()

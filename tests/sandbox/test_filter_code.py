@@ -7,9 +7,9 @@ import struct
 
 import pytest
 
-from agentrl_sandbox.runner import bpf
-from agentrl_sandbox.runner.seccomp import DENIED, DENIED_WITHOUT_OWN_USER, MISSING, build
-from agentrl_sandbox.runner.syscalls import LAST_KNOWN, MACHINES, number
+from agentrl_sandbox.runner.isolation import bpf
+from agentrl_sandbox.runner.isolation.seccomp import DENIED, DENIED_WITHOUT_OWN_USER, MISSING, build
+from agentrl_sandbox.runner.isolation.syscalls import LAST_KNOWN, MACHINES, number
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 REFUSED_WITHOUT_ARGUMENTS = ("personality", "socketpair", "ioprio_set")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from agentrl_sandbox.client import SandboxSettings
-from agentrl_sandbox.runner.capture import Capture
+from agentrl_sandbox.runner.program.capture import Capture
 from agentrl_sandbox.runner.routing import needs_science
 from agentrl_sandbox.types import PROPERTIES, Isolation
 from agentrl_sandbox.wire import FrameBuffer, FrameError, pack

@@ -16,7 +16,7 @@ import pytest
 
 from agentrl_sandbox.client import Execution, Outcome, Sandbox, SandboxSettings, open_sandbox
 from agentrl_sandbox.errors import StartError
-from agentrl_sandbox.probes import probe
+from agentrl_sandbox.local.probes import probe
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 NOTHING = {"landlock": 0, "seccomp": 0, "own_users": 1}

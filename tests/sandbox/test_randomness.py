@@ -8,7 +8,7 @@ import sys
 MAKE = """
 import random
 import numpy as np
-from agentrl_sandbox.runner.randomness import find_generators
+from agentrl_sandbox.runner.program.randomness import find_generators
 
 class Dice(random.Random):
     pass

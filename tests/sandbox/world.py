@@ -26,8 +26,9 @@ import sys
 import threading
 
 from agentrl_sandbox.client import Execution, SandboxError, SandboxSettings, UnisolatedError
-from agentrl_sandbox.local import LocalSandbox, open_local
-from agentrl_sandbox.runner import bpf, kernel
+from agentrl_sandbox.local.sandbox import LocalSandbox, open_local
+from agentrl_sandbox.runner import kernel
+from agentrl_sandbox.runner.isolation import bpf
 
 USER = 54_321
 KEPT = (0, 5, 6, 7)  # CAP_CHOWN, CAP_KILL, CAP_SETGID, CAP_SETUID

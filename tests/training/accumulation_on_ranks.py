@@ -12,7 +12,7 @@ import torch
 from deepspeed.utils import safe_get_full_optimizer_state
 from torch import Tensor, nn
 
-from agentrl.training.deepspeed_engine import TrainingEngine, start_distributed
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 
 STAGES = (0, 1, 2, 3)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from agentrl.models.policy import PolicyModel
-from agentrl.training.deepspeed_engine import TrainingEngine, gather_from_ranks, start_distributed
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, gather_from_ranks, start_distributed
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl.weights.sources import full_parameters
 

@@ -16,9 +16,9 @@ from agentrl.models.loading import read_model
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import ModelSettings
 from agentrl.models.value import ValueModel
-from agentrl.training.deepspeed_engine import TrainingEngine, frozen, read_for_training, start_distributed
-from agentrl.training.reference import Reference
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, read_for_training, start_distributed
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
+from agentrl.training.step.reference import Reference
 from agentrl.weights.sources import full_parameters
 
 SETTINGS = ModelSettings(dtype="float32", gradient_checkpointing=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from agentrl.config import load_settings
-from agentrl.training.run import train
+from agentrl.training.run.start import train
 
 _SHORT = [
     "model.dtype=float32",

@@ -1,7 +1,7 @@
 """One training rank of runs that are stopped again and again: ``CASE``, a JSON object. Run by test_signals.py.
 
 Everything happens in one process a rank, under no launcher: the libraries take longer to load than a run. What each
-call of :func:`agentrl.training.run.train` returned is written to ``codes-RANK.json``.
+call of :func:`agentrl.training.run.start.train` returned is written to ``codes-RANK.json``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stopping_env import ORDER, TAKEN, UPDATED, wait_for
 
 from agentrl.config import load_settings
 from agentrl.errors import AgentRLError
-from agentrl.training.run import train
+from agentrl.training.run.start import train
 
 PROCESSES = Path("processes.json")
 ENVIRONMENT = "stopping_env:StoppingEnv"

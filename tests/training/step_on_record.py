@@ -16,12 +16,7 @@ from agentrl.kernels import Backend, triton_obstacle
 from agentrl.models.policy import PolicyModel
 from agentrl.models.value import ValueModel
 from agentrl.rollout.worker import Harvest
-from agentrl.training.batching import plan_step
-from agentrl.training.critic import Critic
-from agentrl.training.deepspeed_engine import TrainingEngine, frozen, start_distributed
-from agentrl.training.fidelity import BOUNDS, FidelityError
-from agentrl.training.objective_settings import ObjectiveSettings
-from agentrl.training.reference import Reference
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, start_distributed
 from agentrl.training.settings import (
     AlgorithmSettings,
     CorrectionSettings,
@@ -31,7 +26,12 @@ from agentrl.training.settings import (
     RewardSettings,
     TrainingSettings,
 )
-from agentrl.training.trainer import Trainer
+from agentrl.training.step.batching import plan_step
+from agentrl.training.step.critic import Critic
+from agentrl.training.step.fidelity import BOUNDS, FidelityError
+from agentrl.training.step.objective_settings import ObjectiveSettings
+from agentrl.training.step.reference import Reference
+from agentrl.training.step.trainer import Trainer
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl.weights.sources import full_parameters
 from agentrl_envs.types import Ended, Problem

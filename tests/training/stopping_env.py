@@ -100,7 +100,7 @@ def _at_event(event: str, arguments: tuple[Any, ...]) -> None:
         reached("checkpoint")
 
 
-if not sys.argv[0].endswith("worker_process.py"):
+if not sys.argv[0].endswith("worker/process.py"):
     nn.modules.module.register_module_forward_pre_hook(_before_module)
     nn.modules.module.register_module_forward_hook(_after_module)
     register_optimizer_step_pre_hook(lambda *_: reached("update"))

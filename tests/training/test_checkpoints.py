@@ -13,8 +13,8 @@ import torch.distributed
 from training.conftest import CommandLine
 
 from agentrl.errors import SettingsError, WorldError
-from agentrl.training.checkpoint import RunState, open_newest, save_checkpoint
-from agentrl.training.checksums import checksums, damaged
+from agentrl.training.engine.checkpoint import RunState, open_newest, save_checkpoint
+from agentrl.training.engine.checksums import checksums, damaged
 
 
 class FakeEngine(SimpleNamespace):

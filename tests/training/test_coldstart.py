@@ -12,8 +12,8 @@ from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.models.tiny import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
-from agentrl.problems.demonstrations import Demonstration, Turn, program
-from agentrl.training.coldstart import (
+from agentrl.problems.demonstrations.demonstration import Demonstration, Turn, program
+from agentrl.training.coldstart.train import (
     EncodedDemonstration,
     batches,
     cached_policy,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.training.correction import Corrector, effective_sample_size
-from agentrl.training.evidence import Evidence
-from agentrl.training.meter import Meter
+from agentrl.training.engine.meter import Meter
 from agentrl.training.settings import CorrectionSettings
+from agentrl.training.step.correction import Corrector, effective_sample_size
+from agentrl.training.step.scored_rows import Evidence
 
 
 def evidence(ratios: list[list[float]], *, out: list[tuple[int, int]] = ()) -> Evidence:  # type: ignore[assignment]

@@ -10,13 +10,13 @@ import pytest
 
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.training.determinism import set_determinism
+from agentrl.training.engine.determinism import set_determinism
 
 # What a process that joins a group finds: nothing of CUDA has run before that.
 PROGRAM = """
 import os, torch
 from agentrl.config import load_settings
-from agentrl.training.determinism import set_determinism
+from agentrl.training.engine.determinism import set_determinism
 set_determinism(load_settings(overrides=["training.deterministic={wanted}"]))
 child = os.popen("echo $CUBLAS_WORKSPACE_CONFIG").read().strip()
 print(torch.are_deterministic_algorithms_enabled(), child or "unset", torch.cuda.is_initialized())

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.training.objective import Normalizers, PolicyObjective
-from agentrl.training.objective_settings import ObjectiveSettings
 from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings, RewardSettings
-from agentrl.training.targets import Targets
+from agentrl.training.step.loss_inputs import Targets
+from agentrl.training.step.objective import Normalizers, PolicyObjective
+from agentrl.training.step.objective_settings import ObjectiveSettings
 
 BEHAVIOUR = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
 BEFORE = torch.tensor([0.35, 0.25, 0.4], dtype=torch.float64)  # the policy before the step's updates

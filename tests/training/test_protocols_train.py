@@ -11,10 +11,10 @@ from rollout.fakes import tiny_model
 from rollout.templates import QWEN, chat_tokenizer
 
 from agentrl.config import load_settings
-from agentrl.problems.demonstrations import Demonstration, Turn, observation, program
+from agentrl.problems.demonstrations.demonstration import Demonstration, Turn, observation, program
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.demonstrated import in_protocol
-from agentrl_envs.protocols.choice import make_protocol
+from agentrl.training.coldstart.demonstration_rendering import in_protocol
+from agentrl_envs.protocols.factory import make_protocol
 from agentrl_envs.types import Problem
 
 PROBLEM = Problem(id="toy", statement="What is 2 + 3?", answer="5", source="toy")

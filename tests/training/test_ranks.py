@@ -19,7 +19,7 @@ SLOW = ["environment.kwargs.seconds=0.05", "rollout.concurrency=2", "training.st
 
 def family(pid: int) -> dict[str, list[psutil.Process]]:
     """The processes under ``pid`` by what they are."""
-    found: dict[str, list[psutil.Process]] = {"rank": [], "worker_process": []}
+    found: dict[str, list[psutil.Process]] = {"run.rank": [], "worker.process": []}
     for process in psutil.Process(pid).children(recursive=True):
         for part in process.cmdline():
             if part.startswith("agentrl.training.") and "launch" not in " ".join(process.cmdline()):
@@ -45,8 +45,8 @@ def test_two_ranks_go_on_after_every_end(command_line: CommandLine, random_polic
     process = command_line.start(*command_line.counting(random_policy, "name=two", "checkpoint.every=1", *TWO, *SLOW))
     wait_for_rollouts(command_line, process, 2 * (2 + 16) + 3)
     processes = family(process.pid)
-    assert [len(processes["rank"]), len(processes["worker_process"])] == [2, 1]
-    processes["worker_process"][0].kill()
+    assert [len(processes["run.rank"]), len(processes["worker.process"])] == [2, 1]
+    processes["worker.process"][0].kill()
     said = process.communicate(timeout=DEADLINE)[0]
     assert process.returncode == 1
     assert "error: rollout worker: the connection ended while waiting for the plan of step 2" in said
@@ -56,7 +56,7 @@ def test_two_ranks_go_on_after_every_end(command_line: CommandLine, random_polic
     process = command_line.start("train", "--resume", "name=two")
     wait_for_rollouts(command_line, process, 3)
     processes = family(process.pid)
-    next(one for one in processes["rank"] if one.environ()["RANK"] == "1").kill()
+    next(one for one in processes["run.rank"] if one.environ()["RANK"] == "1").kill()
     said = process.communicate(timeout=DEADLINE)[0]
     assert process.returncode == 1
     assert "error: a training rank or its launcher was ended by SIGKILL" in said

@@ -12,14 +12,14 @@ from agentrl.algorithms import ESTIMATORS, LOSSES
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.models.loading import read_config
-from agentrl.rollout.engines.servers import longest_request
-from agentrl.training.dry_run import dry_run
-from agentrl.training.estimate import estimate_memory, planned_passes
-from agentrl.training.launch import launch
-from agentrl.training.objective_settings import ObjectiveSettings
-from agentrl.training.options import estimator_options, loss_options, needs
-from agentrl.training.run import train
+from agentrl.rollout.engines.vllm.servers import longest_request
+from agentrl.training.run.dry_run import dry_run
+from agentrl.training.run.estimate import estimate_memory, planned_passes
+from agentrl.training.run.launch import launch
+from agentrl.training.run.start import train
 from agentrl.training.settings import AlgorithmSettings
+from agentrl.training.step.objective_options import estimator_options, loss_options, needs
+from agentrl.training.step.objective_settings import ObjectiveSettings
 
 
 def objective(**algorithm: Any) -> ObjectiveSettings:

@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.wire import WorkerLostError, receive
+from agentrl.training.worker.wire import WorkerLostError, receive
 
 from .conftest import DEADLINE, CommandLine, wait_until
 from .test_ranks import assert_all_end, family
@@ -201,10 +201,10 @@ def test_asked_twice_two_ranks_end_at_once_whatever_they_wait_for(
     process = command_line.start(*command_line.counting(random_policy, "name=twice", *slow))
     wait_until(lambda: len(command_line.steps("twice")) >= 1, process)
     processes = family(process.pid)
-    stuck = next(one for one in processes["rank"] if one.environ()["RANK"] == "1")
+    stuck = next(one for one in processes["run.rank"] if one.environ()["RANK"] == "1")
     stuck.suspend()  # its peer waits for it, in a collective or at the worker
     deadline = time.monotonic() + DEADLINE
-    alive = processes["rank"]
+    alive = processes["run.rank"]
     while alive and time.monotonic() < deadline:
         process.send_signal(signal.SIGTERM)
         _, alive = psutil.wait_procs(alive, timeout=2.0)

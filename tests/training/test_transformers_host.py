@@ -14,7 +14,7 @@ from agentrl.config import load_settings
 from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec
-from agentrl.training.hosting import TransformersHost
+from agentrl.training.worker.managed_engine import TransformersHost
 from agentrl.weights.exports import write_export
 from agentrl.weights.sources import ParameterSource
 from agentrl.weights.verify import Probe

@@ -16,7 +16,7 @@ from agentrl.models.loading import write_model
 from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec
-from agentrl.training.hosting import VLLMHost
+from agentrl.training.worker.managed_engine import VLLMHost
 from agentrl.weights.checksums import Checksum
 from agentrl.weights.verify import Probe
 

@@ -23,9 +23,9 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransf
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
-from agentrl.training.deepspeed_engine import TrainingEngine, start_distributed
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
-from agentrl.training.transfer import score_probe
+from agentrl.training.worker.transfer import score_probe
 from agentrl.weights.native import NativeTransfer, ServersClient
 from agentrl.weights.sources import ParameterSource
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from agentrl.rollout.engines.vllm_server import WITNESS
+from agentrl.rollout.engines.vllm.server import WITNESS
 from agentrl.weights.checksums import Checksum, add_up, checksum, checksums, say_differing, with_head
 from agentrl.weights.sources import ParameterSource
 from agentrl.weights.witness import WeightWitness

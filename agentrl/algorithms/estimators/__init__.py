@@ -1,5 +1,6 @@
 """The estimators: one function each, from a `Rollouts` to an `Estimate`; the modules register them on import."""
 
+from agentrl.algorithms.estimators.inputs import Estimate, Rollouts
 from agentrl.algorithms.estimators.optimal import eob, ogb, otb, otb_cross, otb_isolated, otb_total, tir_otb
 from agentrl.algorithms.estimators.options import (
     CrossBaselineOptions,
@@ -21,7 +22,6 @@ from agentrl.algorithms.estimators.registry import (
 )
 from agentrl.algorithms.estimators.scalar import dr_grpo, gpg, grpo, opo, reinforce_pp_baseline, remax, rloo
 from agentrl.algorithms.estimators.token import gae, reinforce_pp
-from agentrl.algorithms.rollouts import Estimate, Rollouts
 
 __all__ = [
     "ESTIMATORS",

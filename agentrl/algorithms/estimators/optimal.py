@@ -7,8 +7,9 @@ plain one where energies vanish; sum (W + eps) A = 0 over whatever shares a base
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.baselines import Columns, column_baselines
-from agentrl.algorithms.energy import token_energy
+from agentrl.algorithms.estimators.baselines import Columns, column_baselines
+from agentrl.algorithms.estimators.energy import token_energy
+from agentrl.algorithms.estimators.inputs import Estimate, Rollouts
 from agentrl.algorithms.estimators.options import (
     CrossBaselineOptions,
     ExactEnergyOptions,
@@ -17,8 +18,7 @@ from agentrl.algorithms.estimators.options import (
 )
 from agentrl.algorithms.estimators.registry import register_estimator
 from agentrl.algorithms.estimators.scalar import scalar_estimate, weighted_means
-from agentrl.algorithms.rollouts import Estimate, Rollouts
-from agentrl.kernels.running import running_sum
+from agentrl.kernels.backends.running import running_sum
 
 
 @register_estimator("ogb", options=GlobalBaselineOptions, group_based=True)

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from agentrl.algorithms.aggregation import AGGREGATIONS
-from agentrl.algorithms.baselines import TAILS
 from agentrl.algorithms.bounds import check_flag, check_positive, check_range
-from agentrl.algorithms.energy import ENERGIES
 from agentrl.algorithms.errors import check_choice
-from agentrl.algorithms.normalization import NORMALIZATIONS
+from agentrl.algorithms.estimators.baselines import TAILS
+from agentrl.algorithms.estimators.energy import ENERGIES
+from agentrl.algorithms.estimators.normalization import NORMALIZATIONS
+from agentrl.algorithms.losses.aggregation import AGGREGATIONS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 
 from agentrl.algorithms.errors import AlgorithmError, MissingInputError, UnknownNameError
+from agentrl.algorithms.estimators.inputs import Estimate
 from agentrl.algorithms.records import AdvantageInputs
 from agentrl.algorithms.registry import Entry, NoOptions, Registry
-from agentrl.algorithms.rollouts import Estimate
 
 EstimatorFunction = Callable[..., Estimate]  # (Rollouts, options record) -> Estimate
 

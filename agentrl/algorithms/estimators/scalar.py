@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.baselines import Columns, column_baselines
+from agentrl.algorithms.estimators.baselines import Columns, column_baselines
+from agentrl.algorithms.estimators.inputs import Estimate, Rollouts
 from agentrl.algorithms.estimators.options import ScalarOptions, WeightedOptions, WhitenedOptions
 from agentrl.algorithms.estimators.registry import register_estimator
-from agentrl.algorithms.rollouts import Estimate, Rollouts
 
 _EQUAL = 1e-9  # rewards of a group that differ by less than this share of the largest differ by rounding alone
 

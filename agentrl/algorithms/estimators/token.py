@@ -2,9 +2,9 @@
 
 import torch
 
+from agentrl.algorithms.estimators.inputs import Estimate, Rollouts
 from agentrl.algorithms.estimators.options import DiscountedOptions, GaeOptions
 from agentrl.algorithms.estimators.registry import register_estimator
-from agentrl.algorithms.rollouts import Estimate, Rollouts
 from agentrl.algorithms.segments import reward_to_go
 
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from agentrl.algorithms.aggregation import AGGREGATIONS
+from agentrl.algorithms.losses.aggregation import AGGREGATIONS
 from agentrl.algorithms.registry import NoOptions, Registry
 
 

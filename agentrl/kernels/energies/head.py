@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from agentrl.kernels.backends.products import head_input_gradient, head_logits
 from agentrl.kernels.energies.closed_forms import gram_is_cheaper
-from agentrl.kernels.products import head_input_gradient, head_logits
 from agentrl.kernels.softcap import cap_and_temper, cap_slope
 
 _BLOCK_ELEMENTS = 1 << 25  # logits held at once: 128 MB of float32, and as much again for a temporary

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.kernels.running import running_sum
+from agentrl.kernels.backends.running import running_sum
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _ROUNDING = 1e-6  # of float32 probabilities: a set that reaches top_p but for this reaches it

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 
-from agentrl_envs.grading.fast import is_plain_number, quick_verdict, within_bounds
+from agentrl_envs.grading.comparing.fast import is_plain_number, quick_verdict, within_bounds
 from agentrl_envs.grading.process import GraderError, GradingProcess, NoVerdictError, OutOfTimeError, WorkerDiedError
 from agentrl_envs.grading.settings import GraderSettings
 from agentrl_envs.types import Verdict

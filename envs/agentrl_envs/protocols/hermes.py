@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl_envs.answers import last_boxed
-from agentrl_envs.chat import ChatFormat
+from agentrl_envs.protocols.answer_text import AnsweredInWords
 from agentrl_envs.protocols.base import MalformedCall, ParsedTurn, ToolRequest
-from agentrl_envs.protocols.in_words import AnsweredInWords
+from agentrl_envs.protocols.chat import ChatFormat
 from agentrl_envs.tools import ToolSet
 from agentrl_envs.types import Problem
 

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl_envs.answers import last_boxed
+from agentrl_envs.protocols.answer_text import AnsweredInWords, malformed
 from agentrl_envs.protocols.base import ParsedTurn
 from agentrl_envs.protocols.fences import Block, python_blocks
-from agentrl_envs.protocols.in_words import AnsweredInWords, malformed
 from agentrl_envs.types import Problem
 
 _OUTPUT = "```output"

@@ -25,18 +25,21 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from agentrl_sandbox.runner import kernel, remains, rootfs, undertaker
-from agentrl_sandbox.runner.capture import Capture
+from agentrl_sandbox.runner import kernel
+from agentrl_sandbox.runner.cleanup import leftovers as remains
+from agentrl_sandbox.runner.cleanup import reaper as undertaker
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
-from agentrl_sandbox.runner.launch import launch
-from agentrl_sandbox.runner.lockdown import has_own_users, layers
-from agentrl_sandbox.runner.memory import usage
-from agentrl_sandbox.runner.order import Order
-from agentrl_sandbox.runner.program import Ending, Program, done_frame, judge
+from agentrl_sandbox.runner.isolation import rootfs
+from agentrl_sandbox.runner.isolation.lockdown import has_own_users, layers
+from agentrl_sandbox.runner.isolation.memory_use import usage
+from agentrl_sandbox.runner.program.capture import Capture
+from agentrl_sandbox.runner.program.launch import launch
+from agentrl_sandbox.runner.program.order import Order
+from agentrl_sandbox.runner.program.program import Ending, Program, done_frame, judge
+from agentrl_sandbox.runner.program.watch import Watch
 from agentrl_sandbox.runner.routing import needs_science
-from agentrl_sandbox.runner.session_table import KIND
-from agentrl_sandbox.runner.sessions import Sessions
-from agentrl_sandbox.runner.watch import Watch
+from agentrl_sandbox.runner.sessions.server_side import Sessions
+from agentrl_sandbox.runner.sessions.table import KIND
 from agentrl_sandbox.runner.zygote_handle import ZygoteHandle
 from agentrl_sandbox.types import Outcome
 from agentrl_sandbox.wire import FrameBuffer, pack

@@ -29,14 +29,15 @@ import socket
 import sys
 from typing import Any
 
-from agentrl_sandbox.runner import kernel, remains
-from agentrl_sandbox.runner.child import ChildLimits, limit_children, run_child
+from agentrl_sandbox.runner import kernel
+from agentrl_sandbox.runner.cleanup import leftovers as remains
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
-from agentrl_sandbox.runner.immortal import immortalize
-from agentrl_sandbox.runner.keeper import run_keeper
-from agentrl_sandbox.runner.lockdown import has_own_users
-from agentrl_sandbox.runner.randomness import find_generators
+from agentrl_sandbox.runner.freeze_refcounts import immortalize
+from agentrl_sandbox.runner.isolation.lockdown import has_own_users
+from agentrl_sandbox.runner.program.child import ChildLimits, limit_children, run_child
+from agentrl_sandbox.runner.program.randomness import find_generators
 from agentrl_sandbox.runner.routing import BARE_MODULES
+from agentrl_sandbox.runner.sessions.session_init import run_keeper
 
 _MAX_MESSAGE = 65_536
 _MOST_DESCRIPTORS = 5

@@ -12,7 +12,7 @@ from typing import Any
 
 from agentrl_sandbox.runner import config as runner_config
 from agentrl_sandbox.runner.config import RunnerConfig
-from agentrl_sandbox.runner.memory import resident_bytes
+from agentrl_sandbox.runner.isolation.memory_use import resident_bytes
 
 _MAX_MESSAGE = 65_536
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from agentrl_sandbox.errors import SandboxError, StartError
-from agentrl_sandbox.service.messages import check_answers_fit
+from agentrl_sandbox.service.pool.messages import check_answers_fit
 from agentrl_sandbox.service.settings import NO_TOKEN, ServiceSettings, read_settings
 from agentrl_sandbox.settings import SandboxSettings
 
@@ -105,7 +105,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 async def _serve_front(settings: ServiceSettings, sockets: Path | None, runners: int, arguments: Sequence[str]) -> int:
-    from agentrl_sandbox.service.front import serve_front
+    from agentrl_sandbox.service.gateway.process import serve_front
     from agentrl_sandbox.service.supervisor import local_runners
 
     def say(port: int) -> None:

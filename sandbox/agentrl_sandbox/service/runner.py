@@ -25,10 +25,10 @@ from agentrl_sandbox.errors import (
     StartError,
     UnknownSessionError,
 )
-from agentrl_sandbox.local import open_local
+from agentrl_sandbox.local.sandbox import open_local
 from agentrl_sandbox.runner import kernel
-from agentrl_sandbox.service import messages
-from agentrl_sandbox.service.call import Call
+from agentrl_sandbox.service.pool import messages
+from agentrl_sandbox.service.pool.call import Call
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import Sandbox
 from agentrl_sandbox.wire import FrameBuffer, FrameError, pack

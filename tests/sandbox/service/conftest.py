@@ -15,11 +15,11 @@ import pytest_asyncio
 import uvicorn
 
 from agentrl_sandbox.client import Execution, Isolation, Outcome, SandboxSettings, UnknownSessionError
-from agentrl_sandbox.service import messages
-from agentrl_sandbox.service.app import Front, build_app
-from agentrl_sandbox.service.front import DrainingServer
-from agentrl_sandbox.service.guard import Guard
-from agentrl_sandbox.service.pool import RunnerPool
+from agentrl_sandbox.service.gateway.app import Front, build_app
+from agentrl_sandbox.service.gateway.guard import Guard
+from agentrl_sandbox.service.gateway.process import DrainingServer
+from agentrl_sandbox.service.pool import messages
+from agentrl_sandbox.service.pool.pool import RunnerPool
 from agentrl_sandbox.service.runner import RunnerService, listening
 from agentrl_sandbox.types import PROPERTIES
 

@@ -9,8 +9,8 @@ import pytest
 
 from agentrl_sandbox.client import ClosedError, Execution, Outcome
 from agentrl_sandbox.once import Once
-from agentrl_sandbox.service.call import Call
-from agentrl_sandbox.service.pool import RunnerPool
+from agentrl_sandbox.service.pool.call import Call
+from agentrl_sandbox.service.pool.pool import RunnerPool
 
 
 async def test_a_program_goes_to_a_runner_and_its_end_comes_back(front):

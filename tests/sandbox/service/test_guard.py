@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from agentrl_sandbox.service.front import kept_token
+from agentrl_sandbox.service.gateway.process import kept_token
 from agentrl_sandbox.service.settings import ServiceSettings, SettingsError, read_settings
 
 JSON = {"Content-Type": "application/json"}

@@ -1,0 +1,155 @@
+"""What estimators work on: the inputs of some rows, checked, with what every estimator needs derived from them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.errors import InvalidInputError, MissingInputError
+from agentrl.algorithms.estimators.groups import Groups
+from agentrl.algorithms.records import AdvantageInputs
+from agentrl.algorithms.segments import Compact, reward_to_go
+from agentrl.algorithms.validation import check_finite, check_not_negative, check_rewards_placed, check_rows
+from agentrl.kernels.backends.running import running_sum
+
+# Float64 numbers of one [b, T] that a processor keeps in its cache; elsewhere only memory counts.
+_BLOCK_ELEMENTS = {"cpu": 1 << 18}
+_OTHER_BLOCK_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Rows of a batch that hold whole groups; all derived tensors are float64, NaN-free and 0 off the model tokens."""
+
+    inputs: AdvantageInputs
+    groups: Groups
+    rows: Tensor  # [B] by which messages name the rows
+
+    @classmethod
+    def of(cls, inputs: AdvantageInputs, rows: Tensor | None = None) -> "Rollouts":
+        """From inputs that `check_shapes` has passed, with boolean masks. Raises InvalidInputError on their values."""
+        if rows is None:
+            rows = torch.arange(inputs.groups.numel(), device=inputs.groups.device)
+        check_rows(inputs.response_mask, rows)
+        check_rewards_placed(inputs.rewards, inputs.response_mask, rows)
+        return cls(inputs=inputs, groups=Groups.of(inputs.groups), rows=rows)
+
+    @property
+    def mask(self) -> Tensor:
+        """[B, T] bool, True on model tokens."""
+        return self.inputs.response_mask
+
+    @property
+    def members(self) -> Tensor:
+        """[B] trajectories in the row's group."""
+        return self.groups.members
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """K: model tokens of every row, [B]."""
+        return self.mask.sum(-1)
+
+    @cached_property
+    def rewards(self) -> Tensor:
+        """r, [B, T]."""
+        return self.read("rewards")
+
+    @cached_property
+    def totals(self) -> Tensor:
+        """R: the sum of a row's rewards, [B]; added one after the other, so that padding does not change a digit."""
+        rows, width = self.mask.shape
+        step = max(1, _block_elements(self.mask.device) // max(1, width))
+        parts = [slice(start, start + step) for start in range(0, rows, step)]
+        return torch.cat([running_sum(self._read("rewards", part))[:, -1] for part in parts])
+
+    @cached_property
+    def layout(self) -> Compact:
+        """Where the model tokens stand."""
+        return Compact.of(self.mask)
+
+    @cached_property
+    def loss_ratio(self) -> Tensor | None:
+        """rho * loss_mask, [B, T]; None if it is 1 on every model token."""
+        ratio = None
+        if self.inputs.importance_weights is not None:
+            ratio = self.read("importance_weights", negative=False)
+        if self.inputs.loss_mask is None:
+            return ratio
+        counted = self.mask & self.inputs.loss_mask
+        return counted.double() if ratio is None else ratio.masked_fill_(~counted, 0.0)
+
+    def returns(self, gamma: float) -> Tensor:
+        """G on every model token, [B, T]: the reward-to-go, discounted by model tokens."""
+        if gamma == 1.0:
+            return reward_to_go(self.rewards, 1.0).masked_fill_(~self.mask, 0.0)
+        return self.layout.scatter(reward_to_go(self.layout.gather(self.rewards), gamma))
+
+    def read(self, name: str, *, negative: bool = True) -> Tensor:
+        """An input [B, T] in float64, 0 off the mask; InvalidInputError where a model token has none (or one < 0)."""
+        values = self._read(name, slice(None))
+        if not negative and values.numel() and float(values.min()) < 0:
+            check_not_negative(name, values, self.mask, self.rows)
+        return values
+
+    def _read(self, name: str, rows: slice) -> Tensor:
+        tensor, mask = self._given(name)[rows].detach(), self.mask[rows]
+        values = tensor.to(torch.float64, copy=True).masked_fill_(~mask, 0.0)
+        if not bool(torch.isfinite(values.sum())):  # a sum of finite numbers may overflow: look closer
+            check_finite(name, tensor, mask, self.rows[rows])
+        return values
+
+    def read_trajectories(self, name: str, *, negative: bool = True) -> Tensor:
+        """An input [B] in float64; InvalidInputError where it is not finite (or < 0)."""
+        values = self._given(name).detach().double()
+        bad = ~torch.isfinite(values) if negative else ~(torch.isfinite(values) & (values >= 0))
+        if bool(bad.any()):
+            row = int(bad.nonzero()[0])
+            reason = "it must be finite" if negative else "it must be finite and cannot be negative"
+            raise InvalidInputError(f"{name} is {float(values[row])} in row {int(self.rows[row])}; {reason}")
+        return values
+
+    def _given(self, name: str) -> Tensor:
+        tensor: Tensor | None = getattr(self.inputs, name)
+        if tensor is None:
+            raise MissingInputError(f"this estimator needs {name}")
+        return tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Each [B, T] or, for one number a trajectory, [B, 1]; what stands off the model tokens does not matter."""
+
+    advantages: Tensor
+    returns: Tensor
+    baselines: Tensor
+
+    def take(self, rows: Tensor) -> "Estimate":
+        """Some rows of it."""
+        return Estimate(advantages=self.advantages[rows], returns=self.returns[rows], baselines=self.baselines[rows])
+
+
+def take_rows(inputs: AdvantageInputs, rows: Tensor) -> AdvantageInputs:
+    """Some rows of the inputs."""
+    given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    return replace(inputs, **{name: tensor[rows] for name, tensor in given.items() if tensor is not None})
+
+
+def blocks_of_groups(ids: Tensor, width: int) -> Iterator[Tensor]:
+    """Rows in blocks of whole groups of one size, in an order in which their groups lie together; none is empty.
+
+    A block is as many groups as fit a cache, at least one, so that the passes over it are cheap and no intermediate
+    result has the size of the batch.
+    """
+    groups = Groups.of(ids)
+    limit = _block_elements(ids.device)
+    order = (groups.members * groups.sizes.numel() + groups.labels).argsort(stable=True)
+    for size in groups.sizes.unique().tolist():
+        rows = order[groups.members[order] == size]
+        together = max(1, limit // max(1, size * width))
+        yield from rows.split(size * together)
+
+
+def _block_elements(device: torch.device) -> int:
+    return _BLOCK_ELEMENTS.get(device.type, _OTHER_BLOCK_ELEMENTS)

@@ -1,0 +1,41 @@
+"""``agentrl eval --check-data``: is everything right with the benchmarks' data? Before anything is generated."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from agentrl.errors import SettingsError
+from agentrl.evaluation.data.benchmarks import DataCheck, check_benchmark
+from agentrl.evaluation.options import EvaluationRequest
+from agentrl.telemetry.console import Console
+from agentrl_envs.grading import Grader
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+
+def check_data_command(settings: Settings, request: EvaluationRequest) -> list[DataCheck]:
+    """Say what is wrong with each benchmark: counts, repeats, ids, and gold answers that do not verify.
+
+    Raises SettingsError where anything is.
+    """
+    if not request.benchmarks:
+        raise SettingsError("--check-data needs --benchmarks: names, or files ending in .jsonl or .parquet")
+    console = Console(settings.telemetry)
+    checks = asyncio.run(_check(settings, request))
+    for line in (line for check in checks for line in check.describe()):
+        console.note(line)
+    wrong = {check.name: len(check.errors) + len(check.timeouts) for check in checks}
+    if any(wrong.values()):
+        named = ", ".join(f"{name} {count}" for name, count in wrong.items() if count)
+        raise SettingsError(f"data errors: {named} (listed above)")
+    return checks
+
+
+async def _check(settings: Settings, request: EvaluationRequest) -> list[DataCheck]:
+    grader = Grader(settings.grader)
+    try:
+        return [await check_benchmark(name, grader, data_dir=request.data_dir) for name in request.benchmarks]
+    finally:
+        await grader.close()

@@ -1,0 +1,102 @@
+"""The problems of an evaluation: named benchmarks, files, or the held-out sources of a run's settings."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.errors import SettingsError
+from agentrl.evaluation.data.benchmarks import BENCHMARKS, load_benchmark
+from agentrl.problems.sources import evaluation_set, load_source
+from agentrl_envs.types import Problem
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+FALSIFIED = " (observations falsified)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProblemSet:
+    """Problems that are scored together; their ids are unique (what loads them sees to it).
+
+    ``sha256`` is that of ids, statements, answers and setups, in order.
+    """
+
+    name: str
+    problems: tuple[Problem, ...]
+    revision: str
+    falsified: bool = False
+
+    @property
+    def sha256(self) -> str:
+        digest = hashlib.sha256()
+        for problem in self.problems:
+            digest.update(repr((problem.id, problem.statement, problem.answer, problem.setup)).encode())
+        return digest.hexdigest()
+
+    def record(self) -> dict[str, Any]:
+        """What identifies the set in results."""
+        return {"revision": self.revision, "sha256": self.sha256, "problems": len(self.problems)}
+
+
+def problem_sets(settings: Settings, names: Sequence[str], data_dir: Path | None) -> list[ProblemSet]:
+    """The benchmarks of ``names``, or what ``data.eval`` holds out; with ``evaluation.falsified`` once more falsified.
+
+    Raises SettingsError where nothing is named, a name comes twice, or a benchmark cannot be had as it must be.
+    """
+    repeated = {name for name in names if names.count(name) > 1}
+    if repeated:
+        raise SettingsError(f"--benchmarks names {', '.join(sorted(repeated))} more than once")
+    sets = [_benchmark(name, data_dir) for name in names] if names else _held_out(settings)
+    if not any(one.problems for one in sets):
+        raise SettingsError("nothing to evaluate on: name benchmarks (--benchmarks aime24,math500) or set data.eval")
+    return sets + (_falsified(sets) if settings.evaluation.falsified else [])
+
+
+def held_out_problems(settings: Settings) -> list[Problem]:
+    """``evaluation.problems`` problems of each source in ``data.eval``."""
+    return [problem for one in _held_out(settings) for problem in one.problems]
+
+
+def _held_out(settings: Settings) -> list[ProblemSet]:
+    """A set for each source of ``data.eval``, by its name; a name that comes twice gets a number."""
+    found: dict[str, ProblemSet] = {}
+    for entry in settings.data.eval:
+        source = load_source(entry, seed=settings.seed).source
+        problems = tuple(evaluation_set(source, settings.evaluation.problems))
+        same = sum(name == source.name or name.startswith(f"{source.name} #") for name in found)
+        name = f"{source.name} #{same + 1}" if same else source.name
+        found[name] = ProblemSet(name=name, problems=problems, revision=entry.revision or "")
+    return list(found.values())
+
+
+def problem_records(sets: Sequence[ProblemSet], prompts: dict[tuple[str, str], str]) -> list[dict[str, Any]]:
+    """A record a problem, for the run's directory: with it rollouts are read and graded again without the data."""
+    return [
+        {"benchmark": one.name, "falsified": one.falsified, **asdict(problem), "prompt": prompts[one.name, problem.id]}
+        for one in sets
+        for problem in one.problems
+    ]
+
+
+def _benchmark(name: str, data_dir: Path | None) -> ProblemSet:
+    """One benchmark; of a user's file, its name is the file's."""
+    problems = tuple(load_benchmark(name, data_dir=data_dir))
+    known = BENCHMARKS.get(name)
+    if known is None:
+        return ProblemSet(name=Path(name).stem, problems=problems, revision="")
+    return ProblemSet(name=name, problems=problems, revision=known.revision or "")
+
+
+def _falsified(sets: Sequence[ProblemSet]) -> list[ProblemSet]:
+    """The problems that reveal a value by execution, to be shown false numbers."""
+    revealing = [(one, tuple(problem for problem in one.problems if problem.setup)) for one in sets]
+    return [
+        ProblemSet(name=one.name + FALSIFIED, problems=problems, revision=one.revision, falsified=True)
+        for one, problems in revealing
+        if problems
+    ]

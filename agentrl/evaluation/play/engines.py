@@ -1,0 +1,164 @@
+"""What samples in an evaluation: an endpoint, or the engine of the settings over a model that lies here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import torch
+
+from agentrl.errors import SettingsError
+from agentrl.evaluation.play.chat_template import TemplatedCodec
+from agentrl.evaluation.play.players import Player, TokenPlayer
+from agentrl.evaluation.play.servers import open_servers
+from agentrl.evaluation.records.provenance import chosen_engine
+from agentrl.models.loading import read_config, read_model
+from agentrl.models.tokenizer import TextCodec, read_generation_ends, read_tokenizer
+from agentrl.rollout.engines.base import Engine
+from agentrl.rollout.engines.transformers import TransformersEngine
+from agentrl.rollout.environment import build_codec, build_environment, chat_format, needs_chat_format
+from agentrl_envs.episode import Environment
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+
+class OpenedEngine(Protocol):
+    """An engine that is ready, whatever it speaks."""
+
+    @property
+    def concurrency(self) -> int:
+        """Conversations in flight at most."""
+        ...
+
+    def model(self) -> Mapping[str, Any]:
+        """What identifies the model in results."""
+        ...
+
+    def sampler(self) -> Mapping[str, Any]:
+        """What identifies the engine in results."""
+        ...
+
+    def player(self, environment: Environment) -> Player: ...
+
+    def without_room(self, prompts: Sequence[str]) -> Mapping[str, int]:
+        """The prompts after which the model has no room for a whole response, with their tokens.
+
+        Raises SettingsError where that is so for all of them, and for lengths that a setting forbids.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+async def open_engine(settings: Settings, folder: Path) -> OpenedEngine:
+    """``rollout.engine`` over the model in ``model.path``, open. SettingsError and WorldError say what fails.
+
+    ``settings`` have evaluation's limits. ``folder``: for the logs of vLLM servers that are started here.
+    """
+    path = str(settings.model.path)
+    codec = _codec(settings, path)
+    if settings.rollout.engine == "vllm":
+        servers, fingerprint = await open_servers(settings, codec, folder)
+        dtype = settings.model.dtype
+        record = {"name": "vllm", "version": ", ".join(servers.releases()), "dtype": dtype}
+        return OpenedModel(
+            engine=servers,
+            codec=codec,
+            settings=settings,
+            fingerprint=fingerprint,
+            record=record,
+            positions=_positions(read_config(settings.model)),
+        )
+    model = read_model(path, settings.model).to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    engine = TransformersEngine(model, codec, settings.rollout)
+    return OpenedModel(
+        engine=engine,
+        codec=codec,
+        settings=settings,
+        fingerprint=engine.fingerprint(),
+        record=chosen_engine(settings),
+        positions=_positions(model.config),
+    )
+
+
+def _codec(settings: Settings, path: str) -> TextCodec:
+    tokenizer = read_tokenizer(path)
+    if settings.evaluation.chat_template:
+        return TemplatedCodec(tokenizer, path, generation_ends=read_generation_ends(path))
+    return build_codec(tokenizer, path, chat_format(settings, tokenizer, path))
+
+
+def _positions(config: Any | None) -> int | None:
+    """The longest sequence that a model of ``config`` reads, where it says so."""
+    return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def environment_of(settings: Settings) -> Environment:
+    """The environment of an evaluation, not yet open. An endpoint's template is its own: no protocol writes in it."""
+    path = settings.model.path
+    if path is None or settings.evaluation.endpoint.url is not None or not needs_chat_format(settings):
+        return build_environment(settings)
+    return build_environment(settings, chat_format(settings, read_tokenizer(path), path))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedModel:
+    """An engine of tokens over a model that lies here; ``positions`` is the longest sequence that it can read."""
+
+    engine: Engine
+    codec: TextCodec
+    settings: Settings
+    fingerprint: str
+    record: Mapping[str, Any]
+    positions: int | None = None
+
+    @property
+    def concurrency(self) -> int:
+        return self.settings.rollout.concurrency
+
+    def model(self) -> Mapping[str, Any]:
+        return {"name": self.settings.model.path, "fingerprint": self.fingerprint}
+
+    def sampler(self) -> Mapping[str, Any]:
+        return self.record
+
+    def player(self, environment: Environment) -> Player:
+        return TokenPlayer(
+            environment=environment,
+            engine=self.engine,
+            codec=self.codec,
+            settings=self.settings.rollout,
+            top_p=self.settings.evaluation.top_p,
+            seed=self.settings.seed,
+        )
+
+    def without_room(self, prompts: Sequence[str]) -> Mapping[str, int]:
+        rollout = self.settings.rollout
+        tokens = {prompt: len(self.codec.encode_prompt(prompt)) for prompt in prompts}
+        most = None if self.positions is None else self.positions - rollout.max_response_tokens
+        unfit = {prompt: count for prompt, count in tokens.items() if most is not None and count > most}
+        if len(unfit) == len(tokens):
+            self._refuse(min(tokens.values()), "the positions of the model", self.positions or 0)
+        longest = max(count for prompt, count in tokens.items() if prompt not in unfit)
+        if rollout.engine == "transformers" and longest + rollout.max_response_tokens > rollout.kv_cache_tokens:
+            self._refuse(longest, "rollout.kv_cache_tokens", rollout.kv_cache_tokens)
+        if rollout.engine == "vllm" and longest > rollout.max_prompt_tokens:
+            raise SettingsError(
+                f"a prompt has {longest} tokens, and vLLM's servers serve prompts of "
+                f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}; valid: at least {longest}"
+            )
+        return unfit
+
+    def _refuse(self, prompt: int, name: str, limit: int) -> NoReturn:
+        more = self.settings.rollout.max_response_tokens
+        raise SettingsError(
+            f"a prompt has {prompt} tokens and evaluation.max_response_tokens (or, without it, "
+            f"rollout.max_response_tokens) allows {more} more, which passes {name}, {limit}; valid: "
+            f"evaluation.max_response_tokens of at most {max(limit - prompt, 1)}"
+        )
+
+    async def close(self) -> None:
+        await self.engine.close()

@@ -1,0 +1,315 @@
+"""``agentrl eval``: play every sample of every problem, keep each rollout as it ends, and say what came out."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.errors import SettingsError, WorldError
+from agentrl.evaluation.data.problem_sets import ProblemSet, problem_records, problem_sets
+from agentrl.evaluation.options import EvaluationRequest
+from agentrl.evaluation.play.endpoint import OpenedEndpoint, open_endpoint
+from agentrl.evaluation.play.falsified import FalsifiedEnvironment
+from agentrl.evaluation.play.limits import evaluation_settings
+from agentrl.evaluation.records.directory import SERVERS, EvaluationDirectory
+from agentrl.evaluation.records.provenance import chosen_engine, provenance
+from agentrl.evaluation.records.rollout_log import RolloutLog
+from agentrl.evaluation.records.transcript import Transcript
+from agentrl.evaluation.results.files import make_results
+from agentrl.evaluation.results.plots import draw_results
+from agentrl.evaluation.results.report import write_report
+from agentrl.evaluation.results.tables import result_tables
+from agentrl.evaluation.results.tally import Ledger, default_ks
+from agentrl.telemetry.console import Console
+from agentrl_envs.episode import Environment
+from agentrl_envs.grading import Grader
+from agentrl_envs.types import Ended, Verdict
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+    from agentrl.evaluation.play.engines import OpenedEngine
+
+_DISPLAY_EVERY = (1.0, 15.0)  # seconds between two updates of a live display, and between two plain lines
+_FAILURES_IN_A_ROW = 100
+
+
+def evaluate_command(settings: Settings, request: EvaluationRequest) -> dict[str, Any]:
+    """Evaluate, print the tables and return ``results.json``. Ctrl-C leaves what is finished; the command continues."""
+    n = settings.evaluation.samples
+    for k in request.ks:
+        if k > n:
+            raise SettingsError(f"--k={k} is above --n={n}: pass@k needs k samples of each problem; valid: 1 to {n}")
+    settings = evaluation_settings(settings)
+    console = Console(settings.telemetry)
+    with asyncio.Runner() as runner, _endpoint(settings, runner) as endpoint:
+        sets = problem_sets(settings, request.benchmarks, request.data_dir)
+        output = request.output or default_output(settings, sets)
+        try:
+            directory = runner.run(Evaluation(settings, sets, request, output, console, engine=endpoint).play())
+        except KeyboardInterrupt:
+            console.note(f"stopped; the rollouts that are over lie in {output}, the same command continues")
+            raise
+    return finish(directory, settings, sets, request, console)
+
+
+@contextmanager
+def _endpoint(settings: Settings, runner: asyncio.Runner) -> Iterator[OpenedEndpoint | None]:
+    """The endpoint, if one samples: asked before the problems are read and anything heavy is imported."""
+    if settings.evaluation.endpoint.url is None:
+        yield None
+        return
+    endpoint = runner.run(open_endpoint(settings))
+    try:
+        yield endpoint
+    finally:
+        runner.run(endpoint.close())
+
+
+class Evaluation:
+    """One evaluation while it is being played."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        sets: Sequence[ProblemSet],
+        request: EvaluationRequest,
+        output: Path,
+        console: Console,
+        *,
+        engine: OpenedEngine | None = None,
+        environment: Environment | None = None,
+    ) -> None:
+        """``settings`` have evaluation's limits. Who opened ``engine`` and ``environment`` closes them."""
+        self._settings = settings
+        self._sets = sets
+        self._request = request
+        self._output = output
+        self._console = console
+        self._given_engine = engine
+        self._given_environment = environment
+
+    async def play(self) -> EvaluationDirectory:
+        """Play what is missing; returns the directory, complete and closed."""
+        async with AsyncExitStack() as stack:
+            environment = await self._environment(stack)
+            engine = await self._engine(stack)
+            prompts = await _prompts(self._sets, environment)
+            unfit = engine.without_room(list(prompts.values()))
+            record = provenance(
+                self._settings,
+                self._sets,
+                model=engine.model(),
+                engine=engine.sampler(),
+                environment=environment.describe(),
+            )
+            directory = EvaluationDirectory.begin(self._output, record, problem_records(self._sets, prompts))
+            stack.callback(directory.close)
+            for line in (*environment.describe(), f"rollouts go to {directory.path}"):
+                self._console.note(line)
+            log = stack.enter_context(RolloutLog(directory.rollouts))
+            if log.repaired:
+                self._console.note(f"{log.path}: {log.repaired} bytes of a torn last rollout were cut")
+            ledger = Ledger()
+            for transcript in directory.transcripts():
+                ledger.add(transcript)
+            self._end_without_room({key: unfit[text] for key, text in prompts.items() if text in unfit}, log, ledger)
+            await self._play_missing(engine, environment, log, ledger)
+        return directory
+
+    def _end_without_room(self, unfit: Mapping[tuple[str, str], int], log: RolloutLog, ledger: Ledger) -> None:
+        """Samples of prompts that leave the model no room for a whole response: truncated before their first token."""
+        if not unfit:
+            return
+        samples = [
+            sample
+            for sample in ledger.missing(self._sets, self._settings.evaluation.samples)
+            if (sample.benchmark, sample.problem.id) in unfit
+        ]
+        for sample in samples:
+            key = (sample.benchmark, sample.problem.id)
+            transcript = Transcript(
+                benchmark=sample.benchmark,
+                problem=sample.problem.id,
+                sample=sample.number,
+                attempt=sample.attempt,
+                turns=(),
+                ended=Ended.TOKEN_LIMIT,
+                prompt_tokens=unfit[key],
+            )
+            log.append(transcript)
+            ledger.add(transcript)
+        self._console.warning(
+            f"{len(unfit)} problems have prompts of up to {max(unfit.values())} tokens, after which the model has no "
+            f"room for {self._settings.rollout.max_response_tokens} more (evaluation.max_response_tokens): their "
+            "rollouts are not played and count as truncated, which is wrong"
+        )
+
+    async def _environment(self, stack: AsyncExitStack) -> Environment:
+        if self._given_environment is not None:
+            return self._given_environment
+        from agentrl.evaluation.play.engines import environment_of  # heavy: not before the problems are found good
+
+        environment = environment_of(self._settings)
+        stack.push_async_callback(environment.close)
+        await environment.open()
+        return environment
+
+    async def _engine(self, stack: AsyncExitStack) -> OpenedEngine:
+        if self._given_engine is not None:
+            return self._given_engine
+        from agentrl.evaluation.play.engines import open_engine
+
+        engine = await open_engine(self._settings, self._output / SERVERS)
+        stack.push_async_callback(engine.close)
+        return engine
+
+    async def _play_missing(
+        self, engine: OpenedEngine, environment: Environment, log: RolloutLog, ledger: Ledger
+    ) -> None:
+        """Every sample, then those that failed outside the policy afresh, ``rollout.retries`` times."""
+        n = self._settings.evaluation.samples
+        total = n * sum(len(one.problems) for one in self._sets)
+        display = _Display(self._console, ledger, total)
+        patience = _Patience(max(_FAILURES_IN_A_ROW, 2 * engine.concurrency), log.path)
+        falsified = {one.name for one in self._sets if one.falsified}
+        with display:
+            for attempt in range(self._settings.rollout.retries + 1):
+                missing = ledger.missing(self._sets, n)
+                if attempt and missing:
+                    await asyncio.sleep(min(2.0 ** (attempt - 1), 30.0))
+                for lies in (False, True):
+                    part = [sample for sample in missing if (sample.benchmark in falsified) is lies]
+                    if not part:
+                        continue
+                    shown = FalsifiedEnvironment(environment, self._settings.seed) if lies else environment
+                    async with aclosing(engine.player(shown).play(part)) as played:
+                        async for transcript in played:
+                            log.append(transcript)
+                            ledger.add(transcript)
+                            display.update(transcript)
+                            patience.see(transcript)
+
+
+class _Patience:
+    """Ends an evaluation that does nothing but fail."""
+
+    def __init__(self, most: int, path: Path) -> None:
+        self._most = most
+        self._path = path
+        self._failures = 0
+
+    def see(self, transcript: Transcript) -> None:
+        self._failures = self._failures + 1 if transcript.ended is Ended.INFRASTRUCTURE_FAILURE else 0
+        if self._failures >= self._most:
+            raise WorldError(
+                f"{self._failures} rollouts in a row failed for reasons outside the policy, the last one: "
+                f"{transcript.failure or 'the sandbox or the grader, as the log above says'}; what is over is kept in "
+                f"{self._path}, and the same command continues"
+            )
+
+
+class _Display:
+    """Progress with the time left, redrawn now and then."""
+
+    def __init__(self, console: Console, ledger: Ledger, total: int) -> None:
+        self._ledger = ledger
+        self._total = total
+        self._every = _DISPLAY_EVERY[0] if console.live else _DISPLAY_EVERY[1]
+        self._progress = console.progress(total, ledger.finished, unit="rollout")
+        self._began = self._shown = time.monotonic()
+        self._tokens = 0
+        self._done = ledger.finished
+
+    def __enter__(self) -> _Display:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.close()
+
+    def update(self, transcript: Transcript) -> None:
+        self._tokens += transcript.model_tokens
+        self._done += transcript.ended is not Ended.INFRASTRUCTURE_FAILURE
+        now = time.monotonic()
+        if now - self._shown < self._every and self._done < self._total:
+            return
+        self._shown = now
+        figures: dict[str, float] = {"tokens_per_s": self._tokens / max(now - self._began, 1e-9)}
+        if self._ledger.data:
+            figures["eval/correct"] = self._ledger.correct / self._ledger.data
+            figures["rollout/turns_mean"] = self._ledger.turns / self._ledger.data
+        self._progress.update(self._done, figures)
+
+
+def finish(
+    directory: EvaluationDirectory,
+    settings: Settings,
+    sets: Sequence[ProblemSet],
+    request: EvaluationRequest,
+    console: Console,
+) -> dict[str, Any]:
+    """Write and show the results of a directory whose rollouts are all there; returns ``results.json``."""
+    ledger = Ledger()
+    for transcript in directory.transcripts():
+        ledger.add(transcript)
+    ks = request.ks or default_ks(settings.evaluation.samples)
+    results = asyncio.run(_results(directory, settings, sets, ledger, ks))
+    directory.write_json(directory.results_file, results)
+    tables = result_tables(results)
+    directory.write_text("table.md", "\n".join(table.markdown() for table in tables))
+    if settings.telemetry.plots:
+        draw_results(results, directory.plots)
+    write_report(directory, results, conversations=request.conversations)
+    for table in tables:
+        console.table(f"{table.title} ({results['provenance']['model']['name']})", table.columns, table.rows)
+    _warn_of_unreadable_golds(results, console)
+    plots = "plots/, " if settings.telemetry.plots else ""
+    console.note(f"everything lies in {directory.path}: results.json, table.md, report.html, {plots}rollouts.jsonl.zst")
+    return results
+
+
+def _warn_of_unreadable_golds(results: dict[str, Any], console: Console) -> None:
+    for name, one in results["benchmarks"].items():
+        unreadable = one["no_data"].get(Verdict.UNPARSABLE_GOLD.value, 0)
+        if unreadable:
+            console.warning(
+                f"{name}: {unreadable} rollouts are in no average because their gold answers cannot be read, which is "
+                "an error in the data: agentrl eval --check-data lists them"
+            )
+
+
+async def _results(
+    directory: EvaluationDirectory, settings: Settings, sets: Sequence[ProblemSet], ledger: Ledger, ks: Sequence[int]
+) -> dict[str, Any]:
+    grader = Grader(settings.grader)
+    try:
+        return await make_results(directory.provenance(), sets, ledger, ks, grader)
+    finally:
+        await grader.close()
+
+
+def default_output(settings: Settings, sets: Sequence[ProblemSet]) -> Path:
+    """``evaluations/MODEL-DIGEST``: the same command finds the same directory, another one another."""
+    endpoint = settings.evaluation.endpoint
+    named = endpoint.model or "endpoint" if endpoint.url is not None else str(settings.model.path)
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(Path(named).parts[-2:])).strip("-.")
+    said = repr(provenance(settings, sets, model={"name": named}, engine=chosen_engine(settings), environment=()))
+    return Path("evaluations") / f"{stem}-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
+
+
+async def _prompts(sets: Sequence[ProblemSet], environment: Environment) -> dict[tuple[str, str], str]:
+    """What the model is shown first of each problem."""
+    found = {}
+    for one in sets:
+        for problem in one.problems:
+            episode = environment.episode(problem)
+            try:
+                found[one.name, problem.id] = await episode.start()
+            finally:
+                await episode.close()
+    return found

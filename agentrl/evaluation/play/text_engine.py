@@ -1,0 +1,392 @@
+"""An OpenAI-compatible endpoint as an engine of text: no token ids, no log-probabilities, for evaluation only.
+
+A turn ends where its protocol says so, and no list of stop strings can say that (see
+:meth:`agentrl_envs.episode.Episode.turn_complete`). So turns are streamed and the connection is closed where the turn
+is complete; an endpoint that does not stream is cut there afterwards.
+
+What is down, busy or broken (no connection, 408, 409, 425, 429, 5xx, a stream that breaks off or falls silent, garbage)
+is tried again with growing, jittered waits for ``patience`` seconds, then it is an EngineError. A ``Retry-After`` holds
+back every request of this engine. A refused key, an unknown model and a missing chat template are the user's to mend.
+
+Not guaranteed: exact token counts. They are the endpoint's where a turn ran to its end and it tells; else the number
+of pieces it sent, which is less where a piece holds several tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+import httpx
+import stamina
+
+from agentrl.errors import SettingsError, WorldError
+from agentrl.evaluation.play.text_messages import (
+    AgainError,
+    Said,
+    error_message,
+    first_choice,
+    listed_models,
+    read_events,
+    read_object,
+    retry_after,
+)
+from agentrl.evaluation.records.characters import whole_characters
+from agentrl.evaluation.settings import EndpointSettings
+from agentrl.rollout.engines.base import EngineError
+
+_AGAIN = frozenset({408, 409, 425, 429, *range(500, 600)})
+_LONGEST_WAIT = 60.0
+_SAY_EVERY = 30.0  # seconds
+_CONTEXT = ("context length", "context_length", "maximum context", "max_model_len", "longest sequence")
+FinishReason = Literal["eos", "stop", "length", "refused"]
+_REASONS: Mapping[str, FinishReason] = {"length": "length", "content_filter": "refused"}
+_TEMPLATE = ("chat template", "chat_template")
+
+logger = logging.getLogger(__name__)
+
+Sleep = Callable[[float], Awaitable[object]]
+
+
+class ContextFullError(EngineError):
+    """The conversation is longer than the endpoint's model can read."""
+
+
+class RefusedError(EngineError):
+    """The endpoint does not answer this request, however often it is asked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextCompletion:
+    """One turn: ``eos`` where the model ended it, ``stop`` where it was complete, ``length`` at the token limit.
+
+    ``refused``: the endpoint's content filter ended it, or the model refused in words. ``reasoning`` is what the
+    endpoint keeps apart from the text; halves of characters in either are joined or replaced.
+    """
+
+    text: str
+    tokens: int
+    prompt_tokens: int | None
+    finish_reason: FinishReason
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextSampling:
+    """How a turn is sampled, and where it is over: ``complete`` is asked after each of the strings in ``stop``."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+    stop: tuple[str, ...]
+    complete: Callable[[str], bool]
+
+
+class TextEngine:
+    """Asks one endpoint. Thousands of calls may be made; how many are in flight is the caller's to decide."""
+
+    def __init__(
+        self,
+        settings: EndpointSettings,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+        sleep: Sleep = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``transport``, ``sleep`` and ``clock`` are for tests. SettingsError where ``settings`` name no endpoint."""
+        if settings.url is None:
+            raise SettingsError("evaluation.endpoint.url is not set: there is no endpoint to ask (--base-url)")
+        key = os.environ.get(settings.key_variable)
+        self._settings = settings
+        self._client = httpx.AsyncClient(
+            base_url=settings.url.rstrip("/") + "/",
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(settings.silence, connect=min(30.0, settings.silence), pool=None),
+            limits=httpx.Limits(max_connections=settings.concurrency + 4),
+            transport=transport,
+        )
+        self._sleep, self._clock = sleep, clock
+        self._not_before = self._silent_until = 0.0  # by the clock
+        self._usage = True
+        self._model: str | None = settings.model
+        self._served: Mapping[str, str] = {}
+        self._fingerprints: set[str] = set()
+        self.retries = 0
+
+    async def open(self) -> None:
+        """Find the model and sample one token from it. SettingsError for what the user must mend, WorldError if down.
+
+        An endpoint without a list of models needs ``evaluation.endpoint.model``.
+        """
+        try:
+            await self._find_model()
+            await self.generate(
+                ["Hello"],
+                TextSampling(max_tokens=1, temperature=1.0, top_p=1.0, seed=0, stop=(), complete=lambda text: False),
+            )
+        except RefusedError as error:
+            raise SettingsError(f"the endpoint {self._settings.url} refuses the request: {error}") from error
+        except EngineError as error:
+            raise WorldError(f"the endpoint {self._settings.url} does not serve: {error}") from error
+
+    @property
+    def model(self) -> str:
+        """The model's name at the endpoint."""
+        if self._model is None:
+            raise SettingsError("the endpoint's model is not known: open the engine, or set evaluation.endpoint.model")
+        return self._model
+
+    def fingerprint(self) -> str:
+        """What the endpoint tells of the weights it serves, which is seldom enough to tell two versions apart."""
+        told = [f"system_fingerprint {name}" for name in sorted(self._fingerprints)]
+        root = self._served.get("root")
+        told += [f"root {root}"] if root is not None and root != self._model else []
+        return ", ".join(told) or "not told by the endpoint"
+
+    async def generate(self, conversation: Sequence[str], sampling: TextSampling) -> TextCompletion:
+        """One turn after ``conversation``: the prompt, a turn, its observation, a turn, its observation ...
+
+        Raises ContextFullError, RefusedError, EngineError (not to be had within ``patience``) and SettingsError.
+        """
+        body = self._body(conversation, sampling)
+        path = "chat/completions" if self._settings.api == "chat" else "completions"
+
+        async def once() -> TextCompletion:
+            return await self._stream(path, body | self._options(), sampling)
+
+        return await self._tried(once)
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._client.aclose()
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def _body(self, conversation: Sequence[str], sampling: TextSampling) -> dict[str, Any]:
+        if self._settings.api == "chat":
+            roles = ("user", "assistant")
+            system = self._settings.system_prompt
+            first = [] if system is None else [{"role": "system", "content": system}]
+            said: dict[str, Any] = {
+                "messages": first
+                + [{"role": roles[place % 2], "content": text} for place, text in enumerate(conversation)]
+            }
+        else:
+            said = {"prompt": "".join(conversation)}
+        said |= {
+            "model": self.model,
+            self._settings.limit_field: sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+            "stream": True,
+        }
+        further = {"top_k": self._settings.top_k, "min_p": self._settings.min_p}
+        return {
+            **said,
+            **{name: value for name, value in further.items() if value is not None},
+            **self._settings.extra_body,
+        }
+
+    def _options(self) -> dict[str, Any]:
+        return {"stream_options": {"include_usage": True}} if self._usage else {}
+
+    async def _find_model(self) -> None:
+        async def once() -> list[dict[str, str]]:
+            await self._turn()
+            response = await self._client.get("models")
+            if response.status_code in (404, 405) and self._model is not None:
+                return []
+            await self._check(response)
+            return listed_models(response.text)
+
+        served = await self._tried(once)
+        names = [entry["id"] for entry in served]
+        if self._model is None:
+            if len(names) != 1:
+                raise SettingsError(
+                    f"the endpoint {self._settings.url} serves {len(names)} models ({', '.join(names) or 'none'}): "
+                    "name one with --model"
+                )
+            self._model = names[0]
+        elif served and self._model not in names:
+            raise SettingsError(
+                f"the endpoint {self._settings.url} does not serve {self._model!r}; it serves: {', '.join(names)}"
+            )
+        self._served = next((entry for entry in served if entry["id"] == self._model), {})
+
+    async def _tried(self, once: Callable[[], Awaitable[Any]]) -> Any:
+        """``once`` until it succeeds, for ``patience`` seconds."""
+        try:
+            async for attempt in stamina.retry_context(
+                on=_backoff,
+                attempts=None,
+                timeout=self._settings.patience,
+                wait_initial=0.1,
+                wait_max=_LONGEST_WAIT,
+                wait_jitter=0.2,
+            ):
+                with attempt:
+                    self.retries += attempt.num > 1
+                    try:
+                        return await once()
+                    except AgainError as error:
+                        if error.wait is not None:
+                            self._not_before = max(self._not_before, self._clock() + error.wait)
+                        self._say(error)
+                        raise
+                    except httpx.TransportError as error:
+                        self._say(error)
+                        raise
+        except (AgainError, httpx.TransportError) as error:
+            said = str(error) or type(error).__name__
+            raise EngineError(
+                f"{said} (tried for evaluation.endpoint.patience={self._settings.patience:g} s)"
+            ) from error
+        raise AssertionError("a retry neither succeeded nor failed")
+
+    def _say(self, error: Exception) -> None:
+        """Tell of the endpoint's trouble, once in a while: thousands of requests may have the same."""
+        if self._clock() < self._silent_until:
+            return
+        self._silent_until = self._clock() + _SAY_EVERY
+        wait = self._not_before - self._clock()
+        logger.warning(
+            "the endpoint %s: %s; asking again%s, up to %g s a request (evaluation.endpoint.patience)",
+            self._settings.url,
+            str(error) or type(error).__name__,
+            f" in {wait:.0f} s, as it wishes" if wait >= 1 else "",
+            self._settings.patience,
+        )
+
+    async def _turn(self) -> None:
+        """Wait until a request may be sent: after a ``Retry-After``, and no faster than ``requests_per_minute``."""
+        rate = self._settings.requests_per_minute
+        while (wait := self._not_before - self._clock()) > 0:
+            await self._sleep(wait)
+        if rate is not None:
+            self._not_before = max(self._not_before, self._clock()) + 60.0 / rate
+
+    async def _stream(self, path: str, body: Mapping[str, Any], sampling: TextSampling) -> TextCompletion:
+        await self._turn()
+        async with self._client.stream("POST", path, json=body) as response:
+            await self._check(response)
+            if "text/event-stream" not in response.headers.get("content-type", ""):
+                await response.aread()
+                return self._whole(read_object(response.text), sampling)
+            return await self._pieces(read_events(response.aiter_bytes()), sampling)
+
+    async def _check(self, response: httpx.Response) -> None:
+        """Raise what the status asks for."""
+        status = response.status_code
+        if status == 200:
+            return
+        await response.aread()
+        said = f"{status} {response.reason_phrase}: {error_message(response.text)}"
+        if status in _AGAIN:
+            raise AgainError(said, retry_after(response.headers.get("retry-after")))
+        if status in (401, 403):
+            variable = self._settings.key_variable
+            given = "refuses the key in" if os.environ.get(variable) else "wants a key in"
+            raise SettingsError(f"the endpoint {self._settings.url} {given} ${variable}: {said}")
+        if status == 404:
+            raise SettingsError(
+                f"the endpoint {self._settings.url} knows no such address or model: {said}; --base-url is its address, "
+                f"up to /v1 as a rule, and --model the model's name there (now {self._model or 'not given'})"
+            )
+        self._refuse(response.text.lower(), said)
+
+    def _refuse(self, text: str, said: str) -> NoReturn:
+        if self._usage and "stream_options" in text:
+            self._usage = False
+            raise AgainError(said, 0.0)
+        if any(words in text for words in _CONTEXT):
+            raise ContextFullError(said)
+        if "max_completion_tokens" in text and self._settings.limit_field == "max_tokens":
+            raise SettingsError(
+                f"the endpoint {self._settings.url} takes no max_tokens: {said}; set "
+                "evaluation.endpoint.limit_field=max_completion_tokens"
+            )
+        if any(words in text for words in _TEMPLATE):
+            raise SettingsError(
+                f"the endpoint {self._settings.url} has no chat template for {self._model}: {said}; a base model is "
+                "asked with evaluation.endpoint.api=completions"
+            )
+        raise RefusedError(said)
+
+    # -- answers --------------------------------------------------------------------------------------------------
+
+    async def _pieces(self, events: AsyncIterator[Mapping[str, Any]], sampling: TextSampling) -> TextCompletion:
+        text, thought, pieces, reason = "", "", 0, None
+        usage: Mapping[str, Any] = {}
+        async for event in events:
+            self._remember(event)
+            usage = event.get("usage") or usage
+            choice = first_choice(event)
+            if choice is None:
+                continue
+            said = Said.of(choice)
+            pieces += bool(said.text or said.thought)
+            reason = said.reason if reason is None else reason
+            before, text, thought = len(text), text + said.text, thought + said.thought
+            cut = _complete(text, before, sampling)
+            if cut is not None:
+                return _completion(text[:cut], thought, pieces, usage, "stop")
+        if reason is None:
+            raise AgainError("the stream broke off")
+        return _completion(text, thought, pieces, usage, _REASONS.get(reason, "eos"))
+
+    def _whole(self, answer: Mapping[str, Any], sampling: TextSampling) -> TextCompletion:
+        self._remember(answer)
+        choice = first_choice(answer)
+        if choice is None:
+            raise AgainError(f"an answer without a choice: {json.dumps(answer)[:200]}")
+        said = Said.of(choice)
+        usage = answer.get("usage") or {}
+        cut = _complete(said.text, 0, sampling)
+        if cut is not None:
+            return _completion(said.text[:cut], said.thought, 0, usage, "stop")
+        return _completion(said.text, said.thought, 0, usage, _REASONS.get(said.reason or "", "eos"))
+
+    def _remember(self, event: Mapping[str, Any]) -> None:
+        told = event.get("system_fingerprint")
+        if isinstance(told, str):
+            self._fingerprints.add(whole_characters(told))
+
+
+def _backoff(error: Exception) -> bool | float:
+    """Whether to try again; with a ``Retry-After`` at once, because the engine's own gate waits."""
+    if isinstance(error, AgainError):
+        return True if error.wait is None else 0.0
+    return isinstance(error, httpx.TransportError)
+
+
+def _complete(text: str, before: int, sampling: TextSampling) -> int | None:
+    """Where the turn is complete, if it is; only what came after ``before`` can have completed it."""
+    longest = max(map(len, sampling.stop), default=0)
+    start = max(0, before - longest + 1)
+    places = set()
+    for stop in sampling.stop:
+        place = text.find(stop, start)
+        while place >= 0:
+            places.add(place + len(stop))
+            place = text.find(stop, place + 1)
+    return next((place for place in sorted(places) if place > before and sampling.complete(text[:place])), None)
+
+
+def _completion(text: str, thought: str, pieces: int, usage: Mapping[str, Any], reason: FinishReason) -> TextCompletion:
+    told, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
+    return TextCompletion(
+        text=whole_characters(text),
+        tokens=told if isinstance(told, int) else pieces,
+        prompt_tokens=prompt if isinstance(prompt, int) else None,
+        finish_reason=reason,
+        reasoning=whole_characters(thought),
+    )

@@ -1,0 +1,126 @@
+"""How an OpenAI-compatible endpoint's answers are read: streams of events, choices, and errors in their own words."""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import re
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.evaluation.records.characters import whole_characters
+
+_LINE_END = re.compile(rb"\r\n|\r|\n")
+
+
+class AgainError(Exception):
+    """Worth another try; ``wait`` seconds if the endpoint said how long."""
+
+    def __init__(self, message: str, wait: float | None = None) -> None:
+        super().__init__(message)
+        self.wait = wait
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Said:
+    """A piece of a turn: what was written, and what was thought where the endpoint keeps that apart."""
+
+    text: str
+    thought: str
+    reason: str | None
+
+    @classmethod
+    def of(cls, choice: Mapping[str, Any]) -> Said:
+        """Out of a choice, streamed or whole. A refusal in words of its own is text, for want of any other."""
+        message = choice.get("delta") or choice.get("message") or choice
+        text = message.get("content") if "content" in message else message.get("text")
+        refusal = _text(message.get("refusal"))
+        reason = choice.get("finish_reason")
+        return cls(
+            text=_text(text) or refusal,
+            thought=_text(message.get("reasoning_content")) or _text(message.get("reasoning")),
+            reason="content_filter" if refusal else reason if isinstance(reason, str) else None,
+        )
+
+
+async def read_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[Mapping[str, Any]]:
+    """The objects of a stream of server-sent events, up to its ``[DONE]``.
+
+    Lines end as the standard says, not where Unicode would also break one. A character that lies in two events comes as
+    halves, which :func:`whole_characters` joins. Raises AgainError for a stream that breaks off.
+    """
+    rest = b""
+    async for chunk in chunks:
+        *lines, rest = _LINE_END.split(rest + chunk)
+        for line in lines:
+            if line.startswith(b"data:"):
+                data = line.removeprefix(b"data:").strip().decode(errors="surrogateescape")
+                if data == "[DONE]":
+                    return
+                event = read_object(data)
+                if "error" in event:
+                    raise AgainError(f"the stream broke off: {error_message(data)}")
+                yield event
+
+
+def read_object(text: str) -> Mapping[str, Any]:
+    """A JSON object. Raises AgainError where it is none."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise AgainError(f"the answer is no JSON: {text[:200]!r}") from error
+    if not isinstance(value, dict):
+        raise AgainError(f"the answer is no JSON object: {text[:200]!r}")
+    return value
+
+
+def listed_models(text: str) -> list[dict[str, str]]:
+    """``id`` and, where it is told, ``root`` of the models in an answer. Raises AgainError where it lists none."""
+    listed = read_object(text).get("data")
+    if not isinstance(listed, list) or not all(isinstance(entry, dict) and "id" in entry for entry in listed):
+        raise AgainError(f"the answer is no list of models: {text[:200]!r}")
+    return [
+        {name: whole_characters(str(entry[name])) for name in ("id", "root") if entry.get(name) is not None}
+        for entry in listed
+    ]
+
+
+def first_choice(answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The first choice of an answer, if there is any."""
+    choices = answer.get("choices")
+    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
+
+
+def error_message(text: str) -> str:
+    """The error's own words in an answer of any shape."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return " ".join(text.split())[:300]
+    error = value.get("error", value) if isinstance(value, dict) else value
+    said = error.get("message", error) if isinstance(error, dict) else error
+    return whole_characters(str(said))[:300]
+
+
+def retry_after(value: str | None) -> float | None:
+    """Seconds, from a number or a date; None where there is neither.
+
+    >>> retry_after("1.5"), retry_after("soon"), retry_after("Wed, 21 Oct 2015 07:28:00 GMT")
+    (1.5, None, 0.0)
+    """
+    if value is None:
+        return None
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return None
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""

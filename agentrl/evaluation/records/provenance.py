@@ -1,0 +1,151 @@
+"""What results came from: everything that could have made them other ones. Recorded, and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from agentrl.evaluation.data.problem_sets import ProblemSet
+from agentrl.evaluation.settings import REQUEST_FIELDS, EndpointSettings
+from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+_PACKAGES = (
+    "agentrl",
+    "agentrl-sandbox",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "math-verify",
+    "latex2sympy2_extended",
+    "sympy",
+    "httpx",
+)
+_SANDBOX = ("url", "timeout", "memory_mb", "max_processes", "scratch_mb", "output_limit", "flood_limit")
+
+COMPARABLE = (
+    "model.",
+    "seed",
+    "packages.",
+    "sampling.n",
+    "benchmarks.",
+    "engine.",
+    "environment.sandbox",
+    "sandbox.url",
+)
+"""Keys, or beginnings of keys, that two runs may differ in and still be compared: the rest is the protocol."""
+
+
+def provenance(
+    settings: Settings,
+    sets: Sequence[ProblemSet],
+    *,
+    model: Mapping[str, Any],
+    engine: Mapping[str, Any],
+    environment: Sequence[str],
+) -> dict[str, Any]:
+    """A JSON-able record. ``settings`` have evaluation's limits in place; ``environment`` are its own words."""
+    evaluation = settings.evaluation
+    return {
+        "model": dict(model),
+        "engine": dict(engine),
+        "benchmarks": {one.name: one.record() for one in sets},
+        "protocol": {
+            "env": settings.env,
+            **settings.environment.model_dump(mode="json"),
+            **_instruction(settings),
+            "prompt": _prompt_format(settings),
+        },
+        "sampling": {
+            "n": evaluation.samples,
+            "temperature": evaluation.temperature,
+            "top_p": evaluation.top_p,
+            **_request(evaluation.endpoint),
+        },
+        "limits": {
+            "max_turn_tokens": settings.rollout.max_turn_tokens,
+            "max_response_tokens": settings.rollout.max_response_tokens,
+            "program_seconds": settings.rollout.program_seconds,
+        },
+        "sandbox": {name: getattr(settings.sandbox, name) for name in _SANDBOX},
+        "grader": grader_record(settings),
+        "environment": {line.partition(":")[0]: line.partition(":")[2].strip() for line in environment},
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "seed": settings.seed,
+    }
+
+
+def grader_record(settings: Settings) -> dict[str, Any]:
+    """The grader's version and what may change a verdict: not how many processes it has."""
+    limits = settings.grader.model_dump(mode="json", include={"deadline", "memory_mb", "max_length", "max_depth"})
+    return {"math_verify": _version("math-verify"), **limits}
+
+
+def differences(
+    first: Mapping[str, Any], second: Mapping[str, Any], *, but: Sequence[str] = ()
+) -> list[tuple[str, Any, Any]]:
+    """Dotted key and both values of everything that differs, but for keys that are (or begin with) one of ``but``."""
+    before, after = flat(first), flat(second)
+    return [
+        (key, before.get(key, "(absent)"), after.get(key, "(absent)"))
+        for key in dict.fromkeys([*before, *after])
+        if before.get(key, "(absent)") != after.get(key, "(absent)") and not any(_under(key, name) for name in but)
+    ]
+
+
+def flat(record: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Dotted keys.
+
+    >>> flat({"a": {"b": 1, "c": {}}, "d": [2]})
+    {'a.b': 1, 'd': [2]}
+    """
+    found: dict[str, Any] = {}
+    for key, value in record.items():
+        here = f"{path}.{key}" if path else key
+        found |= flat(value, here) if isinstance(value, Mapping) else {here: value}
+    return found
+
+
+def _under(key: str, name: str) -> bool:
+    return key == name or (name.endswith(".") and key.startswith(name))
+
+
+def _instruction(settings: Settings) -> dict[str, str]:
+    """What the model is told, where the settings leave that to the protocol."""
+    environment = settings.environment
+    if isinstance(environment, SimpleTIRSettings | ReasoningSettings):
+        return {"instruction": environment.shown_instruction}
+    return {}
+
+
+def _request(endpoint: EndpointSettings) -> dict[str, Any]:
+    """What is set of an endpoint's requests. What is not has no place: evaluations begun without it go on."""
+    return endpoint.model_dump(mode="json", include=set(REQUEST_FIELDS), exclude_defaults=True)
+
+
+def _prompt_format(settings: Settings) -> str:
+    if isinstance(settings.environment, SimpleTIRSettings) and settings.environment.protocol == "hermes":
+        return "chat template with tools"
+    endpoint = settings.evaluation.endpoint
+    if endpoint.url is not None:
+        return "chat messages" if endpoint.api == "chat" else "plain text"
+    return "chat template" if settings.evaluation.chat_template else "plain text"
+
+
+def chosen_engine(settings: Settings) -> dict[str, Any]:
+    """The engine that ``settings`` name, as far as they know it."""
+    endpoint = settings.evaluation.endpoint
+    if endpoint.url is not None:
+        return {"name": "endpoint", "url": endpoint.url, "api": endpoint.api}
+    model = settings.model
+    return {"name": settings.rollout.engine, "dtype": model.dtype, "attention": model.attention}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

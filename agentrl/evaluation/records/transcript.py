@@ -1,0 +1,142 @@
+"""What an evaluation stores of a rollout: the conversation as text, how it ended, and what the grader said.
+
+>>> turns = (Turn(origin="model", text="So \\\\boxed{5}.", tokens=6),)
+>>> one = Transcript(benchmark="toy", problem="toy-0", sample=0, turns=turns, ended=Ended.ANSWERED,
+...                  verdict=Verdict.CORRECT, answer="5", reward=1.0, prompt_tokens=9)
+>>> one.correct, one.no_data, one.model_turns, one.tokens
+(True, False, 1, 6)
+>>> Transcript.from_record(one.to_record()) == one
+True
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from agentrl.evaluation.records.characters import whole_characters
+from agentrl_envs.types import Ended, Problem, ToolCall, Verdict
+
+if TYPE_CHECKING:
+    from agentrl.trajectory import Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One rollout to play: the ``number``-th of a problem of a benchmark. ``attempt`` counts fresh starts from 0."""
+
+    benchmark: str
+    problem: Problem
+    number: int
+    attempt: int = 0
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return (self.benchmark, self.problem.id, self.number)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """What the model wrote in one go, or what it was shown. ``tokens`` as the engine counts them.
+
+    ``reasoning``: what an endpoint tells of the model's thoughts apart from its text; the model is not shown it again.
+    """
+
+    origin: Literal["model", "observation"]
+    text: str
+    tokens: int
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transcript:
+    """One finished rollout. ``problem`` is the problem's id; its statement and gold answer are stored once a run.
+
+    ``refused``: a turn was ended by the endpoint's content filter, or the model refused in words.
+    """
+
+    benchmark: str
+    problem: str
+    sample: int
+    turns: tuple[Turn, ...]
+    ended: Ended
+    prompt_tokens: int
+    attempt: int = 0
+    verdict: Verdict | None = None
+    answer: str | None = None
+    reward: float = 0.0
+    tool_calls: tuple[ToolCall, ...] = ()
+    seconds: float = 0.0
+    failure: str | None = None
+    refused: bool = False
+
+    @classmethod
+    def of(cls, sample: Sample, trajectory: Trajectory, *, failure: str | None = None) -> Transcript:
+        """The text of a trajectory of tokens."""
+        return cls(
+            benchmark=sample.benchmark,
+            problem=sample.problem.id,
+            sample=sample.number,
+            attempt=sample.attempt,
+            turns=tuple(
+                Turn(origin=part.origin, text=part.text, tokens=len(part.token_ids)) for part in trajectory.segments
+            ),
+            ended=trajectory.ended,
+            prompt_tokens=len(trajectory.prompt_ids),
+            verdict=trajectory.verdict,
+            answer=trajectory.answer,
+            reward=trajectory.reward,
+            tool_calls=trajectory.tool_calls,
+            seconds=trajectory.seconds,
+            failure=failure,
+        )
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return (self.benchmark, self.problem, self.sample)
+
+    @property
+    def correct(self) -> bool:
+        """By the grader; where the environment does not grade answers, by a reward of at least 1."""
+        return self.reward >= 1.0 if self.verdict is None else self.verdict is Verdict.CORRECT
+
+    @property
+    def no_data(self) -> bool:
+        """It failed for reasons outside the policy: in no average, but counted."""
+        return self.ended.is_no_data or (self.verdict is not None and self.verdict.is_no_data)
+
+    @property
+    def model_turns(self) -> int:
+        return sum(turn.origin == "model" for turn in self.turns)
+
+    @property
+    def model_tokens(self) -> int:
+        return sum(turn.tokens for turn in self.turns if turn.origin == "model")
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole response, observations included."""
+        return sum(turn.tokens for turn in self.turns)
+
+    def to_record(self) -> dict[str, Any]:
+        """A JSON-able record."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Transcript:
+        """The inverse of :meth:`to_record`, also through JSON. KeyError, TypeError or ValueError where it is none."""
+        return cls(
+            **{
+                **record,
+                "turns": tuple(_turn(turn) for turn in record["turns"]),
+                "answer": None if record["answer"] is None else whole_characters(record["answer"]),
+                "ended": Ended(record["ended"]),
+                "verdict": None if record["verdict"] is None else Verdict(record["verdict"]),
+                "tool_calls": tuple(ToolCall(**call) for call in record["tool_calls"]),
+            }
+        )
+
+
+def _turn(record: dict[str, Any]) -> Turn:
+    whole: dict[str, Any] = {name: whole_characters(record[name]) for name in ("text", "reasoning") if name in record}
+    return Turn(**(record | whole))

@@ -1,0 +1,134 @@
+"""The difference between two runs on the same problems, paired by problem, with intervals and p-values.
+
+As with one run's score, two questions: *this benchmark* (these problems stay, other samples are drawn) and *problems
+like these* (other problems are drawn). Each has an interval and a p-value; they come from different tests, so near
+p = 0.05 one may exclude a difference of 0 where the other does not. ``benchmarks/coverage.py`` measures both intervals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from agentrl.evaluation.results.scores import Floats, Interval, counts_of, student_quantile, this_benchmark_interval
+
+DRAWS = 20_000
+"""Random relabellings a p-value is made of: none is below 1 / (DRAWS + 1)."""
+
+_ROUNDING = 1e-9
+_CHUNK = 2_000  # relabellings held at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """Second run minus first. The intervals lie within [-1, 1]; won, lost and tied are problems, for the second run."""
+
+    mean: float
+    this_benchmark: Interval
+    this_benchmark_p: float
+    problems_like_these: Interval
+    problems_like_these_p: float
+    problems: int
+    won: int
+    lost: int
+    tied: int
+    unpaired: int
+
+    def describe(self) -> str:
+        """One line: the difference, both intervals with their p-values, and the problems won and lost."""
+        ours, like = self.this_benchmark, self.problems_like_these
+        return (
+            f"{self.mean:+.3f} (95 %: this benchmark {ours.low:+.3f} to {ours.high:+.3f},"
+            f" p = {self.this_benchmark_p:.2g};"
+            f" problems like these {like.low:+.3f} to {like.high:+.3f}, p = {self.problems_like_these_p:.2g};"
+            f" {self.won} problems won, {self.lost} lost, {self.tied} tied)"
+        )
+
+
+def paired_difference(
+    first: tuple[ArrayLike, ArrayLike], second: tuple[ArrayLike, ArrayLike], *, seed: int = 0
+) -> Difference:
+    """Compare two runs, each ``(samples, correct)`` with one entry a problem, in the same order.
+
+    Problems without a sample in one of the runs are left out and counted as unpaired. ``seed`` is that of the p-values.
+    Raises ValueError on impossible counts, runs of different lengths, and when no problem is left.
+
+    >>> result = paired_difference(([4, 4, 4], [1, 2, 4]), ([4, 4, 4], [3, 2, 3]))
+    >>> round(result.mean, 3), result.won, result.lost, result.tied
+    (0.083, 1, 1, 1)
+    """
+    n1, c1 = counts_of(*first)
+    n2, c2 = counts_of(*second)
+    if n1.shape != n2.shape:
+        raise ValueError(f"the runs have {len(n1)} and {len(n2)} problems; give those that both have, in one order")
+    kept = (n1 > 0) & (n2 > 0)
+    if not kept.any():
+        raise ValueError("no problem has samples in both runs: there is nothing to compare")
+    n1, c1, n2, c2 = n1[kept], c1[kept], n2[kept], c2[kept]
+    gain_P = c2 / n2 - c1 / n1
+    rng = np.random.default_rng(seed)
+    won, lost = int((gain_P > _ROUNDING).sum()), int((gain_P < -_ROUNDING).sum())
+    return Difference(
+        mean=float(gain_P.mean()),
+        this_benchmark=difference_on_this_benchmark(n1, c1, n2, c2),
+        this_benchmark_p=_swapped_samples(n1, c1, n2, c2, rng),
+        problems_like_these=difference_on_problems_like_these(n1, c1, n2, c2),
+        problems_like_these_p=_swapped_problems(gain_P, rng),
+        problems=len(gain_P),
+        won=won,
+        lost=lost,
+        tied=len(gain_P) - won - lost,
+        unpaired=int((~kept).sum()),
+    )
+
+
+def difference_on_this_benchmark(n1: Floats, c1: Floats, n2: Floats, c2: Floats) -> Interval:
+    """From each run's own interval (Zou and Donner 2008): the runs' samples are independent given the problems."""
+    mean1, mean2 = float((c1 / n1).mean()), float((c2 / n2).mean())
+    one, two = this_benchmark_interval(n1, c1), this_benchmark_interval(n2, c2)
+    below = math.hypot(mean2 - two.low, one.high - mean1)
+    above = math.hypot(two.high - mean2, mean1 - one.low)
+    return Interval(low=max(mean2 - mean1 - below, -1.0), high=min(mean2 - mean1 + above, 1.0))
+
+
+def difference_on_problems_like_these(n1: Floats, c1: Floats, n2: Floats, c2: Floats) -> Interval:
+    """Student's t over problems, with half a sample won and half a one lost added, so that it is never a point."""
+    problems = len(n1)
+    if problems == 1:
+        return Interval(low=-1.0, high=1.0)  # one problem says nothing of others
+    gain_P = c2 / n2 - c1 / n1
+    centre, sample = float(gain_P.mean()), 1 / min(float(n1.mean()), float(n2.mean()))
+    variance = (float(((gain_P - centre) ** 2).sum()) + sample**2) / (problems - 1)
+    half = student_quantile(problems - 1) * math.sqrt(variance / problems)
+    return Interval(low=max(centre - half, -1.0), high=min(centre + half, 1.0))
+
+
+def _swapped_samples(n1: Floats, c1: Floats, n2: Floats, c2: Floats, rng: np.random.Generator) -> float:
+    """Two-sided p of: on every problem both runs are right equally often. Deals its samples anew to the runs."""
+    right, wrong = (c1 + c2).astype(np.int64), (n1 + n2 - c1 - c2).astype(np.int64)
+    taken = n1.astype(np.int64)
+
+    def relabelled(draws: int) -> Floats:
+        dealt = rng.hypergeometric(right, wrong, taken, size=(draws, len(right)))  # [draws, P] right ones of run 1
+        return np.asarray(((right - dealt) / n2 - dealt / n1).mean(axis=1))
+
+    return _share_as_far(float((c2 / n2 - c1 / n1).mean()), relabelled)
+
+
+def _swapped_problems(gain_P: Floats, rng: np.random.Generator) -> float:
+    """Two-sided p of: on a problem drawn at random either run may be the better one alike. Flips the gains' signs."""
+
+    def relabelled(draws: int) -> Floats:
+        signs = rng.integers(0, 2, size=(draws, len(gain_P))) * 2 - 1
+        return np.asarray(signs @ gain_P / len(gain_P))
+
+    return _share_as_far(float(gain_P.mean()), relabelled)
+
+
+def _share_as_far(seen: float, relabelled: Callable[[int], Floats]) -> float:
+    far = sum(int((np.abs(relabelled(_CHUNK)) >= abs(seen) - _ROUNDING).sum()) for _ in range(DRAWS // _CHUNK))
+    return (far + 1) / (DRAWS + 1)

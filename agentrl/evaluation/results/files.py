@@ -1,0 +1,35 @@
+"""``results.json``: every benchmark's scores, and what they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import agentrl
+from agentrl.errors import WorldError
+from agentrl.evaluation.data.problem_sets import ProblemSet
+from agentrl.evaluation.results.tally import Ledger, benchmark_results
+from agentrl.evaluation.results.voting import Grades
+
+FORMAT = 1
+
+
+async def make_results(
+    provenance: Mapping[str, Any], sets: Sequence[ProblemSet], ledger: Ledger, ks: Sequence[int], grader: Grades
+) -> dict[str, Any]:
+    """The whole object. Raises WorldError where a benchmark has no rollout that holds data."""
+    benchmarks: dict[str, Any] = {}
+    for one in sets:
+        try:
+            benchmarks[one.name] = await benchmark_results(one, ledger, ks=ks, grader=grader)
+        except ValueError as error:
+            raise WorldError(
+                f"{one.name}: no rollout holds data, every one failed for reasons outside the policy; the same "
+                f"command plays them again ({error})"
+            ) from error
+    return {
+        "format": FORMAT,
+        "agentrl": agentrl.__version__,
+        "provenance": dict(provenance),
+        "benchmarks": benchmarks,
+    }

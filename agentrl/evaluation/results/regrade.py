@@ -1,0 +1,210 @@
+"""``agentrl regrade RUN``: grade the stored answers again, without generating, and show what changes.
+
+With ``--extract`` the answers are found again in the stored conversations first, so that a change of the extraction
+shows as well. The evaluation's own files stay as they are; ``regraded.json`` holds the new scores, every answer and
+every verdict that changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.errors import SettingsError
+from agentrl.evaluation.records.directory import EvaluationDirectory
+from agentrl.evaluation.records.provenance import grader_record
+from agentrl.evaluation.records.transcript import Transcript
+from agentrl.evaluation.results.extraction import extracted, protocol_of
+from agentrl.evaluation.results.files import make_results
+from agentrl.evaluation.results.tables import Table, result_tables
+from agentrl.evaluation.results.tally import Ledger
+from agentrl.evaluation.results.voting import Grades
+from agentrl.telemetry.console import Console
+from agentrl_envs.grading import Grader
+from agentrl_envs.protocols.base import Protocol
+from agentrl_envs.types import Ended, Verdict
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+_SHOWN = 20
+_AT_ONCE = 256
+
+
+class FunctionGrader:
+    """A user's ``function(answer, gold) -> bool`` (or a Verdict, or a coroutine of either) as a grader."""
+
+    def __init__(self, path: str) -> None:
+        """``path`` is ``module:name``. Raises SettingsError where that leads to no function."""
+        module_name, _, name = path.partition(":")
+        if not module_name or not name:
+            raise SettingsError(f"--grader {path}: valid is MODULE:NAME, a function (answer, gold) -> bool")
+        try:
+            found = getattr(importlib.import_module(module_name), name, None)
+        except ModuleNotFoundError as error:
+            raise SettingsError(f"--grader {path}: there is no module {error.name!r}") from error
+        if not callable(found):
+            raise SettingsError(f"--grader {path}: module {module_name!r} has no function {name!r}")
+        self._function: Callable[[str, str], Any] = found
+
+    async def grade(self, answer: str | None, gold: str) -> Verdict:
+        """The function's verdict; no answer is never shown to it."""
+        if answer is None or not answer.strip():
+            return Verdict.NO_ANSWER
+        said = self._function(answer, gold)
+        said = await said if inspect.isawaitable(said) else said
+        if isinstance(said, Verdict):
+            return said
+        return Verdict.CORRECT if said else Verdict.INCORRECT
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+
+def regrade_command(run: Path, settings: Settings, grader: str | None, *, extract: bool = False) -> dict[str, Any]:
+    """Extract if asked to, grade, show, and write ``regraded.json``; returns what stands in it."""
+    directory = EvaluationDirectory.existing(run)
+    before = directory.results()
+    console = Console(settings.telemetry)
+    protocol = protocol_of(before["provenance"]) if extract else None
+    changes, after = asyncio.run(_regrade(directory, before, settings, grader, protocol))
+    answers = [change for change in changes if change["answer"] != change["answer_before"]]
+    verdicts = [change for change in changes if change["before"] != change["after"]]
+    if answers:
+        _show_answers(console, answers)
+    elif extract:
+        console.note("no answer changed: extraction finds what was found before")
+    if verdicts:
+        _show_verdicts(console, verdicts)
+    else:
+        console.note("no verdict changed")
+    for name, one in after["benchmarks"].items():
+        console.note(f"{name}: {before['benchmarks'][name]['avg']['mean']:.4f} -> {one['avg']['mean']:.4f}")
+    scores = result_tables(after)[0]
+    console.table("Scores, graded again", scores.columns, scores.rows)
+    record = {
+        **after,
+        "changed": verdicts,
+        "changed_answers": answers,
+        "extracted": extract,
+        "grader": grader or grader_record(settings),
+    }
+    directory.write_json(directory.path / "regraded.json", record)
+    also = f"{len(answers)} changed answers, " if extract else ""
+    console.note(f"{also}{len(verdicts)} changed verdicts and the new scores lie in {directory.path / 'regraded.json'}")
+    return record
+
+
+async def _regrade(
+    directory: EvaluationDirectory,
+    before: dict[str, Any],
+    settings: Settings,
+    path: str | None,
+    protocol: Protocol | None,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    sets = directory.problem_sets()
+    golds = {(one.name, problem.id): problem.answer for one in sets for problem in one.problems}
+    grader: Grader | FunctionGrader = Grader(settings.grader) if path is None else FunctionGrader(path)
+    ledger, changes = Ledger(), list[dict[str, Any]]()
+
+    async def flush(batch: list[Transcript]) -> None:
+        found = batch if protocol is None else [extracted(one, protocol) for one in batch]
+        graded = await asyncio.gather(
+            *(
+                _graded(old, new, golds[old.benchmark, old.problem], grader)
+                for old, new in zip(batch, found, strict=True)
+            )
+        )
+        for old, new in zip(batch, graded, strict=True):
+            ledger.add(new)
+            if new.verdict is not old.verdict or new.answer != old.answer:
+                changes.append(_change(old, new, golds[old.benchmark, old.problem]))
+
+    try:
+        batch: list[Transcript] = []
+        for transcript in directory.transcripts():
+            batch.append(transcript)
+            if len(batch) == _AT_ONCE:
+                await flush(batch)
+                batch = []
+        await flush(batch)
+        ks = sorted({int(k) for one in before["benchmarks"].values() for k in one["pass"]})
+        return changes, await make_results(before["provenance"], sets, ledger, ks, grader)
+    finally:
+        await grader.close()
+
+
+async def _graded(old: Transcript, new: Transcript, gold: str, grader: Grades) -> Transcript:
+    """``new`` with the verdict of today. What was not graded (no answer, a failed sandbox) is not graded now.
+
+    A rollout whose grader failed has an answer and no verdict: it becomes data. So does an answer found only now.
+    """
+    ungraded = old.verdict is None and not old.ended.is_no_data and new.answer == old.answer
+    if new.answer is None or ungraded:
+        return new
+    verdict = await grader.grade(new.answer, gold)
+    ended = Ended.ANSWERED if new.ended is Ended.INFRASTRUCTURE_FAILURE else new.ended
+    return replace(new, verdict=verdict, ended=ended, reward=float(verdict is Verdict.CORRECT))
+
+
+def _change(old: Transcript, new: Transcript, gold: str) -> dict[str, Any]:
+    return {
+        "benchmark": old.benchmark,
+        "problem": old.problem,
+        "sample": old.sample,
+        "answer_before": old.answer,
+        "answer": new.answer,
+        "gold": gold,
+        "before": "none" if old.verdict is None else old.verdict.value,
+        "after": "none" if new.verdict is None else new.verdict.value,
+    }
+
+
+def _show_verdicts(console: Console, changes: list[dict[str, Any]]) -> None:
+    """By what changed, apart from whether the answer did."""
+    kinds = Counter(
+        (change["before"], change["after"], change["answer"] == change["answer_before"]) for change in changes
+    )
+    rows = tuple(
+        (f"{old} -> {new}", "the same" if same else "another", str(count))
+        for (old, new, same), count in kinds.most_common()
+    )
+    console.table("Verdicts that changed", ("verdict", "answer", "rollouts"), rows)
+    columns = ("problem", "answer", "gold", "before", "now")
+    shown = _examples("Answers whose verdict changed", columns, changes, ("answer", "gold", "before", "after"))
+    console.table(shown.title, shown.columns, shown.rows)
+
+
+def _show_answers(console: Console, changes: list[dict[str, Any]]) -> None:
+    kinds = Counter(_kind_of_answer(change) for change in changes)
+    console.table(
+        "Answers that changed", ("answer", "rollouts"), tuple((kind, str(count)) for kind, count in kinds.most_common())
+    )
+    columns = ("problem", "answer before", "answer now", "gold")
+    shown = _examples("Rollouts whose answer changed", columns, changes, ("answer_before", "answer", "gold"))
+    console.table(shown.title, shown.columns, shown.rows)
+
+
+def _kind_of_answer(change: dict[str, Any]) -> str:
+    if change["answer_before"] is None:
+        return "found only now"
+    return "no longer found" if change["answer"] is None else "another one"
+
+
+def _examples(title: str, columns: tuple[str, ...], changes: list[dict[str, Any]], keys: tuple[str, ...]) -> Table:
+    """The first of each different change."""
+    different = {(one["benchmark"], one["problem"], *(one[key] for key in keys)): one for one in reversed(changes)}
+    rows = tuple(
+        (f"{one['benchmark']} {one['problem']}", *("(none)" if one[key] is None else one[key][:60] for key in keys))
+        for one in list(reversed(different.values()))[:_SHOWN]
+    )
+    more = len(different) - len(rows)
+    return Table(
+        title=title + (f" (the first {_SHOWN} of {len(different)})" if more else ""), columns=columns, rows=rows
+    )

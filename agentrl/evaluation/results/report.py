@@ -1,0 +1,203 @@
+"""``report.html``: one file that needs no network. Every text of a model is data in it, never markup.
+
+Tables and settings are escaped where they are written; conversations lie in it as compressed JSON, which its script
+turns into text nodes, and into elements of Markdown and MathML that it names itself. Its content security policy
+forbids every other script and everything from outside.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+from agentrl.evaluation.data.problem_sets import ProblemSet
+from agentrl.evaluation.records.directory import EvaluationDirectory
+from agentrl.evaluation.results.formulas import formulas_of
+from agentrl.evaluation.results.kinds import KINDS, kind_of
+from agentrl.evaluation.results.tables import Table, result_tables
+from agentrl_envs.types import Problem
+
+_EXCERPT = 120  # characters of a statement in the list of problems
+_MOST = 9_500_000  # bytes of conversations in a report whose number is not given: a page that opens at once
+_PLACES = ("scores.png", "pass_at_k.png", "problems.png", "endings.png")
+
+
+def write_report(directory: EvaluationDirectory, results: Mapping[str, Any], *, conversations: int | None) -> None:
+    """Write ``report.html`` with at most ``conversations`` of each problem, right and wrong ones in turn.
+
+    None: with all of them, or as many of each problem as fit into a page of 10 MB.
+    """
+    sets = directory.problem_sets()
+    kinds = _kinds(directory)
+    problems = [(one, problem) for one in sets for problem in one.problems]
+    count, chosen, packed = _fitting(directory, problems, kinds, conversations)
+    script = _file("report_page.js")
+    provenance = results["provenance"]
+    values = {
+        "TITLE": html.escape(f"Evaluation of {provenance['model']['name']}"),
+        "SUBTITLE": html.escape(_subtitle(provenance)),
+        "TABLES": "".join(_table(table) for table in result_tables(results)),
+        "PLOTS": "".join(_plots(directory)),
+        "SHOWN": html.escape(_shown(count, kinds)),
+        "PROVENANCE": html.escape(json.dumps(provenance, indent=1, ensure_ascii=False)),
+        "INDEX": _inert(_index(problems, kinds, chosen)),
+        "CONVERSATIONS": "".join(packed),
+        "SCRIPT": script,
+        "SCRIPT_HASH": "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    }
+    # One pass: what is put in is not looked at again.
+    page = re.sub(r"\{\{([A-Z_]+)\}\}", lambda place: values[place[1]], _file("report_page.html"))
+    directory.write_text("report.html", page)
+
+
+def _fitting(
+    directory: EvaluationDirectory,
+    problems: Sequence[tuple[ProblemSet, Problem]],
+    kinds: Mapping[tuple[str, str], Mapping[int, str]],
+    conversations: int | None,
+) -> tuple[int, dict[tuple[str, str], list[int]], list[str]]:
+    """How many conversations of each problem are shown, which, and all of them packed."""
+    most = max((len(part) for part in kinds.values()), default=0)
+    count = most if conversations is None else min(most, conversations)
+    if conversations is None:  # a first guess, so that no more is read than may fit
+        count = min(count, max(1, count * 4 * _MOST // max(1, directory.rollouts_bytes())))
+    while True:
+        chosen = {key: choose(part, count) for key, part in kinds.items()}
+        packed = list(_packed_problems(directory, problems, chosen))
+        size = sum(map(len, packed))
+        if conversations is not None or size <= _MOST or count <= 1:
+            return count, chosen, packed
+        count = max(1, min(count - 1, count * _MOST // size))
+
+
+def _shown(count: int, kinds: Mapping[tuple[str, str], Mapping[int, str]]) -> str:
+    if all(len(part) <= count for part in kinds.values()):
+        return "Each can be opened."
+    return (
+        f"Those with a white dot can be opened: at most {count} of each problem, right and wrong ones in turn "
+        "(--conversations); all of them lie in rollouts.jsonl.zst."
+    )
+
+
+def choose(kinds: Mapping[int, str], count: int) -> list[int]:
+    """``count`` samples: the first correct one, the first other one, the second correct one, and so on.
+
+    >>> choose({0: "correct", 1: "correct", 2: "correct", 3: "void", 4: "incorrect"}, 4)
+    [0, 1, 3, 4]
+    """
+    right = [sample for sample, kind in sorted(kinds.items()) if kind == "correct"]
+    other = [sample for sample, kind in sorted(kinds.items()) if kind != "correct"]
+    fair = min(len(right), max((count + 1) // 2, count - len(other)))
+    return sorted(right[:fair] + other[: count - fair])
+
+
+def _kinds(directory: EvaluationDirectory) -> dict[tuple[str, str], dict[int, str]]:
+    found: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+    for transcript in directory.transcripts():
+        found[transcript.benchmark, transcript.problem][transcript.sample] = kind_of(transcript)
+    return found
+
+
+def _chosen(
+    directory: EvaluationDirectory, chosen: Mapping[tuple[str, str], Sequence[int]]
+) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """What is shown of the chosen rollouts; the last attempt of each."""
+    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
+    for transcript in directory.transcripts():
+        key = (transcript.benchmark, transcript.problem)
+        if transcript.sample in chosen[key]:
+            found[key][transcript.sample] = {
+                "sample": transcript.sample,
+                "kind": kind_of(transcript),
+                "ended": transcript.ended.value,
+                "verdict": None if transcript.verdict is None else transcript.verdict.value,
+                "answer": transcript.answer,
+                "tokens": transcript.tokens,
+                "seconds": transcript.seconds,
+                "calls": [call.outcome for call in transcript.tool_calls],
+                "failure": transcript.failure,
+                "turns": [[turn.origin, turn.text] for turn in transcript.turns],
+            }
+    return {key: [part[sample] for sample in sorted(part)] for key, part in found.items()}
+
+
+def _index(
+    problems: Iterable[tuple[ProblemSet, Problem]],
+    kinds: Mapping[tuple[str, str], Mapping[int, str]],
+    chosen: Mapping[tuple[str, str], Sequence[int]],
+) -> dict[str, Any]:
+    rows = []
+    for one, problem in problems:
+        key = (one.name, problem.id)
+        samples = kinds.get(key, {})
+        data = [kind for kind in samples.values() if kind != "no_data"]
+        share = f"{data.count('correct')}/{len(data)}"
+        places = range(max(samples, default=-1) + 1)
+        row = {"benchmark": one.name, "id": problem.id, "statement": problem.statement[:_EXCERPT], "share": share}
+        rows.append(row | {"kinds": [samples.get(place, "no_data") for place in places], "open": chosen.get(key, [])})
+    counts = Counter(kind for part in kinds.values() for kind in part.values())
+    return {"kinds": KINDS, "counts": counts, "problems": rows}
+
+
+def _packed_problems(
+    directory: EvaluationDirectory,
+    problems: Sequence[tuple[ProblemSet, Problem]],
+    chosen: Mapping[tuple[str, str], Sequence[int]],
+) -> Iterable[str]:
+    texts = _chosen(directory, chosen)
+    prompts = directory.prompts()
+    for place, (one, problem) in enumerate(problems):
+        key = (one.name, problem.id)
+        yield _packed(place, problem, prompts[key], texts.get(key, []))
+
+
+def _packed(place: int, problem: Problem, prompt: str, rollouts: Sequence[Mapping[str, Any]]) -> str:
+    shown = [text for rollout in rollouts for _, text in rollout["turns"]]
+    formulas = formulas_of([problem.statement, prompt, *shown])
+    content = {"prompt": prompt, "statement": problem.statement, "answer": problem.answer, "rollouts": rollouts}
+    data = json.dumps(content | {"formulas": formulas}, ensure_ascii=False, separators=(",", ":")).encode()
+    packed = base64.b64encode(gzip.compress(data, 9, mtime=0)).decode()
+    return f'<script type="text/plain" id="c{place}">{packed}</script>\n'
+
+
+def _inert(value: Mapping[str, Any]) -> str:
+    """JSON that cannot end the script element it stands in."""
+    return json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _table(table: Table) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    body = "".join(row(cells, "td") for cells in table.rows)
+    return f"<table><caption>{html.escape(table.title)}</caption>{row(table.columns, 'th')}{body}</table>"
+
+
+def _plots(directory: EvaluationDirectory) -> Iterable[str]:
+    for name in _PLACES:
+        path = directory.plots / name
+        if path.is_file():
+            data = base64.b64encode(path.read_bytes()).decode()
+            yield f'<img alt="{name.removesuffix(".png")}" src="data:image/png;base64,{data}">'
+
+
+def _subtitle(provenance: Mapping[str, Any]) -> str:
+    sampling, limits, protocol = provenance["sampling"], provenance["limits"], provenance["protocol"]
+    turns = f", {protocol['max_turns']} turns" if "max_turns" in protocol else ""
+    return (
+        f"fingerprint {provenance['model']['fingerprint']} · {protocol['env']}{turns} · "
+        f"n {sampling['n']}, temperature {sampling['temperature']:g}, top_p {sampling['top_p']:g} · "
+        f"{limits['max_turn_tokens']} tokens a turn, {limits['max_response_tokens']} in all · seed {provenance['seed']}"
+    )
+
+
+def _file(name: str) -> str:
+    return (resources.files("agentrl.evaluation") / name).read_text(encoding="utf-8")

@@ -1,0 +1,218 @@
+"""token_statistics by blocks of rows: the logits [N, V] never exist, forward or backward.
+
+A block holds whole rows of the vocabulary, so its softmax needs no running maximum. The logits of a block come from
+one matrix product; what follows runs over it in pieces that stay in the processor's cache. Backward computes the
+logits again, unless all of them are no more than a block. Extra memory: one block (`_BLOCK_ELEMENTS`) and, in
+backward, the gradients themselves.
+
+Not guaranteed: second derivatives (`once_differentiable` raises).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from agentrl.kernels.backends.gradients import IMPOSSIBLE, RowCoefficients, row_coefficients
+from agentrl.kernels.backends.products import add_head_weight_gradient, head_input_gradient, head_logits
+from agentrl.kernels.records import TokenStatistics, statistics_dtype
+from agentrl.kernels.softcap import cap_and_temper, cap_slope
+
+_BLOCK_ELEMENTS = 1 << 23  # logits of one matrix product: 32 MB of float32
+_PIECE_ELEMENTS = 1 << 21  # logits that one elementwise pass touches: 8 MB, within the last-level cache
+_KEEP_ELEMENTS = 1 << 23  # a problem of at most this many logits keeps ln p for backward: cheaper than the product
+
+
+def chunked_statistics(
+    hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, cap: float | None
+) -> TokenStatistics:
+    """The statistics of docs/formulas.md 2 by row blocks; see `token_statistics` for the arguments."""
+    log_probs, entropy, sum_pi_squared, energy = _ChunkedStatistics.apply(
+        hidden, head_weight, bias, targets.long(), temperature, cap
+    )
+    dtype = statistics_dtype(hidden, head_weight)
+    return TokenStatistics(
+        log_probs=log_probs,
+        entropy=entropy,
+        sum_pi_squared=sum_pi_squared,
+        energy=energy,
+        hidden_norm_squared=hidden.detach().to(dtype).square().sum(-1),
+    )
+
+
+class _ChunkedStatistics(torch.autograd.Function):
+    """(hidden [N, D], weight [V, D], bias [V] or None, targets [N], temperature, cap) -> four tensors [N]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        cap: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.temperature, ctx.cap = temperature, cap
+        dtype = statistics_dtype(hidden, weight)
+        columns = hidden.new_empty((4, hidden.shape[0]), dtype=dtype)
+        kept = None
+        small = hidden.shape[0] * weight.shape[0] <= _KEEP_ELEMENTS
+        if any(ctx.needs_input_grad) and small and cap is None:  # a cap's slope needs the logits themselves
+            for rows, z in _logit_blocks(hidden, weight, bias, temperature, None, dtype, size=hidden.shape[0]):
+                kept = functional.log_softmax(z, dim=-1)
+                columns[:, rows] = _piece_statistics(kept, targets[rows], clamp=bias is not None)
+        else:
+            for rows, z in _logit_blocks(hidden, weight, bias, temperature, cap, dtype):
+                for piece, at in _pieces(z, rows):
+                    log_p = functional.log_softmax(z[piece], dim=-1)
+                    slope = None if cap is None else cap_slope(z[piece], cap, temperature)
+                    columns[:, at] = _piece_statistics(log_p, targets[at], clamp=bias is not None, slope=slope)
+        log_probs, entropy, sum_pi_squared, energy = columns.unbind()
+        ctx.save_for_backward(hidden, weight, bias, targets, kept, log_probs, entropy)
+        ctx.mark_non_differentiable(sum_pi_squared, energy)
+        return log_probs.clone(), entropy.clone(), sum_pi_squared, energy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, log_prob_gradient: Tensor | None, entropy_gradient: Tensor | None, *_: Any) -> Any:
+        if log_prob_gradient is None and entropy_gradient is None:
+            return (None,) * 6
+        hidden, weight, bias, targets, kept, log_probs, entropy = ctx.saved_tensors
+        dtype, temperature, cap = log_probs.dtype, ctx.temperature, ctx.cap
+        coefficients = row_coefficients(log_prob_gradient, entropy_gradient, log_probs, entropy)
+        totals = _Totals(hidden, weight, bias, ctx.needs_input_grad, temperature, dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            if kept is not None:
+                rows = slice(0, hidden.shape[0])
+                dz = torch.empty_like(kept)
+                _write_gradient(kept, targets, rows, coefficients, out=dz)
+                totals.add(rows, dz)
+            else:
+                for rows, z in _logit_blocks(hidden, weight, bias, temperature, cap, dtype):
+                    for piece, at in _pieces(z, rows):
+                        log_p = functional.log_softmax(z[piece], dim=-1).clamp_(min=IMPOSSIBLE)
+                        slope = None if cap is None else cap_slope(z[piece], cap, temperature)
+                        _write_gradient(log_p, targets[at], at, coefficients, out=z[piece])
+                        if slope is not None:
+                            z[piece].mul_(slope)
+                    totals.add(rows, z)
+        return (*totals.gradients(), None, None, None)
+
+
+class _Totals:
+    """The gradients of hidden, weight and bias, collected block by block; None where not asked for."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        wanted: tuple[bool, ...],
+        temperature: float,
+        dtype: torch.dtype,
+    ) -> None:
+        self._inputs = (hidden, weight, bias)
+        self._temperature = temperature
+        self._dtype = dtype
+        self._hidden = torch.empty_like(hidden) if wanted[0] else None
+        self._weight = torch.zeros_like(weight, dtype=dtype) if wanted[1] else None
+        self._bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and wanted[2] else None
+
+    def add(self, rows: slice, dz: Tensor) -> None:
+        """Take dz [R, V], the temperature times the gradient with respect to the head's output of these rows."""
+        hidden, weight, _ = self._inputs
+        if self._hidden is not None:
+            self._hidden[rows] = _tempered(head_input_gradient(dz, weight), self._temperature)
+        if self._weight is not None:
+            add_head_weight_gradient(dz, _tempered(hidden[rows].to(self._dtype), self._temperature), self._weight)
+        if self._bias is not None:
+            self._bias += _tempered(dz.sum(0), self._temperature)
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """(hidden, weight, bias), each in the dtype of its input."""
+        totals = (self._hidden, self._weight, self._bias)
+        return tuple(
+            None if total is None or given is None else total.to(given.dtype)
+            for total, given in zip(totals, self._inputs, strict=True)
+        )
+
+
+def _write_gradient(log_p: Tensor, targets: Tensor, at: slice, coefficients: RowCoefficients, *, out: Tensor) -> None:
+    """out [R, V] <- the gradient for the rows `at`, whose ln p [R, V] is finite and is left as it is."""
+    offset = coefficients.offset[at].unsqueeze(-1)
+    if coefficients.slope is None:
+        torch.exp(log_p, out=out).mul_(offset)
+    else:
+        torch.addcmul(offset, log_p, coefficients.slope[at].unsqueeze(-1), out=out)
+        out.mul_(log_p.exp())
+    out.scatter_(-1, targets.unsqueeze(-1), coefficients.at_target[at].unsqueeze(-1))
+
+
+def _tempered(values: Tensor, temperature: float) -> Tensor:
+    return values if temperature == 1.0 else values / temperature
+
+
+def _logit_blocks(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    cap: float | None,
+    dtype: torch.dtype,
+    size: int | None = None,
+) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, tempered logits [R, V]) block by block of `size` rows; the next overwrites the memory of the last."""
+    total, vocabulary = hidden.shape[0], weight.shape[0]
+    size = max(1, min(total, _BLOCK_ELEMENTS // vocabulary) if size is None else size)
+    buffer = hidden.new_empty((size, vocabulary), dtype=dtype)
+    divisor = temperature if cap is None else 1.0  # a cap comes before the temperature
+    shift = None if bias is None else bias.to(dtype) / divisor
+    for start in range(0, total, size):
+        rows = slice(start, min(start + size, total))
+        z = head_logits(hidden[rows], weight, buffer[: rows.stop - start], divisor)
+        if shift is not None:
+            z += shift
+        if cap is not None:
+            cap_and_temper(z, cap, temperature)
+        yield rows, z
+
+
+def _pieces(z: Tensor, rows: slice) -> Iterator[tuple[slice, slice]]:
+    """(rows of the block z [R, V], the same as rows of the whole), few enough to stay in cache."""
+    step = max(1, _PIECE_ELEMENTS // z.shape[1])
+    for start in range(0, z.shape[0], step):
+        stop = min(start + step, z.shape[0])
+        yield slice(start, stop), slice(rows.start + start, rows.start + stop)
+
+
+def _piece_statistics(log_p: Tensor, targets: Tensor, *, clamp: bool, slope: Tensor | None = None) -> Tensor:
+    """[4, R]: log_prob, entropy, sum_pi_squared, energy from ln p [R, V]; with `clamp` -inf becomes finite there.
+
+    `slope` [R, V] is that of the cap, which only the energy sees.
+
+    The target is kept out of the sums and added last: where it has nearly all the mass, ln p = -log1p(rest / own) and
+    so 1 - p keep their relative accuracy.
+    """
+    index = targets.unsqueeze(-1)
+    rough = log_p.gather(-1, index).squeeze(-1)
+    if clamp:
+        log_p.clamp_(min=IMPOSSIBLE)
+    p = log_p.exp().scatter_(-1, index, 0.0)
+    own, rest = rough.exp(), p.sum(-1)
+    squares = torch.linalg.vector_norm(p, dim=-1).square()
+    own_slope, steep = (1.0, squares) if slope is None else _with_slope(p, slope, index)
+    log_probs = torch.where(rough > -1.0, -torch.log1p(rest / own), rough)
+    entropy = -(p.mul_(log_p).sum(-1) + own * rough.clamp(min=IMPOSSIBLE))
+    sum_pi_squared = (2 * log_probs).exp() + squares
+    energy = torch.expm1(log_probs).mul(own_slope).square() + steep
+    return torch.stack([log_probs, entropy, sum_pi_squared, energy])
+
+
+def _with_slope(p: Tensor, slope: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """(the target's slope [R], sum over the others of (p slope)^2 [R]); p [R, V] is 0 at the target."""
+    return slope.gather(-1, index).squeeze(-1), torch.linalg.vector_norm(slope.mul(p), dim=-1).square()

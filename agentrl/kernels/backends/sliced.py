@@ -1,0 +1,283 @@
+"""token_statistics by slices of the vocabulary: how it is computed on GPUs, and by ranks that share a vocabulary.
+
+A tile of logits [R, W], a block of rows by a slice of the vocabulary, comes from one matrix product into a buffer that
+every tile uses again; an epilogue (Triton or torch) reads it once. Forward it feeds the running sums of every row
+(`kernels.sums`), backward it becomes the tile's gradient, a factor of the two products that follow.
+
+The tile is wide in rows: backward adds every tile to the float32 gradient of the hidden states and finishes that of
+the weight slice by slice, so that no float32 copy of the latter exists. Extra memory: one tile, in backward also its
+gradient in the factors' dtype, the float32 gradients of the hidden states [N, D] and of one slice of the weight.
+
+Not guaranteed: second derivatives (`once_differentiable` raises).
+"""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from agentrl.kernels.backends.gradients import row_coefficients
+from agentrl.kernels.backends.products import add_product, factor_dtype, head_logits
+from agentrl.kernels.backends.sums import finish_sums, start_sums
+from agentrl.kernels.records import TokenStatistics, statistics_dtype
+
+_SLICE = 2048  # tokens of the vocabulary in a tile
+_TILE_ELEMENTS = {"cuda": 1 << 24, "cpu": 1 << 21}  # logits in a tile: 64 MB of float32; 8 MB, within a CPU's cache
+
+
+class Epilogue(Protocol):
+    """What follows the product of a tile; see `torch_epilogue`, which says what each function does."""
+
+    def add_sums(
+        self, logits: Tensor, bias: Tensor | None, targets: Tensor, sums: Tensor, temperature: Tensor, *, start: int
+    ) -> None: ...
+
+    def to_gradient(
+        self,
+        logits: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        normalisers: Tensor,
+        coefficients: Tensor,
+        temperature: Tensor,
+        out: Tensor,
+        *,
+        start: int,
+    ) -> None: ...
+
+
+class Shards(Protocol):
+    """The other holders of the vocabulary."""
+
+    first: int
+    """Which token of the whole vocabulary is this holder's first."""
+
+    def merge_sums(self, sums: Tensor, temperature: Tensor) -> Tensor:
+        """The state [N, 6] of the whole vocabulary from that of this part."""
+
+    def add_up(self, part: Tensor) -> None:
+        """part <- the sum of every holder's."""
+
+
+def sliced_statistics(
+    hidden: Tensor,
+    head_weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    bias: Tensor | None,
+    *,
+    epilogue: Epilogue,
+    shards: Shards | None = None,
+) -> TokenStatistics:
+    """The statistics of docs/formulas.md 2 by slices of the vocabulary; see `token_statistics` for the arguments.
+
+    With `shards` head_weight [V_r, D] and bias [V_r] are this holder's part, targets those of the whole vocabulary.
+    """
+    log_probs, entropy, sum_pi_squared, energy = _SlicedStatistics.apply(
+        hidden, head_weight, bias, targets.contiguous(), temperature, epilogue, shards
+    )
+    dtype = statistics_dtype(hidden, head_weight)
+    return TokenStatistics(
+        log_probs=log_probs,
+        entropy=entropy,
+        sum_pi_squared=sum_pi_squared,
+        energy=energy,
+        # One pass without a float32 copy of hidden.
+        hidden_norm_squared=torch.linalg.vector_norm(hidden.detach(), dim=-1, dtype=dtype).square(),
+    )
+
+
+class _SlicedStatistics(torch.autograd.Function):
+    """(hidden [N, D], weight [V, D], bias [V] or None, targets [N], temperature, ...) -> four tensors [N]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        epilogue: Epilogue,
+        shards: Shards | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        dtype = statistics_dtype(hidden, weight)
+        # A tensor: Triton takes numbers as float32.
+        heat = torch.full((), temperature, dtype=dtype, device=hidden.device)
+        sums = start_sums(hidden, hidden.shape[0], dtype)
+        first = 0 if shards is None else shards.first
+        tiles = _Tiles(hidden, weight, bias, dtype)
+        for columns in tiles.columns():
+            for rows in tiles.rows():
+                z = tiles.logits(rows, columns)
+                epilogue.add_sums(z, tiles.bias(columns), targets[rows], sums[rows], heat, start=first + columns.start)
+        if shards is not None:
+            sums = shards.merge_sums(sums, heat)
+        (log_probs, entropy, sum_pi_squared, energy), normalisers = finish_sums(sums, heat)
+        ctx.heat, ctx.epilogue, ctx.shards = heat, epilogue, shards
+        ctx.save_for_backward(hidden, weight, bias, targets, log_probs, entropy, normalisers)
+        ctx.mark_non_differentiable(sum_pi_squared, energy)
+        return log_probs.clone(), entropy.clone(), sum_pi_squared, energy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, log_prob_gradient: Tensor | None, entropy_gradient: Tensor | None, *_: Any) -> Any:
+        nothing = (None,) * 7
+        if log_prob_gradient is None and entropy_gradient is None:
+            return nothing
+        hidden, weight, bias, targets, log_probs, entropy, normalisers = ctx.saved_tensors
+        offset, slope, at_target = row_coefficients(log_prob_gradient, entropy_gradient, log_probs, entropy)
+        slope = torch.zeros_like(offset) if slope is None else slope
+        coefficients = torch.stack([offset, slope, at_target], dim=-1) / ctx.heat
+        with torch.autocast(hidden.device.type, enabled=False):
+            gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad, coefficients)
+            # The tile's memory is gone when the gradients are converted.
+            _collect(ctx, _Tiles(hidden, weight, bias, log_probs.dtype, gradient=True), targets, normalisers, gradients)
+            return (*gradients.results(ctx.shards), *nothing[3:])
+
+
+def _collect(ctx: Any, tiles: "_Tiles", targets: Tensor, normalisers: Tensor, gradients: "_Gradients") -> None:
+    """Every tile's logits again, their gradient, and its share of the products."""
+    first = 0 if ctx.shards is None else ctx.shards.first
+    for columns in tiles.columns():
+        for rows in tiles.rows():
+            z = tiles.logits(rows, columns)
+            dz = tiles.gradient(z)
+            ctx.epilogue.to_gradient(
+                z,
+                tiles.bias(columns),
+                targets[rows],
+                normalisers[rows],
+                gradients.coefficients[rows],
+                ctx.heat,
+                dz,
+                start=first + columns.start,
+            )
+            gradients.add(rows, columns, dz)
+        gradients.finish(columns)
+
+
+class _Tiles:
+    """The tiles of hidden [N, D] times weight [V, D]: which there are, and their logits in a buffer used again."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, gradient: bool = False
+    ) -> None:
+        self._hidden, self._weight = hidden, weight
+        self._bias = None if bias is None else bias.to(dtype).contiguous()
+        self._width = min(_SLICE, weight.shape[0])
+        elements = _TILE_ELEMENTS["cuda" if hidden.is_cuda else "cpu"]
+        self._height = max(1, min(hidden.shape[0], elements // self._width))
+        size = self._height * self._width
+        self._buffer = hidden.new_empty(size, dtype=dtype)
+        factor = factor_dtype(hidden, weight, dtype)
+        # In place if the gradient is not rounded for the products.
+        self._gradient = hidden.new_empty(size, dtype=factor) if gradient and factor != dtype else self._buffer
+
+    def columns(self) -> Iterator[slice]:
+        """Slices of the vocabulary."""
+        return _ranges(self._weight.shape[0], self._width)
+
+    def rows(self) -> Iterator[slice]:
+        """Blocks of rows."""
+        return _ranges(self._hidden.shape[0], self._height)
+
+    def bias(self, columns: slice) -> Tensor | None:
+        return None if self._bias is None else self._bias[columns]
+
+    def logits(self, rows: slice, columns: slice) -> Tensor:
+        """The raw logits [R, W] of a tile, without bias, contiguous, in the memory of the last."""
+        shape = (rows.stop - rows.start, columns.stop - columns.start)
+        out = self._buffer[: shape[0] * shape[1]].view(shape)
+        return head_logits(self._hidden[rows], self._weight[columns], out)
+
+    def gradient(self, logits: Tensor) -> Tensor:
+        """Room for the gradient of a tile, in the dtype it has as a factor: its own memory where that is the same."""
+        return self._gradient[: logits.numel()].view(logits.shape)
+
+
+class _Gradients:
+    """The gradients of hidden, weight and bias, collected tile by tile; None where not asked for.
+
+    `coefficients` are those given, or a power of two of them that puts the gradients of logits in the middle of
+    float16's range if they are rounded to it: at 2^-24 and below it would lose them.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        wanted: tuple[bool, ...],
+        coefficients: Tensor,
+    ) -> None:
+        dtype = coefficients.dtype
+        self._inputs = hidden, weight, bias
+        self._scale = None
+        self.coefficients = coefficients
+        if hidden.shape[0] and factor_dtype(hidden, weight, dtype) == torch.float16:
+            self._scale = _float16_scale(coefficients)
+            self.coefficients = coefficients * self._scale
+        self._hidden = hidden.new_zeros(hidden.shape, dtype=dtype) if wanted[0] else None
+        self._weight = torch.zeros_like(weight) if wanted[1] else None
+        self._bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and wanted[2] else None
+        self._slice = None
+        if wanted[1] and weight.dtype != dtype:
+            self._slice = hidden.new_empty((min(_SLICE, weight.shape[0]), weight.shape[1]), dtype=dtype)
+
+    def add(self, rows: slice, columns: slice, dz: Tensor) -> None:
+        """Take dz [R, W], the scaled gradient with respect to the logits of a tile; a slice's blocks come in order."""
+        hidden, weight, _ = self._inputs
+        if self._hidden is not None:
+            add_product(dz, weight[columns], self._hidden[rows], accumulate=columns.start > 0)
+        if self._weight is not None:
+            add_product(dz.t(), hidden[rows], self._weight_slice(columns), accumulate=rows.start > 0)
+        if self._bias is not None:
+            self._bias[columns] += dz.sum(0, dtype=self._bias.dtype)
+
+    def finish(self, columns: slice) -> None:
+        """All blocks of rows of this slice have come."""
+        if self._weight is not None and self._inputs[0].shape[0]:
+            total = self._unscaled(self._weight_slice(columns))
+            if self._slice is not None:
+                self._weight[columns] = total
+
+    def results(self, shards: Shards | None) -> tuple[Tensor | None, ...]:
+        """(hidden, weight, bias), each in the dtype of its input."""
+        hidden, _, bias = self._inputs
+        if self._hidden is not None:
+            if shards is not None:
+                shards.add_up(self._hidden)
+            self._hidden = self._unscaled(self._hidden).to(hidden.dtype)
+        if self._bias is not None and bias is not None:
+            self._bias = self._unscaled(self._bias).to(bias.dtype)
+        return self._hidden, self._weight, self._bias
+
+    def _weight_slice(self, columns: slice) -> Tensor:
+        """Where the gradient of a slice of the weight is added up, in the accumulation dtype."""
+        if self._slice is not None:
+            return self._slice[: columns.stop - columns.start]
+        assert self._weight is not None
+        return self._weight[columns]
+
+    def _unscaled(self, total: Tensor) -> Tensor:
+        return total if self._scale is None else total.div_(self._scale)
+
+
+def _float16_scale(coefficients: Tensor) -> Tensor:
+    """The power of two, a tensor [], that brings the largest |gradient of a logit| to at most 2^15.
+
+    p |offset + slope ln p| <= |offset| + |slope|, for p |ln p| <= 1/e.
+    """
+    offset, slope, at_target = coefficients.abs().unbind(-1)
+    bounds = torch.maximum(offset + slope, at_target)
+    _, exponent = torch.frexp(torch.where(bounds.isfinite(), bounds, 0.0).amax())
+    return torch.ldexp(torch.ones_like(bounds[0]), (15 - exponent).clamp(max=100))
+
+
+def _ranges(total: int, step: int) -> Iterator[slice]:
+    for start in range(0, total, step):
+        yield slice(start, min(start + step, total))

@@ -1,0 +1,87 @@
+"""What one pass over the vocabulary keeps of a row, slice by slice, and the statistics at its end (docs/formulas.md 2).
+
+A row's state is six numbers of its raw logits z, the target's left out of all but the last:
+
+``TOP``      M, the largest logit so far
+``TIES``     how many logits equal it
+``LOWER``    sum of e^((z - M) / T) over the others: Z1 = TIES + LOWER, and ln Z1 keeps its accuracy near Z1 = 1
+``SQUARES``  Z2 = sum of e^(2 (z - M) / T)
+``MOMENT``   Z3 = sum of (z - M) / T e^((z - M) / T)
+``TARGET``   the target's own logit, 0 before its slice has come
+
+Leaving the target out keeps the relative accuracy of 1 - p where it has nearly all the mass. T, the temperature,
+divides differences of logits and never the logits themselves, which would round them at their own, larger scale.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from agentrl.kernels.backends.gradients import IMPOSSIBLE
+
+TOP, TIES, LOWER, SQUARES, MOMENT, TARGET = range(6)
+SIZE = 6
+
+
+def start_sums(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """The state [rows, 6] before any logit, on the device of `like`."""
+    sums = like.new_zeros((rows, SIZE), dtype=dtype)
+    sums[:, TOP] = -torch.inf
+    return sums
+
+
+def rescale(sums: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
+    """The state [N, 6] for another maximum `top` [N], at least its own: Z3 <- c (Z3 + s Z1), Z2 <- c^2 Z2, ...
+
+    s = (M - top) / T and c = e^s. What was at the maximum counts among the lower ones where the maximum rises.
+    """
+    old, ties, lower, squares, moment, target = sums.unbind(-1)
+    stays = old == top
+    shift = torch.where(stays, 0.0, (old - top) / temperature).clamp(min=IMPOSSIBLE)
+    factor = shift.exp()
+    return torch.stack(
+        [
+            top,
+            torch.where(stays, ties, 0.0),
+            torch.where(stays, lower, factor * (ties + lower)),
+            factor.square() * squares,
+            factor * (moment + shift * (ties + lower)),
+            target,
+        ],
+        dim=-1,
+    )
+
+
+def merge_sums(
+    sums: Tensor, temperature: Tensor, largest: Callable[[Tensor], Tensor], total: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The state [N, 6] of a vocabulary of which everybody holds a part, from the part's state.
+
+    `largest` and `total` reduce a tensor over the parts: its maximum, its sum. A target counts in one part.
+    """
+    top = largest(sums[:, TOP].contiguous())
+    return torch.cat([top.unsqueeze(-1), total(rescale(sums, top, temperature)[:, TIES:].contiguous())], dim=-1)
+
+
+def finish_sums(sums: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """(statistics [4, N], normalisers [N, 2]) from the final state [N, 6].
+
+    The statistics are log_prob, entropy, sum_pi_squared, energy; the normalisers b and L such that
+    ln p(v) = (z_v - b) / T - L.
+    """
+    top, ties, lower, squares, moment, target = sums.unbind(-1)
+    best = torch.maximum(top, target)
+    shift = ((top - best) / temperature).clamp(min=IMPOSSIBLE)  # of the others
+    own_shift = ((target - best) / temperature).clamp(min=IMPOSSIBLE)
+    factor, own = shift.exp(), own_shift.exp()
+    rest = factor * (ties + lower)
+    excess = torch.where(target >= top, rest, ties - 1 + lower + own)  # all mass but that of one largest logit, 1
+    log_total, total = excess.log1p(), excess + 1
+    log_probs = (target - best) / temperature - log_total
+    # Where the target has much of the mass, ln p = -log1p(rest / own) keeps the relative accuracy of 1 - p.
+    log_probs = torch.where(log_probs > -1.0, -torch.log1p(rest / own), log_probs)
+    entropy = log_total - (factor * (moment + shift * (ties + lower)) + own * own_shift) / total
+    others = (factor / total).square() * squares
+    statistics = [log_probs, entropy, (2 * log_probs).exp() + others, log_probs.expm1().square() + others]
+    return torch.stack(statistics), torch.stack([best, log_total], dim=-1)

@@ -1,0 +1,65 @@
+"""What follows the matrix product of a slice of the vocabulary, in torch. The mirror of `triton_epilogue`."""
+
+import torch
+from torch import Tensor
+
+from agentrl.kernels.backends.gradients import IMPOSSIBLE
+from agentrl.kernels.backends.sums import LOWER, MOMENT, SQUARES, TARGET, TIES, TOP, rescale
+
+
+def add_sums(
+    logits: Tensor, bias: Tensor | None, targets: Tensor, sums: Tensor, temperature: Tensor, *, start: int
+) -> None:
+    """Take the raw logits [R, W] of the tokens start..start+W into the state [R, 6] of their rows, in place.
+
+    bias [W] belongs to the same tokens; targets [R] count from token 0 and may lie elsewhere. logits are overwritten.
+    """
+    if bias is not None:
+        logits += bias
+    here, index = _targets_here(targets, start, logits.shape[1])
+    own = logits.gather(-1, index)
+    sums[:, TARGET] += torch.where(here, own, 0.0).squeeze(-1)
+    logits.scatter_(-1, index, torch.where(here, -torch.inf, own))
+    top = torch.maximum(sums[:, TOP], logits.amax(-1))
+    sums.copy_(rescale(sums, top, temperature))
+    at_top = (logits == torch.where(top == -torch.inf, torch.inf, top).unsqueeze(-1)).to(logits.dtype)
+    shifts = logits.sub_(torch.where(top == -torch.inf, 0.0, top).unsqueeze(-1)).div_(temperature)
+    shifts.clamp_(min=IMPOSSIBLE)
+    masses = shifts.exp()
+    sums[:, MOMENT] += (masses * shifts).sum(-1)
+    sums[:, SQUARES] += masses.square().sum(-1)
+    sums[:, TIES] += at_top.sum(-1)
+    sums[:, LOWER] += masses.sub_(at_top).sum(-1)  # 1 at the top leaves nothing; NaN, where the top is inf, stays
+
+
+def to_gradient(
+    logits: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    normalisers: Tensor,
+    coefficients: Tensor,
+    temperature: Tensor,
+    out: Tensor,
+    *,
+    start: int,
+) -> None:
+    """out [R, W] <- p (offset + slope ln p), at_target at the target, from the raw logits [R, W] of tokens from start.
+
+    normalisers [R, 2] are those of `finish_sums`, coefficients [R, 3] offset, slope and at_target. logits are
+    overwritten; out may be the same tensor.
+    """
+    if bias is not None:
+        logits += bias
+    here, index = _targets_here(targets, start, logits.shape[1])
+    best, log_total = normalisers.split(1, dim=-1)
+    offset, slope, at_target = coefficients.split(1, dim=-1)
+    log_p = logits.sub_(best).div_(temperature).sub_(log_total).clamp_(min=IMPOSSIBLE)
+    gradient = torch.addcmul(offset, log_p, slope).mul_(log_p.exp())
+    gradient.scatter_(-1, index, torch.where(here, at_target, gradient.gather(-1, index)))
+    out.copy_(gradient)
+
+
+def _targets_here(targets: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+    """(whether the row's target is one of these tokens, its column or any other) [R, 1]."""
+    columns = (targets.long() - start).unsqueeze(-1)
+    return (columns >= 0) & (columns < width), columns.clamp(0, width - 1)

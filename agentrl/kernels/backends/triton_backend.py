@@ -1,0 +1,64 @@
+"""The backend `triton`: slices of the vocabulary with the epilogue in Triton, which is imported when first used."""
+
+import importlib
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentrl.kernels.backends import torch_epilogue
+from agentrl.kernels.backends.sliced import Epilogue, sliced_statistics
+from agentrl.kernels.records import KernelInputError, TokenStatistics
+
+
+@cache
+def triton_installed() -> bool:
+    """Whether Triton can be imported; it comes with torch's CUDA builds."""
+    return find_spec("triton") is not None
+
+
+def triton_statistics(
+    hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, cap: float | None
+) -> TokenStatistics:
+    """The statistics of docs/formulas.md 2 by cuBLAS and Triton; see `token_statistics` for the arguments.
+
+    Raises KernelInputError without Triton, on CPU tensors unless Triton interprets (TRITON_INTERPRET=1), and for a cap,
+    which the running sums over the vocabulary do not hold.
+    """
+    if cap is not None:
+        raise KernelInputError("the backend triton knows no capped logits: take the backend chunked")
+    epilogue = triton_epilogue(hidden.device)
+    return sliced_statistics(hidden, head_weight, targets, temperature, bias, epilogue=epilogue)
+
+
+def automatic_backend(device: torch.device) -> str:
+    """What the backend `auto` is for tensors of this device."""
+    return "triton" if device.type == "cuda" and triton_installed() else "chunked"
+
+
+def epilogue_for(device: torch.device) -> Epilogue:
+    """Triton's epilogue where `auto` takes it, elsewhere torch's."""
+    return triton_epilogue(device) if automatic_backend(device) == "triton" else torch_epilogue
+
+
+def triton_epilogue(device: torch.device) -> Epilogue:
+    """Triton's epilogue for tensors of this device. Raises KernelInputError if there is none."""
+    obstacle = triton_obstacle(device)
+    if obstacle is not None:
+        raise KernelInputError(f"the backend triton {obstacle}: take the backend chunked")
+    return _epilogue_module()
+
+
+def triton_obstacle(device: torch.device) -> str | None:
+    """What the backend triton lacks for tensors of this device, None if nothing."""
+    if not triton_installed():
+        return "needs the package triton, which is not installed"
+    if device.type != "cuda" and not _epilogue_module().INTERPRETED:
+        return f"needs tensors on a GPU, not on {device.type} (or, for tests, TRITON_INTERPRET=1 in the environment)"
+    return None
+
+
+def _epilogue_module() -> Any:
+    return importlib.import_module("agentrl.kernels.backends.triton_epilogue")

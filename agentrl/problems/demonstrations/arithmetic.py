@@ -1,0 +1,112 @@
+"""``builtin:arithmetic``: an endless, seeded source of word problems with demonstrations.
+
+Training and held-out problems are disjoint by construction: a hash of the family and of the numbers that the statement
+shows decides where a problem belongs. Seed, phrasing, names and hidden values have no say in it, so no seed can move
+a statement from one side to the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from random import Random
+from typing import Literal
+
+from agentrl.problems.demonstrations.demonstration import Demonstration
+from agentrl.problems.demonstrations.exercises import FAMILIES, Family, Numbers
+from agentrl.problems.errors import EmptyProblemsError, ProblemError, did_you_mean
+from agentrl_envs.types import Problem
+
+Split = Literal["train", "heldout"]
+SPLITS: tuple[Split, ...] = ("train", "heldout")
+HELDOUT_SHARE = 8  # one in eight families-with-numbers is held out
+
+
+class ArithmeticSource:
+    """Problem ``i`` of this split, seed and choice of families, for every ``i`` from 0 on; nothing is stored.
+
+    >>> source = ArithmeticSource(split="train", seed=0, families=["box_take"])
+    >>> source.problem(3) == source.problem(3)
+    True
+    >>> source.demonstration(3).problem == source.problem(3)
+    True
+    """
+
+    size = None
+
+    def __init__(self, *, split: str = "train", seed: int = 0, families: Sequence[str] | None = None) -> None:
+        """Raise ProblemError on an unknown split or family, and on an empty or repeated choice of families."""
+        if split not in SPLITS:
+            raise ProblemError(
+                f"builtin:arithmetic: unknown split {split!r}; valid: {', '.join(SPLITS)}{did_you_mean(split, SPLITS)}"
+            )
+        chosen = tuple(FAMILIES) if families is None else tuple(families)
+        for name in chosen:
+            if name not in FAMILIES:
+                raise ProblemError(
+                    f"builtin:arithmetic: unknown family {name!r}; valid: {', '.join(FAMILIES)}"
+                    f"{did_you_mean(name, FAMILIES)}"
+                )
+        if not chosen or len(set(chosen)) != len(chosen):
+            raise ProblemError(f"builtin:arithmetic: families must be one or more distinct names, got {list(chosen)}")
+        self.split, self.seed, self.families = split, seed, chosen
+        self.name = f"arithmetic-{split}-{seed}"
+
+    @property
+    def identity(self) -> str:
+        """Equal for sources that give the same problem at every index."""
+        return f"{self.name}:{','.join(self.families)}"
+
+    def problem(self, index: int) -> Problem:
+        """Problem ``index`` (from 0). Families take turns, so every run of consecutive problems is balanced."""
+        return self.demonstration(index).problem
+
+    def demonstration(self, index: int) -> Demonstration:
+        """Problem ``index`` with the turns that solve it."""
+        if index < 0:
+            raise IndexError(f"problem index must not be negative, got {index}")
+        family = FAMILIES[self.families[index % len(self.families)]]
+        rng = Random(f"{self.seed}:{family.name}:{index}")
+        exercise = family.exercise(rng, self._draw(family, rng))
+        problem = Problem(
+            id=f"{self.name}-{index}",
+            statement=exercise.statement,
+            answer=str(exercise.answer),
+            source="arithmetic",
+            family=family.name,
+            setup=exercise.setup,
+        )
+        return Demonstration(problem=problem, turns=exercise.turns)
+
+    def demonstrations(self, count: int, *, start: int = 0) -> list[Demonstration]:
+        """Demonstrations ``start`` to ``start + count - 1``."""
+        return [self.demonstration(index) for index in range(start, start + count)]
+
+    def distinct(self, count: int) -> list[Problem]:
+        """The first ``count`` problems with different statements, for a fixed evaluation set.
+
+        Raises EmptyProblemsError when the chosen families do not hold that many.
+        """
+        found: dict[str, Problem] = {}
+        for index in range(20 * count):
+            problem = self.problem(index)
+            found.setdefault(problem.statement, problem)
+            if len(found) == count:
+                return list(found.values())
+        raise EmptyProblemsError(
+            f"builtin:arithmetic: only {len(found)} different {self.split} statements found of the {count} asked for;"
+            " choose more families or a smaller limit"
+        )
+
+    def _draw(self, family: Family, rng: Random) -> Numbers:
+        while True:
+            numbers = family.draw(rng)
+            if split_of(family.name, numbers) == self.split:
+                return numbers
+
+
+def split_of(family: str, numbers: Numbers) -> Split:
+    """Where the problems of ``family`` with these stated numbers belong, whatever the seed."""
+    content = family + "|" + ",".join(f"{key}={numbers[key]}" for key in sorted(numbers))
+    digest = hashlib.blake2b(content.encode(), digest_size=8).digest()
+    return "heldout" if int.from_bytes(digest, "big") % HELDOUT_SHARE == 0 else "train"

@@ -1,0 +1,50 @@
+"""Demonstrations by one string, as ``coldstart.demonstrations`` says it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
+from agentrl.problems.demonstrations.demonstration import Demonstration, read_demonstrations
+from agentrl.problems.demonstrations.word_problems import formula_demonstrations
+from agentrl.problems.errors import ProblemError, ProblemFileError, did_you_mean
+from agentrl.problems.settings import BUILTIN
+from agentrl.problems.sources import GENERATORS, expand
+
+FORMULA = "formula:"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedDemonstrations:
+    """Demonstrations and one line that says what they are."""
+
+    demonstrations: tuple[Demonstration, ...]
+    description: str
+
+
+def load_demonstrations(
+    spec: str, *, count: int, variants: int, seed: int, families: Sequence[str] | None = None
+) -> LoadedDemonstrations:
+    """Demonstrations from ``builtin:arithmetic``, ``formula:FILE.jsonl`` or a JSONL file of demonstrations.
+
+    ``count`` (and ``families``, None for all) is for the generator, whose training split alone is used; ``variants``
+    is for formulas. Raises ProblemError (its subclasses say of what kind).
+    """
+    if spec.startswith(BUILTIN):
+        kind = spec.removeprefix(BUILTIN)
+        if kind not in GENERATORS:
+            raise ProblemError(
+                f"{spec}: no such built-in demonstrations; valid: {BUILTIN}arithmetic{did_you_mean(kind, GENERATORS)}"
+            )
+        made = ArithmeticSource(split="train", seed=seed, families=families).demonstrations(count)
+        return LoadedDemonstrations(demonstrations=tuple(made), description=f"{count} demonstrations of {spec}")
+    if spec.startswith(FORMULA):
+        path = expand(spec.removeprefix(FORMULA))
+        found, report = formula_demonstrations(path, variants=variants, seed=seed)
+        return LoadedDemonstrations(demonstrations=tuple(found), description=f"{path}: {report.describe()}")
+    if Path(spec).suffix.lower() != ".jsonl":
+        raise ProblemFileError(f"{spec}: demonstrations are {BUILTIN}arithmetic, {FORMULA}FILE.jsonl or a .jsonl file")
+    read = read_demonstrations(expand(spec))
+    return LoadedDemonstrations(demonstrations=tuple(read), description=f"{len(read)} demonstrations of {spec}")

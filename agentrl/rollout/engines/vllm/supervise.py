@@ -1,0 +1,57 @@
+"""A server that ends with whoever wanted it: ``python -m agentrl.rollout.engines.vllm.supervise PARENT COMMAND...``.
+
+A vLLM server is several processes, and those that compute outlive the one that answers when that is killed. This one
+starts the command in a process group of its own and kills the whole group when the command, or the process PARENT,
+has ended; on SIGTERM it lets the command end first. It imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from types import FrameType
+
+# Seconds for a server to end in order.
+_GRACE = 15.0
+
+
+def main() -> int:
+    """Watch until one has ended; the command's exit code."""
+    parent, command = int(sys.argv[1]), sys.argv[2:]
+    child = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
+    try:
+        _watch(parent, child)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+    return child.wait()
+
+
+def _watch(parent: int, child: subprocess.Popen[bytes]) -> None:
+    asked, told = os.pipe()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        os.write(told, b".")
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells every process; the one that wants us says TERM
+    watched = select.poll()
+    watched.register(asked, select.POLLIN)
+    watched.register(os.pidfd_open(child.pid), select.POLLIN)
+    try:
+        watched.register(os.pidfd_open(parent), select.POLLIN)
+    except ProcessLookupError:
+        return
+    ready = [handle for handle, _ in watched.poll()]
+    if ready == [asked]:
+        child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_GRACE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

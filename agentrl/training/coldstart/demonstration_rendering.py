@@ -1,0 +1,69 @@
+"""Our own demonstrations, which are written as SimpleTIR's turns, in the words of other protocols.
+
+Files of demonstrations are taken as they are: whoever wrote them knows the protocol they are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from agentrl.problems.demonstrations.demonstration import Demonstration, Turn
+from agentrl_envs.protocols.base import Protocol
+from agentrl_envs.protocols.factory import make_protocol
+from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
+from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+_GENERATED = ("builtin:", "formula:")
+_SIMPLETIR = SimpleTIRProtocol(instruction="", observation_limit=1 << 20)
+_BEFORE_OUTPUT, _AFTER_OUTPUT = _SIMPLETIR.observation("", ["\0"]).split("\0")
+_PROGRAMS = {
+    "retool": "<code>\n```python\n{}\n```\n</code>",
+    "torl": "```python\n{}\n```\n```output",
+}
+_ANSWERS = {"retool": "<answer>\n\\boxed{{{}}}\n</answer>", "torl": "\\boxed{{{}}}"}
+
+
+def in_protocol(demonstrations: Sequence[Demonstration], settings: Settings) -> tuple[Demonstration, ...]:
+    """The demonstrations of ``settings`` as their environment's protocol writes them."""
+    environment = settings.environment
+    if not (settings.coldstart.demonstrations or "").startswith(_GENERATED):
+        return tuple(demonstrations)
+    if isinstance(environment, ReasoningSettings):
+        return tuple(_answered(item) for item in demonstrations)
+    if not isinstance(environment, SimpleTIRSettings) or environment.protocol not in _PROGRAMS:
+        return tuple(demonstrations)
+    protocol = make_protocol(environment)
+    return tuple(
+        Demonstration(problem=item.problem, turns=tuple(_turns(item, protocol, environment.protocol)))
+        for item in demonstrations
+    )
+
+
+def _answered(demonstration: Demonstration) -> Demonstration:
+    """The answer alone: without tools there is nothing else to show."""
+    answer = f"\\boxed{{{demonstration.problem.answer}}}"
+    return Demonstration(problem=demonstration.problem, turns=(Turn(model=answer),))
+
+
+def _turns(demonstration: Demonstration, protocol: Protocol, name: str) -> Iterator[Turn]:
+    """Programs and answers in the protocol's form; a ``final_answer`` becomes a print and then the answer."""
+    answer = Turn(model=_ANSWERS[name].format(demonstration.problem.answer))
+    for turn in demonstration.turns:
+        program = _SIMPLETIR.parse(turn.model).program
+        if program is None:
+            yield answer
+            continue
+        final = "final_answer(" in program
+        output = demonstration.problem.answer if final else _output(turn.observation)
+        model = _PROGRAMS[name].format(program.replace("final_answer(", "print(").rstrip("\n"))
+        yield Turn(model=model, observation=protocol.observation(model, [output]))
+        if final:
+            yield answer
+
+
+def _output(observation: str) -> str:
+    return observation.removeprefix(_BEFORE_OUTPUT).removesuffix(_AFTER_OUTPUT)

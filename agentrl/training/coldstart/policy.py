@@ -1,0 +1,101 @@
+"""The policy a run starts from: the model that is named, or the cached result of a cold start."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from agentrl.errors import SettingsError
+from agentrl.rollout.environment import build_environment
+from agentrl.telemetry.console import Console
+from agentrl.telemetry.machine import usable_cores
+from agentrl.training.coldstart.train import cached_policy, cold_start, perplexity, read_cold_demonstrations
+from agentrl.training.engine.determinism import set_determinism
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+
+def starting_policy(settings: Settings, console: Console, *, say_found: bool = True) -> str:
+    """Directory or id of the policy to start from; makes and caches it by a cold start where one is asked for."""
+    if settings.coldstart.demonstrations is None and settings.model.path is not None:
+        return settings.model.path
+    loaded = read_cold_demonstrations(settings)
+    path = cached_policy(settings, loaded.demonstrations)
+    if path.exists():
+        if say_found:
+            console.note(f"policy: {path} (cold start of an earlier run)")
+        return str(path)
+    console.note(f"cold start: {settings.coldstart.steps} steps on {loaded.description}")
+    make_policy(settings, path, console)
+    return str(path)
+
+
+def make_policy(settings: Settings, output: Path, console: Console) -> None:
+    """Run the cold start and export its policy to ``output``."""
+    began = time.monotonic()
+    losses: list[float] = []
+    with console.progress(settings.coldstart.steps, unit="cold-start step") as progress:
+
+        def report(step: int, loss: float) -> None:
+            losses.append(loss)
+            progress.update(step, {"policy/loss": loss})
+
+        asyncio.run(_make(settings, output, report))
+    console.note(
+        f"policy: {output}, made in {time.monotonic() - began:.0f} s, "
+        f"last perplexity {perplexity(sum(losses[-10:]) / len(losses[-10:])):.3f}"
+    )
+
+
+async def _make(settings: Settings, output: Path, report: Callable[[int, float], None]) -> None:
+    environment = build_environment(settings)
+    await environment.open()
+    try:
+        await cold_start(settings, output, environment=environment, report=report)
+    finally:
+        await environment.close()
+
+
+def coldstart_command(settings: Settings, output: Path) -> None:
+    """``agentrl coldstart``: make a policy from demonstrations and write it to ``output``, which must be free.
+
+    Raises SettingsError before any work when something lies there or nothing can be written there.
+    """
+    _claim(output)
+    quieten_libraries()
+    set_determinism(settings)
+    set_threads(settings, processes=1)
+    make_policy(settings, output, Console(settings.telemetry))
+
+
+def _claim(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise SettingsError(f"--output {output}: something lies there already; name a new or an empty directory")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"--output {output}: cannot be made: {error.strerror}") from error
+
+
+def quieten_libraries() -> None:
+    """No progress bars of `transformers` among our own lines."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def computing_processes(settings: Settings, *, ranks: int) -> int:
+    """How many processes of a run compute at the same time on this machine's cores."""
+    beside = settings.rollout.schedule != "synchronous" and settings.rollout.engine == "transformers"
+    return ranks + beside
+
+
+def set_threads(settings: Settings, *, processes: int) -> None:
+    """Fix this process's CPU threads: what is set, or the cores over the ``processes`` that compute at once."""
+    torch.set_num_threads(settings.training.threads or max(1, usable_cores() // processes))

@@ -1,0 +1,304 @@
+"""The cold start: a short supervised fine-tuning on demonstrations, with the response mask."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+import agentrl
+from agentrl.errors import SettingsError
+from agentrl.models.loading import read_model, write_model
+from agentrl.models.policy import PolicyModel
+from agentrl.models.tiny import build_tiny_model, train_tokenizer
+from agentrl.models.tokenizer import TextCodec, read_tokenizer
+from agentrl.problems.demonstrations.demonstration import Demonstration, Turn, tokenizer_corpus
+from agentrl.problems.demonstrations.loading import LoadedDemonstrations, load_demonstrations
+from agentrl.telemetry.files import world_errors
+from agentrl.training.coldstart.demonstration_rendering import in_protocol
+from agentrl.training.settings import OptimizerSettings, TrainingSettings
+from agentrl_envs.episode import Environment
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedDemonstration:
+    """A demonstration in tokens: prompt, response and which response tokens are the model's."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    response_mask: tuple[bool, ...]
+
+
+async def encode_demonstration(
+    demonstration: Demonstration, *, environment: Environment, codec: TextCodec
+) -> EncodedDemonstration:
+    """Tokens as a rollout would have them: each turn and each observation encoded on its own.
+
+    A turn that no stop string ends gets the end-of-sequence token.
+    """
+    episode = environment.episode(demonstration.problem)
+    prompt = await episode.start()
+    ids: list[int] = []
+    mask: list[bool] = []
+    for turn in demonstration.turns:
+        tokens = list(codec.encode(turn.model))
+        stopped = any(turn.model.endswith(stop) for stop in episode.stop) and episode.turn_complete(turn.model)
+        if not stopped:
+            tokens.append(codec.eos_id)
+        observed = codec.encode(turn.observation)
+        ids += [*tokens, *observed]
+        mask += [True] * len(tokens) + [False] * len(observed)
+    await episode.close()
+    return EncodedDemonstration(
+        prompt_ids=codec.encode_prompt(prompt), response_ids=tuple(ids), response_mask=tuple(mask)
+    )
+
+
+def collate(rows: Sequence[EncodedDemonstration], *, pad_id: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``input_ids`` [B, S], ``prompt_lengths`` [B], ``response_ids`` and ``response_mask`` [B, T], left aligned."""
+    inputs = [torch.tensor(row.prompt_ids + row.response_ids) for row in rows]
+    return (
+        pad_sequence(inputs, batch_first=True, padding_value=pad_id),
+        torch.tensor([len(row.prompt_ids) for row in rows]),
+        pad_sequence([torch.tensor(row.response_ids) for row in rows], batch_first=True, padding_value=pad_id),
+        pad_sequence([torch.tensor(row.response_mask) for row in rows], batch_first=True),
+    )
+
+
+def batches(count: int, size: int, *, seed: int) -> Iterator[list[int]]:
+    """Index batches without end: a new permutation each epoch, batches across its end."""
+    generator = torch.Generator().manual_seed(seed)
+    queue: list[int] = []
+    while True:
+        while len(queue) < size:
+            queue += torch.randperm(count, generator=generator).tolist()
+        yield queue[:size]
+        queue = queue[size:]
+
+
+def halves(rows: Sequence[EncodedDemonstration]) -> list[Sequence[EncodedDemonstration]]:
+    """The shorter and the longer half of a batch: padded apart, they take fewer positions."""
+    ordered = sorted(rows, key=lambda row: len(row.prompt_ids) + len(row.response_ids))
+    middle = len(ordered) // 2
+    return [part for part in (ordered[:middle], ordered[middle:]) if part]
+
+
+def fine_tune(
+    model: Any,
+    rows: Sequence[EncodedDemonstration],
+    late_rows: Sequence[EncodedDemonstration],
+    settings: Settings,
+    *,
+    pad_id: int,
+    report: Callable[[int, float], None],
+) -> None:
+    """Minimise the mean negative log-probability of the model's tokens, in place. ``report`` gets step and loss.
+
+    The last ``coldstart.direct_steps`` steps take ``late_rows``, as many as ``rows``, in their place.
+    """
+    from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
+
+    cold = settings.coldstart
+    _, world = start_distributed(deadline=settings.training.collective_deadline)
+    if world > 1:
+        raise SettingsError(
+            "the cold start runs on one process; give training.num_processes=1 or an existing model.path"
+        )
+    engine = TrainingEngine(
+        PolicyModel(model, backend=settings.training.head_backend),
+        optimizer=OptimizerSettings(
+            learning_rate=cold.learning_rate,
+            schedule="cosine",
+            warmup_steps=cold.warmup_steps,
+            betas=(0.9, 0.98),
+            final_fraction=0.1,
+        ),
+        training=TrainingSettings(zero_stage=0),
+        bfloat16=settings.model.dtype == "bfloat16",
+        updates=cold.steps,
+    )
+    model.train()
+    stream = batches(len(rows), cold.batch_size, seed=_seed(settings))
+    early = 0 if cold.direct_steps is None else cold.steps - cold.direct_steps
+    for step in range(1, cold.steps + 1):
+        shown = rows if step <= early else late_rows
+        chosen = [shown[index] for index in next(stream)]
+        tokens = sum(sum(row.response_mask) for row in chosen)
+        total = 0.0
+        for half in halves(chosen):
+            statistics, _ = engine(*(tensor.to(engine.device) for tensor in collate(half, pad_id=pad_id)))
+            loss = -statistics.log_probs.sum() / tokens
+            engine.backward(loss)
+            total += float(loss.detach())
+        engine.step()
+        report(step, total)
+    model.eval()
+
+
+async def cold_start(
+    settings: Settings, output: Path, *, environment: Environment, report: Callable[[int, float], None]
+) -> None:
+    """Make a policy from demonstrations and export it to ``output``; the embedded model if ``model.path`` is none.
+
+    ``output`` appears whole or not at all. Raises SettingsError before training if it cannot be written.
+    """
+    demonstrations = read_cold_demonstrations(settings).demonstrations
+    with reserved(output) as folder:
+        await _make_policy(settings, demonstrations, folder, title=output.name, environment=environment, report=report)
+        with world_errors(output, "write the policy to"):
+            _publish(folder, output)
+
+
+async def _make_policy(
+    settings: Settings,
+    demonstrations: Sequence[Demonstration],
+    directory: Path,
+    *,
+    title: str,
+    environment: Environment,
+    report: Callable[[int, float], None],
+) -> None:
+    seed = _seed(settings)
+    if settings.model.path is None:
+        texts = [await _prompt(item, environment) for item in demonstrations]
+        tokenizer = train_tokenizer(
+            [*tokenizer_corpus(demonstrations), *texts], vocabulary_size=settings.model.tiny.vocabulary_size
+        )
+        model = build_tiny_model(settings.model.tiny, tokenizer, seed=seed)
+    else:
+        tokenizer = read_tokenizer(settings.model.path)
+        model = read_model(settings.model.path, settings.model)
+    codec = TextCodec(tokenizer)
+    rows = [await encode_demonstration(item, environment=environment, codec=codec) for item in demonstrations]
+    mixed = with_direct_answers(demonstrations, share=settings.coldstart.direct_share, seed=seed)
+    late_rows = [
+        row if late is item else await encode_demonstration(late, environment=environment, codec=codec)
+        for row, item, late in zip(rows, demonstrations, mixed, strict=True)
+    ]
+    fine_tune(model, rows, late_rows, settings, pad_id=codec.pad_id, report=report)
+    body = (
+        f"Cold start by agentrl {agentrl.__version__}: {settings.coldstart.steps} steps of supervised fine-tuning on "
+        f"{len(rows)} demonstrations ({settings.coldstart.demonstrations})."
+    )
+    with world_errors(directory, "write the policy to"):
+        write_model(directory, model=model, tokenizer=tokenizer, title=title, body=body)
+
+
+def read_cold_demonstrations(settings: Settings) -> LoadedDemonstrations:
+    """The demonstrations that ``coldstart.demonstrations`` names."""
+    cold = settings.coldstart
+    if cold.demonstrations is None:
+        raise SettingsError(
+            "there is no model.path and no coldstart.demonstrations: name a model, or demonstrations to start one from "
+            "(a JSONL file, builtin:arithmetic or formula:FILE)"
+        )
+    loaded = load_demonstrations(cold.demonstrations, count=cold.count, variants=cold.variants, seed=_seed(settings))
+    return replace(loaded, demonstrations=in_protocol(loaded.demonstrations, settings))
+
+
+def with_direct_answers(
+    demonstrations: Sequence[Demonstration], *, share: float, seed: int
+) -> tuple[Demonstration, ...]:
+    """Replace a random ``share`` of the demonstrations by their answer alone, in a box."""
+    chosen = random.Random(seed)
+    return tuple(
+        Demonstration(problem=item.problem, turns=(Turn(model=f"\\boxed{{{item.problem.answer}}}"),))
+        if chosen.random() < share
+        else item
+        for item in demonstrations
+    )
+
+
+def cached_policy(settings: Settings, demonstrations: Sequence[Demonstration]) -> Path:
+    """Where the policy that these settings and demonstrations make is kept."""
+    key = {
+        "version": agentrl.__version__,
+        # Without what a resumed run may change: it would start from another policy.
+        "model": settings.model.model_dump(mode="json", exclude={"attention", "gradient_checkpointing"}),
+        "coldstart": settings.coldstart.model_dump(mode="json"),
+        "environment": settings.environment.model_dump(mode="json"),
+        "seed": _seed(settings),
+        "demonstrations": hashlib.sha256("\0".join(item.text for item in demonstrations).encode()).hexdigest(),
+    }
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "agentrl" / "coldstart" / digest
+
+
+@contextmanager
+def reserved(output: Path) -> Iterator[Path]:
+    """A new directory beside ``output``, before anything is computed; it is deleted at the end unless it was renamed.
+
+    What killed processes left there goes too. Raises SettingsError if nothing can be written there.
+    """
+    unfinished = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    try:
+        unfinished.mkdir(parents=True)
+        lock = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise SettingsError(f"cannot write the policy to {output}: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ends with this process, however that ends
+        _remove_abandoned(output)
+        yield unfinished
+    finally:
+        os.close(lock)
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _remove_abandoned(output: Path) -> None:
+    """Delete the unfinished directories beside ``output`` that no process holds."""
+    for left in output.parent.glob(f".{output.name}.*.partial"):
+        try:
+            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:  # gone already
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
+        except BlockingIOError:  # at work
+            pass
+        finally:
+            os.close(lock)
+
+
+def _publish(folder: Path, output: Path) -> None:
+    """Give a whole directory its name; if another process has just made the same policy, that one stays."""
+    try:
+        folder.rename(output)
+    except OSError:
+        if not output.is_dir():
+            raise
+
+
+async def _prompt(demonstration: Demonstration, environment: Environment) -> str:
+    episode = environment.episode(demonstration.problem)
+    try:
+        return await episode.start()
+    finally:
+        await episode.close()
+
+
+def _seed(settings: Settings) -> int:
+    return settings.seed if settings.coldstart.seed is None else settings.coldstart.seed
+
+
+def perplexity(loss: float) -> float:
+    """Perplexity of a mean negative log-probability in nats."""
+    return math.exp(min(loss, 50.0))

@@ -1,0 +1,103 @@
+"""Rows that go to the rank that holds their whole group, and what was made of them there, back again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from agentrl.training.engine.deepspeed_engine import swap_between_ranks
+
+_Record = TypeVar("_Record")
+
+
+class Exchange:
+    """Sends rows of micro-batches to the ranks ``homes`` and results back. Every call is collective.
+
+    A row travels without its padding, so a rank holds its own rows and those of the groups at home there, however many
+    ranks there are.
+    """
+
+    def __init__(self, masks: Sequence[Tensor], homes: Tensor) -> None:
+        """``masks`` [b, T] bool of each micro-batch, perhaps without rows; ``homes`` [B] a rank for each of their rows.
+
+        Positions after a row's last True do not travel.
+        """
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        self._shapes = [mask.shape for mask in masks]
+        lengths = torch.cat([_lengths(mask) for mask in masks])
+        self._order = homes.argsort(stable=True)
+        self._lengths = lengths[self._order]
+        rows = torch.bincount(homes, minlength=ranks)
+        tokens = torch.zeros_like(rows).index_add_(0, homes, lengths)
+        own = torch.stack([rows, tokens], dim=-1)
+        theirs = swap_between_ranks(own, [1] * ranks, [1] * ranks)
+        (self._rows_out, self._tokens_out), (self._rows_in, self._tokens_in) = own.t().tolist(), theirs.t().tolist()
+        self._their_lengths = swap_between_ranks(self._lengths, self._rows_out, self._rows_in)
+
+    def there(self, parts: Sequence[_Record]) -> _Record:
+        """From a dataclass of tensors [b, T] or [b] of each micro-batch: the rows at home here, [R, longest] or [R].
+
+        A field is None in all records of all ranks or in none.
+        """
+        first: Any = parts[0]
+        columns = {item.name: [getattr(part, item.name) for part in parts] for item in fields(first)}
+        sent = {name: None if values[0] is None else self._column(values) for name, values in columns.items()}
+        return type(parts[0])(**sent)
+
+    def back(self, values: Tensor) -> list[Tensor]:
+        """What was made of the rows at home here [R, longest]: the own rows' part for each micro-batch, [b, T]."""
+        flat = swap_between_ranks(_flat(values, self._their_lengths), self._tokens_in, self._tokens_out)
+        sent = _padded(flat, self._lengths)
+        own = torch.empty_like(sent)
+        own[self._order] = sent
+        parts = own.split([rows for rows, _ in self._shapes])
+        # Padding by a copy: a view would keep every micro-batch's memory alive.
+        return [_widened(part, width) for part, (_, width) in zip(parts, self._shapes, strict=True)]
+
+    def _column(self, parts: Sequence[Tensor]) -> Tensor:
+        if parts[0].dim() == 1:
+            return swap_between_ranks(torch.cat(list(parts))[self._order], self._rows_out, self._rows_in)
+        flat = _flat(_stacked(parts)[self._order], self._lengths)
+        return _padded(swap_between_ranks(flat, self._tokens_out, self._tokens_in), self._their_lengths)
+
+
+def _lengths(mask: Tensor) -> Tensor:
+    """Positions up to the last True of each row [b, T], [b]."""
+    places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return torch.where(mask, places, 0).amax(-1)
+
+
+def _inside(lengths: Tensor, width: int) -> Tensor:
+    return torch.arange(width, device=lengths.device) < lengths.unsqueeze(-1)
+
+
+def _flat(values: Tensor, lengths: Tensor) -> Tensor:
+    """[B, T] -> the positions inside, row after row."""
+    return values[_inside(lengths, values.shape[1])]
+
+
+def _padded(flat: Tensor, lengths: Tensor) -> Tensor:
+    """The inverse of :func:`_flat`, as wide as the longest row, padded with zeros."""
+    width = max(1, int(lengths.max())) if lengths.numel() else 1
+    padded = flat.new_zeros(len(lengths), width)
+    padded[_inside(lengths, width)] = flat
+    return padded
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Below one another, as wide as the widest."""
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
+
+
+def _widened(values: Tensor, width: int) -> Tensor:
+    """[b, any] -> [b, width], a tensor of its own; what is cut off is padding."""
+    made = values.new_zeros(len(values), width)
+    inside = min(width, values.shape[1])
+    made[:, :inside] = values[:, :inside]
+    return made

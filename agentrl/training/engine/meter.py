@@ -1,0 +1,85 @@
+"""Averages, totals and extremes of a step, over its micro-batches and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentrl.training.engine.deepspeed_engine import TrainingEngine
+
+Number = Tensor | float
+
+
+class Meter:
+    """Sums of one rank; :meth:`reduce` gives what holds for all.
+
+    Every rank must add the same names in a step; a micro-batch that weighs nothing adds them with weight 0.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sums: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}
+        self._largest: dict[str, Tensor] = {}
+        self._smallest: dict[str, Tensor] = {}  # negated
+
+    def mean(self, name: str, value: Number, weight: Number) -> None:
+        """``value`` is the mean over ``weight`` things: tokens, trajectories, updates."""
+        weight = self._number(weight)
+        self._add(self._sums, name, torch.where(weight > 0, self._number(value), 0.0) * weight)
+        self._add(self._weights, name, weight)
+
+    def total(self, name: str, value: Number) -> None:
+        """``value`` is this part of a sum."""
+        self._add(self._sums, name, self._number(value))
+
+    def largest(self, name: str, value: Number, weight: Number = 1.0) -> None:
+        """Keep the largest of those that weigh something."""
+        self._extreme(self._largest, name, self._number(value), weight)
+
+    def smallest(self, name: str, value: Number, weight: Number = 1.0) -> None:
+        """Keep the smallest of those that weigh something."""
+        self._extreme(self._smallest, name, -self._number(value), weight)
+
+    def mean_of(self, name: str, engine: TrainingEngine[Any]) -> float:
+        """One mean so far, over all ranks; 0 if nothing weighs. Collective."""
+        pair = torch.stack([self._sums[name], self._weights[name]])
+        total, weight = engine.all_reduce(pair).tolist()
+        return float(total / weight) if weight else 0.0
+
+    def largest_of(self, name: str, engine: TrainingEngine[Any]) -> float:
+        """One maximum so far, over all ranks; 0 if nothing weighs. Collective."""
+        value = float(engine.all_reduce_largest(self._largest[name].clone()))
+        return 0.0 if value == -math.inf else value
+
+    def reduce(self, engine: TrainingEngine[Any]) -> dict[str, float]:
+        """Everything over all ranks; a mean of nothing and an extreme of nothing are left out. Collective."""
+        sums = self._reduced(self._sums, engine.all_reduce)
+        weights = self._reduced(self._weights, engine.all_reduce)
+        largest = self._reduced(self._largest, engine.all_reduce_largest)
+        smallest = self._reduced(self._smallest, engine.all_reduce_largest)
+        means = {name: sums[name] / weight for name, weight in weights.items() if weight}
+        totals = {name: value for name, value in sums.items() if name not in weights}
+        extremes = largest | {name: -value for name, value in smallest.items()}
+        return totals | means | {name: value for name, value in extremes.items() if math.isfinite(value)}
+
+    def _reduced(self, values: dict[str, Tensor], reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        names = sorted(values)
+        if not names:
+            return {}
+        return dict(zip(names, reduce(torch.stack([values[name] for name in names])).tolist(), strict=True))
+
+    def _extreme(self, into: dict[str, Tensor], name: str, value: Tensor, weight: Number) -> None:
+        nothing = self._number(float("-inf"))
+        value = torch.where(self._number(weight) > 0, value, nothing)
+        into[name] = torch.maximum(into.get(name, nothing), value)
+
+    def _add(self, into: dict[str, Tensor], name: str, value: Tensor) -> None:
+        into[name] = into[name] + value if name in into else value
+
+    def _number(self, value: Number) -> Tensor:
+        return torch.as_tensor(value, dtype=torch.float64, device=self._device)

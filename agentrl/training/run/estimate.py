@@ -1,0 +1,87 @@
+"""What a run will need: an estimate of memory for ``--dry-run``, from shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from agentrl.training.engine.deepspeed_engine import deepspeed_stage
+from agentrl.training.step.objective_options import needs
+from agentrl.training.step.objective_settings import ObjectiveSettings
+from agentrl.training.step.passes import PassPlan, plan_passes
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+_PARTS = ("weights", "gradients", "optimizer", "activations", "kv_cache", "reference", "critic")
+_SOMETIMES = ("reference", "critic")
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes a training rank needs. Activations are rough: attention's own buffers and fragmentation are not in them."""
+
+    parameters: int  # a count, not bytes
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    kv_cache: int
+    reference: int  # the frozen weights of a KL penalty
+    critic: int  # weights, gradients and optimizer of estimator gae's
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, name) for name in _PARTS)
+
+    def lines(self) -> list[str]:
+        """For the console, in MiB."""
+        named = [name for name in _PARTS if name not in _SOMETIMES or getattr(self, name)]
+        return [f"  {name:<12} {getattr(self, name) / 2**20:12,.1f} MiB" for name in (*named, "total")]
+
+
+def estimate_memory(settings: Settings, config: Any, parameters: int) -> MemoryEstimate:
+    """For a model of ``parameters`` parameters with a `transformers` ``config``.
+
+    ZeRO 1 shards the optimizer's state over the ranks, 2 also the gradients, 3 also the weights. Gradients are float32;
+    with bfloat16 the optimizer holds float32 weights besides its two moments.
+    """
+    size = _BYTES[settings.model.dtype]
+    bfloat16 = settings.model.dtype == "bfloat16"
+    ranks, stage = settings.training.num_processes, deepspeed_stage(settings.training.zero_stage, bfloat16=bfloat16)
+    master = 4 if bfloat16 else 0
+    tokens = settings.training.micro_batch_tokens
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # Per layer and token: normed inputs, q, k, v, attention output, two residuals, three of the feed-forward.
+    kept = 6 * config.hidden_size + 2 * heads * head_dim + 3 * config.intermediate_size
+    if settings.model.gradient_checkpointing:
+        kept = config.hidden_size + kept // config.num_hidden_layers
+    rows = min(settings.rollout.concurrency, settings.rollout.problems_per_step * settings.rollout.group_size)
+    longest = settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens
+    slots = 0 if settings.rollout.engine == "vllm" else min(settings.rollout.kv_cache_tokens, rows * longest)
+    weights = parameters * size // (ranks if stage == 3 else 1)
+    gradients = parameters * 4 // (ranks if stage >= 2 else 1)
+    optimizer = parameters * (8 + master) // (ranks if stage >= 1 else 1)
+    with_critic = "values" in needs(ObjectiveSettings.of(settings)).inputs
+    return MemoryEstimate(
+        parameters=parameters,
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        reference=weights if settings.kl.coefficient else 0,
+        critic=weights + gradients + optimizer if with_critic else 0,
+        activations=tokens * kept * config.num_hidden_layers * size,
+        kv_cache=slots * 2 * config.num_hidden_layers * heads * head_dim * size,
+    )
+
+
+def planned_passes(settings: Settings) -> PassPlan:
+    """The passes of a step whose groups are as long as they may be."""
+    longest = settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens
+    return plan_passes(
+        ObjectiveSettings.of(settings),
+        group_tokens=settings.rollout.group_size * longest,
+        budget=settings.training.micro_batch_tokens,
+    )

@@ -1,0 +1,120 @@
+"""Starting several training ranks on this machine, by DeepSpeed's launcher.
+
+``deepspeed.launcher.launch`` is the part of it that works on one machine; it runs on CPUs as on GPUs. The outer part
+(``deepspeed``, the runner) also works on CPUs, but imports everything twice, reads a machine-wide hostfile and adds a
+process between the user's signal and the ranks. ``torch.distributed.run`` works too; it turns every exit code into 1
+under a traceback of its own and kills ranks 30 s after SIGTERM, saved or not. So does DeepSpeed's on SIGTERM, which is
+why signals go to the ranks directly: they save for as long as it takes and end by themselves.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from agentrl.errors import SettingsError, WorldError
+from agentrl.rollout.engines.vllm.server import ALL_GPUS, visible_gpus
+from agentrl.training.run.signals import INTERRUPTED, stop_requests
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+WATCHED = "AGENTRL_LAUNCHED_BY"
+"""Environment variable with the process whose end ends the ranks."""
+
+
+def launch(settings: Settings, run_path: Path, *, resume: bool) -> int:
+    """Run ``training.num_processes`` ranks on the run directory until they end; returns the exit code.
+
+    Raises WorldError when a rank was killed.
+    """
+    process = _start(settings, run_path, resume)
+    asked = threading.Event()
+    insisted = threading.Event()
+
+    def ask() -> None:
+        asked.set()
+        ranks = _children(process.pid)
+        for rank in ranks:
+            rank.send_signal(signal.SIGTERM)
+        if not ranks:
+            process.terminate()
+
+    def insist() -> None:
+        insisted.set()
+        for rank in _children(process.pid):
+            rank.kill()  # the launcher ends after them
+        process.terminate()
+
+    with stop_requests(ask, insist):
+        code = process.wait()
+    killed = _signal_of(code)
+    if insisted.is_set() or (asked.is_set() and (killed is not None or code == 0)):
+        return INTERRUPTED  # at once, or before the ranks could catch the signal
+    if killed is not None:
+        raise WorldError(
+            f"a training rank or its launcher was ended by {killed}; the run goes on from its last checkpoint with "
+            "--resume"
+        )
+    return code
+
+
+def _start(settings: Settings, run_path: Path, resume: bool) -> subprocess.Popen[bytes]:
+    devices = _devices(settings.training.num_processes)
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": devices}).encode()).decode()
+    command = [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}"]
+    command += [f"--master_port={_free_port()}", "--no_local_rank", "--log_level=critical"]
+    command += ["--module", "agentrl.training.run.rank", str(run_path)] + (["--resume"] if resume else [])
+    environment = {**os.environ, WATCHED: str(os.getpid())}
+    if torch.cuda.is_available():
+        environment[ALL_GPUS] = ",".join(visible_gpus(torch.cuda.device_count()))
+    if not torch.cuda.is_available():
+        environment.setdefault("DS_ACCELERATOR", "cpu")
+    # A session of its own: Ctrl-C reaches this process alone, which passes it on.
+    return subprocess.Popen(command, env=environment, start_new_session=True)
+
+
+def _devices(count: int) -> list[int | str]:
+    """What each rank sees: the first GPUs of those visible here; on CPUs just numbers."""
+    if not torch.cuda.is_available():
+        return list(range(count))
+    found = torch.cuda.device_count()
+    if count > found:
+        raise SettingsError(f"training.num_processes={count}: only {found} GPUs are visible, one rank needs one")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return list(visible.split(",")[:count]) if visible else list(range(count))
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _signal_of(code: int) -> str | None:
+    """The signal that ended a rank or the launcher, whose exit code is that of the first rank that failed.
+
+    >>> _signal_of(-9), _signal_of(256 - 9), _signal_of(1), _signal_of(130)
+    ('SIGKILL', 'SIGKILL', None, None)
+    """
+    number = -code if code < 0 else 256 - code
+    return signal.Signals(number).name if number in signal.valid_signals() else None
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port

@@ -1,0 +1,104 @@
+"""What a finished run leaves: the exported policy, plots, a summary, and the table of its scores."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+import agentrl
+from agentrl.evaluation.play.during_training import EvaluationReport
+from agentrl.models.loading import write_model
+from agentrl.telemetry.console import Console
+from agentrl.telemetry.plots import draw_plots
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.training.run.best import BestPolicy
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+
+def evaluation_record(report: EvaluationReport) -> dict[str, Any]:
+    """An evaluation as it stands in checkpoints and in ``summary.json``: JSON-able, without trajectories."""
+    return {"step": report.step, "falsified": report.falsified, "k": report.samples, **asdict(report.overall)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """A policy to be written: ``state`` holds the whole parameters of ``model`` after ``steps`` steps."""
+
+    settings: Settings
+    model: Any
+    tokenizer: Any
+    state: dict[str, Tensor]
+    steps: int
+
+    def write(self, folder: Path, remark: str) -> None:
+        """In the format of `transformers`; ``remark`` ends the model card."""
+        settings = self.settings
+        write_model(
+            folder,
+            model=self.model,
+            tokenizer=self.tokenizer,
+            state=self.state,
+            title=str(settings.name),
+            body=f"Trained by agentrl {agentrl.__version__} for {self.steps} steps with {settings.algorithm.estimator} "
+            f"on `{settings.env}`. {remark}",
+        )
+
+
+def finish_run(
+    run: RunDirectory,
+    settings: Settings,
+    console: Console,
+    *,
+    export: Export,
+    updates: int,
+    evaluations: list[dict[str, Any]],
+    best: BestPolicy,
+) -> None:
+    """Write everything a run leaves and show its scores."""
+    export.write(run.path / "policy", f"Held-out scores and settings stand in {run.path.name}/summary.json.")
+    rows = list(run.metrics())
+    if settings.telemetry.plots:
+        draw_plots(rows, run.plots)
+    chosen = best.record(evaluations)
+    run.write_summary(
+        {
+            "agentrl": agentrl.__version__,
+            "steps": export.steps,
+            "updates": updates,
+            "seed": settings.seed,
+            "train_seconds": sum(row.get("time/step_s", 0.0) for row in rows),
+            "evaluations": [row for row in rows if "eval/avg_at_k" in row or "eval_falsified/avg_at_k" in row],
+            "scores": evaluations,
+            "best": chosen,
+        }
+    )
+    _table(console, evaluations)
+    if chosen is not None:
+        console.note(best.line(chosen))
+    plots = "plots/overview.png, " if settings.telemetry.plots else ""
+    console.note(
+        f"everything lies in {run.path}: policy/ (transformers format), {plots}metrics.jsonl, trajectories/, "
+        "checkpoints/, summary.json, config.yaml"
+    )
+
+
+def _table(console: Console, evaluations: list[dict[str, Any]]) -> None:
+    rows = []
+    for item in evaluations:
+        name = f"step {item['step']}" + (", observations falsified (reveal families)" if item["falsified"] else "")
+        interval = item["this_benchmark"]
+        rows.append(
+            [
+                name,
+                f"avg@{item['k']}",
+                f"{item['mean']:.3f}",
+                f"{interval['low']:.3f} to {interval['high']:.3f}",
+                str(item["problems"]),
+            ]
+        )
+    console.table("Held-out problems", ["", "score", "mean", "95 % interval", "problems"], rows)

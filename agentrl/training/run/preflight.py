@@ -1,0 +1,75 @@
+"""What is looked at before a run directory is made: everything of a user's that can be wrong and is cheap to read.
+
+A run that cannot start leaves nothing behind, so the same name can be used once the mistake is mended. Not looked at:
+data sets by Hugging Face id, which may have to be downloaded, and the weights of the model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from agentrl.errors import SettingsError
+from agentrl.models.tokenizer import read_tokenizer
+from agentrl.problems.settings import ProblemSourceSettings
+from agentrl.problems.sources import FILE_KINDS, load_source
+from agentrl.rollout.engines.vllm.servers import policy_servers
+from agentrl.rollout.environment import build_reward, chat_format, needs_chat_format
+from agentrl.training.coldstart.train import read_cold_demonstrations
+from agentrl.training.step.objective_options import loss_options, needs
+from agentrl.training.step.objective_settings import ObjectiveSettings
+from agentrl_envs.registry import resolve_environment
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+
+def check_inputs(settings: Settings) -> list[str]:
+    """One line for each problem file that was read. Raises SettingsError, ProblemError or EnvironmentLookupError."""
+    resolve_environment(settings.env)  # first: its module may register an estimator or a loss
+    build_reward(settings)
+    _check_template(settings)
+    objective = ObjectiveSettings.of(settings)
+    loss_options(objective)  # first: an estimator may ask how its loss weighs tokens
+    needs(objective)
+    if settings.model.path is None or settings.coldstart.demonstrations is not None:
+        read_cold_demonstrations(settings)
+    reports = [
+        load_source(entry, seed=settings.seed).report
+        for entry in (*settings.data.train, *settings.data.eval)
+        if _is_local(entry)
+    ]
+    return [report.describe() for report in reports if report is not None]
+
+
+def machine_problems(settings: Settings) -> list[str]:
+    """What this machine lacks for the settings, one sentence each."""
+    found = []
+    if settings.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        found.append(
+            "model.attention=flash_attention_2 needs the package flash-attn, which is not installed: pip install "
+            "flash-attn, or set model.attention=sdpa"
+        )
+    if settings.rollout.engine == "vllm" and settings.rollout.vllm.placement != "external":
+        ranks, path = settings.training.num_processes, str(settings.model.path)
+        try:
+            policy_servers(settings, path, served=path, training_gpus=ranks, backend="file")
+        except SettingsError as error:
+            found.append(str(error))
+    return found
+
+
+def _check_template(settings: Settings) -> None:
+    """Raise SettingsError where the protocol needs a chat template and the model has none that it can speak."""
+    path = settings.model.path
+    if path is None or not needs_chat_format(settings):
+        return
+    try:
+        tokenizer = read_tokenizer(path)
+    except OSError:  # not here: whoever reads the model will say so
+        return
+    chat_format(settings, tokenizer, path)
+
+
+def _is_local(source: ProblemSourceSettings) -> bool:
+    return source.is_builtin or source.path.lower().endswith(FILE_KINDS)

@@ -1,0 +1,57 @@
+"""One of several training ranks: ``python -m agentrl.training.run.rank RUN_DIRECTORY [--resume]``, under a launcher."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from agentrl.config import load_settings
+from agentrl.errors import AgentRLError
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.training.run.launch import WATCHED
+from agentrl.training.run.start import run_rank
+from agentrl_envs.registry import resolve_environment
+
+
+def main() -> int:
+    """Train as the rank that the environment says; the settings are the run directory's."""
+    end_with(os.getppid(), int(os.environ[WATCHED]))
+    path = Path(sys.argv[1]).absolute()
+    rank = os.environ["RANK"]
+    try:
+        settings = load_settings(overrides=[f"name='{path.name}'", f"runs_dir={_quoted(path.parent)}"], resume=True)
+        resolve_environment(settings.env)  # its module may register an estimator or a loss
+        run = RunDirectory.resume(path) if rank == "0" else None
+        return run_rank(settings, run, resume="--resume" in sys.argv[2:])
+    except AgentRLError as error:
+        print(f"error{'' if rank == '0' else f' (rank {rank})'}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def end_with(*processes: int) -> None:
+    """Kill this process as soon as one of ``processes`` has ended: what started us is gone, nobody would stop us."""
+    watched = select.poll()
+    for process in processes:
+        try:
+            watched.register(os.pidfd_open(process), select.POLLIN)
+        except ProcessLookupError:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def wait() -> None:
+        watched.poll()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True, name="end-with-launcher").start()
+
+
+def _quoted(path: Path) -> str:
+    escaped = str(path).replace("'", "''")
+    return f"'{escaped}'"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,398 @@
+"""The run loop of one training rank: plan, train, hand over weights, evaluate, save."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from agentrl.models.loading import read_model
+from agentrl.models.policy import PolicyModel
+from agentrl.models.tokenizer import TextCodec, read_tokenizer
+from agentrl.rollout.environment import build_codec, build_environment, chat_format
+from agentrl.telemetry.console import Console, RunProgress
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.training.coldstart.policy import starting_policy
+from agentrl.training.engine.checkpoint import (
+    RunState,
+    check_reference,
+    open_newest,
+    save_checkpoint,
+)
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_for_training
+from agentrl.training.run.best import BestPolicy, best_evaluation
+from agentrl.training.run.outcome import Export, evaluation_record, finish_run
+from agentrl.training.run.signals import INTERRUPTED
+from agentrl.training.step.batching import due
+from agentrl.training.step.critic import open_critic
+from agentrl.training.step.fidelity import BOUNDS
+from agentrl.training.step.objective_options import needs
+from agentrl.training.step.objective_settings import ObjectiveSettings
+from agentrl.training.step.reference import read_reference, reference_path
+from agentrl.training.step.trainer import Trainer
+from agentrl.training.worker.service import InterruptedRunError, LocalService, RolloutService
+from agentrl.training.worker.transfer import WeightSender
+from agentrl.weights.sources import full_parameters
+from agentrl_envs.protocols.chat import ChatFormat
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+    from agentrl.evaluation.play.during_training import EvaluationReport
+
+# Steps in a row without a group to train between two warnings.
+_EMPTY_STEPS = 10
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What a run counts across restarts. ``evaluations`` are the records that stand in ``summary.json``."""
+
+    step: int = 0
+    updates: int = 0
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Session:
+    """The pieces of one rank: model, DeepSpeed engine, rollout service, files (rank 0's)."""
+
+    def __init__(
+        self, settings: Settings, run: RunDirectory | None, console: Console, *, rank: int, world: int
+    ) -> None:
+        self.rank = rank
+        self._settings = settings
+        self._run = run
+        self._console = console
+        self._world = world
+        self._done = _Progress()
+        self._saved: tuple[int, int] | None = None  # steps and evaluations that the newest checkpoint holds
+        self._empty_steps = 0
+        self._checkpoints = Path(settings.runs_dir) / str(settings.name) / "checkpoints"
+        self._best = BestPolicy(self._checkpoints.parent)
+        path = starting_policy(settings, console)
+        self._tokenizer = read_tokenizer(path)
+        chat = chat_format(settings, self._tokenizer, path)
+        codec = build_codec(self._tokenizer, path, chat)
+        self._policy = PolicyModel(
+            read_for_training(path, settings.model, settings.training),
+            backend=settings.training.head_backend,
+            share_prompts=settings.training.share_prompts,
+        )
+        objective = ObjectiveSettings.of(settings)
+        updates = settings.training.steps * settings.algorithm.updates_per_step
+        self._engine = TrainingEngine(
+            self._policy,
+            optimizer=settings.optimizer,
+            training=settings.training,
+            bfloat16=settings.model.dtype == "bfloat16",
+            updates=updates,
+        )
+        self._reference_path = reference_path(settings, path)
+        self._critic = open_critic(settings, path, updates=updates) if "values" in needs(objective).inputs else None
+        self._trainer = Trainer(
+            self._engine,
+            objective,
+            temperature=settings.rollout.temperature,
+            pad_id=codec.pad_id,
+            fidelity_bound=BOUNDS[settings.model.dtype],
+            reference=None if self._reference_path is None else read_reference(settings, self._reference_path),
+            critic=self._critic,
+        )
+        self._make_room()
+        self._service = self._open_service(path, chat, codec)
+        self._sender = WeightSender(
+            self._service,
+            self._engine,
+            folder=self._checkpoints.parent / ".weights",
+            console=console,
+            host=socket.gethostname() if settings.rollout.vllm.placement == "external" else "127.0.0.1",
+        )
+
+    def _open_service(self, path: str, chat: ChatFormat | None, codec: TextCodec) -> RolloutService:
+        if self._world > 1 or self._settings.rollout.schedule != "synchronous":
+            from agentrl.training.worker.remote import RemoteService
+
+            return RemoteService(self._settings, path, rank=self.rank, ranks=self._world)
+        served = self._settings.rollout.engine == "vllm"
+        shared = self._settings.training.zero_stage <= 2 and not served
+        model = self._policy.causal_lm if shared else None
+        if not shared and not served:
+            model = read_model(path, self._settings.model).to(self._engine.device)
+        return LocalService(
+            self._settings,
+            environment=build_environment(self._settings, chat),
+            model=model,
+            codec=codec,
+            policy_path=path,
+            ranks=1,
+            shared=shared,
+        )
+
+    # -- phases ---------------------------------------------------------------------------------------------------
+
+    def start(self, *, resume: bool) -> None:
+        """Say what was found; restore the newest checkpoint of a resumed run."""
+        for line in self._service.describe():
+            self._console.note(line)
+        self._sender.begin()  # also before a checkpoint is loaded: the weights on both sides are the start policy's
+        if resume:
+            self._restore()
+        self._warn_of_damaged_trajectories()
+        settings = self._settings
+        size = sum(getattr(item, "ds_numel", item.numel()) for item in self._policy.parameters())
+        self._console.note(
+            f"training: {size / 1e6:.2f}M parameters, {settings.algorithm.estimator} with {settings.algorithm.loss}, "
+            f"{settings.rollout.problems_per_step} problems x {settings.rollout.group_size} a step, "
+            f"steps {self._done.step + 1} to {settings.training.steps}, "
+            f"run directory {self._checkpoints.parent}"
+        )
+
+    def loop(self) -> int:
+        """All steps; returns the exit code."""
+        try:
+            self._advance()
+        except InterruptedRunError:
+            return self._stopped()
+        self._finish()
+        return 0
+
+    def close(self) -> None:
+        """Release the worker and the run directory."""
+        self._service.close()
+        self._sender.close()
+        if self._run is not None:
+            self._run.close()
+
+    def _make_room(self) -> None:
+        """Take optimizer state off GPUs that a server generates on."""
+        if self._shares_gpus:
+            self._engine.offload()
+
+    def _take_room(self) -> None:
+        """Bring it back for training, once the servers sleep."""
+        if self._shares_gpus:
+            self._engine.reload()
+
+    @property
+    def _shares_gpus(self) -> bool:
+        rollout = self._settings.rollout
+        return rollout.engine == "vllm" and rollout.vllm.placement == "colocated"
+
+    def request_stop(self) -> None:
+        """From any thread: end before the next step; rollouts that are waited for are cancelled."""
+        self._service.interrupt()
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """The steps that are left, with their evaluations and checkpoints. Raises InterruptedRunError."""
+        steps, every = self._settings.training.steps, self._settings.checkpoint.every
+        self._evaluate_if_due()  # at the start, or where a stop has left it out
+        with self._console.progress(steps, self._done.step) as progress:
+            for step in range(self._done.step + 1, steps):
+                self._step(step, progress)
+                self._evaluate_if_due()
+                if due(step, every):
+                    self._save()
+            if self._done.step < steps:
+                self._step(steps, progress)
+        self._evaluate()
+        if self._settings.evaluation.falsified:
+            self._evaluate(falsified=True)
+
+    def _step(self, step: int, progress: RunProgress) -> None:
+        """Roll out, train, hand over the weights. Raises InterruptedRunError before anything of it is done."""
+        began = time.monotonic()
+        plan = self._service.plan(step)
+        planned = time.monotonic()
+        self._take_room()
+        metrics: dict[str, Any] = self._trainer.train(plan)
+        updates = self._done.updates + int(metrics["policy/updates"])
+        self._make_room()
+        trained = time.monotonic()
+        self._service.settle()
+        self._sender.send(updates)
+        ended = time.monotonic()
+        metrics = {"step": step, **plan.metrics, **metrics}
+        metrics |= {
+            "time/step_s": ended - began,
+            "time/train_idle_s": planned - began,
+            "time/train_s": trained - planned,
+            "time/transfer_s": ended - trained,
+            "tokens_per_s": metrics.get("rollout/model_tokens", 0) / (ended - began),
+        }
+        self._commit(step, updates, metrics)
+        if self.rank == 0:
+            progress.update(step, metrics)
+        self._warn_of_empty_steps(step, metrics)
+
+    def _commit(self, step: int, updates: int, metrics: dict[str, Any]) -> None:
+        """The step is done: trajectories and ledger at the worker, progress here, its row of metrics.
+
+        The only place where a run's state advances. A kill between two lines leaves the checkpoint from before, and
+        ``--resume`` cuts what was written since.
+        """
+        self._service.confirm(step)
+        self._done.step, self._done.updates = step, updates
+        if self._run is not None:
+            self._run.append_metrics(metrics)
+
+    def _warn_of_empty_steps(self, step: int, metrics: dict[str, Any]) -> None:
+        if metrics["policy/updates"]:
+            self._empty_steps = 0
+            return
+        if self._empty_steps % _EMPTY_STEPS == 0:
+            why = {name: metrics.get(f"groups/{name}", 0) for name in _WHY_DROPPED}
+            said = ", ".join(f"{count:g} {_WHY_DROPPED[name]}" for name, count in why.items() if count)
+            self._console.warning(f"step {step} trains nothing, no group is left: {said or 'none was played'}")
+        self._empty_steps += 1
+
+    def _evaluate_if_due(self) -> None:
+        """Before the first step and every ``evaluation.every`` steps; after the last one others do."""
+        step, settings = self._done.step, self._settings
+        if step < settings.training.steps and (step == 0 or due(step, settings.evaluation.every)):
+            self._evaluate()
+
+    def _evaluate(self, *, falsified: bool = False) -> None:
+        """Play the held-out problems, once at a step, whatever was resumed. Raises InterruptedRunError, and nothing of
+        the evaluation is left."""
+        if any((item["step"], item["falsified"]) == (self._done.step, falsified) for item in self._done.evaluations):
+            return
+        report = self._service.evaluate(self._done.step, falsified=falsified)
+        if report is None:
+            of = " that reveals a value by execution" if falsified else ""
+            self._console.note(f"step {self._done.step}: not evaluated, data.eval holds no problem{of}")
+            return
+        self._record(report)
+        if not falsified and self._settings.checkpoint.best:
+            self._export_if_best()
+
+    def _record(self, report: EvaluationReport) -> None:
+        self._done.evaluations.append(evaluation_record(report))
+        if self._run is not None:
+            self._run.append_metrics(report.metrics())
+        name = "with falsified observations" if report.falsified else "held out"
+        score = report.overall
+        self._console.note(
+            f"step {self._done.step}: avg@{report.samples} {name} {score.mean:.3f} "
+            f"[{score.this_benchmark.low:.3f}, {score.this_benchmark.high:.3f}] on {score.problems} problems"
+        )
+
+    def _export_if_best(self) -> None:
+        """Export the policy if the evaluation of this step is the best so far. Collective."""
+        best = best_evaluation(self._done.evaluations)
+        if best is not None and best["step"] == self._done.step:
+            export = self._export()
+            if self.rank == 0:
+                self._best.write(best, lambda folder: export.write(folder, f"Best of its run at step {best['step']}."))
+            self._service.meet(f"the export of the best policy at step {self._done.step}")
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        state = RunState(
+            step=self._done.step,
+            updates=self._done.updates,
+            ranks=self._world,
+            worker=self._service.state_dict(),
+            evaluations=self._done.evaluations,
+            rows=0 if self._run is None else sum(1 for _ in self._run.metrics()),
+            trainer=self._trainer.state_dict(),
+            reference=self._reference_path,
+        )
+        also = [] if self._critic is None else [self._critic]
+        save_checkpoint(self._checkpoints, self._engine, state, keep=self._settings.checkpoint.keep, also=also)
+        self._saved = (self._done.step, len(self._done.evaluations))
+        self._settle_best()
+
+    def _settle_best(self) -> None:
+        """Once a checkpoint knows of the evaluations so far."""
+        if self.rank == 0 and self._settings.checkpoint.best:
+            self._best.settle(best_evaluation(self._done.evaluations))
+
+    def _restore(self) -> None:
+        """Load the newest checkpoint, if there is one."""
+        keep, rows = self._settings.checkpoint.keep, 0
+        newest = open_newest(self._checkpoints, self._engine, keep=keep, warn=self._console.warning)
+        if newest is not None:
+            folder, state = newest
+            check_reference(folder, state, self._reference_path)
+            self._engine.load(folder)
+            if self._critic is not None:
+                self._critic.load(folder)
+            self._trainer.load_state_dict(state.trainer)
+            self._service.load_state_dict(state.worker)
+            self._done = _Progress(step=state.step, updates=state.updates, evaluations=state.evaluations)
+            self._saved = (state.step, len(state.evaluations))
+            rows = state.rows
+            self._make_room()
+            self._sender.send(state.updates)
+        if self._run is not None:
+            self._run.truncate_after(self._done.step, rows=rows)
+        self._settle_best()
+        self._console.note(f"resumed after step {self._done.step}")
+
+    def _warn_of_damaged_trajectories(self) -> None:
+        found = [] if self._run is None else self._run.damaged_trajectories()
+        if found:
+            names = ", ".join(path.name for path in found[:5]) + (", ..." if len(found) > 5 else "")
+            self._console.warning(
+                f"{len(found)} trajectory files in {found[0].parent} are cut off ({names}): they cannot be viewed or "
+                "graded again; training does not read them"
+            )
+
+    def _stopped(self) -> int:
+        if self._saved != (self._done.step, len(self._done.evaluations)):
+            self._save()
+        self._console.note(
+            f"stopped after step {self._done.step}; checkpoint saved. To go on: "
+            f"agentrl train --resume name={self._settings.name} runs_dir={self._settings.runs_dir}"
+        )
+        self._service.meet("the end of the run")
+        return INTERRUPTED
+
+    # -- end ------------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        self._save()
+        export = self._export()
+        if self._run is not None:
+            finish_run(
+                self._run,
+                self._settings,
+                self._console,
+                export=export,
+                updates=self._done.updates,
+                evaluations=self._done.evaluations,
+                best=self._best,
+            )
+        self._service.meet("the end of the run")
+
+    def _export(self) -> Export:
+        """The policy as it is now. Every rank takes part in gathering the parameters, rank 0 keeps them."""
+        return Export(
+            settings=self._settings,
+            model=self._policy.causal_lm,
+            tokenizer=self._tokenizer,
+            state={name: value.to("cpu", copy=True) for name, value in self._parameters_for_export()},
+            steps=self._done.step,
+        )
+
+    def _parameters_for_export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in full_parameters(self._policy.causal_lm):
+            if self.rank == 0:
+                yield name, value
+
+
+_WHY_DROPPED = {
+    "dropped_zero_variance": "groups with equal rewards (algorithm.drop_zero_variance)",
+    "dropped_accuracy": "groups outside algorithm.accuracy_range",
+    "dropped_no_greedy": "groups whose greedy rollout is no data",
+    "dropped_empty": "groups without a trajectory to train",
+    "no_data": "trajectories that are no data (infrastructure failures, cancelled, grader timeouts)",
+    "void": "trajectories with a void turn",
+}

@@ -1,0 +1,102 @@
+"""``agentrl train``: one process, several that are started here, or one of those that a launcher started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+import torch
+
+from agentrl.config import dump_yaml
+from agentrl.errors import SettingsError
+from agentrl.telemetry.console import Console
+from agentrl.telemetry.machine import describe_machine
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.training.coldstart.policy import computing_processes, quieten_libraries, set_threads, starting_policy
+from agentrl.training.engine.deepspeed_engine import from_rank_zero, start_distributed
+from agentrl.training.engine.determinism import set_determinism
+from agentrl.training.run.preflight import check_inputs, machine_problems
+from agentrl.training.run.session import Session
+from agentrl.training.run.signals import INTERRUPTED, end_at_once, sigterm_as_ctrl_c, stop_requests
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+
+def train(settings: Settings, resume: bool) -> int:
+    """Train; returns the exit code. Under a launcher (RANK is set) this process is one of its ranks."""
+    if "RANK" in os.environ:
+        run = _open_run(settings, resume) if os.environ["RANK"] == "0" else None
+        return run_rank(settings, run, resume=resume)
+    with sigterm_as_ctrl_c():
+        return _train(settings, resume)
+
+
+def _train(settings: Settings, resume: bool) -> int:
+    console = Console(settings.telemetry)
+    check_inputs(settings)
+    if lacking := machine_problems(settings):
+        raise SettingsError("\n".join(lacking))
+    run = _open_run(settings, resume)
+    try:
+        for line in describe_machine().lines():
+            console.note(line)
+        if settings.training.num_processes == 1:
+            return run_rank(settings, run, resume=resume)
+        from agentrl.training.run.launch import launch
+
+        starting_policy(settings, console, say_found=False)  # rank 0 will
+        run.close()
+        return launch(settings, run.path, resume=resume)
+    except KeyboardInterrupt:
+        console.note("stopped before training began")
+        return INTERRUPTED
+
+
+def _open_run(settings: Settings, resume: bool) -> RunDirectory:
+    path = Path(settings.runs_dir) / str(settings.name)
+    if resume:
+        run = RunDirectory.resume(path)
+        run.write_text("config.yaml", dump_yaml(settings))
+        return run
+    return RunDirectory.create(path, dump_yaml(settings))
+
+
+def run_rank(settings: Settings, run: RunDirectory | None, *, resume: bool) -> int:
+    """One training rank from start to end. ``run`` is rank 0's; other ranks say nothing on the console."""
+    quieten_libraries()
+    set_determinism(settings)
+    rank, world = start_distributed(deadline=settings.training.collective_deadline)
+    set_threads(settings, processes=computing_processes(settings, ranks=world))
+    torch.manual_seed(settings.seed)
+    # Without a name in the settings, each rank of a foreign launcher has made up its own.
+    name, runs_dir = from_rank_zero(lambda: (settings.name, settings.runs_dir))
+    settings = settings.model_copy(update={"name": name, "runs_dir": runs_dir})
+    with _console_file(rank) as file:
+        session = Session(settings, run, Console(settings.telemetry, file), rank=rank, world=world)
+        with stop_requests(partial(_ask_to_stop, session), end_at_once):
+            try:
+                session.start(resume=resume)
+                return session.loop()
+            finally:
+                session.close()
+
+
+@contextmanager
+def _console_file(rank: int) -> Iterator[TextIO | None]:
+    if rank == 0:
+        yield None
+        return
+    with open(os.devnull, "w") as nowhere:
+        yield nowhere
+
+
+def _ask_to_stop(session: Session) -> None:
+    if session.rank == 0:
+        print("stopping at the next safe point (again: at once)", file=sys.stderr, flush=True)
+    session.request_stop()

@@ -1,0 +1,171 @@
+"""Packing trajectories into micro-batches by a token budget, equal in number on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from agentrl.rollout.worker import Harvest
+from agentrl.training.step.objective_settings import ObjectiveSettings
+from agentrl.training.step.passes import PassPlan, plan_passes
+from agentrl.trajectory import Group, Row, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Rows of one forward. ``dummy`` rows take part in collectives and weigh nothing."""
+
+    rows: tuple[Row, ...]
+    dummy: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatePlan:
+    """One optimizer update of one rank. Over all ranks, ``tokens`` and ``sequences`` are those that the filters leave
+    to the loss, ``model_tokens`` all of the model's."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    tokens: int
+    sequences: int
+    model_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """What one rank computes in one step; every rank's plan has the same number of micro-batches.
+
+    ``version`` is the policy version that is trained; ``trajectories`` are those of all ranks; ``greedy_returns`` the
+    reward of each group's greedy rollout, if any; ``homes`` the rank on which each group's rows meet in a statistics
+    pass.
+    """
+
+    step: int
+    version: int
+    passes: PassPlan
+    updates: tuple[UpdatePlan, ...]
+    head_exact: bool
+    no_loss: frozenset[tuple[int, int]]
+    trajectories: int
+    greedy_returns: dict[int, float]
+    homes: dict[int, int]
+    metrics: dict[str, float]
+
+
+def pack(units: Sequence[Sequence[Trajectory]], budget: int, *, ranks: int) -> list[list[MicroBatch]]:
+    """Micro-batches for each rank: units stay whole, padded size is at most ``budget``, numbers are equal.
+
+    Units (a group, or a single trajectory) are sorted by length, so that little is padded; each bin goes to the rank
+    with the least work so far. A unit larger than the budget gets a bin of its own.
+    """
+    bins: list[list[Sequence[Trajectory]]] = []
+    rows_inside = width = 0
+    for unit in sorted(units, key=_width, reverse=True):
+        if bins and (rows_inside + len(unit)) * width <= budget:
+            bins[-1].append(unit)
+            rows_inside += len(unit)
+            continue
+        bins.append([unit])
+        rows_inside, width = len(unit), _width(unit)
+    plans: list[list[MicroBatch]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for rows in [[row for unit in one for row in unit] for one in _at_least(bins, ranks)]:
+        rank = loads.index(min(loads))
+        plans[rank].append(MicroBatch(rows=tuple(map(Row.of, rows))))
+        loads[rank] += len(rows) * _width(rows)
+    most = max(len(plan) for plan in plans)
+    shortest = min((row for unit in units for row in unit), key=lambda item: item.length)
+    filler = MicroBatch(rows=(Row.of(shortest),), dummy=True)
+    return [plan + [filler] * (most - len(plan)) for plan in plans]
+
+
+def plan_step(harvest: Harvest, settings: ObjectiveSettings, *, budget: int, ranks: int) -> list[RankPlan]:
+    """The plan of every rank for one harvest; no updates if no group is left to train."""
+    groups, algorithm = harvest.groups, settings.algorithm
+    largest = max((len(group.trajectories) * _width(group.trajectories) for group in groups), default=0)
+    passes = plan_passes(settings, group_tokens=largest, budget=budget)
+    # The head-exact diagnostic needs whole groups too; where they do not fit it is left out of the step.
+    head_exact = due(harvest.step, algorithm.head_exact_every) and largest <= budget
+    updates: list[list[UpdatePlan]] = [[] for _ in range(ranks)]
+    for part in split_updates(groups, algorithm.updates_per_step):
+        rows = [item for group in part for item in group.trajectories]
+        units = [group.trajectories for group in part] if passes.one_forward or head_exact else [(row,) for row in rows]
+        trained = [row for row in rows if (row.group, row.sample) not in harvest.no_loss]
+        for rank, micro_batches in enumerate(pack(units, budget, ranks=ranks)):
+            updates[rank].append(
+                UpdatePlan(
+                    micro_batches=tuple(micro_batches),
+                    tokens=sum(row.model_tokens for row in trained),
+                    sequences=len(trained),
+                    model_tokens=sum(row.model_tokens for row in rows),
+                )
+            )
+    homes = find_homes(updates)
+    return [
+        RankPlan(
+            step=harvest.step,
+            version=harvest.version,
+            passes=passes,
+            updates=tuple(updates[rank]),
+            head_exact=head_exact,
+            no_loss=harvest.no_loss,
+            trajectories=sum(len(group.trajectories) for group in groups),
+            greedy_returns={group.index: group.greedy.reward for group in groups if group.greedy is not None},
+            homes=homes,
+            metrics=harvest.metrics if rank == 0 else {},
+        )
+        for rank in range(ranks)
+    ]
+
+
+def find_homes(updates: Sequence[Sequence[UpdatePlan]]) -> dict[int, int]:
+    """For each group the rank on which its rows meet, from the updates of every rank."""
+    tokens: dict[int, list[int]] = {}
+    for rank, parts in enumerate(updates):
+        for micro in (micro for part in parts for micro in part.micro_batches if not micro.dummy):
+            for row in micro.rows:
+                tokens.setdefault(row.group, [0] * len(updates))[rank] += row.length
+    return share_out(tokens)
+
+
+def share_out(tokens: Mapping[int, Sequence[int]]) -> dict[int, int]:
+    """A rank for each group, given its tokens on each: one with most of them, of several the one given least so far.
+
+    >>> share_out({0: [5, 5], 1: [5, 5], 2: [9, 1]})
+    {0: 0, 1: 1, 2: 0}
+    """
+    homes: dict[int, int] = {}
+    given: Counter[int] = Counter()
+    for group, counts in sorted(tokens.items()):
+        homes[group] = max(range(len(counts)), key=lambda rank: (counts[rank], -given[rank]))
+        given[homes[group]] += sum(counts)
+    return homes
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something done ``every`` so many steps (0: never) is done at ``step``."""
+    return bool(every) and step % every == 0
+
+
+def split_updates(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]:
+    """Groups in up to ``updates`` parts of nearly equal size, none empty."""
+    parts = min(updates, len(groups))
+    if parts == 0:
+        return []
+    bounds = [round(index * len(groups) / parts) for index in range(parts + 1)]
+    return [groups[low:high] for low, high in itertools.pairwise(bounds)]
+
+
+def _width(unit: Sequence[Trajectory]) -> int:
+    return max(item.length for item in unit)
+
+
+def _at_least(bins: list[list[Sequence[Trajectory]]], ranks: int) -> list[list[Sequence[Trajectory]]]:
+    """The largest bins cut in two until every rank has one, as far as there are units."""
+    while len(bins) < ranks and any(len(units) > 1 for units in bins):
+        largest = max(bins, key=lambda units: (len(units) > 1, sum(map(len, units)) * max(map(_width, units))))
+        place = bins.index(largest)
+        half = (len(largest) + 1) // 2
+        bins[place : place + 1] = [largest[:half], largest[half:]]
+    return bins

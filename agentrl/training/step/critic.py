@@ -1,0 +1,75 @@
+"""The critic of estimator gae: values before the update, and its own update beside the policy's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms import aggregate, value_loss
+from agentrl.models.value import ValueModel
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_for_training
+from agentrl.training.settings import CriticSettings
+from agentrl.training.step.loss_inputs import Targets
+from agentrl.trajectory import Batch
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+_FOLDER = "critic"
+
+
+def open_critic(settings: Settings, start: str, *, updates: int) -> Critic:
+    """A critic on this rank, its transformer that of ``critic.path`` or of the policy ``start``."""
+    model = ValueModel(read_for_training(settings.critic.path or start, settings.model, settings.training))
+    engine = TrainingEngine(
+        model,
+        optimizer=settings.optimizer.model_copy(update={"learning_rate": settings.critic.learning_rate}),
+        training=settings.training,
+        bfloat16=settings.model.dtype == "bfloat16",
+        updates=updates,
+    )
+    return Critic(engine, settings.critic)
+
+
+class Critic:
+    """A value network under its own DeepSpeed engine."""
+
+    def __init__(self, engine: TrainingEngine[ValueModel], settings: CriticSettings) -> None:
+        self.engine = engine
+        self._clip = settings.clip
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Values before each response token [B, T], and after the last one [B]."""
+        values = self._forward(batch)
+        return values[:, :-1], values.gather(1, batch.response_lengths[:, None])[:, 0]
+
+    def backward(self, batch: Batch, targets: Targets, *, tokens: int) -> dict[str, Tensor]:
+        """Add the gradient of this micro-batch's part of the loss, the mean over the update's ``tokens``.
+
+        Returns what was measured: means over the model tokens of ``targets``.
+        """
+        mask = targets.response_mask
+        loss = value_loss(
+            self._forward(batch)[:, :-1], targets.returns, mask, old_values=targets.values, clip=self._clip
+        )
+        value = aggregate(loss.per_token, mask, "token_mean", normalizer=tokens)
+        self.engine.backward(value * self.engine.world_size)
+        return loss.metrics | {"loss": torch.where(mask, loss.per_token.detach(), 0.0).sum() / mask.sum().clamp(min=1)}
+
+    def save(self, directory: Path) -> None:
+        """Write its engine into a folder of its own. Collective."""
+        folder = directory / _FOLDER
+        folder.mkdir(exist_ok=True)
+        self.engine.save(folder)
+
+    def load(self, directory: Path) -> None:
+        """Restore what :meth:`save` wrote. Collective."""
+        self.engine.load(directory / _FOLDER)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        values: Tensor = self.engine(batch.input_ids, batch.prompt_lengths, batch.response_ids.shape[1])
+        return values

@@ -1,0 +1,118 @@
+"""What a step measures while it trains, summed over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms import HeadVarianceAccumulator, diagonal_proxy, mismatch_metrics
+from agentrl.models.head import FusedHead
+from agentrl.training.engine.meter import Meter
+from agentrl.trajectory import Batch
+from agentrl.weights.sources import gathered
+
+Reduce = Callable[[Tensor], Tensor]
+
+_FROM_MISMATCH = {"policy/kl_engine_k1": "kl_k1", "policy/kl_engine_k3": "kl_k3"}
+
+
+def measure_forward(
+    meter: Meter, batch: Batch, statistics: dict[str, Tensor], advantages: Tensor, counted: bool, *, version: int
+) -> None:
+    """The first forward, of ``version``, over a micro-batch's trajectories; not ``counted`` if they weigh nothing.
+
+    ``policy/engine_abs_diff`` is of the tokens that this version sampled: on them trainer and engine must agree.
+    Turns under which the weights changed are left out: their keys and values may be of both. ``..._max`` is the mean
+    of the one trajectory that is furthest off.
+    """
+    mask = batch.response_mask & counted
+    tokens, rows = mask.sum(), mask.any(-1).sum()
+    meter.total("policy/tokens", tokens)
+    for name in ("entropy", "sum_pi_squared", "energy"):
+        meter.mean(f"policy/{name}", _mean(statistics[name], mask), tokens)
+    mismatch = mismatch_metrics(statistics["log_probs"], batch.rollout_log_probs, mask)
+    for name, key in _FROM_MISMATCH.items():
+        meter.mean(name, mismatch[key], tokens)
+    fresh = mask & (batch.versions == version) & ~of_several_versions(batch.versions)
+    difference = torch.where(fresh, (statistics["log_probs"] - batch.rollout_log_probs).abs().double(), 0.0)
+    own, counts = difference.sum(-1), fresh.sum(-1)  # [B]
+    meter.mean("policy/engine_abs_diff", own.sum() / counts.sum().clamp(min=1), counts.sum())
+    meter.largest("policy/engine_abs_diff_max", (own / counts.clamp(min=1)).max(), counts.sum())
+    meter.mean("policy/log_ppl_gap", mismatch["log_ppl_gap"], rows)
+    proxies = diagonal_proxy(statistics["energy"], advantages, mask)
+    meter.mean("variance/diagonal_proxy", proxies.sum() / rows.clamp(min=1), rows)
+
+
+def of_several_versions(versions: Tensor) -> Tensor:
+    """Where [B, T] a turn stands whose tokens were sampled by several versions; ``versions`` are -1 off model tokens.
+
+    >>> of_several_versions(torch.tensor([[0, 0, -1, 0, 1, -1, 1, -1]])).int().tolist()
+    [[0, 0, 0, 1, 1, 0, 0, 0]]
+    """
+    before = torch.nn.functional.pad(versions, (1, 0), value=-1)[:, :-1]
+    inside = (versions >= 0) & (before >= 0)
+    turns = (~inside).cumsum(-1)  # [B, T] the same number for all tokens of a turn
+    changes = torch.zeros_like(versions).scatter_add(1, turns - 1, (inside & (versions != before)).to(versions.dtype))
+    return changes.gather(1, turns - 1) > 0
+
+
+def measure_loss(meter: Meter, value: Tensor, metrics: dict[str, Tensor], mask: Tensor) -> None:
+    """A micro-batch's part of the loss, and what the loss says of the tokens of ``mask``."""
+    tokens = mask.sum()
+    meter.total("policy/loss", value)
+    measure(meter, "policy", metrics, tokens)
+
+
+def measure(meter: Meter, prefix: str, metrics: dict[str, Tensor], weight: Tensor | float) -> None:
+    """What an algorithm reports of ``weight`` tokens: extremes by the ends of their names, all others means."""
+    for name, number in metrics.items():
+        if name.endswith("_max"):
+            meter.largest(f"{prefix}/{name}", number, weight)
+        elif name.endswith("_min"):
+            meter.smallest(f"{prefix}/{name}", number, weight)
+        elif name != "tokens":
+            meter.mean(f"{prefix}/{name}", number, weight)
+
+
+def _mean(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, values.double(), 0.0).sum() / mask.sum().clamp(min=1)
+
+
+class HeadExactMonitor:
+    """The exact variance of the head's gradient with groups as units (docs/formulas.md 7), over all ranks."""
+
+    def __init__(self, head: FusedHead, *, temperature: float) -> None:
+        """Collective under ZeRO-3, where the head's weight is gathered."""
+        done = head.logit_map
+        with gathered(head) as (weight, bias):
+            self._accumulator = HeadVarianceAccumulator(
+                weight, bias=bias, temperature=done.temperature(temperature), cap=done.output_cap
+            )
+
+    def add(self, batch: Batch, hidden: Tensor, advantages: Tensor) -> None:
+        """Whole groups: ``hidden`` [N, D] of the model tokens in row-major order."""
+        rows, columns = batch.response_mask.nonzero(as_tuple=True)
+        self._accumulator.update(
+            hidden=hidden,
+            targets=batch.response_ids[rows, columns],
+            advantages=advantages[rows, columns],
+            rows=rows,
+            groups=batch.groups,
+        )
+
+    def metrics(self, reduce: Reduce) -> dict[str, float]:
+        """P, S and Var over the groups of all ranks. Collective."""
+        own = self._accumulator
+        total: Any = reduce(own.gradient_sum)
+        power, groups = reduce(torch.stack([own.power_sum, torch.tensor(float(own.groups)).to(own.power_sum)])).tolist()
+        if not groups:
+            return {}
+        mean_power = power / groups
+        signal = float(total.double().square().sum()) / groups**2
+        metrics = {"variance/head_exact_P": mean_power, "variance/head_exact_S": signal}
+        if groups > 1:
+            metrics["variance/head_exact_var"] = (mean_power - signal) / (groups - 1)
+        return metrics

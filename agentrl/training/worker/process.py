@@ -1,0 +1,265 @@
+"""The rollout worker's own process: ``python -m agentrl.training.worker.process TALK CONTROL DOOR``.
+
+Started by rank 0, which hands it two pipes, one to talk, one to interrupt, and the socket where the other ranks connect
+twice for the same. It serves a :class:`~agentrl.training.worker.service.LocalService` over a copy of the policy and
+ends when any rank is gone. It ignores SIGINT and SIGTERM, which launchers and terminals send to every process: the
+ranks tell it when to stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from typing import Any
+
+import torch
+
+from agentrl.errors import AgentRLError
+from agentrl.models.loading import read_model
+from agentrl.models.tokenizer import read_tokenizer
+from agentrl.rollout.environment import environment_and_codec
+from agentrl.training.coldstart.policy import computing_processes, quieten_libraries, set_threads
+from agentrl.training.engine.determinism import set_determinism
+from agentrl.training.worker.service import InterruptedRunError, LocalService
+from agentrl.training.worker.wire import Caller, Failure, Reply, Request, Startup
+from agentrl_envs.episode import EnvironmentContractError, EnvironmentLookupError
+from agentrl_sandbox.client import SandboxError
+
+# Errors that end the run with their message alone, and the exit code of those that carry none.
+_REPORTED = (AgentRLError, EnvironmentContractError, EnvironmentLookupError, SandboxError)
+_USERS = 2
+# Seconds for ranks to connect, and for this process to end in order once a rank is gone.
+_CONNECT = 600.0
+_END = 20.0
+
+
+class _RankGoneError(Exception):
+    """A rank's connection ended."""
+
+
+class Server:
+    """Takes requests from all ranks on one thread and carries them out, together, on the main one."""
+
+    def __init__(self, first: Connection, control: Connection, door: socket.socket) -> None:
+        """Rank 0's connections, and where the other ranks connect."""
+        self._connections = {0: first}
+        self._controls = {0: control}
+        self._door = door
+        self._requests: queue.Queue[tuple[int, Request | None]] = queue.Queue()
+        self._interrupt: Callable[[], None] | None = None
+        self._interrupted = False
+        self._gone: int | None = None
+        self._lock = threading.Lock()
+
+    # -- connections ----------------------------------------------------------------------------------------------
+
+    def listen(self, startup: Startup) -> None:
+        """Take the other ranks' connections; then hear them all."""
+        arrived: queue.Queue[tuple[Caller, Connection]] = queue.Queue()
+        threading.Thread(target=_accept, args=(self._door, startup.key, arrived), daemon=True, name="accept").start()
+        deadline = time.monotonic() + _CONNECT
+        while len(self._connections) + len(self._controls) < 2 * startup.ranks:
+            try:
+                caller, connection = arrived.get(timeout=max(0.0, min(1.0, deadline - time.monotonic())))
+                (self._controls if caller.control else self._connections)[caller.rank] = connection
+            except queue.Empty:
+                # Rank 0 says nothing before it is answered: what can be read now is its end.
+                if time.monotonic() >= deadline or self._connections[0].poll():
+                    missing = sorted(set(range(startup.ranks)) - set(self._connections))
+                    raise _RankGoneError(f"ranks {missing} did not connect") from None
+        threading.Thread(target=self._hear, daemon=True, name="hear").start()
+
+    def _hear(self) -> None:
+        talks = {connection: rank for rank, connection in self._connections.items()}
+        controls = {connection: rank for rank, connection in self._controls.items()}
+        while True:
+            for ready in wait([*talks, *controls]):
+                if not isinstance(ready, Connection):
+                    raise TypeError(f"waited for connections, got {ready!r}")
+                try:
+                    message = ready.recv()
+                except (EOFError, OSError):
+                    self._end({**talks, **controls}[ready])
+                    return
+                if ready in controls:
+                    self._cancel()
+                else:
+                    self._requests.put((talks[ready], message))
+
+    def _end(self, rank: int) -> None:
+        """A rank is gone: wake the main thread, and end the process anyhow should that take too long."""
+        self._gone = rank
+        timer = threading.Timer(_END, os._exit, args=(1,))
+        timer.daemon = True
+        timer.start()
+        self._cancel()
+        self._requests.put((rank, None))
+
+    def _cancel(self) -> None:
+        with self._lock:
+            self._interrupted = True
+            if self._interrupt is not None:
+                self._interrupt()
+
+    # -- answers --------------------------------------------------------------------------------------------------
+
+    def serve(self, make: Callable[[], LocalService]) -> None:
+        """Make the service, then answer until a rank is gone or a request fails."""
+        service: LocalService | None = None
+        try:
+            service = make()
+            self._watch(service)
+            self._tell(Reply())
+            self._answer_all(service)
+        except _RankGoneError as error:
+            self._tell(Reply(failure=Failure(message=str(error))))
+        except _REPORTED as error:
+            code = error.exit_code if isinstance(error, AgentRLError) else _USERS
+            self._tell(Reply(failure=Failure(message=str(error), exit_code=code)))
+        finally:
+            if service is not None:
+                service.close()
+
+    def _watch(self, service: LocalService) -> None:
+        with self._lock:
+            self._interrupt = service.interrupt
+            if self._interrupted:
+                service.interrupt()
+
+    def _answer_all(self, service: LocalService) -> None:
+        waiting: dict[int, Request] = {}
+        while True:
+            rank, request = self._requests.get()
+            if request is None:
+                raise _RankGoneError(f"training rank {rank} is gone")
+            waiting[rank] = request
+            if len(waiting) < len(self._connections):
+                continue
+            if len({(request.name, request.about) for request in waiting.values()}) > 1:
+                raise RuntimeError(f"the ranks are not at the same place: {waiting}")
+            self._carry_out(service, waiting[0])
+            waiting.clear()
+
+    def _carry_out(self, service: LocalService, request: Request) -> None:
+        """Answer what every rank has asked."""
+        try:
+            if request.name == "plan":
+                values = service.plans(int(request.about))
+            else:
+                values = [_perform(service, request)] * len(self._connections)
+        except InterruptedRunError:
+            self._tell(self._stopped())
+            return
+        for rank, value in enumerate(values):
+            self._send(rank, Reply(value=value))
+
+    def _stopped(self) -> Reply:
+        if self._gone is not None:
+            raise _RankGoneError(f"training rank {self._gone} is gone")
+        return Reply(failure=Failure(message="interrupted", interrupted=True))
+
+    def _tell(self, reply: Reply) -> None:
+        for rank in self._connections:
+            self._send(rank, reply)
+
+    def _send(self, rank: int, reply: Reply) -> None:
+        with contextlib.suppress(ConnectionError):  # its end is noticed where it is heard
+            self._connections[rank].send(reply)
+
+
+def _accept(door: socket.socket, key: bytes, arrived: queue.Queue[tuple[Caller, Connection]]) -> None:
+    while True:
+        with contextlib.suppress(AuthenticationError, OSError, EOFError):  # a stranger at the door
+            connection = Connection(door.accept()[0].detach())
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+            arrived.put((connection.recv(), connection))
+
+
+def _perform(service: LocalService, request: Request) -> Any:
+    match request.name:
+        case "describe":
+            return service.describe()
+        case "settle":
+            return service.settle()
+        case "meet":
+            return service.meet(str(request.about))
+        case "confirm":
+            return service.confirm(int(request.about))
+        case "transfer_target":
+            return service.transfer_target()
+        case "probe_tokens":
+            return service.probe_tokens()
+        case "verification":
+            return service.verification()
+        case "accept":
+            return service.accept(*request.arguments)
+        case "hold":
+            (blank,) = request.arguments
+            return service.hold(blank=blank)
+        case "install":
+            return service.install(*request.arguments)
+        case "evaluate":
+            (falsified,) = request.arguments
+            return service.evaluate(int(request.about), falsified=falsified)
+        case "state_dict":
+            return service.state_dict()
+        case "load_state_dict":
+            return service.load_state_dict(*request.arguments)
+    raise RuntimeError(f"no such request: {request.name}")
+
+
+def _make(startup: Startup) -> LocalService:
+    settings = startup.settings
+    model = None
+    if settings.rollout.engine == "transformers":
+        model = read_model(startup.policy_path, settings.model)
+        if torch.cuda.is_available():
+            model = model.to("cuda")
+    path = startup.policy_path
+    environment, codec = environment_and_codec(settings, read_tokenizer(path), path)
+    return LocalService(
+        settings,
+        environment=environment,
+        model=model,
+        codec=codec,
+        policy_path=path,
+        ranks=startup.ranks,
+        shared=False,
+    )
+
+
+def main() -> None:
+    """Serve until a rank is gone."""
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)
+    first, control = (Connection(int(handle)) for handle in sys.argv[1:3])
+    door = socket.socket(fileno=int(sys.argv[3]))
+    startup: Startup = first.recv()
+    quieten_libraries()
+    set_determinism(startup.settings)
+    # Where the ranks rest while this process works, it may use every core.
+    resting = startup.settings.rollout.schedule == "synchronous"
+    set_threads(
+        startup.settings, processes=1 if resting else computing_processes(startup.settings, ranks=startup.ranks)
+    )
+    server = Server(first, control, door)
+    try:
+        server.listen(startup)
+    except _RankGoneError as error:
+        print(f"rollout worker: {error}", file=sys.stderr)
+        sys.exit(1)
+    server.serve(lambda: _make(startup))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""The rollout worker in a process of its own, as every training rank sees it.
+
+Rank 0 starts the process and talks to it over inherited pipes; the other ranks connect over TCP with a random key
+that rank 0 hands them in a collective. Each rank has one connection to talk and one to interrupt. The worker ends when
+a rank does, and the ranks end with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Client, Connection
+from typing import TYPE_CHECKING, Any
+
+from agentrl.errors import SettingsError, WorldError
+from agentrl.evaluation.play.during_training import EvaluationReport
+from agentrl.training.engine.deepspeed_engine import from_rank_zero, gather_from_ranks
+from agentrl.training.step.batching import RankPlan
+from agentrl.training.worker.service import InterruptedRunError
+from agentrl.training.worker.wire import Caller, Failure, Reply, Request, Startup, WorkerLostError, receive
+from agentrl.weights.transports import TransferTarget
+from agentrl.weights.verify import Probe
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+# Seconds for the worker to start and for ranks to reach it; models may lie on slow disks.
+_START = 600.0
+# Seconds for the worker to release its engine and environment once told to.
+_END = 30.0
+# Seconds for a rank to report its own error and end once the worker is gone.
+_LAST_WORDS = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where the worker listens."""
+
+    address: tuple[str, int]
+    key: bytes
+
+
+class RemoteService:
+    """A :class:`~agentrl.training.worker.service.RolloutService` of ``ranks`` ranks; made on every rank at once."""
+
+    def __init__(self, settings: Settings, policy_path: str, *, rank: int, ranks: int) -> None:
+        """``policy_path`` holds the weights to start from. Raises WorldError if the worker does not come up."""
+        self._rank = rank
+        self._seconds = settings.training.plan_deadline
+        self._process: subprocess.Popen[bytes] | None = None
+        self._interrupted = threading.Event()
+        self._closed = threading.Event()
+        hosts = gather_from_ranks(socket.gethostname())
+        door: socket.socket | None = None
+
+        def open_door() -> _Place:
+            nonlocal door
+            door = socket.create_server(("127.0.0.1" if len(set(hosts)) == 1 else hosts[0], 0), backlog=2 * ranks)
+            return _Place(address=door.getsockname(), key=secrets.token_bytes(32))
+
+        # The worker takes seconds to minutes to start: by then everybody knows where, and waits outside of collectives.
+        place = from_rank_zero(open_door)
+        if door is not None:
+            startup = Startup(settings=settings, policy_path=policy_path, ranks=ranks, key=place.key)
+            self._connection, self._control = self._start(startup, door)
+        else:
+            self._connection = _connect(place, Caller(rank=rank, control=False))
+            self._control = _connect(place, Caller(rank=rank, control=True))
+        threading.Thread(target=self._end_with_worker, daemon=True, name="end-with-worker").start()
+        servers = settings.rollout.vllm.start_deadline if settings.rollout.engine == "vllm" else 0.0
+        self._answer("the rollout worker's set-up", _START + servers)
+
+    def describe(self) -> list[str]:
+        """What the worker found."""
+        return [*self._ask("describe", waiting_for="the worker's description"), self._where()]
+
+    def plan(self, step: int) -> RankPlan:
+        """This rank's plan. Raises InterruptedRunError if the run is to stop."""
+        plan: RankPlan = self._ask("plan", about=step, waiting_for=f"the plan of step {step} (training.plan_deadline)")
+        return plan
+
+    def settle(self) -> None:
+        """Return when the weights may change."""
+        self._ask("settle", waiting_for="the batch under way (training.plan_deadline)")
+
+    def meet(self, place: str) -> None:
+        """Return when every rank has called this."""
+        self._ask("meet", about=place, waiting_for=f"the other ranks at {place} (training.plan_deadline)")
+
+    def confirm(self, step: int) -> None:
+        """The step is done: its trajectories are written, its groups leave the ledger."""
+        self._ask("confirm", about=step, waiting_for=f"the worker to note that step {step} is trained")
+
+    def transfer_target(self) -> TransferTarget | None:
+        """Where the worker's engine takes weights from."""
+        target: TransferTarget | None = self._ask("transfer_target", waiting_for="where the engine's weights go")
+        return target
+
+    def probe_tokens(self) -> tuple[int, ...]:
+        """The tokens of the probe."""
+        tokens: tuple[int, ...] = self._ask("probe_tokens", waiting_for="the prompts of the first problems")
+        return tokens
+
+    def verification(self) -> list[str]:
+        """How the worker verifies transfers."""
+        lines: list[str] = self._ask("verification", waiting_for="how transfers are verified")
+        return lines
+
+    def accept(self, version: int, probe: Probe) -> str | None:
+        """Whether the engine holds the policy it was started with: None, or what is wrong."""
+        problem: str | None = self._ask("accept", version, probe, waiting_for="the engine to score the first probe")
+        return problem
+
+    def hold(self, *, blank: bool) -> None:
+        """Have the engine's requests wait for :meth:`install`."""
+        self._ask("hold", blank, waiting_for="the engine to pause")
+
+    def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
+        """Have the engine take ``version`` and compare the probe: None if it agrees, or what is wrong."""
+        waiting_for = f"the engine to load version {version}"
+        problem: str | None = self._ask("install", directory, version, probe, waiting_for=waiting_for)
+        return problem
+
+    def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
+        """Play the held-out problems. Raises InterruptedRunError if the run is to stop."""
+        waiting_for = f"the evaluation at step {step} (training.plan_deadline)"
+        report: EvaluationReport | None = self._ask("evaluate", falsified, about=step, waiting_for=waiting_for)
+        return report
+
+    def state_dict(self) -> dict[str, Any]:
+        """The worker's position and ledger."""
+        state: dict[str, Any] = self._ask("state_dict", waiting_for="the worker's state")
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved position."""
+        self._ask("load_state_dict", state, waiting_for="the worker to restore its state")
+
+    def interrupt(self) -> None:
+        """Have the worker cancel its rollouts, whichever rank it hears it from. From any thread, once."""
+        self._interrupted.set()
+        with contextlib.suppress(OSError):  # a worker that is gone has nothing to cancel
+            self._control.send("interrupt")
+
+    def close(self) -> None:
+        """End this rank's connection to the worker, and with it the worker."""
+        self._connection.close()
+        if self._process is not None:
+            try:
+                self._process.wait(_END)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._closed.set()
+
+    # -- talking --------------------------------------------------------------------------------------------------
+
+    def _start(self, startup: Startup, door: socket.socket) -> tuple[Connection, Connection]:
+        (talk, their_talk), (control, their_control) = Pipe(), Pipe()
+        handles = (their_talk.fileno(), their_control.fileno(), door.fileno())
+        command = [sys.executable, "-m", "agentrl.training.worker.process", *map(str, handles)]
+        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        self._process = subprocess.Popen(command, pass_fds=handles, env=environment, stdin=subprocess.DEVNULL)
+        for theirs in (their_talk, their_control, door):
+            theirs.close()
+        talk.send(startup)
+        return talk, control
+
+    def _ask(self, name: str, *arguments: Any, about: int | str = "", waiting_for: str) -> Any:
+        with contextlib.suppress(ConnectionError):  # the worker is gone: its last word may still wait to be read
+            if not self._connection.poll():
+                own = arguments if self._rank == 0 else ()
+                self._connection.send(Request(name=name, about=about, arguments=own))
+        stops = self._interrupted if name in ("plan", "settle", "evaluate") else None
+        return self._answer(waiting_for, self._seconds, stops)
+
+    def _answer(self, waiting_for: str, seconds: float, stops: threading.Event | None = None) -> Any:
+        try:
+            reply: Reply = receive(self._connection, seconds=seconds, waiting_for=waiting_for, stops=stops)
+        except WorkerLostError as error:
+            raise WorkerLostError(f"rollout worker: {error}{self._how_it_ended()}") from error
+        if reply.failure is not None:
+            raise _error_of(reply.failure)
+        return reply.value
+
+    def _end_with_worker(self) -> None:
+        """End this process some time after the worker has, which ends with the first rank that does.
+
+        A rank that talks to the worker knows before; one that waits in a collective for a rank that is gone may never.
+        """
+        with contextlib.suppress(EOFError, OSError):
+            self._control.recv()
+        if not self._closed.wait(_LAST_WORDS):
+            print(f"rank {self._rank}: the rollout worker or another rank is gone", file=sys.stderr, flush=True)
+            os._exit(1)
+        self._control.close()
+
+    def _how_it_ended(self) -> str:
+        if self._process is None:
+            return ""
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return ""
+        if code < 0:
+            name = signal.Signals(-code).name
+            return (
+                f" (it was ended by {name}, as the system does where memory runs out; the run goes on from its last "
+                "checkpoint with --resume)"
+            )
+        return f" (it ended with exit code {code})"
+
+    def _where(self) -> str:
+        pid = self._process.pid if self._process is not None else 0
+        return f"rollout worker: process {pid}"
+
+
+def _error_of(failure: Failure) -> Exception:
+    if failure.interrupted:
+        return InterruptedRunError()
+    kind = SettingsError if failure.exit_code == SettingsError.exit_code else WorldError
+    return kind(failure.message)
+
+
+def _connect(place: _Place, caller: Caller) -> Connection:
+    """Connect to where the worker listens and say who we are.
+
+    In a thread, because neither connecting nor the handshake knows a deadline.
+    """
+    done: queue.Queue[Connection | Exception] = queue.Queue()
+
+    def work() -> None:
+        try:
+            connection = Client(place.address, authkey=place.key)
+            connection.send(caller)
+            done.put(connection)
+        except (OSError, EOFError) as error:
+            done.put(error)
+
+    threading.Thread(target=work, daemon=True, name="connect-to-worker").start()
+    try:
+        outcome = done.get(timeout=_START)
+    except queue.Empty:
+        raise WorkerLostError(f"waited {_START:g} s in vain to reach the rollout worker at {place.address}") from None
+    if isinstance(outcome, Exception):
+        raise WorkerLostError(f"cannot reach the rollout worker at {place.address}: {outcome}") from outcome
+    return outcome

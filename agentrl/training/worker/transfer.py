@@ -1,0 +1,158 @@
+"""From the trained weights to an engine that holds a copy: sent, verified, sent again once, or the end.
+
+Every rank has a :class:`WeightSender` and calls it at the same places, as it does the rollout worker, whose answers are
+the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from agentrl.errors import AgentRLError
+from agentrl.telemetry.console import Console
+from agentrl.telemetry.files import world_errors
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, on_every_rank
+from agentrl.weights.exports import write_export
+from agentrl.weights.native import NativeTransfer, open_native
+from agentrl.weights.sources import ParameterSource
+from agentrl.weights.transports import TransferTarget
+from agentrl.weights.verify import Probe
+
+_ATTEMPTS = 2
+
+
+class WeightMismatchError(AgentRLError):
+    """An engine does not hold the weights that were sent to it, twice."""
+
+
+class Receiver(Protocol):
+    """What the sender asks of the rollout worker."""
+
+    def transfer_target(self) -> TransferTarget | None: ...
+    def probe_tokens(self) -> tuple[int, ...]: ...
+    def verification(self) -> list[str]: ...
+    def accept(self, version: int, probe: Probe) -> str | None: ...
+    def hold(self, *, blank: bool) -> None: ...
+    def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None: ...
+
+
+class WeightSender:
+    """Sends a policy's weights; collective over ranks under ZeRO-3, and for what all must agree on."""
+
+    def __init__(
+        self,
+        service: Receiver,
+        engine: TrainingEngine,
+        *,
+        folder: Path,
+        console: Console,
+        host: str = "127.0.0.1",
+    ) -> None:
+        """``folder``: for files; ``host``: where servers reach rank 0."""
+        self._service = service
+        self._engine = engine
+        self._source = ParameterSource(engine.module.causal_lm, summed=engine.rank == 0)
+        self._probe: tuple[int, ...] = ()
+        self._folder = folder
+        self._console = console
+        self._host = host
+        self._native: tuple[TransferTarget, NativeTransfer] | None = None
+
+    def begin(self) -> None:
+        """At the start, a resumed run's too: the engine holds the policy that the run starts from, or gets it.
+
+        This is where the noise between trainer and engine is measured, so the trainer must hold that policy too.
+        """
+        if self._service.transfer_target() is None:
+            return
+        self._probe = self._service.probe_tokens()
+        for _ in self._source:
+            pass  # for its checksums
+        problem = self._service.accept(0, self._score())
+        if problem is not None:
+            self.send(0)
+        for line in self._service.verification():
+            self._console.note(line)
+
+    def send(self, version: int) -> None:
+        """Bring ``version`` to the engine. Raises WeightMismatchError if it does not arrive, twice."""
+        target = self._service.transfer_target()
+        if target is None:
+            self._service.install(None, version, None)
+            return
+        probe = self._score()
+        for attempt in range(_ATTEMPTS):
+            problem = self._once(target, version, probe, blank=attempt > 0)
+            if problem is None:
+                return
+            self._console.warning(f"transfer {attempt + 1} of {_ATTEMPTS} of version {version}: {problem}")
+        raise WeightMismatchError(
+            f"the weights of version {version} did not arrive, sent {_ATTEMPTS} times by {target.backend}: {problem}. "
+            "Trajectories would come from another policy than the one that is trained, so the run ends here."
+        )
+
+    def close(self) -> None:
+        """Leave the servers' group and delete the files."""
+        if self._native is not None:
+            self._native[1].close()
+        if self._engine.rank == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _once(self, target: TransferTarget, version: int, probe: Probe, *, blank: bool) -> str | None:
+        if target.backend != "file":
+            self._service.hold(blank=blank)
+            self._native_to(target).send()
+            return self._service.install(None, version, self._with_checksums(probe))
+        directory = on_every_rank(partial(self._export, version))[0]
+        self._service.hold(blank=blank)
+        return self._service.install(directory, version, self._with_checksums(probe))
+
+    def _export(self, version: int) -> str:
+        """Rank 0 writes; every rank takes part in the gathering to its end, also where writing fails."""
+        tensors = iter(self._source)
+        try:
+            if self._engine.rank > 0:
+                return ""
+            with world_errors(self._folder, "write weights to"):
+                return str(write_export(self._folder.absolute(), tensors, version))
+        finally:
+            for _ in tensors:
+                pass
+
+    def _native_to(self, target: TransferTarget) -> NativeTransfer:
+        """The open transfer; a new one where servers have come or gone."""
+        if self._native is not None and self._native[0] != target:
+            self._native[1].close()
+            self._native = None
+        if self._native is None:
+            opened = open_native(target, self._source, rank=self._engine.rank, host=self._host)
+            self._native = (target, opened)
+        return self._native[1]
+
+    def _score(self) -> Probe:
+        return self._with_checksums(score_probe(self._engine, self._probe))
+
+    def _with_checksums(self, probe: Probe) -> Probe:
+        """With the checksums of what was sent last."""
+        return replace(probe, checksums=self._source.checksums)
+
+
+@torch.no_grad()
+def score_probe(engine: TrainingEngine, token_ids: tuple[int, ...]) -> Probe:
+    """The trained policy's log-probabilities at temperature 1 of ``token_ids[1:]``. Collective under ZeRO-3."""
+    ids = torch.tensor([token_ids], device=engine.device)
+    engine.module.eval()
+    statistics, _ = engine(
+        ids,
+        torch.ones(1, dtype=torch.int64, device=engine.device),
+        ids[:, 1:],
+        torch.ones_like(ids[:, 1:], dtype=torch.bool),
+        temperature=1.0,
+    )
+    return Probe(token_ids=token_ids, log_probs=tuple(statistics.log_probs.float().tolist()))

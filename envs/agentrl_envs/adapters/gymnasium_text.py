@@ -1,0 +1,153 @@
+"""Train on any plain gymnasium text environment: its blocking calls run in threads, one environment an episode.
+
+The environment's ``reset(seed=, options={"problem": Problem})`` gives the prompt, ``step(action)`` the observation
+that is appended to the conversation. The seed follows from the problem's id, so that the episodes of a group face
+the same task. ``metadata["stop"]`` may name stop strings; at one of them the turn is over. ``terminated`` ends the
+episode as `Ended.ANSWERED`, ``truncated`` as `Ended.TURN_LIMIT`, unless ``info["ended"]`` holds an `Ended` value;
+``info["verdict"]`` and ``info["answer"]`` are passed on.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import gymnasium
+
+from agentrl_envs.adapters.blocking import BlockingCalls
+from agentrl_envs.episode import EnvironmentContractError, EpisodeUsageError
+from agentrl_envs.settings import GymnasiumSettings
+from agentrl_envs.types import Ended, Problem, Step, Verdict
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+EnvFactory = Callable[[], "gymnasium.Env[Any, Any]"]
+
+
+class GymnasiumEpisode:
+    """One play of a gymnasium text environment. It owns its environment and closes it."""
+
+    def __init__(self, problem: Problem, *, make: EnvFactory, threads: BlockingCalls, call_deadline: float) -> None:
+        self.problem = problem
+        self._make = make
+        self._threads = threads
+        self._call_deadline = call_deadline
+        self._env: gymnasium.Env[Any, Any] | None = None
+        self._actions: list[str] = []
+        self._ended = False
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """The stop strings in the environment's ``metadata["stop"]``; none before the start."""
+        return () if self._env is None else tuple(self._env.metadata.get("stop", ()))
+
+    def turn_complete(self, text: str) -> bool:
+        """True: a plain environment has no turns that go on past a stop string."""
+        return True
+
+    async def start(self) -> str:
+        """Make and reset the environment. Raises `EnvironmentContractError` (not text) and `TimeoutError`."""
+        if self._env is not None:
+            raise EpisodeUsageError("the episode was started before")
+        self._env = await self._call(self._make)
+        seed = zlib.crc32(self.problem.id.encode())
+        observation, _ = await self._call(lambda: self._running().reset(seed=seed, options={"problem": self.problem}))
+        return _text(observation, "reset")
+
+    async def step(self, action: str) -> Step:
+        """One blocking ``step`` in a thread. What the environment raises is raised; a timeout is no data."""
+        env = self._running()
+        if self._ended:
+            raise EpisodeUsageError("the episode has ended")
+        try:
+            observation, reward, terminated, truncated, info = await self._call(lambda: env.step(action))
+        except TimeoutError:
+            logger.warning("problem %s: step() took longer than %g s", self.problem.id, self._call_deadline)
+            self._ended = True
+            return Step(observation="", reward=0.0, ended=Ended.INFRASTRUCTURE_FAILURE)
+        self._actions.append(action)
+        ended = _ended(bool(terminated), bool(truncated), info)
+        self._ended = ended is not None
+        return Step(
+            observation=_text(observation, "step"),
+            reward=float(reward),
+            ended=ended,
+            verdict=Verdict(info["verdict"]) if info.get("verdict") else None,
+            answer=info.get("answer"),
+        )
+
+    async def fork(self) -> GymnasiumEpisode:
+        """A new environment in which the same actions are played again: right for deterministic environments."""
+        twin = GymnasiumEpisode(self.problem, make=self._make, threads=self._threads, call_deadline=self._call_deadline)
+        if self._env is not None:
+            await twin.start()
+        for action in self._actions:
+            await twin.step(action)
+        return twin
+
+    async def close(self) -> None:
+        """Close the environment."""
+        if self._env is not None:
+            env, self._env = self._env, None
+            await self._call(env.close)
+
+    def _running(self) -> gymnasium.Env[Any, Any]:
+        if self._env is None:
+            raise EpisodeUsageError("the episode is not running: call start() first, and not after close()")
+        return self._env
+
+    async def _call(self, blocking: Callable[[], Result]) -> Result:
+        return await self._threads.run(blocking, deadline=self._call_deadline)
+
+
+class GymnasiumEnvironment:
+    """All episodes of a gymnasium environment, with the threads they share."""
+
+    def __init__(self, make: Callable[..., gymnasium.Env[Any, Any]], settings: GymnasiumSettings | None = None) -> None:
+        self.settings = settings or GymnasiumSettings()
+        self._make = make
+        self._threads: BlockingCalls | None = None
+
+    async def open(self) -> None:
+        """Make room for the threads."""
+        if self._threads is None:
+            self._threads = BlockingCalls(self.settings.threads, name="gymnasium-env")
+
+    def episode(self, problem: Problem) -> GymnasiumEpisode:
+        """A fresh episode; its environment is made when it starts."""
+        if self._threads is None:
+            raise EpisodeUsageError("the environment is not open: await its open() first")
+        return GymnasiumEpisode(
+            problem,
+            make=lambda: self._make(**self.settings.kwargs),
+            threads=self._threads,
+            call_deadline=self.settings.call_deadline,
+        )
+
+    async def close(self) -> None:
+        """Play no more episodes; calls that still run end by themselves."""
+        self._threads = None
+
+    def describe(self) -> list[str]:
+        """The environment's name and the number of threads."""
+        name = getattr(self._make, "__qualname__", repr(self._make))
+        return [f"gymnasium environment {name}, blocking calls in up to {self.settings.threads} threads"]
+
+
+def _text(observation: object, method: str) -> str:
+    if not isinstance(observation, str):
+        raise EnvironmentContractError(
+            f"{method}() of a text environment must return a str as its observation, not {type(observation).__name__}"
+        )
+    return observation
+
+
+def _ended(terminated: bool, truncated: bool, info: dict[str, Any]) -> Ended | None:
+    if not (terminated or truncated):
+        return None
+    if info.get("ended"):
+        return Ended(info["ended"])
+    return Ended.ANSWERED if terminated else Ended.TURN_LIMIT

@@ -1,0 +1,356 @@
+r"""Whether two answers mean the same: part by part, in the kind of bracket of the gold answer.
+
+>>> compare(r"\{1,2\}", "(1,2)"), compare("(-2,7)", "[-2,7]"), compare("1 < x < 2", "(1,2)")
+(<Verdict.INCORRECT: 'incorrect'>, <Verdict.INCORRECT: 'incorrect'>, <Verdict.CORRECT: 'correct'>)
+>>> compare("0", "x+y+z=0"), compare("5", "x=5"), compare("y-2x=3", "y=2x+3")
+(<Verdict.INCORRECT: 'incorrect'>, <Verdict.CORRECT: 'correct'>, <Verdict.CORRECT: 'correct'>)
+
+A list without brackets may be written in any, in the order of a tuple or interval; nothing else changes brackets.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
+
+from agentrl_envs.grading.comparing.algebra import is_for_algebra, read_latex, same_by_algebra
+from agentrl_envs.grading.comparing.equality import equal, proportional
+from agentrl_envs.grading.comparing.values import NoValueError, value_of
+from agentrl_envs.grading.reading.expressions import Apply, Expression, Number, Symbol, parts, symbols
+from agentrl_envs.grading.reading.structure import Answer, Group, Leaf, Numeral, Relation, Unread, Words, read_answer
+from agentrl_envs.grading.reading.units import agree
+from agentrl_envs.types import Verdict
+
+_DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+", re.ASCII)
+_AROUND_SIGNS = re.compile(r"(?<=[^A-Za-z0-9.]) | (?=[^A-Za-z0-9.])")
+_ROUGHLY = 0.05  # relative: what is called approximately equal
+_BRACKETS = frozenset({"()", "[]", "(]", "[)"})
+_UNORDERED = frozenset({"list", "set", "union"})
+_FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
+
+
+def compare(answer: str, gold: str) -> Verdict:
+    """The verdict on an answer. One whose comparison needs too much memory is as wrong as one that takes too long."""
+    try:
+        wanted = read_answer(gold)
+    except (MemoryError, RecursionError):
+        return Verdict.GRADER_TIMEOUT
+    try:
+        said = read_answer(answer)
+        if same(wanted, said) or _with_decimal_comma(answer, wanted) or _by_algebra(said, wanted):
+            return Verdict.CORRECT
+    except (MemoryError, RecursionError):
+        return Verdict.ANSWER_TIMEOUT
+    if not _understood(wanted):
+        return Verdict.UNPARSABLE_GOLD
+    return Verdict.INCORRECT if _understood(said) else Verdict.UNPARSABLE_ANSWER
+
+
+def read_gold(gold: str) -> None:
+    """Read a gold answer ahead of `compare`, which remembers it: what that takes is not the answer's fault."""
+    with suppress(MemoryError, RecursionError):  # said by `compare`
+        _understood(read_answer(gold))
+
+
+def check_gold(gold: str) -> Verdict:
+    """`Verdict.CORRECT` where the gold answer can be read and equals itself; equal texts are not enough."""
+    try:
+        wanted = read_answer(gold)
+        _by_algebra(read_answer("7919"), wanted)  # takes as long as any comparison with it
+        if isinstance(wanted, Unread):
+            return Verdict.CORRECT if same_by_algebra(wanted.text, wanted.text) else Verdict.UNPARSABLE_GOLD
+        return Verdict.CORRECT if same(wanted, wanted) else Verdict.UNPARSABLE_GOLD
+    except (MemoryError, RecursionError):
+        return Verdict.GRADER_TIMEOUT
+
+
+def _understood(answer: Answer) -> bool:
+    return not isinstance(answer, Unread) or (is_for_algebra(answer.text) and read_latex(answer.text) is not None)
+
+
+def _by_algebra(answer: Answer, gold: Answer) -> bool:
+    """Where values do not decide: a text that only math-verify reads, or sets that are written in different ways."""
+    unread = isinstance(answer, Unread) or isinstance(gold, Unread)
+    series = isinstance(answer, Leaf) and isinstance(gold, Leaf) and equal(gold.tree, answer.tree) is None
+    sets = (
+        _is_set(gold)
+        and _is_set(answer)
+        and (_is_inequality(gold) or _is_inequality(answer) or _kinds_differ(gold, answer))
+    )
+    return (unread or series or sets) and same_by_algebra(answer.text, gold.text)
+
+
+def _is_set(answer: Answer) -> bool:
+    return _is_inequality(answer) or (
+        isinstance(answer, Group) and (answer.kind in _BRACKETS or answer.kind == "union")
+    )
+
+
+def _is_inequality(answer: Answer) -> bool:
+    return isinstance(answer, Relation) and "=" not in answer.signs
+
+
+def _kinds_differ(gold: Answer, answer: Answer) -> bool:
+    """Whether one is a union, which may be written in many ways."""
+    return "union" in (getattr(gold, "kind", ""), getattr(answer, "kind", ""))
+
+
+def _with_decimal_comma(answer: str, gold: Answer) -> bool:
+    """A decimal comma is read in answers only; in a gold answer it separates."""
+    answer = answer.strip()
+    return _DECIMAL_COMMA.fullmatch(answer) is not None and same(gold, read_answer(answer.replace(",", ".")))
+
+
+def same(gold: Answer, answer: Answer) -> bool:
+    """Whether an answer means what the gold answer does."""
+    if _squeezed(gold.text) == _squeezed(answer.text) and gold.text:
+        return True
+    match gold, answer:
+        case (Unread(), _) | (_, Unread()):
+            return False
+        case (Words(), _) | (_, Words()):
+            return _same_words(gold, answer)
+        case (Numeral(), _) | (_, Numeral()):
+            return _same_numeral(gold, answer)
+        case Relation(), Relation():
+            return _same_relation(gold, answer)
+        case Relation(), _:
+            return _is_name(gold.parts[0]) and _is_assignment(gold) and same(gold.parts[-1], answer)
+        case _, Relation():
+            return _says_its_right_side(answer) and same(gold, answer.parts[-1])
+        case Group(), Group():
+            return _same_group(gold, answer)
+        case Group(), _:
+            return _same_parts(gold, answer)
+        case _, Group():
+            return _same_as_group(gold, answer)
+        case Leaf(), Leaf():
+            return _same_leaf(gold, answer)
+    return False
+
+
+def _squeezed(text: str) -> str:
+    return _AROUND_SIGNS.sub("", text)
+
+
+def _same_words(gold: Answer, answer: Answer) -> bool:
+    numbers = [one.number if isinstance(one, Words) else getattr(one, "tree", None) for one in (gold, answer)]
+    if numbers[0] is not None and numbers[1] is not None:
+        return equal(numbers[0], numbers[1]) is True
+    first, second = (one.text.casefold() for one in (gold, answer))
+    return first == second
+
+
+def _same_numeral(gold: Answer, answer: Answer) -> bool:
+    """Digits of some base; the base may be left out on either side, where the rest is nothing but digits."""
+    if isinstance(gold, Numeral) and isinstance(answer, Numeral):
+        return (gold.digits, gold.base) == (answer.digits, answer.base)
+    numeral, other = (gold, answer) if isinstance(gold, Numeral) else (answer, gold)
+    return isinstance(numeral, Numeral) and isinstance(other, Leaf) and other.text.upper() == numeral.digits
+
+
+def _same_leaf(gold: Leaf, answer: Leaf) -> bool:
+    if agree(answer.unit, gold.unit) and equal(gold.tree, answer.tree) is True:
+        return True
+    return answer.bare is not None and not symbols(gold.tree) and equal(gold.tree, answer.bare) is True
+
+
+def _same_group(gold: Group, answer: Group) -> bool:
+    if gold.variable is not None and answer.variable is not None and not _same_name(gold.variable, answer.variable):
+        return False
+    if gold.kind == answer.kind == "ratio":
+        return _same_ratio(gold, answer)
+    if gold.kind == answer.kind:
+        return _same_parts(gold, answer, ordered=gold.kind not in _UNORDERED)
+    if {gold.kind, answer.kind} <= _UNORDERED:
+        return _same_parts(gold, answer, ordered=False)
+    ordered = {"()", "<>", "list"}
+    if gold.kind in ordered and answer.kind in ordered:
+        return _same_parts(gold, answer, ordered=True)
+    return gold.kind == "list" and answer.kind == "[]" and _same_parts(gold, answer, ordered=False)
+
+
+def _same_parts(gold: Group, answer: Answer, *, ordered: bool = False) -> bool:
+    if not isinstance(answer, Group):
+        vector = _as_vector(answer)
+        if vector is not None:
+            return gold.kind in ("()", "<>") and _same_parts(gold, vector, ordered=True)
+        return gold.kind in ("set", "[]") and len(gold.parts) == 1 and same(gold.parts[0], answer)
+    if ordered:
+        return len(gold.parts) == len(answer.parts) and all(map(same, gold.parts, answer.parts))
+    left = _without_repeats(answer.parts, allowed=len(answer.parts) - len(gold.parts))
+    for part in gold.parts:
+        found = next((place for place, other in enumerate(left) if same(part, other)), None)
+        if found is None:
+            return False
+        del left[found]
+    return not left
+
+
+def _without_repeats(parts: Sequence[Answer], *, allowed: int) -> list[Answer]:
+    """Where an answer has more parts than the gold answer: without those it repeats."""
+    if allowed <= 0:
+        return list(parts)
+    kept: list[Answer] = []
+    for part in parts:
+        if not any(same(other, part) for other in kept):
+            kept.append(part)
+    return kept
+
+
+def _same_as_group(gold: Answer, answer: Group) -> bool:
+    """A single gold answer in brackets, or a matrix as lists."""
+    if isinstance(gold, Leaf) and isinstance(gold.tree, Apply) and gold.tree.function == "matrix":
+        rows = [row.arguments for row in gold.tree.arguments if isinstance(row, Apply)]
+        if answer.kind == "[]" and len(answer.parts) == len(rows) and all(map(_same_row, rows, answer.parts)):
+            return True
+        vector = _as_vector(gold)
+        return vector is not None and answer.kind in ("()", "<>", "[]") and _same_parts(vector, answer, ordered=True)
+    if answer.kind == "ratio" and isinstance(gold, Leaf) and len(answer.parts) == 2 and not _is_clock(answer):
+        return _ratio_value(answer) is not None and equal(gold.tree, _ratio_value(answer)) is True  # type: ignore[arg-type]
+    return answer.kind in ("set", "[]") and len(answer.parts) == 1 and same(gold, answer.parts[0])
+
+
+def _same_row(row: Sequence[Expression], answer: Answer) -> bool:
+    if not isinstance(answer, Group):
+        return len(row) == 1 and isinstance(answer, Leaf) and equal(row[0], answer.tree) is True
+    return (
+        answer.kind == "[]"
+        and len(row) == len(answer.parts)
+        and all(
+            isinstance(part, Leaf) and equal(cell, part.tree) is True
+            for cell, part in zip(row, answer.parts, strict=True)
+        )
+    )
+
+
+def _as_vector(answer: Answer) -> Group | None:
+    """A matrix of one column or row as a tuple."""
+    if not isinstance(answer, Leaf) or not isinstance(answer.tree, Apply) or answer.tree.function != "matrix":
+        return None
+    rows = [row.arguments for row in answer.tree.arguments if isinstance(row, Apply)]
+    cells = rows[0] if len(rows) == 1 else [row[0] for row in rows] if all(len(row) == 1 for row in rows) else ()
+    return Group(answer.text, "<>", tuple(Leaf("", cell) for cell in cells)) if cells else None
+
+
+def _is_clock(ratio: Group) -> bool:
+    return re.fullmatch(r"\d{1,2}:\d\d(?!\d).*", ratio.text, re.DOTALL) is not None
+
+
+def _ratio_value(ratio: Group) -> Expression | None:
+    first, second = ratio.parts[:2]
+    if isinstance(first, Leaf) and isinstance(second, Leaf):
+        return Apply("*", (first.tree, Apply("over", (second.tree,))))
+    return None
+
+
+def _same_ratio(gold: Group, answer: Group) -> bool:
+    if len(gold.parts) != len(answer.parts):
+        return False
+    if _is_clock(gold) or _is_clock(answer):
+        return all(map(same, gold.parts, answer.parts))
+    values = []
+    for group in (gold, answer):
+        trees = [part.tree for part in group.parts if isinstance(part, Leaf)]
+        values.append([Apply("*", (tree, Apply("over", (trees[-1],)))) for tree in trees])
+    return len(values[0]) == len(values[1]) and all(
+        equal(one, other) is True for one, other in zip(*values, strict=True)
+    )
+
+
+def _same_relation(gold: Relation, answer: Relation) -> bool:
+    if _is_assignment(gold) and _is_assignment(answer):
+        if _numbers_differ(answer):
+            return False
+        if _is_name(gold.parts[0]) and _is_name(answer.parts[0]):
+            names = _same_names(gold.parts[0], answer.parts[0])
+            if names and same(gold.parts[-1], answer.parts[-1]):
+                return True
+    if len(gold.parts) != 2 or len(answer.parts) != 2:
+        return gold.signs == answer.signs and all(map(same, gold.parts, answer.parts))
+    wanted, said = _difference(gold), _difference(answer)
+    ratio = proportional(wanted, said) if wanted is not None and said is not None else None
+    if ratio is None or ratio == 0:
+        return False
+    sign = answer.signs[0] if ratio > 0 else _FLIPPED.get(answer.signs[0], answer.signs[0])
+    return sign == gold.signs[0]
+
+
+def _difference(relation: Relation) -> Expression | None:
+    left, right = relation.parts
+    if isinstance(left, Leaf) and isinstance(right, Leaf):
+        return Apply("+", (left.tree, Apply("neg", (right.tree,))))
+    return None
+
+
+def _is_assignment(relation: Relation) -> bool:
+    return set(relation.signs) <= {"=", "~"}
+
+
+def _is_name(answer: Answer) -> bool:
+    """Whether it names what is asked for: a symbol, a function's value, a ratio or tuple of names, words."""
+    match answer:
+        case Words():
+            return answer.number is None
+        case Group(kind="()" | "ratio" | "list"):
+            return all(map(_is_name, answer.parts))
+        case Leaf():
+            return _names_only(answer.tree)
+    return False
+
+
+def _names_only(tree: Expression) -> bool:
+    match tree:
+        case Symbol():
+            return True
+        case Apply("abs", (inner,)) | Apply("over", (inner,)):
+            return _names_only(inner)
+        case Apply("*", (over, Apply("over", (under,)))):
+            return _names_only(over) and _names_only(under)
+        case Apply(function, _):
+            return function.startswith("call ")
+    return False
+
+
+def _same_names(gold: Answer, answer: Answer) -> bool:
+    if isinstance(gold, Leaf) and isinstance(answer, Leaf):
+        return _same_name(gold.tree, answer.tree)
+    return same(gold, answer)
+
+
+def _same_name(gold: Expression, answer: Expression) -> bool:
+    """``y`` is the value of every function."""
+    if any(one == Symbol("y") and isinstance(other, Apply) for one, other in ((gold, answer), (answer, gold))):
+        return True
+    return gold == answer
+
+
+def _says_its_right_side(relation: Relation) -> bool:
+    """Whether an equation says what its right side is: of a name, sums and products of names, or equal numbers."""
+    if not _is_assignment(relation) or _numbers_differ(relation):
+        return False
+    first = relation.parts[0]
+    if isinstance(first, Leaf):
+        return not symbols(first.tree) or not any(isinstance(part, Number) for part in parts(first.tree))
+    return _is_name(first)
+
+
+def _numbers_differ(relation: Relation) -> bool:
+    """Whether numbers are said to be equal that are not."""
+    rounded = "~" in relation.signs
+    trees = [part.tree for part in relation.parts if isinstance(part, Leaf) and not symbols(part.tree)]
+    return any(not (equal(one, other) or (rounded and _roughly(one, other))) for one, other in pairwise(trees))
+
+
+def _roughly(one: Expression, other: Expression) -> bool:
+    """Whether a number may be called approximately another: to the places it is given in, else to 5 %."""
+    try:
+        first, second = value_of(one, {}, 20), value_of(other, {}, 20)
+    except NoValueError:
+        return False
+    if isinstance(first, tuple) or isinstance(second, tuple):
+        return False
+    places = other.places if isinstance(other, Number) else 0
+    return bool(abs(first - second) <= (0.5001 * 10.0**-places if places else _ROUGHLY * max(abs(first), abs(second))))

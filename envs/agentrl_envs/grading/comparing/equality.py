@@ -1,0 +1,194 @@
+r"""Whether two expressions are equal, by their values: exact ones, or twice as many digits where they seem to agree.
+
+>>> from agentrl_envs.grading.reading.reader import read_expression as read
+>>> equal(read("(x+1)^2"), read("x^2+2x+1")), equal(read("0"), read(r"\sin\pi"))
+(True, True)
+>>> equal(read("2^{4181}"), read("2^{4181}+0.5")), equal(read("R-2r"), read("r-2R"))
+(False, False)
+
+With symbols, values are compared at points of both signs; where only complex numbers have one (roots and logarithms of
+negative numbers), conventions differ and nothing is concluded. A decimal of six places or more is equal to what rounds
+to it in six, a small one in its leading digits, one written to 15 digits in those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+from mpmath import mp
+
+from agentrl_envs.grading.comparing.values import NoValueError, random_number, value_of
+from agentrl_envs.grading.reading.expressions import (
+    FLOAT_DIGITS,
+    Expression,
+    Number,
+    applied,
+    is_rounded,
+    ordered,
+    symbols,
+)
+
+_DIGITS = (40, 100)
+_MOST_DIGITS = 3_000
+_AGREE = 0.7  # the share of the digits that equal values share, calculated
+_WITHOUT_CANCELLATION = frozenset({"*", "over", "^", "neg", "root", "factorial", "binomial", "pi", "e", "exp"})
+_ROUNDED = Fraction(1, 2 * 10**6)
+_SMALL = Fraction(1, 10)
+_LEADING = Fraction(1, 10**5)
+_FLOAT = Fraction(1, 10**14)
+
+
+def equal(left: Expression, right: Expression) -> bool | None:
+    """None where the values do not tell."""
+    if left == right:
+        return True
+    if "percent" in applied(left) ^ applied(right):  # 9 % is both 9 and 0.09, as is widely held
+        bare = [_without_percent(tree) for tree in (left, right)]
+        if bare != [left, right] and equal(*bare):
+            return True
+    agreed = False
+    for point, positive in _points(symbols(left) | symbols(right)):
+        said = _agree_at(left, right, point, positive=positive)
+        if said is False:
+            return False
+        agreed = agreed or said is True
+    return agreed or (True if ordered(left) == ordered(right) else None)
+
+
+def proportional(left: Expression, right: Expression) -> Fraction | None:
+    """A number whose product with ``right`` is ``left`` everywhere; None where there is none, or it is not rational."""
+    ratio: Any = None
+    for point, _ in _points(symbols(left) | symbols(right)):
+        try:
+            over, under = value_of(left, point, _DIGITS[0]), value_of(right, point, _DIGITS[0])
+        except NoValueError:
+            continue
+        if isinstance(over, tuple) or isinstance(under, tuple) or under == 0 or over == 0:
+            return None
+        with mp.workdps(_DIGITS[0]):
+            exact = isinstance(over, Fraction) and isinstance(under, Fraction)
+            here = over / under if exact else _number(over) / _number(under)
+        if ratio is not None and not _near(here, ratio, _DIGITS[0]):
+            return None
+        ratio = here
+    return _rational(ratio)
+
+
+def _rational(value: Any) -> Fraction | None:
+    if value is None or isinstance(value, Fraction):
+        return value
+    if mp.im(value) != 0:
+        return None
+    return Fraction(str(mp.nstr(mp.re(value), 30)))
+
+
+def _without_percent(tree: Expression) -> Expression:
+    if not isinstance(tree, Number) and getattr(tree, "function", None) == "percent":
+        return tree.arguments[0]  # type: ignore[union-attr]
+    return tree
+
+
+def _points(names: frozenset[str]) -> Iterator[tuple[dict[str, Fraction], bool]]:
+    """Where to compare, and whether all is positive there. Without names there is one point."""
+    yield {name: random_number(name) for name in names}, True
+    if names:
+        yield {name: -random_number(f"{name} turned") for name in names}, False
+        mixed = {name: random_number(f"{name} mixed") * 3 for name in names}
+        yield {name: value if value.numerator % 2 else -value for name, value in mixed.items()}, False
+        yield {name: 2 + random_number(f"{name} more") * 5 for name in names}, True
+
+
+def _agree_at(left: Expression, right: Expression, point: dict[str, Fraction], *, positive: bool) -> bool | None:
+    try:
+        first, second = value_of(left, point, _DIGITS[0]), value_of(right, point, _DIGITS[0])
+        if isinstance(first, tuple) or isinstance(second, tuple):
+            return _matrices_agree(left, right, first, second)
+        if not _both_real(first, second):
+            if _is_real(first) != _is_real(second):
+                return False if positive else None
+            if not positive:
+                return True if _near(first, second, _DIGITS[0]) else None
+        if is_rounded(left) or is_rounded(right):
+            return _rounds_to(left, right, first, second, scaled=bool(point))
+        if isinstance(first, Fraction) and isinstance(second, Fraction):
+            return first == second
+        exact = applied(left) | applied(right) <= _WITHOUT_CANCELLATION  # where the smallest value is no zero
+        if not _near(first, second, _DIGITS[0], relative=exact):
+            return False
+        digits = _digits_for(first)
+        if digits is None:  # so large that nothing shows what stands behind the point
+            return True if exact else None
+        return _near(value_of(left, point, digits), value_of(right, point, digits), digits, relative=exact)
+    except NoValueError:
+        return None
+
+
+def _digits_for(value: Any) -> int | None:
+    """How many digits show what stands behind the point (2^{2005} + 1 is not 2^{2005}); None where too many would."""
+    with mp.workdps(_DIGITS[0]):
+        size = abs(_number(value))
+        before = int(mp.log10(size)) if size > 1 and not mp.isinf(size) else 0
+    return None if before > _MOST_DIGITS else _DIGITS[1] + int(before / _AGREE)
+
+
+def _matrices_agree(left: Expression, right: Expression, first: Any, second: Any) -> bool:
+    if not isinstance(first, tuple) or not isinstance(second, tuple):
+        return False
+    if (len(first), len(first[0])) != (len(second), len(second[0])):
+        return False
+    decimals = is_rounded(left) or is_rounded(right)
+    for row, other in zip(first, second, strict=True):
+        for cell, mate in zip(row, other, strict=True):
+            near = _within_rounding(cell, mate, scaled=False) if decimals else _near(cell, mate, _DIGITS[0])
+            if not near:
+                return False
+    return True
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Fraction) or abs(mp.im(value)) <= mp.mpf(10) ** (-_DIGITS[0] * _AGREE) * abs(value)
+
+
+def _both_real(first: Any, second: Any) -> bool:
+    return _is_real(first) and _is_real(second)
+
+
+def _near(first: Any, second: Any, digits: int, *, relative: bool = False) -> bool:
+    if isinstance(first, Fraction) and isinstance(second, Fraction):
+        return first == second
+    with mp.workdps(digits):
+        first, second = _number(first), _number(second)
+        if mp.isinf(first) or mp.isinf(second):
+            return bool(first == second)
+        size = max(mp.zero if relative else mp.one, abs(first), abs(second))
+        return bool(abs(first - second) <= mp.mpf(10) ** (-digits * _AGREE) * size)
+
+
+def _rounds_to(left: Expression, right: Expression, first: Any, second: Any, *, scaled: bool) -> bool:
+    if _within_rounding(first, second, scaled=scaled):
+        return True
+    printed = any(isinstance(tree, Number) and tree.digits >= FLOAT_DIGITS for tree in (left, right))
+    with mp.workdps(_DIGITS[0]):
+        first, second = _number(first), _number(second)
+        return printed and bool(abs(first - second) <= _number(_FLOAT) * max(abs(first), abs(second)))
+
+
+def _within_rounding(first: Any, second: Any, *, scaled: bool) -> bool:
+    """``scaled``: at a point for symbols, where large values are no sign of many digits."""
+    exact = isinstance(first, Fraction) and isinstance(second, Fraction)
+    with mp.workdps(_DIGITS[0]):
+        rounded, small, leading = (value if exact else _number(value) for value in (_ROUNDED, _SMALL, _LEADING))
+        if not exact:
+            first, second = _number(first), _number(second)
+            if mp.isinf(first) or mp.isinf(second):
+                return bool(first == second)
+        size = max(abs(first), abs(second))
+        if size < small:
+            return bool(abs(first - second) <= leading * size)
+        return bool(abs(first - second) <= rounded * (size if scaled and size > 1 else 1))
+
+
+def _number(value: Any) -> Any:
+    return mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value

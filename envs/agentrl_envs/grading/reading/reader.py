@@ -1,0 +1,455 @@
+r"""Read an expression, in LaTeX or as programs print it. All of the text must be understood; what is not is an error.
+
+>>> read_expression(r"\frac12") == read_expression("1/2")
+True
+>>> read_expression("17 0")
+Traceback (most recent call last):
+agentrl_envs.grading.reading.tokens.UnreadableError: a number beside a factor
+
+Factors side by side bind closer than a division sign: ``1/2x`` is ``1/(2x)``. Numbers side by side are no product, and
+an integer before a proper fraction is a mixed number. ``i`` is the imaginary unit unless it is the index of a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+from agentrl_envs.grading.reading.expressions import Apply, Expression, Number, Symbol
+from agentrl_envs.grading.reading.tokens import Token, UnreadableError, tokens_of
+
+_END = Token("end", "")
+_FUNCTION_COMMANDS = r"""
+    \sin \cos \tan \sec \csc \cot \arcsin \arccos \arctan \arcsec \arccsc \arccot \sinh \cosh \tanh \exp \ln \lg
+    \log \det
+"""
+_FUNCTIONS = frozenset(_FUNCTION_COMMANDS.split())
+_CALLS = {  # of so many arguments in parentheses
+    r"\abs": 1, r"\Integer": 1, r"\Float": 1, r"\factorial": 1, r"\floor": 1, r"\ceil": 1, r"\cbrt": 1,
+    r"\Rational": 2, r"\root": 2, r"\binomial": 2, r"\gcd": 0, r"\lcm": 0, r"\max": 0, r"\min": 0,
+}  # fmt: skip
+_GREEK_COMMANDS = r"""
+    \alpha \beta \gamma \delta \epsilon \varepsilon \zeta \eta \theta \vartheta \iota \kappa \lambda \mu \nu \xi
+    \rho \sigma \tau \upsilon \phi \varphi \chi \psi \omega \Gamma \Delta \Theta \Lambda \Xi \Sigma \Phi \Psi
+    \Omega \ell \hbar
+"""
+_GREEK = frozenset(_GREEK_COMMANDS.split())
+_FIGURES = frozenset({r"\angle", r"\triangle", r"\odot", r"\widehat", r"\parallel"})
+_ACCENT_COMMANDS = r"""
+    \vec \bar \hat \tilde \overline \overrightarrow \mathbf \mathbb \mathcal \boldsymbol \widetilde
+"""
+_ACCENTS = frozenset(_ACCENT_COMMANDS.split())
+_TIMES = frozenset({"*", r"\cdot", r"\times", r"\ast"})
+_OVER = frozenset({"/", r"\div", ":"})
+_MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "array"})
+_FUNCTION_NAMES = frozenset("fghFGHP")
+_EXPONENT_DIGITS = 5  # of scientific notation, its sign among them
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
+
+
+def read_expression(text: str) -> Expression:
+    """The expression that all of the text writes. Raises `UnreadableError`."""
+    try:
+        reader = _Reader(tokens_of(text))
+        tree = reader.sum()
+        reader.expect_end()
+    except RecursionError as error:
+        raise UnreadableError("too deep") from error
+    return tree
+
+
+class _Reader:
+    """Recursive descent over the tokens."""
+
+    def __init__(self, tokens: list[Token]) -> None:
+        self._tokens = tokens
+        self._place = 0
+        self._indices: list[str] = []
+        self._bars = 0
+
+    def expect_end(self) -> None:
+        if self._next.kind != "end":
+            raise UnreadableError(f"{self._next.text!r} at the end")
+
+    def sum(self) -> Expression:
+        terms = [self._term()]
+        while self._next.text in ("+", "-"):
+            minus = self._take().text == "-"
+            term = self._term()
+            terms.append(Apply("neg", (term,)) if minus else term)
+        return terms[0] if len(terms) == 1 else Apply("+", tuple(terms))
+
+    def _term(self) -> Expression:
+        factors = [self._signed()]
+        while True:
+            if self._next.text in _TIMES:
+                self._take()
+                factors.append(self._signed())
+            elif self._next.text in _OVER:
+                self._take()
+                factors.append(Apply("over", (self._signed(),)))
+            elif self._next.text in (r"\bmod", r"\mod"):
+                self._take()
+                factors = [Apply("mod", (_product(factors), self._signed()))]
+            else:
+                return _product(factors)
+
+    def _signed(self) -> Expression:
+        minus = False
+        while self._next.text in ("+", "-"):
+            minus ^= self._take().text == "-"
+        tree = self._beside()
+        return Apply("neg", (tree,)) if minus else tree
+
+    def _beside(self, *, stop_at_functions: bool = False) -> Expression:
+        """Factors side by side."""
+        factors = [self._factor()]
+        while self._starts_a_factor() and not (stop_at_functions and self._next.text in _FUNCTIONS):
+            if self._next.kind == "number":
+                raise UnreadableError("a number beside a factor")
+            fraction = self._next.text == r"\frac"
+            before, factor = factors[-1], self._factor()
+            if fraction and len(factors) == 1 and _whole(before) and (share := _share(factor)) is not None:
+                if share >= 1:
+                    raise UnreadableError("neither a mixed number nor a product")
+                factors = [Apply("+", (before, factor))]
+            else:
+                factors.append(factor)
+        tree = _product(factors)
+        if self._next.text != "%":
+            return tree
+        self._take()
+        return Apply("percent", (tree,))
+
+    def _starts_a_factor(self) -> bool:
+        token = self._next
+        if token.kind in ("number", "name"):
+            return True
+        if token.kind == "command":
+            return token.text not in _TIMES | _OVER | {
+                r"\bmod", r"\mod", r"\choose", r"\rfloor", r"\rceil", r"\rvert", r"\end", "\\\\", r"\}",
+            }  # fmt: skip
+        return token.text in ("(", "[", "{") or (token.text == "|" and self._bars == 0)
+
+    def _factor(self) -> Expression:
+        """An operand with what stands behind it: powers, factorials and degree signs."""
+        tree = self._operand()
+        while True:
+            if self._next.text == "^":
+                self._take()
+                tree = self._raised(tree)
+            elif self._next.text == "!":
+                self._take()
+                tree = Apply("factorial", (tree,))
+            elif self._next.text == r"\degree":
+                self._take()
+                tree = Apply("degree", (tree,))
+            else:
+                return tree
+
+    def _raised(self, base: Expression) -> Expression:
+        if self._exponent_is(r"\circ", r"\degree"):
+            return Apply("degree", (base,))
+        if self._exponent_is(r"\top"):
+            return Apply("transpose", (base,))
+        return Apply("^", (base, self._exponent()))
+
+    def _exponent_is(self, *commands: str) -> bool:
+        """Whether the exponent is one of these commands alone; if so it is taken."""
+        ahead = [token.text for token in self._tokens[self._place : self._place + 3]]
+        if ahead[:1] and ahead[0] in commands:
+            self._place += 1
+            return True
+        if len(ahead) == 3 and ahead[0] == "{" and ahead[1] in commands and ahead[2] == "}":
+            self._place += 3
+            return True
+        return False
+
+    def _exponent(self) -> Expression:
+        minus = False
+        while self._next.text in ("+", "-"):
+            minus ^= self._take().text == "-"
+        if self._next.kind == "name" and len(self._next.text) > 1:
+            raise UnreadableError("several letters as an exponent")
+        tree = self._operand()
+        if self._next.text == "^":
+            self._take()
+            tree = Apply("^", (tree, self._exponent()))
+        return Apply("neg", (tree,)) if minus else tree
+
+    def _operand(self) -> Expression:
+        token = self._take()
+        match token.kind:
+            case "number":
+                return self._number(token)
+            case "name":
+                return self._name(token)
+            case "command":
+                return self._command(token)
+        if token.text in _CLOSING:
+            return self._group(_CLOSING[token.text])
+        if token.text == "|":
+            return self._bars_around("|")
+        raise UnreadableError(f"{token.text!r} is no operand")
+
+    def _number(self, token: Token) -> Expression:
+        if self._next.text == "_":
+            raise UnreadableError("a numeral of some base in an expression")
+        mantissa, _, exponent = token.text.lower().partition("e")
+        if len(exponent) > _EXPONENT_DIGITS:
+            raise UnreadableError("a large exponent")
+        whole, _, behind = mantissa.partition(".")
+        digits = len((whole + behind).lstrip("0")) if behind else 0
+        value = Number(Fraction(token.text), digits, digits if exponent else len(behind))
+        if self._next.text == "j" and not self._next.spaced:
+            self._take()
+            return Apply("*", (value, Apply("i", ())))
+        return value
+
+    def _name(self, token: Token) -> Expression:
+        name = token.text
+        if name == "e" and name not in self._indices and self._next.text not in ("_", "'"):
+            return Apply("e", ())
+        if name == "i" and name not in self._indices and self._next.text not in ("_", "'"):
+            return Apply("i", ())
+        if name == "I" and "*" in (self._next.text, self._before):
+            return Apply("i", ())
+        return self._marked(name)
+
+    def _marked(self, name: str) -> Expression:
+        """A name with its subscript and primes, and its arguments where it is a function's."""
+        function = name in _FUNCTION_NAMES
+        while self._next.text in ("_", "'"):
+            name += f"_{{{self._raw()}}}" if self._take().text == "_" else "'"
+        if function and self._next.text == "(":
+            return Apply(f"call {name}", self._arguments())
+        return Symbol(name)
+
+    def _raw(self) -> str:
+        """The text of the next token or group in braces."""
+        token = self._take()
+        if token.kind == "end":
+            raise UnreadableError("an end where something must follow")
+        if token.text != "{":
+            return token.text
+        depth, said = 1, []
+        while depth:
+            token = self._take()
+            depth += {"{": 1, "}": -1}.get(token.text, 0)
+            if token.kind == "end":
+                raise UnreadableError("an open brace")
+            said.append(token.text)
+        return "".join(said[:-1])
+
+    def _group(self, closing: str) -> Expression:
+        bars, self._bars = self._bars, 0
+        tree = self.sum()
+        if closing == "}" and self._next.text == r"\choose":
+            self._take()
+            tree = Apply("binomial", (tree, self.sum()))
+        self._bars = bars
+        self._expect(closing)
+        return tree
+
+    def _bars_around(self, closing: str) -> Expression:
+        self._bars += 1
+        tree = self.sum()
+        self._bars -= 1
+        self._expect(closing)
+        return Apply("abs", (tree,))
+
+    def _arguments(self) -> tuple[Expression, ...]:
+        self._expect("(")
+        bars, self._bars = self._bars, 0
+        found = [self.sum()]
+        while self._next.text == ",":
+            self._take()
+            found.append(self.sum())
+        self._bars = bars
+        self._expect(")")
+        return tuple(found)
+
+    def _argument(self) -> Expression:
+        """What a LaTeX command takes: a group in braces, a digit, a letter, another command."""
+        if self._next.kind == "number" and len(self._next.text) > 1:
+            raise UnreadableError("a number of several digits without braces")
+        if self._next.kind == "name" and len(self._next.text) > 1:
+            raise UnreadableError("several letters without braces")
+        if self._next.kind == "sign" and self._next.text != "{":
+            raise UnreadableError(f"{self._next.text!r} is no argument")
+        return self._operand()
+
+    def _command(self, token: Token) -> Expression:
+        name = token.text
+        if name in _SIMPLE:
+            return _SIMPLE[name](self)
+        if name in _FUNCTIONS:
+            return self._function(name[1:])
+        if name in _CALLS:
+            return self._call(name)
+        if name in _GREEK:
+            return self._marked(name[1:].removeprefix("var"))
+        if name in _FIGURES and self._next.kind == "name":
+            return Symbol(f"{name[1:]} {self._take().text}")
+        if name in _ACCENTS:
+            return self._marked(f"{name[1:]} {self._raw()}")
+        raise UnreadableError(name)
+
+    def _call(self, name: str) -> Expression:
+        arguments = self._arguments()
+        if _CALLS[name] not in (0, len(arguments)):
+            raise UnreadableError(f"{name} of {len(arguments)} arguments")
+        match name:
+            case r"\Rational":
+                return Apply("*", (arguments[0], Apply("over", arguments[1:])))
+            case r"\Integer" | r"\Float":
+                return arguments[0]
+            case r"\cbrt":
+                return Apply("root", (arguments[0], Number(Fraction(3))))
+        return Apply(name[1:], arguments)
+
+    def _function(self, name: str) -> Expression:
+        """``\\sin^2 x``, ``\\log_2 8``, ``\\sin(x)``, ``\\sin 2x``."""
+        base: Expression | None = None
+        power: Expression | None = None
+        while self._next.text in ("_", "^"):
+            if self._take().text == "_":
+                base = self._operand()
+            else:
+                power = self._exponent()
+        argument = self._function_argument()
+        if name in ("log", "lg", "ln"):
+            tree = Apply("ln", (argument,))
+            if name != "ln":
+                tree = Apply("*", (tree, Apply("over", (Apply("ln", (base or Number(Fraction(10)),)),))))
+        elif base is not None:
+            raise UnreadableError(f"{name} with a subscript")
+        elif power == Apply("neg", (Number(Fraction(1)),)):
+            return Apply(f"arc{name}", (argument,))
+        else:
+            tree = Apply(name, (argument,))
+        return tree if power is None else Apply("^", (tree, power))
+
+    def _function_argument(self) -> Expression:
+        if self._next.text in _CLOSING:
+            return self._operand()
+        minus = self._next.text == "-"
+        if minus:
+            self._take()
+        tree = self._beside(stop_at_functions=True)
+        return Apply("neg", (tree,)) if minus else tree
+
+    def _fraction(self) -> Expression:
+        digits = self._next.text
+        if self._next.kind == "number" and len(digits) == 2:
+            self._take()
+            upper, lower = (Number(Fraction(digit)) for digit in digits)
+            return Apply("*", (upper, Apply("over", (lower,))))
+        over = self._argument()
+        return Apply("*", (over, Apply("over", (self._argument(),))))
+
+    def _root(self) -> Expression:
+        degree: Expression = Number(Fraction(2))
+        if self._next.text == "[":
+            self._take()
+            degree = self._group("]")
+        inner = self._operand() if self._next.text == "(" else self._argument()
+        return Apply("root", (inner, degree))
+
+    def _binomial(self) -> Expression:
+        over = self._argument()
+        return Apply("binomial", (over, self._argument()))
+
+    def _series(self, name: str) -> Expression:
+        r"""``\sum_{k=1}^{n} a_k``."""
+        for sign in ("_", "{"):
+            self._expect(sign)
+        index = self._take()
+        if index.kind != "name":
+            raise UnreadableError("a sum without an index")
+        self._expect("=")
+        low = self.sum()
+        for sign in ("}", "^"):
+            self._expect(sign)
+        high = self._operand()
+        self._indices.append(index.text)
+        body = self._term()
+        self._indices.pop()
+        return Apply(name, (body, Symbol(index.text), low, high))
+
+    def _matrix(self) -> Expression:
+        kind = self._environment()
+        if kind not in _MATRICES | {"vmatrix"}:
+            raise UnreadableError(kind)
+        if kind == "array":
+            self._raw()
+        rows: list[Expression] = []
+        while self._next.text != r"\end":
+            cells = [self.sum()]
+            while self._next.text == "&":
+                self._take()
+                cells.append(self.sum())
+            rows.append(Apply("row", tuple(cells)))
+            if self._next.text == "\\\\":
+                self._take()
+        self._take()
+        if self._environment() != kind or len({len(row.arguments) for row in rows if isinstance(row, Apply)}) != 1:
+            raise UnreadableError("a matrix that is none")
+        matrix = Apply("matrix", tuple(rows))
+        return Apply("det", (matrix,)) if kind == "vmatrix" else matrix
+
+    def _environment(self) -> str:
+        if self._next.text != "{":
+            raise UnreadableError("an environment without a name")
+        return self._raw()
+
+    @property
+    def _next(self) -> Token:
+        return self._tokens[self._place] if self._place < len(self._tokens) else _END
+
+    @property
+    def _before(self) -> str:
+        """The sign before the token that was taken last."""
+        return self._tokens[self._place - 2].text if self._place >= 2 else ""
+
+    def _take(self) -> Token:
+        token = self._next
+        self._place += 1
+        return token
+
+    def _expect(self, text: str) -> None:
+        token = self._take()
+        if token.text != text:
+            raise UnreadableError(f"{token.text!r} where {text!r} must stand")
+
+
+_SIMPLE: dict[str, Callable[[_Reader], Expression]] = {
+    r"\pi": lambda _: Apply("pi", ()),
+    r"\infty": lambda _: Apply("infinity", ()),
+    r"\imath": lambda _: Apply("i", ()),
+    r"\frac": _Reader._fraction,
+    r"\sqrt": _Reader._root,
+    r"\binom": _Reader._binomial,
+    r"\sum": lambda reader: reader._series("sum"),
+    r"\prod": lambda reader: reader._series("product"),
+    r"\begin": _Reader._matrix,
+    r"\lfloor": lambda reader: Apply("floor", (reader._group(r"\rfloor"),)),
+    r"\lceil": lambda reader: Apply("ceil", (reader._group(r"\rceil"),)),
+    r"\lvert": lambda reader: Apply("abs", (reader._group(r"\rvert"),)),
+}
+
+
+def _product(factors: list[Expression]) -> Expression:
+    return factors[0] if len(factors) == 1 else Apply("*", tuple(factors))
+
+
+def _whole(tree: Expression) -> bool:
+    return isinstance(tree, Number) and tree.value.denominator == 1 and tree.digits == 0
+
+
+def _share(tree: Expression) -> Fraction | None:
+    """The value of a fraction of two plain integers."""
+    match tree:
+        case Apply("*", (Number(over, 0), Apply("over", (Number(under, 0),)))) if over and under:
+            return over / under
+    return None

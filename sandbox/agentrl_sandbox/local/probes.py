@@ -1,0 +1,242 @@
+"""Tries, with real programs, what programs must not be able to do.
+
+A probe is judged by what it saw, inside and in the world outside: the program got through, or it came to its end and
+did not. One that was cut short saw neither. It is repeated with more time, and never taken for missing isolation: a
+machine may be slow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from agentrl_sandbox.errors import StartError
+from agentrl_sandbox.local import probe_programs as programs
+from agentrl_sandbox.local.layers import layers_of
+from agentrl_sandbox.settings import SandboxSettings
+from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome, Sandbox
+
+_TRIES = (1, 3, 9)  # how much more time each try has than the first
+_PROBE_SECONDS = 0.3  # the deadline that the time probe is given
+_PATIENCE_SECONDS = 20.0  # for probes that should end by themselves
+_NEIGHBOUR_SECONDS = 0.3  # that a neighbour's files are looked for
+
+Execute = Callable[..., Awaitable[Execution]]
+Look = Callable[[int], Awaitable[bool]]  # how much more time it has -> whether the property held; or it raises Unclear
+
+
+class Unclear(Exception):
+    """A probe's program ended in a way that shows nothing."""
+
+    def __init__(self, ran: Execution) -> None:
+        super().__init__(" ".join([ran.outcome.value, *ran.stderr.strip().splitlines()[-1:]]))
+
+
+async def probe(sandbox: Sandbox, *, mode: str, layers: Mapping[str, int], settings: SandboxSettings) -> Isolation:
+    """Run every probe at once; for each property the layer that holds it, or None. Raises StartError.
+
+    ``layers`` is what the server found of the layers that need no namespace.
+    """
+
+    async def execute(program: str, *, timeout: float) -> Execution:
+        ran = await sandbox.execute(program, timeout=timeout)
+        if ran.outcome is Outcome.INFRASTRUCTURE_FAILURE:
+            raise StartError(f"the sandbox cannot run programs: {ran.stderr}")
+        return ran
+
+    with _victim() as victim:
+        looks: dict[str, Look] = {
+            "no_network": partial(_network, execute),
+            "scratch_only_writes": partial(_writes, execute),
+            "no_foreign_reads": partial(_reads, execute, victim, settings.concurrency > 1),
+            "bounded_memory": partial(_memory, execute, settings.memory_mb),
+            "bounded_processes": partial(_processes, execute, settings.max_processes),
+            "bounded_time": partial(_time, execute),
+            "bounded_output": partial(_output, execute, settings.flood_limit),
+            "no_tracing": partial(_tracing, execute, victim),
+        }
+        held = dict(zip(looks, await asyncio.gather(*(_settle(*item) for item in looks.items())), strict=True))
+        held["no_foreign_signals"] = await _settle("no_foreign_signals", partial(_signals, execute, victim))
+    names = layers_of(mode, layers)
+    return Isolation(layers={name: names[name] if held[name] else None for name in PROPERTIES}, mode=mode)
+
+
+async def _settle(name: str, look: Look) -> bool:
+    """Look until something is seen. Raises StartError."""
+    endings: list[str] = []
+    for slower in _TRIES:
+        try:
+            return await look(slower)
+        except Unclear as unclear:
+            endings.append(str(unclear))
+    raise StartError(
+        f"whether {name} holds could not be seen: the probe's program ended as {', then '.join(endings)}. "
+        "Is this machine overloaded?"
+    )
+
+
+def _judge(ran: Execution, *, broken: bool, held: tuple[Outcome, ...] = (Outcome.OK,)) -> bool:
+    """``broken`` says whether the program was seen to get through, ``held`` how one ends that did not."""
+    if not broken and ran.outcome not in held:
+        raise Unclear(ran)
+    return not broken
+
+
+class _Victim:
+    """A process of this user with a secret in its environment, its memory and an open file that has no name."""
+
+    def __init__(self, process: subprocess.Popen[bytes], start: str, rest: str) -> None:
+        self.process = process
+        self.start = start  # of the secret; programs know it, to find the rest
+        self.rest = rest
+
+
+@contextmanager
+def _victim() -> Iterator[_Victim]:
+    start, rest = secrets.token_hex(8), secrets.token_hex(8)
+    with tempfile.TemporaryFile() as file:
+        file.write((start + rest).encode())
+        file.flush()
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-c", "import time; time.sleep(600)"], env={"SECRET": start + rest}, stdin=file
+        )
+        try:
+            yield _Victim(process, start, rest)
+        finally:
+            process.kill()
+            process.wait()
+
+
+async def _network(execute: Execute, slower: int) -> bool:
+    """A TCP and a UDP socket listen here; the program's word must not arrive. Others may call, too."""
+    word = secrets.token_hex(8)
+    with socket.socket() as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp:
+        for listener in (tcp, udp):
+            listener.bind(("127.0.0.1", 0))
+            listener.setblocking(False)
+        tcp.listen()
+        program = programs.NETWORK.format(tcp=tcp.getsockname()[1], udp=udp.getsockname()[1], word=word)
+        ran = await execute(program, timeout=slower * _PATIENCE_SECONDS)
+        return _judge(ran, broken="sent" in ran.stdout or word.encode() in _arrived(tcp, udp))
+
+
+def _arrived(tcp: socket.socket, udp: socket.socket) -> bytes:
+    """All that was sent to two sockets."""
+    data: list[bytes] = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            caller, _ = tcp.accept()
+            with caller, contextlib.suppress(BlockingIOError, ConnectionError):
+                caller.setblocking(False)
+                data.append(caller.recv(64))
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            data.append(udp.recv(64))
+    return b" ".join(data)
+
+
+@contextmanager
+def _open_directory() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="agentrl-sandbox-probe-") as directory:
+        os.chmod(directory, 0o777)
+        yield directory
+
+
+async def _writes(execute: Execute, slower: int) -> bool:
+    """Writes to places where this user may write must not appear there; those to scratch must succeed."""
+    name = f"agentrl-sandbox-probe-{secrets.token_hex(8)}"
+    with _open_directory() as open_to_all:
+        untouched = Path(open_to_all, "untouched")
+        untouched.write_text("untouched")
+        untouched.chmod(0o666)
+        directories = [open_to_all, os.getcwd(), str(Path.home()), tempfile.gettempdir(), "/var/tmp", sys.prefix, "/"]
+        program = programs.WRITES.format(directories=directories, name=name, untouched=str(untouched))
+        ran = await execute(program, timeout=slower * _PATIENCE_SECONDS)
+        changed = not _is_untouched(untouched)
+        leaked = [path for path in (Path(directory) / name for directory in directories) if path.exists()]
+        for path in leaked:
+            path.unlink(missing_ok=True)
+    return _judge(ran, broken=bool(leaked) or changed)
+
+
+def _is_untouched(file: Path) -> bool:
+    return file.exists() and file.stat().st_mode & 0o777 == 0o666 and file.read_text() == "untouched"
+
+
+async def _reads(execute: Execute, victim: _Victim, neighbours: bool, slower: int) -> bool:
+    """Secrets in a file that everyone may read, in another program's files and in a process's open files stay there.
+
+    ``neighbours``: programs run side by side, so that one that looked for another's files must have met them.
+    """
+    patience = slower * _PATIENCE_SECONDS
+    with _open_directory() as open_to_all:
+        secret = Path(open_to_all, "secret")
+        secret.write_text(victim.start + victim.rest)
+        seconds = slower * _NEIGHBOUR_SECONDS
+        neighbour = programs.NEIGHBOUR.format(secret=victim.start + victim.rest, seconds=2 * seconds)
+        places = [str(secret), f"/proc/{victim.process.pid}/environ", f"/proc/{victim.process.pid}/fd/0"]
+        reader = programs.READS.format(places=places, start=victim.start, seconds=seconds)
+        beside, ran = await asyncio.gather(execute(neighbour, timeout=patience), execute(reader, timeout=patience))
+        held = _judge(ran, broken=victim.rest in ran.stdout)
+        if held and neighbours and not _met(beside, ran):
+            raise Unclear(beside)
+        if held and os.access("/etc/shadow", os.R_OK):
+            ran = await execute(programs.SHADOW, timeout=patience)
+            held = _judge(ran, broken=ran.exit_code == programs.GOT_THROUGH)
+        return held
+
+
+def _met(neighbour: Execution, reader: Execution) -> bool:
+    """Whether the reader looked everywhere once while the neighbour's file was there. Each line is a span of time."""
+    spans = [[float(word) for word in line.split()] for line in neighbour.stdout.splitlines()]
+    looks = [[float(word) for word in line.split()] for line in reader.stdout.splitlines()]
+    return any(begin <= look[0] and look[1] <= end for begin, end in spans for look in looks)
+
+
+async def _memory(execute: Execute, memory_mb: int, slower: int) -> bool:
+    program = programs.MEMORY.format(size=2 * memory_mb << 20)
+    ran = await execute(program, timeout=slower * _PATIENCE_SECONDS)
+    return _judge(ran, broken=ran.outcome is Outcome.OK, held=(Outcome.MEMORY_LIMIT,))
+
+
+async def _processes(execute: Execute, max_processes: int, slower: int) -> bool:
+    """Either no more can be made, or the program that has them is killed."""
+    program = programs.PROCESSES.format(most=max_processes + 8)
+    ran = await execute(program, timeout=slower * _PATIENCE_SECONDS)
+    return _judge(ran, broken=ran.exit_code == programs.GOT_THROUGH, held=(Outcome.OK, Outcome.KILLED))
+
+
+async def _time(execute: Execute, slower: int) -> bool:
+    """It must have begun to ignore signals when it is ended."""
+    ran = await execute(programs.TIME, timeout=slower * _PROBE_SECONDS)
+    if "spins" not in ran.stdout:
+        raise Unclear(ran)
+    return _judge(ran, broken=False, held=(Outcome.TIMEOUT,))
+
+
+async def _output(execute: Execute, flood_limit: int, slower: int) -> bool:
+    program = programs.OUTPUT.format(size=2 * flood_limit + programs.AHEAD)
+    ran = await execute(program, timeout=slower * _PATIENCE_SECONDS)
+    return _judge(ran, broken=ran.outcome is Outcome.OK, held=(Outcome.OUTPUT_LIMIT,))
+
+
+async def _tracing(execute: Execute, victim: _Victim, slower: int) -> bool:
+    program = programs.TRACING.format(pid=victim.process.pid, start=victim.start)
+    ran = await execute(program, timeout=slower * _PATIENCE_SECONDS)
+    return _judge(ran, broken=ran.exit_code == programs.GOT_THROUGH or victim.rest in ran.stdout)
+
+
+async def _signals(execute: Execute, victim: _Victim, slower: int) -> bool:
+    """A process of this user must survive."""
+    ran = await execute(programs.SIGNALS.format(pid=victim.process.pid), timeout=slower * _PATIENCE_SECONDS)
+    return _judge(ran, broken=ran.exit_code == programs.GOT_THROUGH or victim.process.poll() is not None)

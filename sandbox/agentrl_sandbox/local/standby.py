@@ -1,0 +1,118 @@
+"""The fork server that runs programs, a warm one that stands by, and how the second takes the first one's place."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+
+from agentrl_sandbox.errors import StartError
+from agentrl_sandbox.local.process import ServerGone, ServerProcess
+from agentrl_sandbox.runner.config import RunnerConfig
+from agentrl_sandbox.runner.isolation.users import free_users
+from agentrl_sandbox.settings import SandboxSettings
+
+
+class Servers:
+    """``follow`` is called with every server that comes to run programs, the first included."""
+
+    def __init__(
+        self,
+        settings: SandboxSettings,
+        config: RunnerConfig,
+        server: ServerProcess,
+        follow: Callable[[ServerProcess], None],
+    ) -> None:
+        self._settings = settings
+        self._config = config
+        self._server = server
+        self._follow = follow
+        self._standby: asyncio.Task[ServerProcess] | None = None
+        self._starts = 1
+        self._burials: set[asyncio.Task[None]] = set()
+        self._restarting = asyncio.Lock()
+        self._closed = False
+        follow(server)
+
+    @property
+    def layers(self) -> dict[str, int]:
+        """See ``lockdown.layers``."""
+        return self._server.layers
+
+    async def living(self) -> ServerProcess:
+        """The server, brought back if it is gone. Raises ServerGone once closed, and StartError."""
+        async with self._restarting:
+            if self._closed:
+                raise ServerGone("the sandbox was closed")
+            if self._server.gone:
+                await self._succeed(self._server)
+            return self._server
+
+    def keep_standby(self, burial: asyncio.Task[None] | None = None) -> None:
+        """Start a second server in the background, where the settings ask for one."""
+        if self._settings.standby:
+            self._standby = asyncio.get_running_loop().create_task(self._start(burial))
+
+    async def close(self) -> None:
+        """End them and what runs on them."""
+        self._closed = True
+        async with self._restarting:
+            await self._server.close()
+            await self._close_standby()
+            await asyncio.gather(*self._burials)
+
+    async def _succeed(self, dead: ServerProcess) -> None:
+        """Have the standby take over from a dead server, or start another. Raises StartError."""
+        burial = asyncio.get_running_loop().create_task(dead.close())
+        self._burials.add(burial)
+        burial.add_done_callback(self._burials.discard)
+        standby, self._standby = self._standby, None
+        server: ServerProcess | None = None
+        if standby is not None:
+            with contextlib.suppress(StartError):
+                server = await standby
+        if server is not None and server.gone:
+            await server.close()
+            server = None
+        self._server = server or await self._start(burial)
+        self._follow(self._server)
+        self.keep_standby(burial)
+
+    async def _start(self, burial: asyncio.Task[None] | None) -> ServerProcess:
+        """A warm server. Servers that live side by side never have programs run as the same users. Raises StartError.
+
+        It starts when ``burial``, the end of the server before, is over: that one's users may become its own.
+        """
+        if burial is not None:
+            await asyncio.shield(burial)
+        turn, self._starts = self._starts, self._starts + 1
+        try:
+            users = first_user(self._settings, turn)
+        except OSError as error:
+            raise StartError(f"no users could be drawn for the sandbox's server: {error}") from error
+        server = await ServerProcess.start(replace(self._config, first_user=users))
+        try:
+            await server.warm()
+        except asyncio.CancelledError:
+            await server.close()
+            raise
+        return server
+
+    async def _close_standby(self) -> None:
+        standby, self._standby = self._standby, None
+        if standby is None:
+            return
+        standby.cancel()
+        try:
+            server = await standby
+        except (asyncio.CancelledError, StartError):
+            return
+        await server.close()
+
+
+def first_user(settings: SandboxSettings, turn: int) -> int:
+    """Of the ``turn``-th server: the setting's users, by turns its first and second half; or users drawn at random."""
+    if settings.first_user is None:
+        return free_users()
+    return settings.first_user + (settings.slots if settings.standby and turn % 2 else 0)

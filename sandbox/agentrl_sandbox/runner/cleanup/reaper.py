@@ -1,0 +1,91 @@
+"""Without namespaces: a process above the server that outlives it, and ends and removes what it left.
+
+The kernel ends what is in a PID namespace; here nothing does, so orphans are adopted and killed by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from typing import NoReturn
+
+from agentrl_sandbox.runner import kernel
+from agentrl_sandbox.runner.cleanup import leftovers as remains
+from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
+from agentrl_sandbox.runner.isolation.lockdown import has_own_users
+
+_SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
+_LOOK_SECONDS = 1.0
+
+
+def fork_server(config: RunnerConfig, descriptor: int) -> None:
+    """Make the scratch directories, then go on as the server; return there only. ``descriptor`` is the server's.
+
+    Raises PermissionError where the programs' users cannot reach the interpreter.
+    """
+    if has_own_users(config):
+        _check_reach(config)
+    scratch = _make_scratch(config)
+    os.environ[SCRATCH_VARIABLE] = scratch
+    kernel.adopt_orphans(needed=not has_own_users(config))
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    this = os.getpid()
+    server = os.fork()
+    if server != 0:
+        os.close(descriptor)
+        _wait_and_bury(server, config, scratch)
+    kernel.adopt_orphans(needed=not has_own_users(config))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # so that the server buries what is its own
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    kernel.die_with_parent(signal.SIGTERM)
+    if os.getppid() != this:
+        sys.exit(0)
+
+
+def bury(config: RunnerConfig, scratch: str) -> None:
+    """Kill what is below this process and remove the scratch directories."""
+    users = config.first_user if has_own_users(config) else None
+    remains.bury(scratch, lambda slot: None if users is None else users + slot)
+
+
+def _check_reach(config: RunnerConfig) -> None:
+    """Namespaces show the interpreter wherever it lies; without them its directories must let others in."""
+    closed = [path for path in dict.fromkeys(config.readable) if not _can_list(config.first_user, path)]
+    if closed:
+        raise PermissionError(
+            f"programs run as users of their own, who cannot enter {', '.join(closed)}: let others enter these "
+            "directories and those above them (chmod o+rx), or install Python elsewhere"
+        )
+
+
+def _can_list(user: int, path: str) -> bool:
+    try:
+        remains.run_helper(user, lambda: os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY)))
+    except OSError:
+        return False
+    return True
+
+
+def _make_scratch(config: RunnerConfig) -> str:
+    """One directory a slot. Its user may write there by its group, and not change the directory's own rights."""
+    scratch = tempfile.mkdtemp(prefix="agentrl-sandbox-")
+    own_users = has_own_users(config)
+    os.chmod(scratch, 0o711 if own_users else 0o700)
+    for slot in range(config.slots):
+        os.mkdir(f"{scratch}/{slot}", 0o700)
+        if own_users:
+            os.chown(f"{scratch}/{slot}", -1, config.first_user + slot)
+            os.chmod(f"{scratch}/{slot}", 0o770)
+    return scratch
+
+
+def _wait_and_bury(server: int, config: RunnerConfig, scratch: str) -> NoReturn:
+    """Until the server ends, the client is gone or this process is asked to end."""
+    while os.getppid() == config.client_pid:
+        told = signal.sigtimedwait(_SIGNALS, _LOOK_SECONDS)
+        if told is not None and (told.si_signo == signal.SIGTERM or os.waitpid(server, os.WNOHANG)[0] == server):
+            break
+    bury(config, scratch)
+    os._exit(0)

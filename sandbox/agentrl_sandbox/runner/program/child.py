@@ -1,0 +1,189 @@
+"""What happens in the forked child: it locks itself in, then becomes the program."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from agentrl_sandbox.runner import kernel
+from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
+from agentrl_sandbox.runner.isolation.lockdown import Lockdown, has_own_users
+from agentrl_sandbox.runner.isolation.memory_use import tasks_of_user
+from agentrl_sandbox.runner.isolation.rootfs import SCRATCH, become_namespace_root
+from agentrl_sandbox.runner.isolation.scratch_use import INODES
+from agentrl_sandbox.runner.program import interpreter
+from agentrl_sandbox.runner.program.fetched import Fetched
+from agentrl_sandbox.runner.program.files import fetch_files, write_files
+from agentrl_sandbox.runner.program.order import Task, read_task
+
+FILE_NAME = "<program>"
+STARTED = b"R"
+OUT_OF_MEMORY = b"M"
+_STATUS_DESCRIPTOR = 200
+_FETCHED_DESCRIPTOR = 201
+_OPEN_FILES = 256
+_NICENESS = 5  # so that spinning programs do not keep the server from ending them
+_SPARE_MEMORY = 16 << 20  # bytes lent to report a MemoryError
+_OTHER_TASKS = 256  # that the server's user may add after the start, where programs share it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChildLimits:
+    """What is the same for every child of a zygote."""
+
+    isolate: str
+    first_user: int | None  # slot i has user first_user + i; None: programs keep the server's user
+    lockdown: Lockdown
+    address_space: int  # bytes
+    max_processes: int
+    scratch: str  # mount options
+    scratch_bytes: int
+    generators: tuple[Callable[[], None], ...]  # what seeds the interpreter's random generators anew
+
+    @classmethod
+    def from_config(cls, config: RunnerConfig, generators: tuple[Callable[[], None], ...]) -> ChildLimits:
+        """Measured in the warm zygote: the limit on memory counts from what the interpreter has mapped already."""
+        with open("/proc/self/statm", encoding="ascii") as file:
+            mapped = int(file.read().split()[0]) * resource.getpagesize()
+        size = config.scratch_mb << 20
+        processes = config.max_processes
+        if config.isolate == "none" and not has_own_users(config):  # the kernel counts all that this user has
+            processes = tasks_of_user(os.geteuid()) + config.max_processes * config.slots + _OTHER_TASKS
+        return cls(
+            isolate=config.isolate,
+            first_user=config.first_user if has_own_users(config) else None,
+            lockdown=Lockdown(config),
+            address_space=mapped + (config.memory_mb << 20),
+            max_processes=processes,
+            scratch=f"size={size},nr_inodes={INODES},mode=700",
+            scratch_bytes=size,
+            generators=generators,
+        )
+
+    def user(self, slot: int) -> int | None:
+        """The user of a slot's programs, where slots have users of their own."""
+        return None if self.first_user is None else self.first_user + slot
+
+    def reseed(self) -> None:
+        """Otherwise every program would draw what the zygote would have drawn."""
+        for seed in self.generators:
+            seed()
+
+
+def limit_children(limits: ChildLimits) -> None:
+    """Set, once and in the zygote, what every child inherits and no zygote needs."""
+    os.umask(0o022)
+    kernel.no_new_privileges()
+    for kind, soft, hard in (
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_FSIZE, limits.scratch_bytes, limits.scratch_bytes),
+        (resource.RLIMIT_NOFILE, _OPEN_FILES, _OPEN_FILES),
+        (resource.RLIMIT_AS, limits.address_space, limits.address_space + _SPARE_MEMORY),
+    ):
+        resource.setrlimit(kind, (soft, hard))
+
+
+def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: list[int]) -> NoReturn:
+    """Isolate this process, run the program, exit. Never returns, whatever the program does."""
+    exit_code, leave, write = 70, os._exit, os.write  # the program may replace them
+    try:
+        task = _take_descriptors(descriptors)
+        scratch, pid = isolate(limits, slot), os.getpid()
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
+        resource.setrlimit(resource.RLIMIT_NPROC, (limits.max_processes, limits.max_processes))
+        limits.lockdown.close(scratch)
+        close_descriptors_but(_STATUS_DESCRIPTOR, *([_FETCHED_DESCRIPTOR] if task.fetch else []))
+        write_files(scratch, 0, task.files)
+        limits.reseed()
+        os.write(_STATUS_DESCRIPTOR, STARTED)
+        exit_code, mark = _run(task)
+        if task.fetch and os.getpid() == pid:  # not a child of the program that got here too
+            _fetch(scratch, task)
+        if os.getpid() == pid:
+            with contextlib.suppress(OSError):  # the program closed it: it is then an ordinary error
+                write(_STATUS_DESCRIPTOR, mark)
+    except OSError as error:
+        os.write(_STATUS_DESCRIPTOR, str(error).encode())
+    finally:
+        leave(exit_code)
+
+
+def _take_descriptors(descriptors: list[int]) -> Task:
+    """Put standard streams, the status pipe and the file to fetch into in place, read the task."""
+    program, stdout, stderr, status, *fetched = descriptors
+    os.dup2(program, 0)
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    os.dup2(status, _STATUS_DESCRIPTOR, inheritable=False)
+    if fetched:
+        os.dup2(fetched[0], _FETCHED_DESCRIPTOR, inheritable=False)
+    return read_task(0)
+
+
+def close_descriptors_but(*kept: int) -> None:
+    """Close all but the standard streams and ``kept``, which are ascending."""
+    first = 3
+    for descriptor in kept:
+        os.closerange(first, descriptor)
+        first = descriptor + 1
+    os.closerange(first, 65_536)
+
+
+def isolate(limits: ChildLimits, slot: int) -> str:
+    """Leave the zygote's namespaces and user; the scratch directory, where the process then is."""
+    os.nice(_NICENESS)
+    kernel.offer_to_oom_killer()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    user = limits.user(slot)
+    if limits.isolate == "none":
+        os.setsid()
+        kernel.adopt_orphans(needed=user is None)
+        directory = f"{os.environ.pop(SCRATCH_VARIABLE)}/{slot}"
+        os.environ["HOME"] = os.environ["TMPDIR"] = directory
+    else:
+        # A signal to a process group crosses PID namespaces. Not a session: its share of the processors is its own.
+        os.setpgid(0, 0)
+        kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC)
+        directory = SCRATCH
+        owner = "" if user is None else f",uid={user},gid={user}"
+        flags = kernel.MS_NOSUID | kernel.MS_NODEV
+        kernel.mount("scratch", SCRATCH, "tmpfs", flags, limits.scratch + owner)
+        kernel.mount("proc", "/proc", "proc", flags | kernel.MS_NOEXEC)
+    if limits.isolate == "user":
+        os.chdir(directory)
+        become_namespace_root()
+        kernel.drop_capabilities()
+    elif user is not None:
+        kernel.become(user)
+    os.chdir(directory)
+    kernel.set_dumpable()
+    kernel.die_with_parent(signal.SIGKILL)
+    return directory
+
+
+def _run(task: Task) -> tuple[int, bytes]:
+    """Run the program as ``__main__``; its exit status, as the interpreter gives it, and the status pipe's last word.
+
+    Whatever else writes to the pipe or ends this process, such as a fork that ran out of memory, says nothing of this
+    program.
+    """
+    sys.path.insert(0, "")
+    gc.enable()
+    marks: list[bytes] = []
+    program = interpreter.Program(source=task.source, name=FILE_NAME, echo=task.echo)
+    exit_code = interpreter.run(program, interpreter.make_main(), lambda: marks.append(OUT_OF_MEMORY))
+    return interpreter.finish(exit_code, lambda: marks.append(OUT_OF_MEMORY)), b"".join(marks[:1])
+
+
+def _fetch(scratch: str, task: Task) -> None:
+    """What the program did to this interpreter may make this fail; how the program ended stays as it is."""
+    with contextlib.suppress(BaseException):
+        fetch_files(scratch, task.fetch, Fetched(_FETCHED_DESCRIPTOR, task.fetch))

@@ -1,0 +1,129 @@
+"""Runs a program's text as ``__main__`` in this process, and tells its exit status as Python would."""
+
+from __future__ import annotations
+
+import atexit
+import linecache
+import os
+import resource
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType, TracebackType
+
+from agentrl_sandbox.runner.program import echo
+from agentrl_sandbox.runner.program.echo import compile_with_echo
+
+UNCAUGHT = 1
+"""The exit status of a program that an exception ended."""
+
+_OURS = (__file__, echo.__file__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """A text to run. ``name`` stands in tracebacks."""
+
+    source: bytes
+    name: str
+    echo: bool
+
+
+def make_main() -> ModuleType:
+    """A fresh ``__main__``, put in place."""
+    main = ModuleType("__main__")
+    main.__dict__.update(__builtins__=sys.modules["builtins"])
+    sys.modules["__main__"] = main
+    return main
+
+
+def run(program: Program, main: ModuleType, on_out_of_memory: Callable[[], None]) -> int:
+    """Run the program in ``main`` and give its exit status. An exception is reported on stderr."""
+    try:
+        _execute(program, main)
+    except SystemExit as leaving:
+        return _exit_status(leaving.code)
+    except BaseException as error:  # noqa: BLE001 - a program may raise anything, and that is its outcome
+        _report(error, on_out_of_memory)
+        return UNCAUGHT
+    return 0
+
+
+def finish(exit_code: int, on_out_of_memory: Callable[[], None]) -> int:
+    """What the interpreter does at its end: threads joined, atexit run, streams flushed. Gives the exit status."""
+    threading = sys.modules.get("threading")
+    try:
+        if threading is not None:
+            threading._shutdown()
+        atexit._run_exitfuncs()
+        flush()
+    except BaseException as error:  # noqa: BLE001 - these run the program's code too
+        _report(error, on_out_of_memory)
+        return exit_code or 120
+    return exit_code
+
+
+def settle(exit_code: int, on_out_of_memory: Callable[[], None]) -> int:
+    """What ends a program whose interpreter goes on: threads (but daemons) waited for, streams flushed."""
+    threading = sys.modules.get("threading")
+    try:
+        if threading is not None:
+            for thread in threading.enumerate():
+                if thread is not threading.current_thread() and not thread.daemon:
+                    thread.join()
+        flush()
+    except BaseException as error:  # noqa: BLE001 - these run the program's code too
+        _report(error, on_out_of_memory)
+        return exit_code or 120
+    return exit_code
+
+
+def flush() -> None:
+    """Write out what the standard streams still hold."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+
+
+def _execute(program: Program, main: ModuleType) -> None:
+    text = program.source.decode("utf-8", "surrogatepass")
+    linecache.cache[program.name] = (len(text), None, text.splitlines(keepends=True), program.name)
+    main.__dict__["__file__"] = program.name
+    if program.echo:
+        parts = compile_with_echo(text, program.name)
+    else:
+        parts = [compile(text, program.name, "exec", dont_inherit=True)]
+    for code in parts:
+        exec(code, main.__dict__)
+
+
+def _exit_status(code: object) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _report(error: BaseException, on_out_of_memory: Callable[[], None]) -> None:
+    """Write the traceback as Python does, beginning at the program's first frame."""
+    if isinstance(error, MemoryError):
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+        on_out_of_memory()
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in _OURS:
+        frames = frames.tb_next
+    if sys.excepthook is not sys.__excepthook__:
+        sys.excepthook(type(error), error, frames)
+        return
+    _print_traceback(error, frames)
+
+
+def _print_traceback(error: BaseException, frames: TracebackType | None) -> None:
+    try:
+        traceback.print_exception(type(error), error, frames)
+    except (MemoryError, RecursionError):
+        os.write(2, f"{type(error).__name__}\n".encode())

@@ -1,0 +1,113 @@
+"""A program in flight, as the server sees it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl_sandbox.runner.program import fetched
+from agentrl_sandbox.runner.program.capture import Capture
+from agentrl_sandbox.runner.program.child import OUT_OF_MEMORY, STARTED
+from agentrl_sandbox.runner.program.interpreter import UNCAUGHT
+from agentrl_sandbox.types import Outcome
+
+
+@dataclass(kw_only=True, slots=True)
+class Program:
+    """Everything the server holds for one program. Times are of ``time.monotonic``."""
+
+    identifier: int
+    slot: int
+    zygote: str
+    started: float
+    deadline: float
+    cpu_limit: int
+    stdout: Capture
+    stderr: Capture
+    status: Capture | None  # None in a session, which tells the server itself that a program is done
+    fetch: tuple[str, ...] = ()
+    fetched_file: int = -1  # the memory file in which these come back
+    session: int | None = None
+    pid: int = 0  # of its first process, or of its session's keeper
+    memory_due: float = 0.0  # when it may be looked at closely again
+    scratch_due: float = 0.0
+    reason: Outcome | None = None  # why the server killed it
+
+    @property
+    def captures(self) -> tuple[Capture, ...]:
+        """Standard output, standard error, and status where there is one."""
+        return (self.stdout, self.stderr) if self.status is None else (self.stdout, self.stderr, self.status)
+
+    def files(self, ending: Ending) -> dict[str, bytes]:
+        """The files that came back; none after a kill."""
+        killed = self.reason is not None or ending.exit_code is None or ending.exit_code < 0
+        return {} if killed or self.fetched_file < 0 else fetched.read(self.fetched_file, self.fetch)
+
+    def close(self) -> None:
+        """Release the descriptors."""
+        for capture in self.captures:
+            capture.close()
+        if self.fetched_file >= 0:
+            os.close(self.fetched_file)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """How a program ended."""
+
+    outcome: Outcome
+    exit_code: int | None
+    why: str = field(default="")
+
+
+def judge(program: Program, status: int, cpu_seconds: float) -> Ending:
+    """The outcome, from the wait status, the limits and the status pipe.
+
+    The status pipe begins with STARTED once the child was locked in; until then no line of the program has run, so a
+    program cannot fake an infrastructure failure.
+    """
+    assert program.status is not None
+    exit_code = os.waitstatus_to_exitcode(status)
+    report = program.status.text()
+    if program.reason is None:
+        if not report.startswith(STARTED):
+            why = report.decode("utf-8", "replace") or f"the child ended with status {exit_code} before it began"
+            return Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why)
+        if exit_code in (-signal.SIGXCPU, -signal.SIGKILL) and cpu_seconds >= program.cpu_limit:
+            return Ending(outcome=Outcome.TIMEOUT, exit_code=exit_code)
+    return judge_exit(program, exit_code, out_of_memory=report == STARTED + OUT_OF_MEMORY)
+
+
+def judge_exit(program: Program, exit_code: int, *, out_of_memory: bool) -> Ending:
+    """The outcome, from an exit status (minus a signal's number) and from why the server killed the program.
+
+    ``out_of_memory``: the interpreter says that an uncaught MemoryError ended it. With an exit status that the program
+    chose, it did not.
+    """
+    if program.reason is not None and (exit_code < 0 or program.reason is not Outcome.TIMEOUT):
+        return Ending(outcome=program.reason, exit_code=exit_code)
+    if exit_code == 0:
+        return Ending(outcome=Outcome.OK, exit_code=0)
+    if exit_code > 0:
+        ran_out = out_of_memory and exit_code == UNCAUGHT
+        return Ending(outcome=Outcome.MEMORY_LIMIT if ran_out else Outcome.ERROR, exit_code=exit_code)
+    return Ending(outcome=Outcome.KILLED, exit_code=exit_code)
+
+
+def done_frame(program: Program, ending: Ending) -> tuple[dict[str, Any], list[bytes]]:
+    """Header and blobs of the message that tells the client how a program ended."""
+    files = program.files(ending)
+    header = {
+        "op": "done",
+        "id": program.identifier,
+        "outcome": ending.outcome.value,
+        "exit_code": ending.exit_code,
+        "seconds": time.monotonic() - program.started,
+        "truncated": program.stdout.truncated or program.stderr.truncated,
+        "why": ending.why,
+        "files": list(files),
+    }
+    return header, [program.stdout.text(), program.stderr.text(), *files.values()]

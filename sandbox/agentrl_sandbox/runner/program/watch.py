@@ -1,0 +1,63 @@
+"""Looks at what the kernel does not bound: memory of all of a program's processes, and files without a mount of theirs.
+
+Some looks cost more than others, and a program decides how much there is to see: none takes more than a tenth of the
+server's time.
+"""
+
+from __future__ import annotations
+
+import time
+
+from agentrl_sandbox.runner import kernel
+from agentrl_sandbox.runner.cleanup.leftovers import SHARED_MEMORY
+from agentrl_sandbox.runner.config import RunnerConfig
+from agentrl_sandbox.runner.isolation.lockdown import has_own_users
+from agentrl_sandbox.runner.isolation.memory_use import Usage, proportional_bytes, usage
+from agentrl_sandbox.runner.isolation.scratch_use import INODES, ScratchUse
+from agentrl_sandbox.runner.program.program import Program
+
+_PERIOD = 10.0  # from look to look, in times that a look took
+
+
+class Watch:
+    """Says of a program whether it uses too much. ``scratch`` holds the slots' directories, without namespaces."""
+
+    def __init__(self, config: RunnerConfig, scratch: str = "") -> None:
+        self._memory = config.memory_mb << 20
+        self._scratch = scratch
+        self._scratch_bytes = config.scratch_mb << 20
+        self._first_user = config.first_user if has_own_users(config) else None
+
+    def memory_is_over(self, program: Program, used: Usage, beyond: int) -> bool:
+        """Whether it holds more than ``memory_mb``, where pages that its processes share count once."""
+        if used.resident <= self._memory or len(used.processes) == 1:
+            return used.resident > self._memory
+        started = time.monotonic()
+        if started < program.memory_due:
+            return False
+        with kernel.files_of(self._user(program)):
+            held = proportional_bytes(used.processes, beyond)
+        program.memory_due = started + _PERIOD * (time.monotonic() - started)
+        return held > self._memory
+
+    def scratch_is_over(self, program: Program) -> bool:
+        """Whether its files take more than ``scratch_mb``, or are too many. With namespaces its mount sees to that."""
+        started = time.monotonic()
+        if not self._scratch or started < program.scratch_due:
+            return False
+        with kernel.files_of(self._user(program)):
+            use = self._count(program)
+        program.scratch_due = started + _PERIOD * (time.monotonic() - started)
+        return use.is_over
+
+    def _count(self, program: Program) -> ScratchUse:
+        use = ScratchUse(bytes_left=self._scratch_bytes, inodes_left=INODES)
+        use.add_tree(f"{self._scratch}/{program.slot}")
+        if (user := self._user(program)) is not None:
+            use.add_files_of(user, SHARED_MEMORY)
+        if program.pid:
+            use.add_unlinked(usage(program.pid).processes)
+        return use
+
+    def _user(self, program: Program) -> int | None:
+        return None if self._first_user is None else self._first_user + program.slot

@@ -1,0 +1,323 @@
+"""The server's half of sessions: opens, runs, forks and ends them.
+
+A session's interpreter runs hostile text and is believed one thing: that the program it was given is done, said with
+the serial number of that program, once. Anything else that it says ends it. Deadlines, floods and memory are the
+server's own; ends are told by the keeper, which has them from the kernel; between programs the interpreter is stopped.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import math
+import os
+import secrets
+import socket
+import time
+from collections import deque
+from typing import Any
+
+from agentrl_sandbox.runner.config import RunnerConfig
+from agentrl_sandbox.runner.isolation.lockdown import reaches_keepers
+from agentrl_sandbox.runner.isolation.memory_use import Usage
+from agentrl_sandbox.runner.program.launch import launch
+from agentrl_sandbox.runner.program.order import Order
+from agentrl_sandbox.runner.program.program import judge_exit
+from agentrl_sandbox.runner.program.watch import Watch
+from agentrl_sandbox.runner.sessions.session import Family, Fork, Session, State
+from agentrl_sandbox.runner.sessions.session_process import DONE
+from agentrl_sandbox.runner.sessions.table import END_SECONDS, KIND, Host, SessionTable
+from agentrl_sandbox.types import Outcome
+
+_OPEN_SECONDS = 60.0
+_FORK_SECONDS = 30.0
+_MAX_MESSAGE = 4096
+
+
+class Sessions:
+    """All sessions of a server, by the client's numbers."""
+
+    def __init__(self, config: RunnerConfig, host: Host) -> None:
+        self._config = config
+        self._host = host
+        self._look = Watch(config)
+        self._table = SessionTable(host)
+        self._slots = list(range(config.workers, config.slots))
+        self._waiting: deque[tuple[int, int]] = deque()  # requests for a session, each with its number
+        self._identifiers = itertools.count(-1, -1)
+        self._keepers_are_reached = reaches_keepers(config)
+
+    # What the client asks for.
+
+    def ask(self, header: dict[str, Any]) -> None:
+        """Open, fork or close a session."""
+        if header["op"] == "open":
+            self._open(header["id"], header["session"])
+        elif header["op"] == "fork":
+            self._fork(header["id"], header["session"], header["fork"])
+        else:
+            self._close(header["id"], header["session"])
+
+    def run(self, order: Order) -> None:
+        """Run a program in a session that is idle."""
+        assert order.session is not None
+        session = self._idle(order.identifier, order.session)
+        if session is None:
+            return
+        program, descriptors = launch(order, self._config, KIND, session.family.slot)
+        program.pid = session.family.pid
+        self._host.add(program)
+        session.program = program
+        session.state, session.due = State.RUNNING, math.inf
+        self._tell(session, {"op": "run"}, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _open(self, request: int, number: int) -> None:
+        if self._is_full(request):
+            return
+        if not self._slots:  # some are still being cleaned
+            self._waiting.append((request, number))
+            return
+        ours, theirs = _pair()
+        keeper, keepers = _pair()
+        family = Family(identifier=next(self._identifiers), slot=self._slots.pop(), keeper=keeper)
+        session = Session(identifier=number, family=family, control=ours, request=request)
+        session.due = time.monotonic() + _OPEN_SECONDS
+        self._table.families[family.identifier] = family
+        self._table.enter(session, self._on_member)
+        self._host.listen(keeper.fileno(), lambda: self._on_keeper(family))
+        zygote = self._host.zygote(KIND)
+        with theirs, keepers:
+            try:
+                zygote.keep(family.identifier, family.slot, number, [keepers.fileno(), theirs.fileno()])
+            except OSError as error:
+                self._table.end_family(family, str(error))
+                return
+        zygote.locate(family.identifier)
+
+    def _fork(self, request: int, number: int, fork: int) -> None:
+        if self._is_full(request):
+            return
+        origin = self._idle(request, number)
+        if origin is None:
+            return
+        ours, theirs = _pair()
+        birth, births = _pair()
+        child = Session(identifier=fork, family=origin.family, control=ours)
+        self._table.enter(child, self._on_member)
+        origin.fork = Fork(request=request, child=child)
+        origin.state, origin.due = State.FORKING, time.monotonic() + _FORK_SECONDS
+        with theirs, birth, births:
+            birth.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            origin.family.tell("expect", fork, (birth.fileno(),))
+            self._tell(origin, {"op": "fork", "directory": str(fork)}, [theirs.fileno(), births.fileno()])
+
+    def _close(self, request: int, number: int) -> None:
+        session = self._table.sessions.get(number)
+        if session is None:
+            self._waiting = deque(waiting for waiting in self._waiting if waiting[1] != number)
+            self._host.reply({"op": "closed", "id": request})
+            return
+        session.closers.append(request)
+        self._table.end(session, "it was closed")
+
+    def _is_full(self, request: int) -> bool:
+        count = len(self._table.sessions) + len(self._waiting)
+        full = count >= self._config.max_sessions
+        if full:
+            why = f"{count} sessions are open, max_sessions={self._config.max_sessions}"
+            self._host.reply({"op": "refused", "id": request, "kind": "limit", "why": why})
+        return full
+
+    def _idle(self, request: int, number: int) -> Session | None:
+        """A session that can be asked for something, or None after a refusal."""
+        session = self._table.sessions.get(number)
+        if session is None or session.state is not State.IDLE:
+            why = "it has ended" if session is None else session.why or f"it is {session.state.value}"
+            self._host.reply({"op": "refused", "id": request, "kind": "unknown", "why": why})
+            return None
+        return session
+
+    def give_back(self, slot: int) -> None:
+        """A slot is free again."""
+        self._slots.append(slot)
+        if self._waiting:
+            self._open(*self._waiting.popleft())
+
+    # What members say.
+
+    def _tell(self, session: Session, message: dict[str, Any], descriptors: list[int]) -> None:
+        """Give the interpreter something to do and let it run."""
+        session.serial = secrets.randbits(64)
+        text = json.dumps({**message, "serial": session.serial}).encode()
+        try:
+            socket.send_fds(session.control, [text], descriptors)
+        except OSError:
+            self._table.end(session, "its interpreter does not listen")
+            return
+        session.family.tell("wake", session.identifier)
+
+    def _on_member(self, session: Session) -> None:
+        try:
+            data = session.control.recv(DONE.size + 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:  # the keeper says how it ended
+            self._host.ignore(session.control.fileno())
+            return
+        serial, exit_code, out_of_memory, error = DONE.unpack(data) if len(data) == DONE.size else (None, 0, False, 0)
+        if serial != session.serial or session.state not in (State.RUNNING, State.FORKING):
+            self._host.ignore(session.control.fileno())
+            self._table.end(session, "its interpreter sent what it was not asked for")
+        elif session.fork is not None:
+            session.fork.origin_error = error
+            self._conclude_fork(session, session.fork)
+        elif session.program is not None and session.program.reason is None:
+            self._host.drain(session.program)
+            ending = judge_exit(session.program, exit_code, out_of_memory=out_of_memory)
+            session.answer = self._host.report(session.program, ending)
+            session.program = None
+            self._rest(session)
+
+    def _rest(self, session: Session) -> None:
+        session.state, session.due = State.RESTING, time.monotonic() + END_SECONDS
+        session.family.tell("rest", session.identifier)
+
+    def _conclude_fork(self, origin: Session, fork: Fork) -> None:
+        if not fork.concluded:
+            return
+        origin.fork = None
+        code = fork.origin_error or fork.error
+        if code or fork.child.why or fork.child.identifier not in self._table.sessions:
+            self._table.drop(fork.child, origin)
+            why = os.strerror(code) if code is not None and code in errno.errorcode else "it ended at once"
+            origin.answer = {"op": "refused", "id": fork.request, "kind": "fork", "why": why}, []
+        else:
+            fork.child.state, fork.child.due = State.IDLE, time.monotonic() + self._config.session_idle_timeout
+            origin.answer = {"op": "opened", "id": fork.request}, []
+        self._rest(origin)
+
+    # What keepers and zygotes say.
+
+    def _on_keeper(self, family: Family) -> None:
+        try:
+            data = family.keeper.recv(_MAX_MESSAGE)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:  # its zygote says that it ended
+            self._host.ignore(family.keeper.fileno())
+            return
+        message = json.loads(data)
+        if message["op"] == "failed":
+            self._table.end_members(family, message["why"])
+        elif message["id"] in family.sessions:
+            session = family.sessions[message["id"]]
+            if message["op"] == "born":
+                self._on_born(session, message["pid"], message["error"])
+            elif message["op"] == "rested" and session.state is State.RESTING:
+                self._table.answer(session)
+                session.state, session.due = State.IDLE, time.monotonic() + self._config.session_idle_timeout
+            elif message["op"] == "exit":
+                self._on_exit(session, os.waitstatus_to_exitcode(message["status"]))
+
+    def _on_born(self, session: Session, pid: int, error: int) -> None:
+        session.pid = pid
+        if session.why and pid:  # closed before it was there
+            self.kill(session.identifier)
+        if session.request:
+            self._host.reply({"op": "opened", "id": session.request})
+            session.request = 0
+            if session.state is State.OPENING:
+                session.state, session.due = State.IDLE, time.monotonic() + self._config.session_idle_timeout
+            return
+        for origin in session.family.sessions.values():
+            if origin.fork is not None and origin.fork.child is session:
+                origin.fork.error = error
+                self._conclude_fork(origin, origin.fork)
+                return
+
+    def _on_exit(self, session: Session, exit_code: int) -> None:
+        how = f"signal {-exit_code}" if exit_code < 0 else f"exit status {exit_code}"
+        program = session.program
+        if program is not None:
+            self._host.drain(program)
+            session.answer = self._host.report(program, judge_exit(program, exit_code, out_of_memory=False))
+        self._table.gone(session, session.why or f"its interpreter ended with {how}")
+
+    def on_zygote(self, message: dict[str, Any]) -> None:
+        """A report about a keeper."""
+        family = self._table.families.get(message["id"])
+        if family is None:
+            return
+        if message["op"] == "located":
+            family.pid = message["pid"]
+        else:
+            while family.identifier in self._table.families and self._has_news(family):
+                self._on_keeper(family)
+            killed = self._keepers_are_reached and not family.given_up and os.WIFSIGNALED(message.get("status", 0))
+            why = message.get("why", "its keeper ended")
+            self._table.end_family(family, why, killed=killed)
+
+    def _has_news(self, family: Family) -> bool:
+        try:
+            return bool(family.keeper.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+
+    # Ends and limits.
+
+    def kill(self, number: int) -> None:
+        """Kill an interpreter in which a program runs."""
+        self._table.kill(number)
+
+    def end_all(self, why: str) -> None:
+        """Every session has ended with the interpreter it was forked from."""
+        for family in list(self._table.families.values()):
+            self._table.end_family(family, why)
+
+    def due(self) -> float:
+        """When the next session's time is up."""
+        return min((session.due for session in self._table.sessions.values()), default=math.inf)
+
+    def watch(self, now: float) -> None:
+        """End what has been in its state too long."""
+        for session in list(self._table.sessions.values()):
+            if now < session.due:
+                continue
+            session.due = now + END_SECONDS
+            if session.state is State.IDLE:
+                self._table.end(session, f"it was idle for {self._config.session_idle_timeout:g} s")
+            elif session.state is State.FORKING:
+                self._table.end(session, "it did not fork in time")
+            else:  # the keeper does not answer
+                session.family.given_up = True
+                self._host.zygote(KIND).kill(session.family.identifier)
+
+    def watch_usage(self, *, count_tasks: bool) -> None:
+        """Kill programs whose session, with what its family left unattended, uses too much."""
+        beyond = self._host.zygote(KIND).resident
+        for family in self._table.families.values():
+            running = [session for session in family.sessions.values() if session.program is not None]
+            if not running or not family.pid:
+                continue
+            known, stray = family.usage(beyond)
+            for session in running:
+                used = known.get(session.identifier, Usage()).add(stray)
+                assert session.program is not None
+                if self._look.memory_is_over(session.program, used, beyond):
+                    self._host.kill(session.program, Outcome.MEMORY_LIMIT)
+                elif count_tasks and used.tasks > self._config.max_processes:
+                    self._host.kill(session.program, Outcome.KILLED)
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    """Our end, which never waits, and theirs."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    return ours, theirs

@@ -1,0 +1,105 @@
+"""A session and its family, as the server sees them."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from agentrl_sandbox.runner.isolation.memory_use import Usage, children, usage
+from agentrl_sandbox.runner.program.program import Program
+
+Frame = tuple[dict[str, Any], list[bytes]]
+
+
+class State(Enum):
+    """Where a session stands."""
+
+    OPENING = "opening"  # its process is not known yet
+    IDLE = "idle"  # stopped
+    RUNNING = "running"  # a program runs in it
+    FORKING = "forking"  # it was told to fork
+    RESTING = "resting"  # done; the keeper stops it and kills what it left
+    ENDING = "ending"  # it was killed
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Family:
+    """A session and its forks: one keeper, one slot, one PID namespace."""
+
+    identifier: int  # below zero, so that zygotes may count them among the programs
+    slot: int
+    keeper: socket.socket
+    pid: int = 0
+    given_up: bool = False  # the server has its keeper killed, which did not answer
+    sessions: dict[int, Session] = field(default_factory=dict)
+
+    def tell(self, operation: str, session: int, descriptors: tuple[int, ...] = ()) -> None:
+        """Send the keeper a message. One that is gone is heard of from its zygote."""
+        try:
+            socket.send_fds(self.keeper, [json.dumps({"op": operation, "id": session}).encode()], descriptors)
+        except OSError:
+            return
+
+    def usage(self, beyond: int) -> tuple[dict[int, Usage], Usage]:
+        """What each session uses, and what processes use that no session answers for."""
+        by_pid = {session.pid: session.identifier for session in self.sessions.values()}
+        known: dict[int, Usage] = {}
+        stray = Usage()
+        for pid in children(self.pid):
+            used = usage(pid, beyond)
+            session = by_pid.get(_inner_pid(pid))
+            if session is None:
+                stray = stray.add(used)
+            else:
+                known[session] = used
+        return known, stray
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Fork:
+    """A fork that was asked for. Both sides speak: its keeper of the new process, the origin of itself."""
+
+    request: int
+    child: Session
+    error: int | None = None  # what the keeper says; 0: the new process is there
+    origin_error: int | None = None
+
+    @property
+    def concluded(self) -> bool:
+        """Whether nothing more is waited for."""
+        return bool(self.origin_error) or (self.origin_error is not None and self.error is not None)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Session:
+    """One interpreter."""
+
+    identifier: int
+    family: Family
+    control: socket.socket
+    state: State = State.OPENING
+    due: float = math.inf  # when its state has lasted too long
+    request: int = 0  # who waits for it to open
+    pid: int = 0  # in its own PID namespace
+    serial: int = 0  # of the message that the interpreter must answer
+    program: Program | None = None
+    fork: Fork | None = None
+    answer: Frame | None = None  # goes to the client once the session is at rest
+    why: str = ""  # it ends
+    closers: list[int] = field(default_factory=list)  # requests to close it
+
+
+def _inner_pid(pid: int) -> int:
+    """The number that a process has in its own PID namespace; 0 for one that is gone."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            for line in file:
+                if line.startswith("NSpid:"):
+                    return int(line.split()[-1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return 0

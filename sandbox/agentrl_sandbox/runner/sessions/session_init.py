@@ -1,0 +1,228 @@
+"""The first process of a session and its forks: their parent, who stops, kills and reaps them.
+
+It is forked from a warm interpreter, locks itself in like a program, and runs no line of one. The programs share its
+user, so it is closed to tracing; the kernel keeps signals of its own namespace from it. What it says of processes it
+has from the kernel.
+
+    server -> keeper   {"op": "wake", "id"} · {"op": "rest", "id"} · {"op": "kill", "id"}
+                       {"op": "expect", "id"} with a socket (SO_PASSCRED) on which a fork will say that it is there
+                       {"op": "forget", "id"}: that fork is no longer waited for
+    keeper -> server   {"op": "born", "id", "pid", "error"} · {"op": "rested", "id"} · {"op": "exit", "id", "status"}
+                       {"op": "failed", "why"}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import time
+from typing import Any, NoReturn
+
+from agentrl_sandbox.runner import kernel
+from agentrl_sandbox.runner.cleanup.descendants import parents_below, processes_below
+from agentrl_sandbox.runner.isolation.lockdown import Lockdown
+from agentrl_sandbox.runner.program.child import ChildLimits, close_descriptors_but, isolate
+from agentrl_sandbox.runner.sessions.session_process import serve_session
+
+_OWN_SOCKET = 200
+_MEMBER_SOCKET = 201
+_MAX_MESSAGE = 4096
+_CREDENTIALS = struct.Struct("iII")  # process, user, group
+_PATIENCE_SECONDS = 4.0  # for what was killed to end
+_PAUSE_SECONDS = 0.001
+
+
+def run_keeper(limits: ChildLimits, slot: int, session: int, descriptors: list[int]) -> NoReturn:
+    """Isolate this process, start the session, keep it until its last member has ended. Never returns."""
+    try:
+        server = _take_descriptors(descriptors)
+        try:
+            scratch = isolate(limits, slot)
+            # one for the keeper
+            resource.setrlimit(resource.RLIMIT_NPROC, (limits.max_processes + 1, limits.max_processes + 1))
+            kernel.forbid_tracing()
+            limits.reseed()
+            Keeper(server, scratch, limits.lockdown).serve(session)
+        except OSError as error:
+            server.send(json.dumps({"op": "failed", "why": str(error)}).encode())
+    finally:
+        os._exit(0)
+
+
+def _take_descriptors(descriptors: list[int]) -> socket.socket:
+    own, member = descriptors
+    os.dup2(own, _OWN_SOCKET, inheritable=False)
+    os.dup2(member, _MEMBER_SOCKET, inheritable=False)
+    null = os.open("/dev/null", os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+    return socket.socket(fileno=_OWN_SOCKET)
+
+
+class Keeper:
+    """Knows its members by the numbers that the server gives them."""
+
+    def __init__(self, server: socket.socket, scratch: str, lockdown: Lockdown) -> None:
+        self._server = server
+        self._scratch = scratch
+        self._lockdown = lockdown
+        self._pids: dict[int, int] = {}  # session -> process
+        self._running: set[int] = set()  # sessions
+        self._expected: dict[int, tuple[int, socket.socket]] = {}  # descriptor -> session, birth socket
+        self._poll = select.poll()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def serve(self, first: int) -> None:
+        """Start the first member, then serve until the last has ended."""
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        self._start(first)
+        self._poll.register(self._server, select.POLLIN)
+        self._poll.register(self._wake_read, select.POLLIN)
+        while self._pids or self._expected:
+            for descriptor, _ in self._poll.poll():
+                if descriptor == self._wake_read:
+                    os.read(self._wake_read, 4096)
+                    self._reap()
+                elif descriptor in self._expected:
+                    self._on_birth(descriptor)
+                elif descriptor == self._server.fileno() and not self._receive():
+                    return
+
+    def _start(self, session: int) -> None:
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            serve_session(_MEMBER_SOCKET, self._scratch, str(session), self._lockdown)
+        close_descriptors_but(*sorted((self._wake_read, self._wake_write, _OWN_SOCKET)))
+        self._add(session, pid)
+
+    def _receive(self) -> bool:
+        data, descriptors, _, _ = socket.recv_fds(self._server, _MAX_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            return False
+        message = json.loads(data)
+        session = message["id"]
+        if message["op"] == "expect":
+            self._expect(session, socket.socket(fileno=descriptors[0]))
+        elif message["op"] == "forget":
+            self._forget(session)
+        elif session in self._pids:
+            pid = self._pids[session]
+            if message["op"] == "wake":
+                self._running.add(session)
+                os.kill(pid, signal.SIGCONT)
+            elif message["op"] == "rest":
+                self._rest(session, pid)
+            else:
+                os.kill(pid, signal.SIGKILL)
+        return True
+
+    def _rest(self, session: int, pid: int) -> None:
+        self._running.discard(session)
+        self._stop_resting()
+        self._kill_leftovers()
+        self._send({"op": "rested", "id": session})
+
+    def _stop_resting(self) -> None:
+        """All of them: a running member may have woken another, and so may the end of a stopped process group."""
+        for session, pid in self._pids.items():
+            if session not in self._running:
+                _signal(pid, signal.SIGSTOP)
+
+    # Forks.
+
+    def _expect(self, session: int, birth: socket.socket) -> None:
+        self._expected[birth.fileno()] = (session, birth)
+        self._poll.register(birth, select.POLLIN)
+
+    def _on_birth(self, descriptor: int) -> None:
+        """The kernel names the process that spoke; it must be a child of ours. An end without a word is a failure."""
+        session, birth = self._expected.pop(descriptor)
+        self._poll.unregister(descriptor)
+        with birth:
+            data, ancillary, _, _ = birth.recvmsg(4, socket.CMSG_SPACE(_CREDENTIALS.size))
+        pid = 0
+        for _, kind, payload in ancillary:
+            if kind == socket.SCM_CREDENTIALS:
+                pid = _CREDENTIALS.unpack(payload[: _CREDENTIALS.size])[0]
+        error = int.from_bytes(data, "big") if len(data) == 4 else 1
+        mine = parents_below(os.getpid()).get(pid) == os.getpid()
+        if error or not mine or pid in self._pids.values():
+            self._send({"op": "born", "id": session, "pid": 0, "error": error or 1})
+        else:
+            self._add(session, pid)
+
+    def _add(self, session: int, pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        self._pids[session] = pid
+        self._send({"op": "born", "id": session, "pid": pid, "error": 0})
+
+    def _forget(self, session: int) -> None:
+        for descriptor in [descriptor for descriptor, (number, _) in self._expected.items() if number == session]:
+            self._poll.unregister(descriptor)
+            self._expected.pop(descriptor)[1].close()
+        self._kill_leftovers()
+
+    # Ends.
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                self._stop_resting()
+                return
+            for session in [session for session, member in self._pids.items() if member == pid]:
+                del self._pids[session]
+                self._running.discard(session)
+                self._kill_leftovers()
+                self._send({"op": "exit", "id": session, "status": status})
+
+    def _kill_leftovers(self) -> None:
+        """Kill what no running member answers for: descendants of members at rest, and orphans. Raises TimeoutError.
+
+        All are stopped before any is killed: stopped ones hold their places below RLIMIT_NPROC, so that what
+        multiplies comes to an end.
+        """
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        stopped: set[int] = set()
+        while found := self._leftovers():
+            for pid in found - stopped:
+                _signal(pid, signal.SIGSTOP)
+            if found <= stopped:
+                for pid in found:
+                    _signal(pid, signal.SIGKILL)
+                time.sleep(_PAUSE_SECONDS)  # they take a moment to end
+            stopped |= found
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{len(found)} processes of a program did not end in {_PATIENCE_SECONDS:g} s")
+
+    def _leftovers(self) -> set[int]:
+        members = {pid: session for session, pid in self._pids.items()}
+        parents = parents_below(os.getpid())
+        found: set[int] = set()
+        for child in (pid for pid, parent in parents.items() if parent == os.getpid()):
+            if child not in members:
+                if not self._expected:  # it may be a fork that has not spoken yet
+                    found |= processes_below(child, parents) | {child}
+            elif members[child] not in self._running:
+                found |= processes_below(child, parents)
+        return found
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._server.send(json.dumps(message).encode())
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

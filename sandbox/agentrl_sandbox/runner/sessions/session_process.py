@@ -1,0 +1,216 @@
+"""A session's interpreter: runs one program after the other in one ``__main__``, and forks when told to.
+
+    server -> member   {"op": "run", "serial"} with descriptors [program file, stdout, stderr] and [file to fetch into]
+                       {"op": "fork", "serial", "directory"} with descriptors [the fork's socket, its birth socket]
+    member -> server   DONE: serial, exit status, whether memory ran out, error number of a fork that failed
+
+Whatever programs do to this process, the server believes no more of it than that a program of this session is done.
+Between programs the keeper stops this process.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import struct
+import sys
+import time
+import warnings
+from typing import Any, NoReturn
+
+from agentrl_sandbox.runner import kernel
+from agentrl_sandbox.runner.isolation.lockdown import Lockdown
+from agentrl_sandbox.runner.program import interpreter
+from agentrl_sandbox.runner.program.child import close_descriptors_but
+from agentrl_sandbox.runner.program.fetched import Fetched
+from agentrl_sandbox.runner.program.files import fetch_files, write_files
+from agentrl_sandbox.runner.program.order import Task, read_task
+from agentrl_sandbox.runner.sessions.scratch_copy import copy_scratch
+
+DONE = struct.Struct("!QB?i")
+_MAX_MESSAGE = 4096
+_MOST_DESCRIPTORS = 4
+
+
+def serve_session(control: int, scratch: str, first: str, lockdown: Lockdown) -> NoReturn:
+    """Lock this process in and become a session's interpreter, in the directory ``first`` made beneath ``scratch``.
+
+    Never returns.
+    """
+    leave = os._exit  # programs may replace os._exit
+    try:
+        os.setpgid(0, 0)  # what programs send to their group is not for the keeper
+        os.mkdir(f"{scratch}/{first}", 0o700)
+        kernel.set_dumpable()
+        kernel.die_with_parent(signal.SIGKILL)
+        lockdown.close(scratch)
+        close_descriptors_but(control)
+        Member(control, scratch, first).serve()
+    finally:
+        leave(70)
+
+
+class Member:
+    """The interpreter's side of a session."""
+
+    def __init__(self, control: int, scratch: str, directory: str) -> None:
+        self._control = socket.socket(fileno=control)
+        self._pid = os.getpid()
+        self._root = scratch
+        self._scratch = ""
+        self._programs = 0
+        self._out_of_memory = False
+        self._address_space = resource.getrlimit(resource.RLIMIT_AS)
+        self._streams = (sys.stdout, sys.stderr)
+        self._main = interpreter.make_main()
+        self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        self._move_to(directory)
+        sys.path.insert(0, "")
+        gc.enable()
+
+    def serve(self) -> None:
+        """Until the server goes away."""
+        while True:
+            flags = socket.MSG_CMSG_CLOEXEC
+            data, descriptors, _, _ = socket.recv_fds(self._control, _MAX_MESSAGE, _MOST_DESCRIPTORS, flags)
+            if not data:
+                return
+            message = json.loads(data)
+            if message["op"] == "run":
+                exit_code, error = self._run(descriptors), 0
+            else:
+                exit_code, error = 0, self._fork(message["directory"], descriptors)
+                if os.getpid() != self._pid:
+                    self._pid = os.getpid()
+                    continue
+            self._control.send(DONE.pack(message["serial"], exit_code, self._out_of_memory, error))
+
+    # Programs.
+
+    def _run(self, descriptors: list[int]) -> int:
+        program, stdout, stderr, *fetched = descriptors
+        for number, descriptor in enumerate((program, stdout, stderr)):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        self._out_of_memory = False
+        self._programs += 1
+        self._restore_streams()
+        task = read_task(0)
+        exit_code = self._run_task(task)
+        if os.getpid() != self._pid:  # a child of the program got here too
+            os._exit(interpreter.finish(exit_code, self._on_out_of_memory))
+        resource.setrlimit(resource.RLIMIT_AS, self._address_space)
+        if fetched:
+            self._fetch(task, fetched[0])
+        self._take_streams_away()
+        return exit_code
+
+    def _run_task(self, task: Task) -> int:
+        try:
+            write_files(self._scratch, 0, task.files)
+        except OSError as error:
+            print(f"the files cannot be written: {error}", file=sys.stderr, flush=True)
+            return 1
+        program = interpreter.Program(source=task.source, name=f"<program {self._programs}>", echo=task.echo)
+        exit_code = interpreter.run(program, self._main, self._on_out_of_memory)
+        return interpreter.settle(exit_code, self._on_out_of_memory)
+
+    def _fetch(self, task: Task, file: int) -> None:
+        try:
+            fetch_files(self._scratch, task.fetch, Fetched(file, task.fetch))
+        except Exception:  # noqa: BLE001 - programs may have broken what this needs; the outcome stays as it is
+            return
+        finally:
+            os.close(file)
+
+    def _on_out_of_memory(self) -> None:
+        self._out_of_memory = True
+
+    def _take_streams_away(self) -> None:
+        for number in range(3):
+            os.dup2(self._null, number)
+        for stream in self._streams:
+            if not stream.closed:
+                stream.flush()  # what could not be written is not to stand in the next program's output
+
+    def _restore_streams(self) -> None:
+        """Every program has its own; what an earlier one closed or put in their place is undone."""
+        sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), encoding="utf-8")
+        stdout, stderr = (
+            stream if not stream.closed else open(number, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+            for number, stream in enumerate(self._streams, start=1)
+        )
+        self._streams = (stdout, stderr)
+        sys.stdout, sys.stderr = stdout, stderr
+
+    # Forks.
+
+    def _fork(self, directory: str, descriptors: list[int]) -> int:
+        """Fork, twice: the one between ends at once, so that the keeper is the fork's parent. Gives an error number."""
+        control, birth = descriptors
+        try:
+            between = _quiet_fork()
+        except OSError as error:
+            return error.errno or 1
+        if between == 0:
+            _leave_the_fork_to_the_keeper()
+            self._be_born(directory, control, birth)
+            return 0
+        os.close(control)
+        os.close(birth)
+        _, status = os.waitpid(between, 0)
+        return os.waitstatus_to_exitcode(status)
+
+    def _be_born(self, directory: str, control: int, birth: int) -> None:
+        """Become a session of its own: other socket, other directory. The kernel tells the keeper who this is."""
+        self._control.close()
+        self._control = socket.socket(fileno=control)
+        inside = os.path.relpath(os.getcwd(), self._scratch)
+        with socket.socket(fileno=birth) as keeper:
+            error = copy_scratch(self._scratch, f"{self._root}/{directory}")
+            if error == 0:
+                self._move_to(directory, inside)
+            keeper.send(error.to_bytes(4, "big"))
+        if error:
+            os._exit(0)
+
+    def _move_to(self, directory: str, inside: str = ".") -> None:
+        self._scratch = f"{self._root}/{directory}"
+        os.chdir(f"{self._scratch}/{inside}" if not inside.startswith("..") else self._scratch)
+        os.environ["HOME"] = os.environ["TMPDIR"] = self._scratch
+        tempfile: Any = sys.modules.get("tempfile")
+        if tempfile is not None:
+            tempfile.tempdir = None  # look at TMPDIR again
+
+
+def _leave_the_fork_to_the_keeper() -> None:
+    """Fork again, end this process, and return in the fork once it has been adopted."""
+    between = os.getpid()
+    try:
+        made = _quiet_fork()
+    except OSError as error:
+        os._exit(error.errno or 1)
+    if made != 0:
+        os._exit(0)
+    while os.getppid() == between:
+        time.sleep(0.0002)
+
+
+def _quiet_fork() -> int:
+    """Fork without Python's warning about the program's threads, which the fork does not have.
+
+    ``random`` seeds itself anew in every fork; a branch of a session goes on with its origin's numbers.
+    """
+    state = random.getstate()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pid = os.fork()
+    if pid == 0:
+        random.setstate(state)
+    return pid

@@ -1,0 +1,234 @@
+"""The front's HTTP interface. It executes nothing: programs go to the runners of a pool."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from agentrl_sandbox.errors import (
+    BusyError,
+    ClosedError,
+    QueueFullError,
+    SessionForkError,
+    SessionLimitError,
+    UnknownSessionError,
+)
+from agentrl_sandbox.service.gateway import fusion
+from agentrl_sandbox.service.gateway.bodies import (
+    BatchAnswer,
+    BatchRequest,
+    ExecutionAnswer,
+    Problem,
+    ProgramRequest,
+    SessionAnswer,
+    encode,
+    execution_json,
+)
+from agentrl_sandbox.service.gateway.metrics import CONTENT_TYPE, Metrics
+from agentrl_sandbox.service.pool.call import Call, ImpossibleCallError
+from agentrl_sandbox.service.pool.pool import RunnerPool
+from agentrl_sandbox.types import Execution
+
+_PROBLEMS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Problem, "description": meaning}
+    for status, meaning in {
+        401: "no token, or a wrong one",
+        404: "no such session",
+        409: "as many sessions are open as may be, or a session cannot be forked",
+        415: "not JSON",
+        422: "impossible arguments",
+        429: "the queue is full: try again after the seconds in Retry-After",
+        503: "no runner had room, or the service is stopping: try again after the seconds in Retry-After",
+    }.items()
+}
+
+
+class Front:
+    """What the endpoints share: the pool, the counts, and whether the service is stopping."""
+
+    def __init__(self, pool: RunnerPool, *, batch_limit: int) -> None:
+        self.pool = pool
+        self.batch_limit = batch_limit
+        self.metrics = Metrics()
+        self.draining = False
+        self.calls = 0
+        for name, meaning, value in self._gauges():
+            self.metrics.gauge(name, meaning, value)
+
+    def check_open(self) -> None:
+        """Raises BusyError while the service is stopping."""
+        if self.draining:
+            raise BusyError("the service is stopping", retry_after=2)
+
+    async def run(self, call: Call, request_id: str | None = None) -> Execution:
+        """Run a program and count it."""
+        self.check_open()
+        started = time.monotonic()
+        self.calls += 1
+        try:
+            execution = await self.pool.run(call, request_id)
+        finally:
+            self.calls -= 1
+        self.metrics.ran(execution, time.monotonic() - started)
+        return execution
+
+    def _gauges(self) -> list[tuple[str, str, Callable[[], float]]]:
+        roster, queue, sessions = self.pool.roster, self.pool.queue, self.pool.sessions
+        return [
+            ("queue_length", "calls that wait for a runner", lambda: queue.length),
+            ("running", "requests that are with runners", lambda: roster.running),
+            ("runners", "runners that take programs", lambda: roster.runners),
+            ("workers", "programs that can run at once", lambda: roster.workers),
+            ("sessions", "open sessions", lambda: len(sessions)),
+        ]
+
+
+def build_app(front: Front) -> FastAPI:
+    """The application; its lifespan opens and closes the pool."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        front.pool.open()
+        yield
+        await front.pool.close()
+
+    app = FastAPI(
+        title="agentrl-sandbox",
+        summary="Runs Python programs that a language model wrote.",
+        lifespan=lifespan,
+        redoc_url=None,
+        responses=_PROBLEMS,
+    )
+    _add_errors(app, front)
+    _add_state(app, front)
+    _add_programs(app, front)
+    _add_sessions(app, front)
+    _add_fusion(app, front)
+    return app
+
+
+_STATUS: dict[type[Exception], HTTPStatus] = {
+    QueueFullError: HTTPStatus.TOO_MANY_REQUESTS,
+    SessionLimitError: HTTPStatus.CONFLICT,
+    SessionForkError: HTTPStatus.CONFLICT,
+    UnknownSessionError: HTTPStatus.NOT_FOUND,
+    BusyError: HTTPStatus.SERVICE_UNAVAILABLE,
+    ClosedError: HTTPStatus.SERVICE_UNAVAILABLE,
+    ImpossibleCallError: HTTPStatus.UNPROCESSABLE_ENTITY,
+}
+
+
+def _add_errors(app: FastAPI, front: Front) -> None:
+    async def refuse(request: Request, error: Exception) -> Response:
+        status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
+        front.metrics.refused(status)
+        after = error.retry_after if isinstance(error, BusyError) else 2
+        again = status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+        body = {"detail": str(error), "error": type(error).__name__}
+        return JSONResponse(body, status, {"Retry-After": str(after)} if again else None)
+
+    for kind in _STATUS:
+        app.add_exception_handler(kind, refuse)
+
+
+def _add_state(app: FastAPI, front: Front) -> None:
+    roster = front.pool.roster
+
+    @app.get("/health", tags=["state"])
+    async def health() -> dict[str, str]:
+        """The front lives."""
+        return {"status": "ok"}
+
+    @app.get("/ready", tags=["state"])
+    async def ready() -> Response:
+        """Whether programs can run now, how runners isolate them, and the limits they have."""
+        able = roster.runners > 0 and not front.draining
+        isolation = roster.isolation
+        state = {
+            "ready": able,
+            "runners": roster.runners,
+            "workers": roster.workers,
+            "isolation": {"mode": isolation.mode, "layers": dict(isolation.layers)},
+            "limits": roster.limits,
+        }
+        return _json(state, HTTPStatus.OK if able else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    @app.get("/metrics", tags=["state"])
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return Response(front.metrics.text(), media_type=CONTENT_TYPE)
+
+
+def _add_programs(app: FastAPI, front: Front) -> None:
+    @app.post("/v1/execute", response_model=ExecutionAnswer, tags=["programs"])
+    async def execute(request: ProgramRequest) -> Response:
+        """Run a program. It dies if the client leaves."""
+        return _json(execution_json(await front.run(request.call(), request.request_id)))
+
+    @app.post("/v1/execute_batch", response_model=BatchAnswer, tags=["programs"])
+    async def execute_batch(request: BatchRequest) -> Response:
+        """Run many programs; all of them or, without room in the queue, none."""
+        count = len(request.requests)
+        if count > front.batch_limit:
+            raise ImpossibleCallError(f"a batch has at most {front.batch_limit} programs, not {count}")
+        front.check_open()
+        front.pool.check_room(count)
+        tasks = [asyncio.ensure_future(front.run(one.call(), one.request_id)) for one in request.requests]
+        try:
+            executions = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return _json({"executions": [execution_json(execution) for execution in executions]})
+
+
+def _add_sessions(app: FastAPI, front: Front) -> None:
+    pool = front.pool
+
+    @app.post("/v1/sessions", response_model=SessionAnswer, status_code=HTTPStatus.CREATED, tags=["sessions"])
+    async def open_session() -> Response:
+        """Start an interpreter that keeps its state between programs."""
+        front.check_open()
+        return _json({"session": await pool.open_session()}, HTTPStatus.CREATED)
+
+    @app.post("/v1/sessions/{session}/execute", response_model=ExecutionAnswer, tags=["sessions"])
+    async def execute_in_session(session: str, request: ProgramRequest) -> Response:
+        """Run a program in a session; programs of one session run one after the other."""
+        return _json(execution_json(await front.run(request.call(session), request.request_id)))
+
+    @app.post(
+        "/v1/sessions/{session}/fork", response_model=SessionAnswer, status_code=HTTPStatus.CREATED, tags=["sessions"]
+    )
+    async def fork_session(session: str) -> Response:
+        """Copy a live session."""
+        front.check_open()
+        return _json({"session": await pool.fork_session(session)}, HTTPStatus.CREATED)
+
+    @app.delete("/v1/sessions/{session}", status_code=HTTPStatus.NO_CONTENT, tags=["sessions"])
+    async def close_session(session: str) -> Response:
+        """End a session."""
+        await pool.close_session(session)
+        return Response(status_code=HTTPStatus.NO_CONTENT)
+
+
+def _add_fusion(app: FastAPI, front: Front) -> None:
+    @app.post("/run_code", response_model=fusion.RunCodeResponse, tags=["SandboxFusion"])
+    async def run_code(request: fusion.RunCodeRequest) -> Response:
+        """Run a program."""
+        return _json((await fusion.run_code(request, front.run)).model_dump())
+
+    @app.post("/run_jupyter", response_model=fusion.RunJupyterResponse, tags=["SandboxFusion"])
+    async def run_jupyter(request: fusion.RunJupyterRequest) -> Response:
+        """Run the cells of a notebook."""
+        return _json((await fusion.run_jupyter(request, front.run)).model_dump())
+
+
+def _json(value: Any, status: int = HTTPStatus.OK) -> Response:
+    return Response(encode(value), status, media_type="application/json")

@@ -1,0 +1,131 @@
+"""The JSON of ``/v1``: what comes in, checked, and what goes out."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+
+from agentrl_sandbox.service.pool.call import Call
+from agentrl_sandbox.types import Execution, Outcome
+
+
+def _any_text(value: object) -> str:
+    """Any string of JSON, also one with lone surrogates, which are for the program's interpreter to judge."""
+    if not isinstance(value, str):
+        raise ValueError("a string is expected")
+    return value
+
+
+class Base64Error(ValueError):
+    """A file's content is no base64 text."""
+
+
+def from_base64(value: object) -> bytes:
+    """Raises Base64Error."""
+    if not isinstance(value, str):
+        raise Base64Error("base64 text is expected")
+    try:
+        return base64.b64decode(value, validate=True)
+    except binascii.Error as error:
+        raise Base64Error(f"not base64: {error}") from error
+
+
+def to_base64(files: dict[str, bytes]) -> dict[str, str]:
+    """Contents as JSON carries them."""
+    return {name: base64.b64encode(content).decode("ascii") for name, content in files.items()}
+
+
+Text = Annotated[str, PlainValidator(_any_text), WithJsonSchema({"type": "string"})]
+Content = Annotated[
+    bytes, BeforeValidator(from_base64), WithJsonSchema({"type": "string", "contentEncoding": "base64"})
+]
+Path = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ProgramRequest(_Body):
+    """A program to run."""
+
+    program: Text = Field(description="Python")
+    timeout: float | None = Field(None, gt=0, le=3600, description="seconds of wall clock; null: the runner's setting")
+    stdin: Text = Field("", description="what it reads from standard input")
+    request_id: str | None = Field(
+        None, min_length=1, max_length=256, description="equal requests with one id share one run"
+    )
+    files: dict[Path, Content] = Field({}, max_length=1024, description="base64, by path below the scratch directory")
+    fetch_files: list[Path] = Field([], max_length=1024, description="paths to read when the program has ended")
+    echo: bool = Field(False, description="print the value of a last expression, as a notebook does")
+
+    def call(self, session: str | None = None) -> Call:
+        """For the pool."""
+        return Call(
+            program=self.program,
+            timeout=self.timeout,
+            stdin=self.stdin,
+            session=session,
+            files=self.files,
+            fetch_files=tuple(self.fetch_files),
+            echo=self.echo,
+        )
+
+
+class BatchRequest(_Body):
+    """Programs to run, each on its own."""
+
+    requests: list[ProgramRequest] = Field(min_length=1)
+
+
+class ExecutionAnswer(BaseModel):
+    """How a program ended."""
+
+    outcome: Outcome
+    stdout: str
+    stderr: str
+    exit_code: int | None = Field(description="minus the signal's number if one ended it; null: the sandbox failed")
+    seconds: float
+    truncated: bool = Field(description="whether the middle of an output was left out")
+    files: dict[str, str] = Field(description="base64, those of fetch_files that were there")
+
+
+class BatchAnswer(BaseModel):
+    """In the order of the requests."""
+
+    executions: list[ExecutionAnswer]
+
+
+class SessionAnswer(BaseModel):
+    """The name of a session."""
+
+    session: str
+
+
+class Problem(BaseModel):
+    """Why a request was not carried out."""
+
+    detail: Any
+    error: str | None = Field(None, description="what kind of problem, by the name of the client's error")
+
+
+def execution_json(execution: Execution) -> dict[str, Any]:
+    """The fields of ``ExecutionAnswer``."""
+    return {
+        "outcome": execution.outcome.value,
+        "stdout": execution.stdout,
+        "stderr": execution.stderr,
+        "exit_code": execution.exit_code,
+        "seconds": execution.seconds,
+        "truncated": execution.truncated,
+        "files": to_base64(dict(execution.files)),
+    }
+
+
+def encode(value: Any) -> bytes:
+    """JSON in ASCII."""
+    return json.dumps(value, separators=(",", ":")).encode("ascii")

@@ -1,0 +1,172 @@
+"""The two endpoints of SandboxFusion's HTTP interface, with its fields and values.
+
+A program that could be run is answered with status 200, whatever became of it; so is a failure of the sandbox
+(``SandboxError``). Where this service has no room it says so with 429 and 503, as everywhere else. Only ``python`` is
+there to run. ``memory_limit_MB`` and ``compile_timeout`` are taken and change nothing: the runner's own limit on
+memory holds, and Python is not compiled beforehand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from importlib import resources
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from agentrl_sandbox.service.gateway.bodies import Base64Error, Path, Text, from_base64, to_base64
+from agentrl_sandbox.service.pool.call import Call, ImpossibleCallError
+from agentrl_sandbox.types import Execution, Outcome
+
+Run = Callable[[Call], Awaitable[Execution]]
+
+_CELLS, _RESULTS = ".agentrl-cells.json", ".agentrl-results.json"  # as in notebook.py
+
+
+class RunCodeRequest(BaseModel):
+    """A program."""
+
+    code: Text
+    language: Literal["python"]
+    compile_timeout: float = Field(10, description="without effect on Python")
+    run_timeout: float = Field(10, gt=0, le=3600, description="seconds")
+    memory_limit_MB: int = Field(-1, description="the runner's own limit holds")
+    stdin: Text | None = None
+    files: dict[Path, str | None] = Field({}, description="base64 by path")
+    fetch_files: list[Path] = []
+
+
+class RunJupyterRequest(BaseModel):
+    """The cells of a notebook."""
+
+    cells: list[Text]
+    cell_timeout: float = Field(0, ge=0, le=3600, description="seconds for each cell; 0: only the total counts")
+    total_timeout: float = Field(45, gt=0, le=3600, description="seconds for all of them")
+    memory_limit_MB: int = Field(-1, description="the runner's own limit holds")
+    kernel: Literal["python3"] = "python3"
+    files: dict[Path, str | None] = Field({}, description="base64 by path")
+    fetch_files: list[Path] = []
+
+
+class CommandRunResult(BaseModel):
+    """How a process ended."""
+
+    status: Literal["Finished", "Error", "TimeLimitExceeded"]
+    execution_time: float | None = None
+    return_code: int | None = None
+    stdout: str | None = None
+    stderr: str | None = None
+
+
+class CellRunResult(BaseModel):
+    """What a cell wrote and showed. It comes from the program itself: it says nothing that can be relied on."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    stdout: str
+    stderr: str
+    display: list[dict[str, Any]]
+    error: list[dict[str, Any]]
+
+
+Status = Literal["Success", "Failed", "SandboxError"]
+
+
+class RunCodeResponse(BaseModel):
+    """What became of a program."""
+
+    status: Status
+    message: str = ""
+    compile_result: None = None
+    run_result: CommandRunResult | None = None
+    executor_pod_name: str | None = None
+    files: dict[str, str] = {}
+
+
+class RunJupyterResponse(BaseModel):
+    """What became of a notebook."""
+
+    status: Status
+    message: str = ""
+    driver: CommandRunResult | None = None
+    cells: list[CellRunResult] = []
+    executor_pod_name: str | None = None
+    files: dict[str, str] = {}
+
+
+_CELL_RESULTS = TypeAdapter(list[CellRunResult])
+
+
+async def run_code(request: RunCodeRequest, run: Run) -> RunCodeResponse:
+    """Run a program. Raises BusyError."""
+    try:
+        execution = await run(
+            Call(
+                program=request.code,
+                timeout=request.run_timeout,
+                stdin=request.stdin or "",
+                files=_contents(request.files),
+                fetch_files=tuple(request.fetch_files),
+            )
+        )
+    except (Base64Error, ImpossibleCallError) as error:
+        return RunCodeResponse(status="SandboxError", message=str(error))
+    result = _result(execution)
+    return RunCodeResponse(
+        status=_status(result),
+        message=execution.stderr if result.status == "Error" else "",
+        run_result=result,
+        files=to_base64(dict(execution.files)),
+    )
+
+
+async def run_jupyter(request: RunJupyterRequest, run: Run) -> RunJupyterResponse:
+    """Run cells one after the other in one namespace. Raises BusyError."""
+    task = {"cells": request.cells, "cell_timeout": request.cell_timeout}
+    try:
+        execution = await run(
+            Call(
+                program=resources.files(__package__).joinpath("notebook.py").read_text("utf-8"),
+                timeout=request.total_timeout,
+                files={**_contents(request.files), _CELLS: json.dumps(task).encode()},
+                fetch_files=(*request.fetch_files, _RESULTS),
+            )
+        )
+    except (Base64Error, ImpossibleCallError) as error:
+        return RunJupyterResponse(status="SandboxError", message=str(error))
+    files = dict(execution.files)
+    results = files.pop(_RESULTS, None)
+    driver = _result(execution)
+    if driver.status == "Error":
+        return RunJupyterResponse(status="SandboxError", message=execution.stderr, driver=driver)
+    if driver.status != "Finished" or results is None:
+        return RunJupyterResponse(status="Failed", driver=driver)
+    try:
+        cells = _CELL_RESULTS.validate_json(results)
+    except ValidationError:
+        return RunJupyterResponse(status="Failed", message="a cell meddled with the results", driver=driver)
+    return RunJupyterResponse(status="Success", driver=driver, cells=cells, files=to_base64(files))
+
+
+def _contents(files: Mapping[str, str | None]) -> dict[str, bytes]:
+    return {path: from_base64(content) for path, content in files.items() if content is not None}
+
+
+def _result(execution: Execution) -> CommandRunResult:
+    if execution.outcome is Outcome.INFRASTRUCTURE_FAILURE:
+        return CommandRunResult(status="Error", stderr=execution.stderr)
+    late = execution.outcome is Outcome.TIMEOUT
+    return CommandRunResult(
+        status="TimeLimitExceeded" if late else "Finished",
+        execution_time=execution.seconds,
+        return_code=None if late else execution.exit_code,
+        stdout=execution.stdout,
+        stderr=execution.stderr,
+    )
+
+
+def _status(result: CommandRunResult) -> Status:
+    if result.status == "Error":
+        return "SandboxError"
+    return "Success" if result.status == "Finished" and result.return_code == 0 else "Failed"

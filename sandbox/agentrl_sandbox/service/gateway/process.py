@@ -1,0 +1,137 @@
+"""The front as a process: uvicorn around the application, with a SIGTERM that finishes what runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from agentrl_sandbox.errors import StartError
+from agentrl_sandbox.service.gateway.app import Front, build_app
+from agentrl_sandbox.service.gateway.guard import Guard
+from agentrl_sandbox.service.pool.pool import RunnerPool
+from agentrl_sandbox.service.settings import NO_TOKEN, ServiceSettings
+
+_log = logging.getLogger(__name__)
+_KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close them first
+
+
+class DrainingServer(uvicorn.Server):
+    """At the first signal new calls get 503 while the others finish; at the second it stops at once."""
+
+    def __init__(self, config: uvicorn.Config, front: Front, drain_seconds: float) -> None:
+        super().__init__(config)
+        self._front = front
+        self._drain_seconds = drain_seconds
+        self._drain: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Until it is told to stop."""
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by uvicorn in its signal handler."""
+        if self._front.draining or self._loop is None:
+            self.should_exit = True
+            self.force_exit = sig == signal.SIGINT
+            return
+        self._front.draining = True
+        self._loop.call_soon_threadsafe(self._begin_to_drain)
+
+    def _begin_to_drain(self) -> None:
+        self._drain = asyncio.get_running_loop().create_task(self._until_idle())
+
+    async def _until_idle(self) -> None:
+        _log.info("stopping: %d calls are left", self._front.calls)
+        try:
+            async with asyncio.timeout(self._drain_seconds):
+                while self._front.calls:
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            _log.warning("%d calls were not done after %g s", self._front.calls, self._drain_seconds)
+        self.should_exit = True
+
+
+async def serve_front(
+    settings: ServiceSettings, sockets: Path, *, on_listening: Callable[[int], None] = lambda port: None
+) -> None:
+    """Serve until SIGTERM, SIGINT or a cancellation. ``on_listening`` is told the port.
+
+    Raises StartError where it cannot listen.
+    """
+    token = settings.token or kept_token(settings.token_file)
+    pool = RunnerPool(sockets, queue_limit=settings.queue_limit, queue_seconds=settings.queue_seconds)
+    front = Front(pool, batch_limit=settings.batch_limit)
+    app = Guard(
+        build_app(front),
+        token=None if token == NO_TOKEN else token,
+        hosts=settings.hosts,
+        max_body=settings.max_body_mb << 20,
+    )
+    with _listening(settings.host, settings.port) as listener:
+        config = uvicorn.Config(
+            app,
+            lifespan="on",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            ws="none",
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=5,
+        )
+        on_listening(listener.getsockname()[1])
+        server = DrainingServer(config, front, settings.drain_seconds)
+        serving = asyncio.ensure_future(server.serve([listener]))
+        try:
+            await asyncio.shield(serving)
+        except asyncio.CancelledError:
+            server.should_exit = True  # uvicorn writes a traceback where it is cancelled
+            await serving
+            raise
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        raise StartError(f"cannot listen at {host}:{port}: {error}") from error
+    return listener
+
+
+def kept_token(file: Path | None) -> str:
+    """The token in a file, made and written there first if need be; without a file a new one, shown once.
+
+    Raises StartError.
+    """
+    if file is None:
+        token = secrets.token_urlsafe(32)
+        _log.warning("token: %s (SANDBOX_TOKEN chooses one, --no-token turns it off)", token)
+        return token
+    try:
+        if not file.exists():
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w", encoding="ascii") as opened:
+                opened.write(secrets.token_urlsafe(32) + "\n")
+        token = file.read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartError(f"cannot keep the token in {file}: {error}") from error
+    if not token:
+        raise StartError(f"{file} holds no token; remove it")
+    _log.info("the token is in %s", file)
+    return token

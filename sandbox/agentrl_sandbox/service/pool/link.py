@@ -1,0 +1,151 @@
+"""The front's end of one runner's socket. A runner is hostile: what it may not send ends the connection."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any, cast
+
+from agentrl_sandbox.service.pool.messages import (
+    MAX_FRAME,
+    Answer,
+    Hello,
+    Leaving,
+    Ran,
+    Refused,
+    SessionAnswer,
+    read,
+)
+from agentrl_sandbox.wire import Frame, FrameBuffer, FrameError, pack
+
+_HELLO_SECONDS = 10.0
+_GRACE_SECONDS = 60.0  # beyond a program's deadline; a runner that is silent longer is given up
+
+
+class RunnerGone(ConnectionError):
+    """The runner went while a request was with it."""
+
+
+class NotSent(RunnerGone):
+    """The runner was gone before the request was sent: another one may take it."""
+
+
+class RunnerLink(asyncio.Protocol):
+    """A connection to one runner, from ``connect`` until it is gone. ``on_change`` is called when it may have room."""
+
+    def __init__(self, name: str, on_change: Callable[[RunnerLink], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self.name = name
+        self.gone = False
+        self.leaving = False
+        self.why_gone = "the runner is gone"
+        self.hello: asyncio.Future[Hello] = loop.create_future()
+        self.closed: asyncio.Future[None] = loop.create_future()
+        self._on_change = on_change
+        self._frames = FrameBuffer(MAX_FRAME)
+        self._identifiers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._transport: asyncio.Transport | None = None
+
+    @classmethod
+    async def connect(cls, path: str, name: str, on_change: Callable[[RunnerLink], None]) -> RunnerLink:
+        """Connect and hear the runner's hello. Raises OSError and TimeoutError."""
+        loop = asyncio.get_running_loop()
+        _, link = await loop.create_unix_connection(lambda: cls(name, on_change), path)
+        try:
+            await asyncio.wait_for(asyncio.shield(link.hello), _HELLO_SECONDS)
+        except BaseException:
+            link.abort("it did not say hello")
+            raise
+        return link
+
+    @property
+    def in_flight(self) -> int:
+        """Requests whose answer has not come, the cancelled ones included: their programs may still be dying."""
+        return len(self._waiting)
+
+    def has_room_for(self, count: int) -> bool:
+        """Whether it would start so many more programs at once."""
+        return not self.gone and not self.leaving and self.in_flight + count <= self.hello.result().workers
+
+    async def request(self, header: dict[str, Any], blobs: list[bytes], *, timeout: float) -> Answer:
+        """Send a request and give its answer. Cancelling it cancels it there.
+
+        Raises NotSent, RunnerGone and FrameError.
+        """
+        if self.gone or self._transport is None:
+            raise NotSent(self.why_gone)
+        identifier = next(self._identifiers)
+        frame = pack({**header, "id": identifier}, *blobs)
+        if len(frame) > MAX_FRAME:
+            raise FrameError(f"a request of {len(frame)} bytes; at most {MAX_FRAME} are carried")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Answer] = loop.create_future()
+        self._waiting[identifier] = future
+        self._timers[identifier] = loop.call_later(timeout + _GRACE_SECONDS, self.abort, "a runner was silent too long")
+        self._transport.write(frame)
+        try:
+            return await future
+        finally:
+            if identifier in self._waiting and not self.gone:
+                self._transport.write(pack({"op": "cancel", "id": identifier}))
+
+    def abort(self, why: str) -> None:
+        """Drop the connection."""
+        if not self.gone:
+            self.why_gone = why
+        if self._transport is not None:
+            self._transport.abort()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+
+    def data_received(self, data: bytes) -> None:
+        """Cut into frames; the first that cannot be right ends the connection."""
+        try:
+            for frame in self._frames.feed(data):
+                self._on_frame(frame)
+        except FrameError as error:
+            self.abort(f"a runner broke the protocol: {error}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Everyone who waits hears of it."""
+        self.gone = True
+        for timer in self._timers.values():
+            timer.cancel()
+        futures: tuple[asyncio.Future[Any], ...] = (self.hello, *self._waiting.values())
+        for future in futures:
+            if not future.done():
+                future.set_exception(RunnerGone(self.why_gone))
+                future.exception()  # some have no waiter; that is no reason to warn
+        self._waiting.clear()
+        if not self.closed.done():
+            self.closed.set_result(None)
+        self._on_change(self)
+
+    def _on_frame(self, frame: Frame) -> None:
+        message, execution = read(frame)
+        if isinstance(message, Hello) != (not self.hello.done()):
+            raise FrameError("hello comes first, and once")
+        if isinstance(message, Hello):
+            self.hello.set_result(message)
+        elif isinstance(message, Leaving):
+            self.leaving = True
+        elif isinstance(message, Ran) and execution is not None:
+            self._answer(message.id, execution)
+        elif isinstance(message, SessionAnswer | Refused):
+            self._answer(message.id, message)
+
+    def _answer(self, identifier: int, answer: Answer) -> None:
+        future = self._waiting.pop(identifier, None)
+        if future is None:
+            raise FrameError("an answer that nobody asked for")
+        self._timers.pop(identifier).cancel()
+        if not future.done():
+            future.set_result(answer)
+        self._on_change(self)

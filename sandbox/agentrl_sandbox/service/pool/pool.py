@@ -1,0 +1,165 @@
+"""A sandbox over however many runners there are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from agentrl_sandbox.errors import ClosedError, UnknownSessionError
+from agentrl_sandbox.once import Once
+from agentrl_sandbox.service.pool.call import Call, ImpossibleCallError
+from agentrl_sandbox.service.pool.link import NotSent, RunnerGone, RunnerLink
+from agentrl_sandbox.service.pool.messages import Refused
+from agentrl_sandbox.service.pool.queue import Queue
+from agentrl_sandbox.service.pool.runner_registry import Roster
+from agentrl_sandbox.service.pool.sessions import Sessions
+from agentrl_sandbox.types import Execution, Isolation, Outcome
+from agentrl_sandbox.wire import FrameError
+
+
+class RunnerPool:
+    """Sends each program to the runner with the fewest in flight; a session stays with its runner.
+
+    ``queue_limit`` calls may wait, each for ``queue_seconds`` at most.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        queue_limit: int,
+        queue_seconds: float,
+    ) -> None:
+        self.roster = Roster(directory, self._on_change)
+        self.queue = Queue(self.roster.links.values, limit=queue_limit, seconds=queue_seconds)
+        self.sessions = Sessions(self.roster.links.values)
+        self._once = Once()
+        self._closed = False
+
+    def open(self) -> None:
+        """Begin to look for runners."""
+        self.roster.open()
+
+    async def close(self) -> None:
+        """Leave every runner: what was asked for there dies."""
+        self._closed = True
+        self.queue.close()
+        await self.sessions.close()
+        await self.roster.close()
+
+    @property
+    def isolation(self) -> Isolation:
+        """What holds at every runner."""
+        return self.roster.isolation
+
+    def check_room(self, count: int) -> None:
+        """Raises QueueFullError unless so many calls more could start or wait here."""
+        self.queue.check_room(max(0, count - max(0, self.roster.workers - self.roster.running)))
+
+    async def run(self, call: Call, request_id: str | None = None) -> Execution:
+        """Queue a program and run it, once. What its runner breaks is an infrastructure failure.
+
+        Equal calls with one ``request_id`` share a run. Raises BusyError, UnknownSessionError, ClosedError
+        and ImpossibleCallError.
+        """
+        if self._closed:
+            raise ClosedError("the sandbox was closed")
+        if request_id is None:
+            return await self._run(call)
+        return await self._once.run((request_id, call.digest()), lambda: self._run(call))
+
+    async def execute(
+        self,
+        program: str,
+        *,
+        timeout: float | None = None,
+        stdin: str = "",
+        session: str | None = None,
+        request_id: str | None = None,
+        files: Mapping[str, bytes] | None = None,
+        fetch_files: Sequence[str] = (),
+        echo: bool = False,
+    ) -> Execution:
+        """See ``Sandbox`` and ``run``."""
+        call = Call(
+            program=program,
+            timeout=timeout,
+            stdin=stdin,
+            session=session,
+            files=files or {},
+            fetch_files=tuple(fetch_files),
+            echo=echo,
+        )
+        return await self.run(call, request_id)
+
+    async def open_session(self) -> str:
+        """See ``Sandbox``. Raises BusyError too."""
+        return await self.sessions.make()
+
+    async def fork_session(self, session: str) -> str:
+        """See ``Sandbox``. The copy lives at the same runner. Raises BusyError too."""
+        return await self.sessions.make(like=session)
+
+    async def close_session(self, session: str) -> None:
+        """See ``Sandbox``. Raises BusyError too."""
+        await self.sessions.end(session)
+
+    async def _run(self, call: Call) -> Execution:
+        if call.session is not None:
+            return await self._run_in_session(call, call.session)
+        while True:
+            link = await self.queue.place()
+            try:
+                return await _run_at(link, call)
+            except NotSent:
+                continue
+
+    async def _run_in_session(self, call: Call, session: str) -> Execution:
+        async with self.sessions.turn(session) as found:
+            link = await self.queue.place(only=found.link)
+            try:
+                return await _run_at(link, replace(call, session=found.name))
+            except (NotSent, UnknownSessionError) as error:
+                self.sessions.forget(session, str(error))
+                raise UnknownSessionError(f"no session {session!r}: {error}") from error
+
+    def _on_change(self, link: RunnerLink) -> None:
+        if link.gone:
+            self.sessions.forget_all_at(link)
+        self.queue.serve()
+
+
+async def _run_at(link: RunnerLink, call: Call) -> Execution:
+    """Raises NotSent, UnknownSessionError and ImpossibleCallError."""
+    started = time.monotonic()
+    header, blobs = call.frame()
+    timeout = call.timeout or link.hello.result().limits.get("timeout", 3600.0)
+    try:
+        answer = await link.request({"op": "execute", **header}, blobs, timeout=timeout)
+    except NotSent:
+        raise
+    except RunnerGone as error:
+        return failure(str(error), started)
+    except FrameError as error:
+        raise ImpossibleCallError(str(error)) from error
+    if isinstance(answer, Execution):
+        return answer
+    if isinstance(answer, Refused) and answer.kind == "bad_call":
+        raise ImpossibleCallError(answer.why)
+    if isinstance(answer, Refused) and answer.kind == "unknown_session":
+        raise UnknownSessionError(answer.why)
+    return failure(answer.why if isinstance(answer, Refused) else "an answer to another question", started)
+
+
+def failure(why: str, started: float) -> Execution:
+    """A run that says nothing of its program; ``started`` is of ``time.monotonic``."""
+    return Execution(
+        outcome=Outcome.INFRASTRUCTURE_FAILURE,
+        stdout="",
+        stderr=why,
+        exit_code=None,
+        seconds=time.monotonic() - started,
+        truncated=False,
+    )

@@ -1,0 +1,119 @@
+"""The runners there are: their sockets in one directory, which may come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from agentrl_sandbox.service.pool.link import RunnerLink
+from agentrl_sandbox.types import PROPERTIES, Isolation
+
+_log = logging.getLogger(__name__)
+_LOOK_SECONDS = 0.2  # between two looks at the directory
+_MOST_RUNNERS = 1024
+
+
+class Roster:
+    """Keeps a link to every runner in a directory; ``on_change`` hears of one that may have room or is gone."""
+
+    def __init__(self, directory: Path, on_change: Callable[[RunnerLink], None]) -> None:
+        self._directory = directory
+        self._on_change = on_change
+        self._connecting: dict[str, asyncio.Task[None]] = {}
+        self._looking: asyncio.Task[None] | None = None
+        self.links: dict[str, RunnerLink] = {}
+
+    def open(self) -> None:
+        """Begin to look for runners."""
+        self._looking = asyncio.get_running_loop().create_task(self._look())
+
+    async def close(self) -> None:
+        """Leave every runner: what was asked for there dies."""
+        tasks = [*self._connecting.values(), *([self._looking] if self._looking else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        links = list(self.links.values())
+        for link in links:
+            link.abort("the sandbox was closed")
+        await asyncio.gather(*(link.closed for link in links))
+
+    @property
+    def runners(self) -> int:
+        """How many runners take programs."""
+        return sum(not link.leaving for link in self.links.values())
+
+    @property
+    def running(self) -> int:
+        """How many requests are with runners."""
+        return sum(link.in_flight for link in self.links.values())
+
+    @property
+    def workers(self) -> int:
+        """How many programs run at once."""
+        return sum(link.hello.result().workers for link in self.links.values() if not link.leaving)
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """For each limit the smallest of any runner."""
+        hellos = [link.hello.result() for link in self.links.values()]
+        names = {name for hello in hellos for name in hello.limits}
+        return {name: min(hello.limits.get(name, 0.0) for hello in hellos) for name in sorted(names)}
+
+    @property
+    def isolation(self) -> Isolation:
+        """What holds at every runner: a property that one of them lacks is missing; without runners all are."""
+        found = [link.hello.result().isolation for link in self.links.values()]
+        layers: dict[str, str | None] = {}
+        for name in dict.fromkeys([*PROPERTIES, *(name for isolation in found for name in isolation.layers)]):
+            held = [isolation.layers.get(name) for isolation in found]
+            known = dict.fromkeys(layer for layer in held if layer is not None)
+            layers[name] = " or ".join(known) if held and None not in held else None
+        return Isolation(layers=layers, mode=" or ".join(sorted({isolation.mode for isolation in found})) or "none")
+
+    async def wait_for_runner(self, seconds: float) -> bool:
+        """Wait until a runner is there; whether one came."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self.runners:
+                    await asyncio.sleep(_LOOK_SECONDS / 4)
+        return self.runners > 0
+
+    async def _look(self) -> None:
+        while True:
+            for name in self._listed():
+                if name not in self.links and name not in self._connecting:
+                    self._connecting[name] = asyncio.get_running_loop().create_task(self._connect(name))
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def _listed(self) -> list[str]:
+        try:
+            with os.scandir(self._directory) as entries:
+                names = [entry.name for entry in entries if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode)]
+        except OSError:
+            return []  # not there yet, or changing under our eyes: look again
+        return [name for name in sorted(names)[:_MOST_RUNNERS] if name.endswith(".sock")]
+
+    async def _connect(self, name: str) -> None:
+        try:
+            link = await RunnerLink.connect(str(self._directory / name), name, self._changed)
+        except (OSError, TimeoutError):  # left behind by a runner that was killed, or one that says nothing
+            await asyncio.sleep(_LOOK_SECONDS)
+        else:
+            if not link.gone:
+                self.links[name] = link
+                _log.info("runner %s came: %s", name, link.hello.result().isolation.describe())
+                self._on_change(link)
+        finally:
+            del self._connecting[name]
+
+    def _changed(self, link: RunnerLink) -> None:
+        if link.gone and self.links.get(link.name) is link:
+            del self.links[link.name]
+            _log.warning("runner %s went: %s", link.name, link.why_gone)
+        self._on_change(link)
