@@ -14,8 +14,7 @@ from agentrl.algorithms.correction import (
     rollout_correction,
 )
 from agentrl.algorithms.critic import ValueLoss, value_loss
-from agentrl.algorithms.diagnostics import HeadVariance, HeadVarianceAccumulator, diagonal_proxy, diagonal_proxy_power
-from agentrl.algorithms.entropy import entropy_bonus
+from agentrl.algorithms.diagnostics import HeadVariance, HeadVarianceAccumulator, diagonal_proxy
 from agentrl.algorithms.errors import (
     AlgorithmError,
     InvalidInputError,
@@ -25,16 +24,15 @@ from agentrl.algorithms.errors import (
 )
 from agentrl.algorithms.estimators import (
     ESTIMATORS,
-    Estimate,
+    EstimatorInputs,
     EstimatorNeeds,
-    Rollouts,
     ScalarOptions,
     TokenBaselineOptions,
     estimator_needs,
     register_estimator,
 )
 from agentrl.algorithms.estimators.baselines import TAILS
-from agentrl.algorithms.estimators.energy import ENERGIES, cross_energy, logit_proxy_energy, realized_energy
+from agentrl.algorithms.estimators.energy import ENERGIES, cross_energy, logit_proxy_energy
 from agentrl.algorithms.estimators.normalization import NORMALIZATIONS
 from agentrl.algorithms.kl import KL_ESTIMATORS, REWARD_KL_ESTIMATORS, RewardKL, kl_penalty, reward_kl
 from agentrl.algorithms.losses import (
@@ -87,7 +85,7 @@ __all__ = [
     "CorrectionOptions",
     "DivergenceClipOptions",
     "DualClipOptions",
-    "Estimate",
+    "EstimatorInputs",
     "EstimatorNeeds",
     "FixedKL",
     "GateOptions",
@@ -105,7 +103,6 @@ __all__ = [
     "PolicyLoss",
     "ProbabilityClipOptions",
     "RewardKL",
-    "Rollouts",
     "ScalarOptions",
     "SequenceClipOptions",
     "TokenBaselineOptions",
@@ -121,8 +118,6 @@ __all__ = [
     "cross_energy",
     "default_aggregation",
     "diagonal_proxy",
-    "diagonal_proxy_power",
-    "entropy_bonus",
     "estimator_needs",
     "kl_penalty",
     "logit_proxy_energy",
@@ -131,7 +126,6 @@ __all__ = [
     "overlong_penalty",
     "perplexity_metrics",
     "policy_loss",
-    "realized_energy",
     "register_estimator",
     "register_loss",
     "reward_kl",

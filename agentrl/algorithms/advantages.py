@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.errors import InvalidInputError
-from agentrl.algorithms.estimators import ESTIMATORS, Estimate, EstimatorEntry, Rollouts
+from agentrl.algorithms.estimators import ESTIMATORS, EstimatorEntry, EstimatorInputs
 from agentrl.algorithms.estimators.inputs import blocks_of_groups, take_rows
 from agentrl.algorithms.estimators.normalization import Moments, normalize_by_group
 from agentrl.algorithms.records import AdvantageInputs, Advantages
@@ -51,19 +51,19 @@ def _in_blocks(
     raw = torch.empty(shape, dtype=torch.float64 if normalize == "whiten" else dtype, device=device)
     returns, baselines = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
     blocks = list(blocks_of_groups(inputs.groups, shape[1]))
-    whole = entry.function(Rollouts.of(inputs), record) if entry.step_wide and blocks else None
+    whole = entry.function(EstimatorInputs.of(inputs), record) if entry.step_wide and blocks else None
     moments: Moments | None = None
     for rows in blocks:
-        rollouts = Rollouts.of(take_rows(inputs, rows), rows)
-        estimate = entry.function(rollouts, record) if whole is None else whole.take(rows)
-        _check_weights(rollouts)
-        advantages = _advantages(estimate, rollouts, normalize)
+        block = EstimatorInputs.of(take_rows(inputs, rows), rows)
+        estimate = entry.function(block, record) if whole is None else whole.take(rows)
+        _check_weights(block)
+        advantages = _advantages(estimate, block, normalize)
         if normalize == "whiten":
-            part = Moments.of(advantages, rollouts.mask)
+            part = Moments.of(advantages, block.mask)
             moments = part if moments is None else moments.merge(part)
         raw[rows] = advantages.to(raw.dtype)
-        returns[rows] = estimate.returns.to(dtype).masked_fill(~rollouts.mask, 0.0)
-        baselines[rows] = estimate.baselines.to(dtype).masked_fill(~rollouts.mask, 0.0)
+        returns[rows] = estimate.returns.to(dtype).masked_fill(~block.mask, 0.0)
+        baselines[rows] = estimate.baselines.to(dtype).masked_fill(~block.mask, 0.0)
     if normalize == "whiten" and step_sum is not None:
         moments = (moments or Moments.nothing(raw)).over_step(step_sum)
     if moments is not None:
@@ -71,24 +71,23 @@ def _in_blocks(
     return Advantages(advantages=raw.to(dtype), returns=returns, baselines=baselines)
 
 
-def _check_weights(rollouts: Rollouts) -> None:
+def _check_weights(block: EstimatorInputs) -> None:
     """Importance weights that are given must be right, whether the estimator uses them or not."""
-    _ = rollouts.loss_ratio
+    _ = block.loss_ratio
 
 
-def _advantages(estimate: Estimate, rollouts: Rollouts, normalize: str | None) -> Tensor:
+def _advantages(estimate: Advantages, block: EstimatorInputs, normalize: str | None) -> Tensor:
     """[b, T] float64, 0 off the mask, all but whitened."""
-    mask = rollouts.mask
+    mask = block.mask
     advantages = estimate.advantages.masked_fill(~mask, 0.0)
     if normalize == "group_std":
-        advantages = normalize_by_group(advantages, mask, rollouts.groups)
+        advantages = normalize_by_group(advantages, mask, block.groups)
     if not bool(torch.isfinite(advantages.sum())):
         bad = ~torch.isfinite(advantages)
         if bool(bad.any()):
             row, position = bad.nonzero()[0].tolist()
             raise InvalidInputError(
-                f"the advantage in row {int(rollouts.rows[row])} at position {position} is not finite: check the "
-                "energies"
+                f"the advantage in row {int(block.rows[row])} at position {position} is not finite: check the energies"
             )
     return advantages
 

@@ -31,19 +31,6 @@ def diagonal_proxy(token_energy: Tensor, advantages: Tensor, response_mask: Tens
     return (energy * torch.where(mask, advantages.double(), 0.0).square()).sum(-1)
 
 
-@torch.no_grad()
-def diagonal_proxy_power(proxy: Tensor, groups: Tensor) -> Tensor:
-    """P of the diagonal proxy: the mean over groups of sum_i proxy_i / n^2, from proxy [B] and groups [B]; a scalar.
-
-    Logits of different trajectories are different coordinates, so the mean of n gradients has this squared norm.
-    """
-    if proxy.shape != groups.shape or proxy.ndim != 1 or not proxy.numel():
-        raise InvalidInputError(f"proxy and groups must both be [B], B > 0; got {proxy.shape}, {groups.shape}")
-    labels, count = relabel(groups)
-    sizes = segment_sum(torch.ones_like(proxy), labels, count)
-    return (segment_sum(proxy, labels, count) / sizes.square()).mean()
-
-
 @dataclass(frozen=True, kw_only=True)
 class HeadVariance:
     """P, S and Var of the gradient of the head's weight; `variance` is None for fewer than two groups."""

@@ -47,7 +47,9 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Advantages:
-    """Each [B, T], detached, 0 off model tokens; float64 if the rewards are, else float32.
+    """What `compute_advantages` returns: each [B, T], detached, 0 off model tokens; float64 if the rewards are, else
+    float32. An estimator returns float64, one number a token [B, T] or a trajectory [B, 1]; its values off the model
+    tokens do not matter.
 
     `returns` holds G_k (token estimators), R on every model token (scalar ones) or A + V (gae), `baselines` what was
     subtracted. Without normalisation advantages = returns - baselines, times gpg's c for gpg and over the standard
@@ -57,3 +59,7 @@ class Advantages:
     advantages: Tensor
     returns: Tensor
     baselines: Tensor
+
+    def take(self, rows: Tensor) -> "Advantages":
+        """Some rows."""
+        return Advantages(advantages=self.advantages[rows], returns=self.returns[rows], baselines=self.baselines[rows])

@@ -28,7 +28,7 @@ Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moments:
+class GradientMoments:
     """What one problem says of one estimator at one group size."""
 
     variance: float  # of one group's gradient: mean over partitions of sum_m ||g_m - mean g||^2 / (M - 1)
@@ -47,7 +47,7 @@ class Measurement:
 
     problems: list[str]
     parameters: int
-    moments: dict[int, dict[str, list[Moments]]] = field(default_factory=dict)
+    moments: dict[int, dict[str, list[GradientMoments]]] = field(default_factory=dict)
     signal: dict[int, dict[str, float]] = field(default_factory=dict)
 
 
@@ -134,7 +134,7 @@ def measure(
             for label, spread in spreads.items():
                 mean = spread.mean
                 head, diagonal = proxies_of(policy, hidden, sample, rows, own[label], temperature)
-                found = Moments(
+                found = GradientMoments(
                     variance=spread.variance,
                     power=spread.power,
                     drawn_squared=float(mean.double().square().sum()),

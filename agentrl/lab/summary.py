@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.lab.measure import Measurement, Moments
+from agentrl.lab.measure import GradientMoments, Measurement
 from agentrl.lab.sample import ProblemSample
 
 Floats = NDArray[np.float64]
@@ -18,7 +18,7 @@ OPTIMAL = ("otb", "tir_otb", "otb_isolated", "otb_total", "otb_cross")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class IntervalEstimate:
     """A number and its 95 % interval."""
 
     value: float
@@ -36,12 +36,12 @@ class Line:
 
     estimator: str
     group_size: int
-    variance: Estimate  # mean V_j: of one group's gradient
-    scale: Estimate  # sum <g_j, g*_j> / sum ||g*_j||^2: 1 if unbiased
-    noise: Estimate  # sum V_j / sum ||part of g_j along g*_j||^2 = sum V_j / (scale^2 sum ||g*_j||^2)
-    cosine: Estimate  # sum <g_j, g*_j> / sqrt(sum ||g_j||^2 sum ||g*_j||^2)
-    bias: Estimate  # sqrt(sum ||g_j - g*_j||^2 / sum ||g*_j||^2)
-    to_best: Estimate  # noise over that of the least noisy estimator at this group size, paired by problem
+    variance: IntervalEstimate  # mean V_j: of one group's gradient
+    scale: IntervalEstimate  # sum <g_j, g*_j> / sum ||g*_j||^2: 1 if unbiased
+    noise: IntervalEstimate  # sum V_j / sum ||part of g_j along g*_j||^2 = sum V_j / (scale^2 sum ||g*_j||^2)
+    cosine: IntervalEstimate  # sum <g_j, g*_j> / sqrt(sum ||g_j||^2 sum ||g*_j||^2)
+    bias: IntervalEstimate  # sqrt(sum ||g_j - g*_j||^2 / sum ||g*_j||^2)
+    to_best: IntervalEstimate  # noise over that of the least noisy estimator at this group size, paired by problem
     step_variance: float  # docs/formulas.md 7 with J groups, one a problem: (P - S) / (J - 1), mean over all such steps
     head_variance: float  # mean over problems, of the head's gradient alone
     diagonal: float  # mean over problems of the diagonal proxy
@@ -143,7 +143,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _columns(moments: Sequence[Moments]) -> dict[str, Floats]:
+def _columns(moments: Sequence[GradientMoments]) -> dict[str, Floats]:
     records = [asdict(item) for item in moments]
     return {name: np.array([record[name] for record in records]) for name in records[0]}
 
@@ -186,10 +186,10 @@ def _step_variance(found: dict[str, Floats], signal: float) -> float:
     return (float(found["power"].mean()) - expected) / (problems - 1)
 
 
-def _interval(values: Floats) -> Estimate:
+def _interval(values: Floats) -> IntervalEstimate:
     finite = values[1:][np.isfinite(values[1:])]
     low, high = np.quantile(finite, [0.025, 0.975]) if finite.size else (math.nan, math.nan)
-    return Estimate(value=float(values[0]), low=float(low), high=float(high))
+    return IntervalEstimate(value=float(values[0]), low=float(low), high=float(high))
 
 
 def _correlation(x: Floats, y: Floats) -> float:

@@ -6,12 +6,12 @@ import torch
 from agentrl.algorithms import (
     ESTIMATORS,
     AdvantageInputs,
+    Advantages,
     AlgorithmError,
-    Estimate,
+    EstimatorInputs,
     InvalidInputError,
     InvalidOptionError,
     MissingInputError,
-    Rollouts,
     ScalarOptions,
     UnknownNameError,
     compute_advantages,
@@ -199,22 +199,22 @@ def test_an_estimator_says_what_it_needs(estimator, options, needed, step_wide):
 
 def test_user_code_adds_an_estimator_by_a_decorator_once(own_registries):
     @register_estimator("plain", options=ScalarOptions)
-    def plain(rollouts: Rollouts, options: ScalarOptions) -> Estimate:
-        total = rollouts.rewards.sum(-1, keepdim=True)
-        return Estimate(advantages=total, returns=total, baselines=torch.zeros_like(total))
+    def plain(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
+        total = inputs.rewards.sum(-1, keepdim=True)
+        return Advantages(advantages=total, returns=total, baselines=torch.zeros_like(total))
 
     assert compute_advantages("plain", inputs()).advantages.tolist() == [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
     with pytest.raises(AlgorithmError, match="already registered"):
-        register_estimator("plain")(lambda rollouts, options: None)
+        register_estimator("plain")(lambda inputs, options: None)
 
 
 def test_user_code_says_what_its_estimator_needs(own_registries):
     name = "mean_of_the_step"
 
     @register_estimator(name, requires=("values", "greedy_returns"), step_wide=True)
-    def mean_of_the_step(rollouts: Rollouts, options: object) -> Estimate:
-        mean = rollouts.totals.mean().expand(len(rollouts.rows), 1)
-        return Estimate(advantages=rollouts.totals.unsqueeze(-1) - mean, returns=mean, baselines=mean)
+    def mean_of_the_step(inputs: EstimatorInputs, options: object) -> Advantages:
+        mean = inputs.totals.mean().expand(len(inputs.rows), 1)
+        return Advantages(advantages=inputs.totals.unsqueeze(-1) - mean, returns=mean, baselines=mean)
 
     assert estimator_needs(name).step_wide
     assert estimator_needs(name).inputs == {"values", "greedy_returns"}

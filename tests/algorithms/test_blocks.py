@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms import ESTIMATORS, AdvantageInputs, InvalidInputError, compute_advantages
-from agentrl.algorithms.estimators import inputs as rollouts
+from agentrl.algorithms.estimators import inputs as estimator_inputs
 from agentrl.algorithms.estimators.groups import Groups
 from agentrl.algorithms.estimators.inputs import blocks_of_groups
 from agentrl.algorithms.estimators.normalization import Moments
@@ -40,7 +40,7 @@ def test_the_mean_of_equal_values_is_exactly_that_value():
 
 
 def test_blocks_hold_whole_groups_of_one_size_and_every_row_once(monkeypatch):
-    monkeypatch.setitem(rollouts._BLOCK_ELEMENTS, "cpu", 24)
+    monkeypatch.setitem(estimator_inputs._BLOCK_ELEMENTS, "cpu", 24)
     ids = torch.tensor([3, 1, 3, 2, 1, 2, 2, 7, 8, 8, 4, 4])
     blocks = list(blocks_of_groups(ids, 3))
     assert sorted(torch.cat(blocks).tolist()) == list(range(12))
@@ -81,7 +81,7 @@ def test_results_do_not_depend_on_the_size_of_the_blocks(estimator, normalize, m
     inputs = ragged()
     whole = compute_advantages(estimator, inputs, normalize=normalize)
     for size in (1, 40, 200):
-        monkeypatch.setitem(rollouts._BLOCK_ELEMENTS, "cpu", size)
+        monkeypatch.setitem(estimator_inputs._BLOCK_ELEMENTS, "cpu", size)
         parts = compute_advantages(estimator, inputs, normalize=normalize)
         torch.testing.assert_close(parts.advantages, whole.advantages, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(parts.returns, whole.returns, rtol=1e-12, atol=1e-12)
@@ -89,7 +89,7 @@ def test_results_do_not_depend_on_the_size_of_the_blocks(estimator, normalize, m
 
 @pytest.mark.parametrize("estimator", ["tir_otb", "gpg"])
 def test_messages_name_the_row_of_the_batch_not_of_a_block(estimator, monkeypatch):
-    monkeypatch.setitem(rollouts._BLOCK_ELEMENTS, "cpu", 1)
+    monkeypatch.setitem(estimator_inputs._BLOCK_ELEMENTS, "cpu", 1)
     inputs = ragged()
     row, position = 37, 4
     rewards = inputs.rewards.clone()

@@ -1,4 +1,4 @@
-"""Value loss, controllers of beta, overlong penalty, entropy bonus: by hand and against loops."""
+"""Value loss, controllers of beta, overlong penalty: by hand and against loops."""
 
 import doctest
 import json
@@ -10,16 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.algorithms import (
-    AGGREGATIONS,
     AdaptiveKL,
     FixedKL,
     InvalidInputError,
     InvalidOptionError,
     MissingInputError,
     add_at_last_token,
-    aggregate,
     controllers,
-    entropy_bonus,
     overlong_penalty,
     rewards,
     value_loss,
@@ -179,19 +176,3 @@ def test_amounts_are_added_at_the_last_model_token_also_before_a_final_observati
         add_at_last_token(torch.zeros(2, 2), torch.tensor([[1, 0], [0, 0]]), torch.zeros(2))
     with pytest.raises(InvalidInputError, match=r"amounts \[B\]; got .*\(3,\)"):
         add_at_last_token(torch.zeros(2, 2), torch.ones(2, 2), torch.zeros(3))
-
-
-@pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_the_entropy_bonus_is_the_negative_aggregate(mode):
-    entropy = torch.tensor([[1.0, 2.0], [math.nan, 4.0]], requires_grad=True)
-    mask = torch.tensor([[1, 1], [0, 1]])
-    length = 8.0 if mode == "seq_mean_token_sum_norm" else None
-    bonus = entropy_bonus(entropy, mask, mode, coefficient=0.1, length=length, normalizer=5.0)
-    expected = -0.1 * aggregate(entropy, mask, mode, length=length, normalizer=5.0)
-    assert float(bonus.detach()) == pytest.approx(float(expected.detach()))
-    bonus.backward()
-    assert entropy.grad is not None
-    assert bool((entropy.grad[mask.bool()] < 0).all())
-    assert float(entropy.grad[1, 0]) == 0.0
-    with pytest.raises(InvalidOptionError, match="entropy coefficient=nan"):
-        entropy_bonus(entropy, mask, mode, coefficient=math.nan, length=length)

@@ -5,8 +5,16 @@ import doctest
 import pytest
 import torch
 
-from agentrl.algorithms import logit_proxy_energy, realized_energy, records, segments
+from agentrl.algorithms import (
+    AdvantageInputs,
+    EstimatorInputs,
+    compute_advantages,
+    logit_proxy_energy,
+    records,
+    segments,
+)
 from agentrl.algorithms.estimators import energy
+from agentrl.kernels.backends.running import running_sum
 
 
 def test_logit_proxy_is_the_squared_norm_of_the_logit_gradient():
@@ -23,21 +31,40 @@ def test_logit_proxy_is_never_negative():
 
 
 def test_realized_energy_by_hand():
-    mask = torch.tensor([[1, 1, 0, 1]]).bool()
-    weights = torch.tensor([[1.0, 2.0, torch.nan, 4.0]])
-    assert realized_energy(weights, mask).tolist() == [[1.0, 3.0, 3.0, 7.0]]
+    def realized(**given):
+        inputs = AdvantageInputs(
+            rewards=torch.zeros(1, 4),
+            response_mask=torch.tensor([[1, 1, 0, 1]]).bool(),
+            groups=torch.tensor([0]),
+            token_energy=torch.tensor([[1.0, 2.0, torch.nan, 4.0]]),
+            **given,
+        )
+        return running_sum(energy.weighed_energy(EstimatorInputs.of(inputs), "logit_proxy")).tolist()
+
+    assert realized() == [[1.0, 3.0, 3.0, 7.0]]
     rho = torch.tensor([[2.0, 1.0, torch.inf, 0.5]])
-    assert realized_energy(weights, mask, rho).tolist() == [[4.0, 6.0, 6.0, 7.0]]
+    assert realized(importance_weights=rho) == [[4.0, 6.0, 6.0, 7.0]]
     loss_mask = torch.tensor([[1, 0, 0, 1]]).bool()
-    assert realized_energy(weights, mask, rho, loss_mask).tolist() == [[4.0, 4.0, 4.0, 5.0]]
+    assert realized(importance_weights=rho, loss_mask=loss_mask) == [[4.0, 4.0, 4.0, 5.0]]
 
 
 def test_zeros_in_the_ratio_and_in_the_loss_mask_are_the_same_estimator():
-    mask = torch.tensor([[1, 1, 1]]).bool()
-    weights = torch.tensor([[1.0, 2.0, 3.0]])
-    rejected = torch.tensor([[1, 0, 1]]).bool()
-    zeroed = realized_energy(weights, mask, rejected.float())
-    assert torch.equal(zeroed, realized_energy(weights, mask, torch.ones(1, 3), rejected))
+    rejected = torch.tensor([[1, 0, 1], [1, 1, 0]]).bool()
+
+    def baselines(**given):
+        inputs = AdvantageInputs(
+            rewards=torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.25]]),
+            response_mask=torch.ones(2, 3, dtype=torch.bool),
+            groups=torch.tensor([0, 0]),
+            token_energy=torch.tensor([[1.0, 2.0, 3.0], [3.0, 1.0, 2.0]]),
+            **given,
+        )
+        return compute_advantages("tir_otb", inputs).baselines
+
+    zeroed = baselines(importance_weights=rejected.float())
+    assert torch.equal(zeroed, baselines(importance_weights=torch.ones(2, 3), loss_mask=rejected))
+    assert torch.equal(zeroed, baselines(loss_mask=rejected))
+    assert not torch.equal(zeroed, baselines())
 
 
 @pytest.mark.parametrize("module", [energy, records, segments])

@@ -9,7 +9,6 @@ from agentrl.algorithms import (
     InvalidInputError,
     diagnostics,
     diagonal_proxy,
-    diagonal_proxy_power,
 )
 
 TEMPERATURE = 0.8
@@ -146,14 +145,6 @@ def test_diagonal_proxy_is_the_norm_with_respect_to_the_logits():
     found = diagonal_proxy(energy, advantages, mask)
     torch.testing.assert_close(found, gradient.square().sum((1, 2)))
     assert not found.requires_grad
-
-
-def test_diagonal_proxy_power_by_hand():
-    # group 7: (4 + 8) / 2^2 = 3, group 1: 5 / 1
-    proxy = torch.tensor([4.0, 5.0, 8.0], dtype=torch.float64)
-    assert float(diagonal_proxy_power(proxy, torch.tensor([7, 1, 7]))) == 4.0
-    with pytest.raises(InvalidInputError):
-        diagonal_proxy_power(proxy, torch.tensor([7, 1]))
 
 
 def test_shapes_must_agree():

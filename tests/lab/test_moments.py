@@ -14,11 +14,11 @@ from agentrl.errors import SettingsError
 from agentrl.lab.choices import EXCLUDED, read_choices
 from agentrl.lab.gradients import Gradients
 from agentrl.lab.groups import Partition, advantages_in, draw_partitions
-from agentrl.lab.measure import Moments, References, Spread, measure, spread_of
+from agentrl.lab.measure import GradientMoments, References, Spread, measure, spread_of
 from agentrl.lab.run import check_lab, lab_settings
 from agentrl.lab.sample import ProblemSample, inputs_of, look_at, usable
 from agentrl.lab.settings import LabSettings
-from agentrl.lab.summary import Estimate, Line, as_records, summarise, verdicts
+from agentrl.lab.summary import IntervalEstimate, Line, as_records, summarise, verdicts
 from agentrl.models.policy import PolicyModel
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
@@ -269,8 +269,11 @@ def test_summary_by_hand() -> None:
         "drawn_squared": 4.0,
         "reference_squared": 1.0,
     }
-    found = [Moments(variance=6.0, power=7.0, along=2.0, **base), Moments(variance=2.0, power=5.0, along=2.0, **base)]
-    measured.moments = {2: {"a": found, "b": [Moments(**{**vars(m), "variance": 8.0}) for m in found]}}
+    found = [
+        GradientMoments(variance=6.0, power=7.0, along=2.0, **base),
+        GradientMoments(variance=2.0, power=5.0, along=2.0, **base),
+    ]
+    measured.moments = {2: {"a": found, "b": [GradientMoments(**{**vars(m), "variance": 8.0}) for m in found]}}
     measured.signal = {2: {"a": 3.0, "b": 3.0}}
     best, other = summarise(measured, resamples=100, seed=0)
     assert (best.estimator, best.variance.value, best.scale.value, best.cosine.value) == ("a", 4.0, 2.0, 1.0)
@@ -289,7 +292,7 @@ def test_a_gradient_lost_in_noise_is_said_to_be(recwarn: pytest.WarningsRecorder
     measured = measure(policy, samples, read_choices(["rloo", "grpo"]), LabSettings(samples=8, group_sizes=(2,)),
                        temperature=0.8, seed=0)  # fmt: skip
     for name, found in measured.moments[2].items():
-        measured.moments[2][name] = [Moments(**{**vars(item), "reference_squared": -1.0}) for item in found]
+        measured.moments[2][name] = [GradientMoments(**{**vars(item), "reference_squared": -1.0}) for item in found]
     lines = summarise(measured, resamples=100, seed=0)
     assert verdicts(lines) == ["N=2: no gradient can be told from noise here; take more problems or samples"]
     assert as_records(lines)[0]["noise"]["value"] is None
@@ -297,7 +300,7 @@ def test_a_gradient_lost_in_noise_is_said_to_be(recwarn: pytest.WarningsRecorder
 
 
 def make_line(name: str, ratio: float, low: float) -> Line:
-    one = Estimate(value=ratio, low=low, high=ratio)
+    one = IntervalEstimate(value=ratio, low=low, high=ratio)
     return Line(estimator=name, group_size=4, variance=one, scale=one, noise=one, cosine=one, bias=one, to_best=one,
                 step_variance=0.0, head_variance=0.0, diagonal=0.0)  # fmt: skip
 

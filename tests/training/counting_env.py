@@ -9,15 +9,15 @@ from typing import Any
 
 import gymnasium
 
-from agentrl.algorithms import Estimate, register_estimator
-from agentrl.algorithms.estimators import Rollouts, ScalarOptions, rloo
+from agentrl.algorithms import Advantages, register_estimator
+from agentrl.algorithms.estimators import EstimatorInputs, ScalarOptions, rloo
 from agentrl_envs.spaces import UnicodeText
 
 
 @register_estimator("doubled", options=ScalarOptions)
-def doubled(rollouts: Rollouts, options: ScalarOptions) -> Estimate:
+def doubled(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     """RLOO's advantages twice over: an estimator that only this module knows."""
-    estimate = rloo(rollouts, options)
+    estimate = rloo(inputs, options)
     return dataclasses.replace(estimate, advantages=2 * estimate.advantages)
 
 

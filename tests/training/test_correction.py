@@ -11,10 +11,10 @@ import torch
 from agentrl.training.engine.meter import Meter
 from agentrl.training.settings import CorrectionSettings
 from agentrl.training.step.correction import Corrector, effective_sample_size
-from agentrl.training.step.scored_rows import Evidence
+from agentrl.training.step.scored_rows import ScoredRows
 
 
-def evidence(ratios: list[list[float]], *, out: list[tuple[int, int]] = ()) -> Evidence:  # type: ignore[assignment]
+def evidence(ratios: list[list[float]], *, out: list[tuple[int, int]] = ()) -> ScoredRows:  # type: ignore[assignment]
     """Rows whose tokens the trainer finds ``ratios`` times as likely as the engine; those in ``out`` have no loss."""
     log_probs = torch.tensor(ratios, dtype=torch.float64).log() - 3
     mask = torch.ones_like(log_probs, dtype=torch.bool)
@@ -22,7 +22,7 @@ def evidence(ratios: list[list[float]], *, out: list[tuple[int, int]] = ()) -> E
     for row, place in out:
         left[row, place] = False
     rows = torch.arange(len(ratios))
-    return Evidence(
+    return ScoredRows(
         rewards=torch.zeros_like(log_probs),
         response_mask=mask,
         loss_mask=left,
@@ -37,7 +37,7 @@ def evidence(ratios: list[list[float]], *, out: list[tuple[int, int]] = ()) -> E
     )
 
 
-def correct(rows: Evidence, meter: Meter | None = None, **settings: Any) -> Any:
+def correct(rows: ScoredRows, meter: Meter | None = None, **settings: Any) -> Any:
     meter = meter or Meter(torch.device("cpu"))
     return Corrector(CorrectionSettings(**settings)).correct(rows, meter=meter, counted=True)
 

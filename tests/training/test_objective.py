@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings, RewardSettings
-from agentrl.training.step.loss_inputs import Targets
+from agentrl.training.step.loss_inputs import LossRows
 from agentrl.training.step.objective import Normalizers, PolicyObjective
 from agentrl.training.step.objective_settings import ObjectiveSettings
 
@@ -41,7 +41,7 @@ def expected_gradient(made: PolicyObjective, logits: Tensor, *, weights: Tensor,
     total = torch.zeros((), dtype=torch.float64)
     for row, probability in enumerate(BEHAVIOUR.tolist()):
         rows = slice(row, row + 1)
-        own = Targets(
+        own = LossRows(
             advantages=torch.zeros(1, 1),
             returns=torch.zeros(1, 1),
             response_mask=everywhere,

@@ -1,6 +1,6 @@
-"""The estimators: one function each, from a `Rollouts` to an `Estimate`; the modules register them on import."""
+"""The estimators: one function each, from `EstimatorInputs` to `Advantages`; the modules register them on import."""
 
-from agentrl.algorithms.estimators.inputs import Estimate, Rollouts
+from agentrl.algorithms.estimators.inputs import EstimatorInputs
 from agentrl.algorithms.estimators.optimal import eob, ogb, otb, otb_cross, otb_isolated, otb_total, tir_otb
 from agentrl.algorithms.estimators.options import (
     CrossBaselineOptions,
@@ -27,13 +27,12 @@ __all__ = [
     "ESTIMATORS",
     "CrossBaselineOptions",
     "DiscountedOptions",
-    "Estimate",
     "EstimatorEntry",
+    "EstimatorInputs",
     "EstimatorNeeds",
     "ExactEnergyOptions",
     "GaeOptions",
     "GlobalBaselineOptions",
-    "Rollouts",
     "ScalarOptions",
     "TokenBaselineOptions",
     "WeightedOptions",

@@ -1,11 +1,10 @@
-"""Per-token energies and the realized energy that weighs the optimal baselines (docs/formulas.md 3)."""
+"""Per-token energies, which weigh the optimal baselines (docs/formulas.md 3)."""
 
 import torch
 from torch import Tensor
 
 from agentrl.algorithms.errors import InvalidInputError, MissingInputError, check_choice
-from agentrl.algorithms.estimators.inputs import Rollouts
-from agentrl.kernels.backends.running import running_sum
+from agentrl.algorithms.estimators.inputs import EstimatorInputs
 
 ENERGIES = ("logit_proxy", "length", "head_exact")
 
@@ -21,25 +20,6 @@ def logit_proxy_energy(log_probs: Tensor, sum_pi_squared: Tensor) -> Tensor:
     """
     others = (sum_pi_squared - (2 * log_probs).exp()).clamp(min=0.0)
     return torch.expm1(log_probs).square() + others
-
-
-def realized_energy(
-    token_energy: Tensor,
-    response_mask: Tensor,
-    importance_weights: Tensor | None = None,
-    loss_mask: Tensor | None = None,
-) -> Tensor:
-    """W_k = sum_{j <= k} (rho_j loss_mask_j)^2 w_j over model tokens, [B, T]; at other positions the last W before
-    them.
-
-    The ratio stands inside the sum (arXiv 2602.07078, the line before Eq. 60). Values off the response mask are not
-    read.
-    """
-    counted = response_mask if loss_mask is None else response_mask & loss_mask
-    weighed = torch.where(counted, token_energy, 0.0)
-    if importance_weights is not None:
-        weighed = weighed * torch.where(counted, importance_weights, 0.0).square()
-    return running_sum(weighed)
 
 
 @torch.no_grad()
@@ -72,7 +52,7 @@ def cross_energy(
     return products.tril().sum(-1)
 
 
-def token_energy(rollouts: Rollouts, energy: str) -> Tensor:
+def token_energy(inputs: EstimatorInputs, energy: str) -> Tensor:
     """w_t [B, T] in float64 of the kind `energy`, 0 off the mask.
 
     `logit_proxy`: the kernel's `token_energy`, else from log_probs and sum_pi_squared. `head_exact`: that times
@@ -84,30 +64,39 @@ def token_energy(rollouts: Rollouts, energy: str) -> Tensor:
     """
     check_choice("energy", energy, ENERGIES)
     if energy == "length":
-        return rollouts.mask.double()
-    proxy = _proxy(rollouts, energy)
+        return inputs.mask.double()
+    proxy = _proxy(inputs, energy)
     if energy == "logit_proxy":
         return proxy
-    return proxy.mul_(_read(rollouts, "hidden_norm_squared", energy, negative=False))
+    return proxy.mul_(_read(inputs, "hidden_norm_squared", energy, negative=False))
 
 
-def _proxy(rollouts: Rollouts, energy: str) -> Tensor:
-    inputs = rollouts.inputs
-    if inputs.token_energy is not None:
-        return _read(rollouts, "token_energy", energy, negative=False)
-    if inputs.log_probs is None and inputs.sum_pi_squared is None:
+def weighed_energy(inputs: EstimatorInputs, energy: str) -> Tensor:
+    """(rho_t loss_mask_t)^2 w_t on model tokens, [B, T]; its running sum is the realized energy W_k.
+
+    The ratio stands inside that sum (arXiv 2602.07078, the line before Eq. 60).
+    """
+    energies = token_energy(inputs, energy)
+    ratio = inputs.loss_ratio
+    return energies if ratio is None else energies.mul_(ratio.square())
+
+
+def _proxy(inputs: EstimatorInputs, energy: str) -> Tensor:
+    if inputs.given.token_energy is not None:
+        return _read(inputs, "token_energy", energy, negative=False)
+    if inputs.given.log_probs is None and inputs.given.sum_pi_squared is None:
         raise MissingInputError(
             f"energy={energy!r} needs token_energy (TokenStatistics.energy of the policy's forward), or log_probs and "
             "sum_pi_squared; energy='length' needs none"
         )
-    log_probs = _read(rollouts, "log_probs", energy)
-    sum_pi_squared = _read(rollouts, "sum_pi_squared", energy)
-    return logit_proxy_energy(log_probs, sum_pi_squared).masked_fill_(~rollouts.mask, 0.0)
+    log_probs = _read(inputs, "log_probs", energy)
+    sum_pi_squared = _read(inputs, "sum_pi_squared", energy)
+    return logit_proxy_energy(log_probs, sum_pi_squared).masked_fill_(~inputs.mask, 0.0)
 
 
-def _read(rollouts: Rollouts, name: str, energy: str, *, negative: bool = True) -> Tensor:
-    if getattr(rollouts.inputs, name) is None:
+def _read(inputs: EstimatorInputs, name: str, energy: str, *, negative: bool = True) -> Tensor:
+    if getattr(inputs.given, name) is None:
         raise MissingInputError(
             f"energy={energy!r} needs {name} (TokenStatistics.{name} of the policy's forward); 'length' needs none"
         )
-    return rollouts.read(name, negative=negative)
+    return inputs.read(name, negative=negative)

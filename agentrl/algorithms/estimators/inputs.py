@@ -20,26 +20,26 @@ _OTHER_BLOCK_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
-class Rollouts:
+class EstimatorInputs:
     """Rows of a batch that hold whole groups; all derived tensors are float64, NaN-free and 0 off the model tokens."""
 
-    inputs: AdvantageInputs
+    given: AdvantageInputs
     groups: Groups
     rows: Tensor  # [B] by which messages name the rows
 
     @classmethod
-    def of(cls, inputs: AdvantageInputs, rows: Tensor | None = None) -> "Rollouts":
+    def of(cls, inputs: AdvantageInputs, rows: Tensor | None = None) -> "EstimatorInputs":
         """From inputs that `check_shapes` has passed, with boolean masks. Raises InvalidInputError on their values."""
         if rows is None:
             rows = torch.arange(inputs.groups.numel(), device=inputs.groups.device)
         check_rows(inputs.response_mask, rows)
         check_rewards_placed(inputs.rewards, inputs.response_mask, rows)
-        return cls(inputs=inputs, groups=Groups.of(inputs.groups), rows=rows)
+        return cls(given=inputs, groups=Groups.of(inputs.groups), rows=rows)
 
     @property
     def mask(self) -> Tensor:
         """[B, T] bool, True on model tokens."""
-        return self.inputs.response_mask
+        return self.given.response_mask
 
     @property
     def members(self) -> Tensor:
@@ -73,11 +73,11 @@ class Rollouts:
     def loss_ratio(self) -> Tensor | None:
         """rho * loss_mask, [B, T]; None if it is 1 on every model token."""
         ratio = None
-        if self.inputs.importance_weights is not None:
+        if self.given.importance_weights is not None:
             ratio = self.read("importance_weights", negative=False)
-        if self.inputs.loss_mask is None:
+        if self.given.loss_mask is None:
             return ratio
-        counted = self.mask & self.inputs.loss_mask
+        counted = self.mask & self.given.loss_mask
         return counted.double() if ratio is None else ratio.masked_fill_(~counted, 0.0)
 
     def returns(self, gamma: float) -> Tensor:
@@ -94,7 +94,7 @@ class Rollouts:
         return values
 
     def _read(self, name: str, rows: slice) -> Tensor:
-        tensor, mask = self._given(name)[rows].detach(), self.mask[rows]
+        tensor, mask = self._required(name)[rows].detach(), self.mask[rows]
         values = tensor.to(torch.float64, copy=True).masked_fill_(~mask, 0.0)
         if not bool(torch.isfinite(values.sum())):  # a sum of finite numbers may overflow: look closer
             check_finite(name, tensor, mask, self.rows[rows])
@@ -102,7 +102,7 @@ class Rollouts:
 
     def read_trajectories(self, name: str, *, negative: bool = True) -> Tensor:
         """An input [B] in float64; InvalidInputError where it is not finite (or < 0)."""
-        values = self._given(name).detach().double()
+        values = self._required(name).detach().double()
         bad = ~torch.isfinite(values) if negative else ~(torch.isfinite(values) & (values >= 0))
         if bool(bad.any()):
             row = int(bad.nonzero()[0])
@@ -110,24 +110,11 @@ class Rollouts:
             raise InvalidInputError(f"{name} is {float(values[row])} in row {int(self.rows[row])}; {reason}")
         return values
 
-    def _given(self, name: str) -> Tensor:
-        tensor: Tensor | None = getattr(self.inputs, name)
+    def _required(self, name: str) -> Tensor:
+        tensor: Tensor | None = getattr(self.given, name)
         if tensor is None:
             raise MissingInputError(f"this estimator needs {name}")
         return tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """Each [B, T] or, for one number a trajectory, [B, 1]; what stands off the model tokens does not matter."""
-
-    advantages: Tensor
-    returns: Tensor
-    baselines: Tensor
-
-    def take(self, rows: Tensor) -> "Estimate":
-        """Some rows of it."""
-        return Estimate(advantages=self.advantages[rows], returns=self.returns[rows], baselines=self.baselines[rows])
 
 
 def take_rows(inputs: AdvantageInputs, rows: Tensor) -> AdvantageInputs:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.estimators.baselines import Columns, column_baselines
-from agentrl.algorithms.estimators.energy import token_energy
-from agentrl.algorithms.estimators.inputs import Estimate, Rollouts
+from agentrl.algorithms.estimators.energy import weighed_energy
+from agentrl.algorithms.estimators.inputs import EstimatorInputs
 from agentrl.algorithms.estimators.options import (
     CrossBaselineOptions,
     ExactEnergyOptions,
@@ -18,118 +18,114 @@ from agentrl.algorithms.estimators.options import (
 )
 from agentrl.algorithms.estimators.registry import register_estimator
 from agentrl.algorithms.estimators.scalar import scalar_estimate, weighted_means
+from agentrl.algorithms.records import Advantages
 from agentrl.kernels.backends.running import running_sum
 
 
 @register_estimator("ogb", options=GlobalBaselineOptions, group_based=True)
-def ogb(rollouts: Rollouts, options: GlobalBaselineOptions) -> Estimate:
+def ogb(inputs: EstimatorInputs, options: GlobalBaselineOptions) -> Advantages:
     """A = R - b, b = sum (W_K + eps) R / sum (W_K + eps), W_K = sum_j (rho_j loss_mask_j)^2 w_j.
 
     The Optimal Global Baseline with the proxy energy (arXiv 2602.07078, Eq. 21). A group of one: A = R.
     """
-    energies = _weighed_energy(rollouts, options.energy).sum(-1, keepdim=True)
-    weights = _weights(rollouts, energies, options).squeeze(-1)
-    return scalar_estimate(rollouts.totals, weighted_means(rollouts, weights, leave_one_out=options.leave_one_out))
+    energies = weighed_energy(inputs, options.energy).sum(-1, keepdim=True)
+    weights = _weights(inputs, energies, options).squeeze(-1)
+    return scalar_estimate(inputs.totals, weighted_means(inputs, weights, leave_one_out=options.leave_one_out))
 
 
 @register_estimator("eob", options=ExactEnergyOptions, requires=("trajectory_energy",), group_based=True)
-def eob(rollouts: Rollouts, options: ExactEnergyOptions) -> Estimate:
+def eob(inputs: EstimatorInputs, options: ExactEnergyOptions) -> Advantages:
     """A = R - b, b = sum (E + eps) R / sum (E + eps), E = ||sum_t rho_t grad log p_t||^2 as given, exact.
 
     The optimal constant baseline (Greensmith et al., JMLR 5, 2004). E comes in units of its own, so its scale, by which
     eps is multiplied, is the group's mean energy; that holds the own one too, so `leave_one_out` leaves a bias of the
     order of eps. A group of one: A = R.
     """
-    energy = rollouts.read_trajectories("trajectory_energy", negative=False)
-    weights = _softened(rollouts, energy.unsqueeze(-1), rollouts.groups.mean(energy), options).squeeze(-1)
-    return scalar_estimate(rollouts.totals, weighted_means(rollouts, weights, leave_one_out=options.leave_one_out))
+    energy = inputs.read_trajectories("trajectory_energy", negative=False)
+    weights = _softened(inputs, energy.unsqueeze(-1), inputs.groups.mean(energy), options).squeeze(-1)
+    return scalar_estimate(inputs.totals, weighted_means(inputs, weights, leave_one_out=options.leave_one_out))
 
 
 @register_estimator("otb", options=TokenBaselineOptions, group_based=True)
-def otb(rollouts: Rollouts, options: TokenBaselineOptions) -> Estimate:
+def otb(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
     """A_t = G_t - b_t, b_t = sum (W_t + eps) G_t / sum (W_t + eps) over the group's model tokens in *column* t.
 
     The Optimal Token Baseline (arXiv 2602.07078, Theorem 4.1) for left-aligned answers without observations. With
     observations a column mixes model tokens of some trajectories with gaps of others: use `tir_otb`.
     """
-    groups = rollouts.groups
-    returns = rollouts.returns(options.gamma)
-    energies = running_sum(_weighed_energy(rollouts, options.energy))
+    groups = inputs.groups
+    returns = inputs.returns(options.gamma)
+    energies = running_sum(weighed_energy(inputs, options.energy))
     columns = Columns(
         returns=groups.stack(returns),
-        weights=groups.stack(_weights(rollouts, energies, options)),
-        valid=groups.stack(rollouts.mask) & groups.present.unsqueeze(-1),
+        weights=groups.stack(_weights(inputs, energies, options)),
+        valid=groups.stack(inputs.mask) & groups.present.unsqueeze(-1),
         sizes=groups.sizes,
     )
     baselines = groups.unstack(column_baselines(columns, tail=options.tail, leave_one_out=options.leave_one_out))
-    return Estimate(advantages=returns - baselines, returns=returns, baselines=baselines)
+    return Advantages(advantages=returns - baselines, returns=returns, baselines=baselines)
 
 
 @register_estimator("tir_otb", options=TokenBaselineOptions, group_based=True)
-def tir_otb(rollouts: Rollouts, options: TokenBaselineOptions) -> Estimate:
+def tir_otb(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
     """A_k = G_k - b_k, b_k = sum (W_k + eps) G_k / sum (W_k + eps) over the group's trajectories with K > k.
 
     The Optimal Token Baseline (arXiv 2602.07078) for tool-integrated reasoning: k counts model tokens, observations are
     taken out before and put back after. Equals `otb` on contiguous, left-aligned masks.
     """
-    energies = running_sum(_weighed_energy(rollouts, options.energy))
-    return _by_compact_index(rollouts, energies, options)
+    energies = running_sum(weighed_energy(inputs, options.energy))
+    return _by_compact_index(inputs, energies, options)
 
 
 @register_estimator("otb_isolated", options=TokenBaselineOptions, group_based=True)
-def otb_isolated(rollouts: Rollouts, options: TokenBaselineOptions) -> Estimate:
+def otb_isolated(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
     """As `tir_otb` with the token's own energy (rho_k loss_mask_k)^2 w_k (arXiv 2602.07078, Eq. 52)."""
-    return _by_compact_index(rollouts, _weighed_energy(rollouts, options.energy), options)
+    return _by_compact_index(inputs, weighed_energy(inputs, options.energy), options)
 
 
 @register_estimator("otb_total", options=TokenBaselineOptions, group_based=True)
-def otb_total(rollouts: Rollouts, options: TokenBaselineOptions) -> Estimate:
+def otb_total(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
     """As `tir_otb` with the trajectory's whole energy W_K at every k: acausal (arXiv 2602.07078, Eq. 34)."""
-    energies = _weighed_energy(rollouts, options.energy).sum(-1, keepdim=True)
-    return _by_compact_index(rollouts, energies.expand(rollouts.mask.shape), options)
+    energies = weighed_energy(inputs, options.energy).sum(-1, keepdim=True)
+    return _by_compact_index(inputs, energies.expand(inputs.mask.shape), options)
 
 
 @register_estimator("otb_cross", options=CrossBaselineOptions, requires=("cross_energy",), group_based=True)
-def otb_cross(rollouts: Rollouts, options: CrossBaselineOptions) -> Estimate:
+def otb_cross(inputs: EstimatorInputs, options: CrossBaselineOptions) -> Advantages:
     """As `tir_otb` with sum_{j<=k} rho_j rho_k max(0, <delta_j, delta_k>) (arXiv 2602.07078, Eq. 46 and 48).
 
     `cross_energy` holds that whole sum, the importance weights inside (`agentrl.algorithms.cross_energy` forms it):
     `importance_weights` and `loss_mask` do not enter again.
     """
-    return _by_compact_index(rollouts, rollouts.read("cross_energy", negative=False), options)
+    return _by_compact_index(inputs, inputs.read("cross_energy", negative=False), options)
 
 
-def _by_compact_index(rollouts: Rollouts, energies: Tensor, options: CrossBaselineOptions) -> Estimate:
+def _by_compact_index(inputs: EstimatorInputs, energies: Tensor, options: CrossBaselineOptions) -> Advantages:
     """G_k - b_k with the energies [B, T] of the model tokens, shared by compact index."""
-    layout, groups = rollouts.layout, rollouts.groups
-    returns = rollouts.returns(options.gamma)
+    layout, groups = inputs.layout, inputs.groups
+    returns = inputs.returns(options.gamma)
     columns = Columns(
         returns=groups.stack(layout.gather(returns)),
-        weights=groups.stack(layout.gather(_weights(rollouts, energies, options))),
+        weights=groups.stack(layout.gather(_weights(inputs, energies, options))),
         valid=groups.stack(layout.valid) & groups.present.unsqueeze(-1),
         sizes=groups.sizes,
     )
     shared = column_baselines(columns, tail=options.tail, leave_one_out=options.leave_one_out)
     baselines = layout.scatter(groups.unstack(shared))
-    return Estimate(advantages=returns - baselines, returns=returns, baselines=baselines)
+    return Advantages(advantages=returns - baselines, returns=returns, baselines=baselines)
 
 
-def _weighed_energy(rollouts: Rollouts, energy: str) -> Tensor:
-    """(rho_t loss_mask_t)^2 w_t on model tokens, [B, T]."""
-    energies = token_energy(rollouts, energy)
-    ratio = rollouts.loss_ratio
-    return energies if ratio is None else energies.mul_(ratio.square())
-
-
-def _weights(rollouts: Rollouts, energies: Tensor, options: CrossBaselineOptions | GlobalBaselineOptions) -> Tensor:
+def _weights(
+    inputs: EstimatorInputs, energies: Tensor, options: CrossBaselineOptions | GlobalBaselineOptions
+) -> Tensor:
     """W + eps from energies W [B, T] or [B, 1] that are made of tokens'."""
     if getattr(options, "energy", None) == "head_exact":
-        return _softened(rollouts, energies, _hidden_scale(rollouts), options)
-    return _softened(rollouts, energies, torch.ones_like(rollouts.totals), options)
+        return _softened(inputs, energies, _hidden_scale(inputs), options)
+    return _softened(inputs, energies, torch.ones_like(inputs.totals), options)
 
 
 def _softened(
-    rollouts: Rollouts,
+    inputs: EstimatorInputs,
     energies: Tensor,
     scale: Tensor,
     options: CrossBaselineOptions | GlobalBaselineOptions | ExactEnergyOptions,
@@ -141,12 +137,12 @@ def _softened(
     """
     weights = energies + options.epsilon * torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
     if options.loss_aggregation == "seq_mean_token_mean":
-        weights = weights / rollouts.lengths.unsqueeze(-1).square()
+        weights = weights / inputs.lengths.unsqueeze(-1).square()
     return weights
 
 
-def _hidden_scale(rollouts: Rollouts) -> Tensor:
+def _hidden_scale(inputs: EstimatorInputs) -> Tensor:
     """Mean ||h||^2 over the model tokens of the row's group [B], so that no other group changes the result."""
-    groups = rollouts.groups
-    sums = groups.sum(rollouts.read("hidden_norm_squared", negative=False).sum(-1))
-    return sums / groups.sum(rollouts.lengths)
+    groups = inputs.groups
+    sums = groups.sum(inputs.read("hidden_norm_squared", negative=False).sum(-1))
+    return sums / groups.sum(inputs.lengths)

@@ -3,18 +3,17 @@
 Add one with the decorator; its options are the fields of a frozen dataclass:
 
     @register_estimator("mean", options=ScalarOptions)
-    def mean(rollouts: Rollouts, options: ScalarOptions) -> Estimate: ...
+    def mean(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages: ...
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 
 from agentrl.algorithms.errors import AlgorithmError, MissingInputError, UnknownNameError
-from agentrl.algorithms.estimators.inputs import Estimate
-from agentrl.algorithms.records import AdvantageInputs
+from agentrl.algorithms.records import AdvantageInputs, Advantages
 from agentrl.algorithms.registry import Entry, NoOptions, Registry
 
-EstimatorFunction = Callable[..., Estimate]  # (Rollouts, options record) -> Estimate
+EstimatorFunction = Callable[..., Advantages]  # (EstimatorInputs, options record) -> Advantages
 
 _INPUTS = tuple(field.name for field in fields(AdvantageInputs))
 _OF_ENERGY: Mapping[str, frozenset[str]] = {

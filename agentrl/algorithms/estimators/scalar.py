@@ -4,93 +4,94 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.estimators.baselines import Columns, column_baselines
-from agentrl.algorithms.estimators.inputs import Estimate, Rollouts
+from agentrl.algorithms.estimators.inputs import EstimatorInputs
 from agentrl.algorithms.estimators.options import ScalarOptions, WeightedOptions, WhitenedOptions
 from agentrl.algorithms.estimators.registry import register_estimator
+from agentrl.algorithms.records import Advantages
 
 _EQUAL = 1e-9  # rewards of a group that differ by less than this share of the largest differ by rounding alone
 
 
 @register_estimator("grpo", options=ScalarOptions, group_based=True)
-def grpo(rollouts: Rollouts, options: ScalarOptions) -> Estimate:
+def grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     """A = (R - mean) / (std + 1e-6) over the group, std unbiased (Shao et al., arXiv 2402.03300).
 
     A group of one: mean 0 and std 1, so A = R.
     """
-    totals, means = rollouts.totals, group_means(rollouts)
-    squares = rollouts.groups.sum((totals - means).square())
-    spread = (squares / (rollouts.members - 1).clamp(min=1)).sqrt() + 1e-6
-    advantages = (totals - means) / torch.where(rollouts.members == 1, 1.0, spread)
+    totals, means = inputs.totals, group_means(inputs)
+    squares = inputs.groups.sum((totals - means).square())
+    spread = (squares / (inputs.members - 1).clamp(min=1)).sqrt() + 1e-6
+    advantages = (totals - means) / torch.where(inputs.members == 1, 1.0, spread)
     return scalar_estimate(totals, means, advantages)
 
 
 @register_estimator("dr_grpo", options=ScalarOptions, group_based=True)
-def dr_grpo(rollouts: Rollouts, options: ScalarOptions) -> Estimate:
+def dr_grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     """A = R - mean of the group (Liu et al., arXiv 2503.20783). A group of one: A = R."""
-    return scalar_estimate(rollouts.totals, group_means(rollouts))
+    return scalar_estimate(inputs.totals, group_means(inputs))
 
 
 @register_estimator("rloo", options=ScalarOptions, group_based=True)
-def rloo(rollouts: Rollouts, options: ScalarOptions) -> Estimate:
+def rloo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     """A = R - mean of the others = N / (N - 1) (R - mean) (Ahmadian et al., arXiv 2402.14740).
 
     A group of one: baseline 0, so A = R.
     """
-    totals, members = rollouts.totals, rollouts.members.double()
-    advantages = members / (members - 1).clamp(min=1) * (totals - group_means(rollouts))
+    totals, members = inputs.totals, inputs.members.double()
+    advantages = members / (members - 1).clamp(min=1) * (totals - group_means(inputs))
     return scalar_estimate(totals, totals - advantages, advantages)
 
 
 @register_estimator("reinforce_pp_baseline", options=WhitenedOptions, group_based=True)
-def reinforce_pp_baseline(rollouts: Rollouts, options: WhitenedOptions) -> Estimate:
+def reinforce_pp_baseline(inputs: EstimatorInputs, options: WhitenedOptions) -> Advantages:
     """A = R - mean of the group, then whitened over the step: the default of `normalize` (Hu, arXiv 2501.03262).
 
     A group of one: A = R before whitening.
     """
-    return scalar_estimate(rollouts.totals, group_means(rollouts))
+    return scalar_estimate(inputs.totals, group_means(inputs))
 
 
 @register_estimator("remax", options=ScalarOptions, requires=("greedy_returns",))
-def remax(rollouts: Rollouts, options: ScalarOptions) -> Estimate:
+def remax(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     """A = R - R_greedy, the return of one greedy rollout of the problem (Li et al., arXiv 2310.10505)."""
-    return scalar_estimate(rollouts.totals, rollouts.read_trajectories("greedy_returns"))
+    return scalar_estimate(inputs.totals, inputs.read_trajectories("greedy_returns"))
 
 
 @register_estimator("gpg", options=ScalarOptions, step_wide=True, group_based=True)
-def gpg(rollouts: Rollouts, options: ScalarOptions) -> Estimate:
+def gpg(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     """A = c (R - mean), c = B over the trajectories in groups whose rewards differ, 1 if none (arXiv 2504.02546).
 
     B counts the trajectories of the step. A group of one: A = c R, and its reward differs from none.
     """
-    totals = rollouts.totals
-    lowest, highest = rollouts.groups.lowest(totals), -rollouts.groups.lowest(-totals)
+    totals = inputs.totals
+    lowest, highest = inputs.groups.lowest(totals), -inputs.groups.lowest(-totals)
     differing = (highest - lowest > _EQUAL * torch.maximum(highest.abs(), lowest.abs())).sum()
     scale = torch.where(differing > 0, totals.numel() / differing.clamp(min=1).double(), 1.0)
-    means = group_means(rollouts)
+    means = group_means(inputs)
     return scalar_estimate(totals, means, scale * (totals - means))
 
 
 @register_estimator("opo", options=WeightedOptions, group_based=True)
-def opo(rollouts: Rollouts, options: WeightedOptions) -> Estimate:
+def opo(inputs: EstimatorInputs, options: WeightedOptions) -> Advantages:
     """A = R - b, b = sum (K + eps) R / sum (K + eps), K the model tokens (Hao et al., arXiv 2505.23585).
 
     K counts rejected tokens too: with importance weights or a loss mask, `ogb` with `energy="length"` is the weighted
     form. A group of one: A = R.
     """
-    weights = rollouts.lengths.double() + options.epsilon
-    return scalar_estimate(rollouts.totals, weighted_means(rollouts, weights, leave_one_out=options.leave_one_out))
+    weights = inputs.lengths.double() + options.epsilon
+    return scalar_estimate(inputs.totals, weighted_means(inputs, weights, leave_one_out=options.leave_one_out))
 
 
-def group_means(rollouts: Rollouts) -> Tensor:
+def group_means(inputs: EstimatorInputs) -> Tensor:
     """Mean R of the row's group [B]; 0 for a group of one."""
-    return torch.where(rollouts.members == 1, 0.0, rollouts.groups.mean(rollouts.totals))
+    return torch.where(inputs.members == 1, 0.0, inputs.groups.mean(inputs.totals))
 
 
-def weighted_means(rollouts: Rollouts, weights: Tensor, *, leave_one_out: bool) -> Tensor:
+def weighted_means(inputs: EstimatorInputs, weights: Tensor, *, leave_one_out: bool) -> Tensor:
     """sum W R / sum W over the row's group for positive weights [B], [B]; 0 for a group of one."""
-    groups = rollouts.groups
+    groups = inputs.groups
     columns = Columns(
-        returns=groups.stack(rollouts.totals.unsqueeze(-1)),
+        returns=groups.stack(inputs.totals.unsqueeze(-1)),
         weights=groups.stack(weights.unsqueeze(-1)),
         valid=groups.present.unsqueeze(-1),
         sizes=groups.sizes,
@@ -99,10 +100,10 @@ def weighted_means(rollouts: Rollouts, weights: Tensor, *, leave_one_out: bool) 
     return groups.unstack(column_baselines(columns, tail="zero", leave_one_out=leave_one_out)).squeeze(-1)
 
 
-def scalar_estimate(totals: Tensor, baselines: Tensor, advantages: Tensor | None = None) -> Estimate:
+def scalar_estimate(totals: Tensor, baselines: Tensor, advantages: Tensor | None = None) -> Advantages:
     """From values [B]; advantages are totals - baselines unless given."""
     if advantages is None:
         advantages = totals - baselines
-    return Estimate(
+    return Advantages(
         advantages=advantages.unsqueeze(-1), returns=totals.unsqueeze(-1), baselines=baselines.unsqueeze(-1)
     )

@@ -2,37 +2,38 @@
 
 import torch
 
-from agentrl.algorithms.estimators.inputs import Estimate, Rollouts
+from agentrl.algorithms.estimators.inputs import EstimatorInputs
 from agentrl.algorithms.estimators.options import DiscountedOptions, GaeOptions
 from agentrl.algorithms.estimators.registry import register_estimator
+from agentrl.algorithms.records import Advantages
 from agentrl.algorithms.segments import reward_to_go
 
 
 @register_estimator("reinforce_pp", options=DiscountedOptions)
-def reinforce_pp(rollouts: Rollouts, options: DiscountedOptions) -> Estimate:
+def reinforce_pp(inputs: EstimatorInputs, options: DiscountedOptions) -> Advantages:
     """A_k = G_k, then whitened over the step: the default of `normalize` (Hu, arXiv 2501.03262)."""
-    returns = rollouts.returns(options.gamma)
-    return Estimate(advantages=returns, returns=returns, baselines=torch.zeros_like(returns))
+    returns = inputs.returns(options.gamma)
+    return Advantages(advantages=returns, returns=returns, baselines=torch.zeros_like(returns))
 
 
 @register_estimator("gae", options=GaeOptions, requires=("values",))
-def gae(rollouts: Rollouts, options: GaeOptions) -> Estimate:
+def gae(inputs: EstimatorInputs, options: GaeOptions) -> Advantages:
     """A_k = delta_k + gamma lam A_{k+1}, delta_k = r_k + gamma V_{k+1} - V_k (Schulman et al., arXiv 1506.02438).
 
     k + 1 is the next model token, whatever stands between. V after the last one is the row's `bootstrap_values`: 0
     where the episode ended, the critic's value of what would have come next where it was truncated. The returns, the
     critic's targets, are A + V; A is whitened after that (the default of `normalize`).
     """
-    layout = rollouts.layout
-    values = layout.gather(rollouts.read("values"))  # [B, K]
+    layout = inputs.layout
+    values = layout.gather(inputs.read("values"))  # [B, K]
     following = torch.zeros_like(values)
     following[:, :-1] = values[:, 1:]
-    if rollouts.inputs.bootstrap_values is not None:
-        after = rollouts.read_trajectories("bootstrap_values")
-        following.scatter_(-1, (rollouts.lengths - 1).unsqueeze(-1), after.unsqueeze(-1))
-    errors = layout.gather(rollouts.rewards) + options.gamma * following - values
+    if inputs.given.bootstrap_values is not None:
+        after = inputs.read_trajectories("bootstrap_values")
+        following.scatter_(-1, (inputs.lengths - 1).unsqueeze(-1), after.unsqueeze(-1))
+    errors = layout.gather(inputs.rewards) + options.gamma * following - values
     advantages = reward_to_go(errors, options.gamma * options.lam)
-    return Estimate(
+    return Advantages(
         advantages=layout.scatter(advantages),
         returns=layout.scatter(advantages + values),
         baselines=layout.scatter(values),

@@ -9,7 +9,7 @@ from torch import Tensor
 from agentrl.algorithms import Correction, correction_sums, rollout_correction
 from agentrl.training.engine.meter import Meter
 from agentrl.training.settings import CorrectionSettings
-from agentrl.training.step.scored_rows import Evidence
+from agentrl.training.step.scored_rows import ScoredRows
 
 _OF_TRAJECTORIES = ("log_ppl_gap", "train_perplexity", "rollout_perplexity")
 _LARGEST = ("max_abs_difference", "rho_max")
@@ -33,7 +33,7 @@ class Corrector:
         self.normalizes = settings.self_normalize
 
     def correct(
-        self, evidence: Evidence, *, meter: Meter, counted: bool, normalizer: Tensor | None = None
+        self, evidence: ScoredRows, *, meter: Meter, counted: bool, normalizer: Tensor | None = None
     ) -> Corrected:
         """Rows that are not ``counted`` weigh nothing in the meter.
 
@@ -50,7 +50,7 @@ class Corrector:
             energy_weights=correction.importance_weights,
         )
 
-    def sums(self, evidence: Evidence) -> Tensor:
+    def sums(self, evidence: ScoredRows) -> Tensor:
         """What these rows add to an update's normalizer, [2]."""
         return correction_sums(
             evidence.log_probs,
@@ -60,7 +60,7 @@ class Corrector:
             **self._settings.model_dump(),
         )
 
-    def energy_weights(self, evidence: Evidence) -> Tensor:
+    def energy_weights(self, evidence: ScoredRows) -> Tensor:
         """The weights of the energies [B, T] up to a factor common to all rows of an update.
 
         Never normalised: the mean would be that of these rows, and those of one group may lie in several micro-batches.
@@ -69,7 +69,7 @@ class Corrector:
             return evidence.loss_mask.to(evidence.log_probs.dtype)
         return self._over(evidence, self_normalize=False).importance_weights
 
-    def _over(self, evidence: Evidence, **changed: object) -> Correction:
+    def _over(self, evidence: ScoredRows, **changed: object) -> Correction:
         return rollout_correction(
             evidence.log_probs,
             evidence.rollout_log_probs,
@@ -87,7 +87,7 @@ def effective_sample_size(metrics: dict[str, float]) -> dict[str, float]:
     return {"correction/ess": mean**2 / (metrics["correction/chi2"] + 1)}
 
 
-def _measure(correction: Correction, evidence: Evidence, meter: Meter, counted: bool) -> None:
+def _measure(correction: Correction, evidence: ScoredRows, meter: Meter, counted: bool) -> None:
     tokens = evidence.response_mask.sum()
     weights = {
         **dict.fromkeys(_OF_TRAJECTORIES, evidence.response_mask.any(-1).sum()),

@@ -12,7 +12,7 @@ from agentrl.algorithms import aggregate, value_loss
 from agentrl.models.value import ValueModel
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_for_training
 from agentrl.training.settings import CriticSettings
-from agentrl.training.step.loss_inputs import Targets
+from agentrl.training.step.loss_inputs import LossRows
 from agentrl.trajectory import Batch
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Critic:
         values = self._forward(batch)
         return values[:, :-1], values.gather(1, batch.response_lengths[:, None])[:, 0]
 
-    def backward(self, batch: Batch, targets: Targets, *, tokens: int) -> dict[str, Tensor]:
+    def backward(self, batch: Batch, targets: LossRows, *, tokens: int) -> dict[str, Tensor]:
         """Add the gradient of this micro-batch's part of the loss, the mean over the update's ``tokens``.
 
         Returns what was measured: means over the model tokens of ``targets``.

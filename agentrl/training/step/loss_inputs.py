@@ -20,11 +20,11 @@ from agentrl.training.engine.meter import Meter
 from agentrl.training.step.correction import Corrected, Corrector
 from agentrl.training.step.objective_options import estimator_options, needs
 from agentrl.training.step.objective_settings import ObjectiveSettings
-from agentrl.training.step.scored_rows import Evidence
+from agentrl.training.step.scored_rows import ScoredRows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Targets:
+class LossRows:
     """What the loss of these rows needs beside the forward; detached."""
 
     advantages: Tensor  # [B, T]
@@ -42,12 +42,12 @@ class Targets:
 class Part:
     """What is known of one micro-batch, and the number of the update that trains it; ``counted`` if it is no dummy."""
 
-    evidence: Evidence
+    evidence: ScoredRows
     update: int
     counted: bool
 
 
-class TargetMaker:
+class LossRowMaker:
     """Makes targets of a micro-batch of whole groups, or of all micro-batches of the step."""
 
     def __init__(self, settings: ObjectiveSettings) -> None:
@@ -58,11 +58,11 @@ class TargetMaker:
         self._corrector = Corrector(settings.correction)
         self.needs_exact_energy = "trajectory_energy" in needs(settings).inputs
 
-    def energy_weights(self, evidence: Evidence) -> Tensor:
+    def energy_weights(self, evidence: ScoredRows) -> Tensor:
         """What multiplies each token's gradient in an exact energy [B, T], up to a factor common to an update."""
         return self._corrector.energy_weights(evidence)
 
-    def make(self, evidence: Evidence, *, beta: float, meter: Meter, counted: bool = True) -> Targets:
+    def make(self, evidence: ScoredRows, *, beta: float, meter: Meter, counted: bool = True) -> LossRows:
         """Of whole groups alone. ``beta`` weighs the KL penalty.
 
         Rows that are not ``counted`` weigh nothing in the loss and the meter.
@@ -80,7 +80,7 @@ class TargetMaker:
         *,
         beta: float,
         meter: Meter,
-    ) -> list[Targets]:
+    ) -> list[LossRows]:
         """Of every micro-batch of the step, its groups spread over micro-batches and ranks. Collective.
 
         A group's rows meet on the rank ``homes`` says; for an estimator that sees the whole step, all on rank 0.
@@ -122,7 +122,7 @@ class TargetMaker:
         return engine.all_reduce(sums)
 
     def _inputs(
-        self, evidence: Evidence, corrected: Corrected, *, beta: float, meter: Meter, counted: bool
+        self, evidence: ScoredRows, corrected: Corrected, *, beta: float, meter: Meter, counted: bool
     ) -> AdvantageInputs:
         rewards = self._lengths(evidence, evidence.rewards, meter, counted)
         tokens = evidence.response_mask.sum() * int(counted)
@@ -142,7 +142,7 @@ class TargetMaker:
             greedy_returns=evidence.greedy_returns,
         )
 
-    def _lengths(self, evidence: Evidence, rewards: Tensor, meter: Meter, counted: bool) -> Tensor:
+    def _lengths(self, evidence: ScoredRows, rewards: Tensor, meter: Meter, counted: bool) -> Tensor:
         """Rewards with the soft penalty for overlong responses on the last model token."""
         settings = self._settings.reward
         if not settings.overlong_buffer:
@@ -155,7 +155,9 @@ class TargetMaker:
         meter.mean("reward/overlong_share", (penalties < 0).double().mean(), rows)
         return add_at_last_token(rewards, evidence.response_mask, penalties)
 
-    def _near_reference(self, evidence: Evidence, rewards: Tensor, beta: float, meter: Meter, tokens: Tensor) -> Tensor:
+    def _near_reference(
+        self, evidence: ScoredRows, rewards: Tensor, beta: float, meter: Meter, tokens: Tensor
+    ) -> Tensor:
         """Rewards with the KL penalty if that is its place; the mean penalty is measured wherever it is."""
         reference, mask = evidence.reference_log_probs, evidence.response_mask
         if reference is None:
@@ -172,9 +174,9 @@ class TargetMaker:
 
 
 def _targets(
-    evidence: Evidence, corrected: Corrected, advantages: Tensor, returns: Tensor, *, counted: bool
-) -> Targets:
-    return Targets(
+    evidence: ScoredRows, corrected: Corrected, advantages: Tensor, returns: Tensor, *, counted: bool
+) -> LossRows:
+    return LossRows(
         advantages=advantages,
         returns=returns,
         response_mask=evidence.response_mask & counted,
@@ -192,7 +194,7 @@ def _without_rows(inputs: AdvantageInputs) -> AdvantageInputs:
     return replace(inputs, **{name: value[:0] for name, value in given.items() if value is not None})
 
 
-def explained_variance(targets: Sequence[Targets], engine: TrainingEngine[Any]) -> Tensor:
+def explained_variance(targets: Sequence[LossRows], engine: TrainingEngine[Any]) -> Tensor:
     """1 - Var(returns - values) / Var(returns) over the step's model tokens: 1 at best, 0 for a constant. Collective.
 
     0 if nothing varies. The targets have values.
@@ -212,7 +214,7 @@ def explained_variance(targets: Sequence[Targets], engine: TrainingEngine[Any]) 
     return torch.where(whole > 0, 1 - missed / torch.where(whole > 0, whole, 1.0), 0.0)
 
 
-def _bootstrap(evidence: Evidence) -> Tensor | None:
+def _bootstrap(evidence: ScoredRows) -> Tensor | None:
     """The value after the last token where a limit ended the trajectory, else 0 [B]."""
     if evidence.final_values is None:
         return None

@@ -12,7 +12,7 @@ from torch import Tensor
 from agentrl.algorithms import LOSSES, aggregate, kl_penalty, loss_normalizer, policy_loss, step_selection
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.engine.exchange import Exchange
-from agentrl.training.step.loss_inputs import Targets
+from agentrl.training.step.loss_inputs import LossRows
 from agentrl.training.step.objective_options import loss_options
 from agentrl.training.step.objective_settings import ObjectiveSettings
 
@@ -28,7 +28,7 @@ class Normalizers:
     sequences: int
 
     @classmethod
-    def over_ranks(cls, targets: Sequence[Targets], engine: TrainingEngine[Any]) -> Normalizers:
+    def over_ranks(cls, targets: Sequence[LossRows], engine: TrainingEngine[Any]) -> Normalizers:
         """Counted. Collective."""
         modes = ("token_mean", "seq_mean_token_mean")
         own = [sum(int(loss_normalizer(part.loss_mask, mode)) for part in targets) for mode in modes]
@@ -77,7 +77,7 @@ class PolicyObjective:
         self,
         log_probs: Tensor,
         entropy: Tensor,
-        targets: Targets,
+        targets: LossRows,
         normalizers: Normalizers,
         *,
         beta: float,
@@ -121,7 +121,7 @@ class PolicyObjective:
 
     @torch.no_grad()
     def selection(
-        self, log_probs: Sequence[Tensor], targets: Sequence[Targets], engine: TrainingEngine[Any], *, seed: int
+        self, log_probs: Sequence[Tensor], targets: Sequence[LossRows], engine: TrainingEngine[Any], *, seed: int
     ) -> list[Tensor]:
         """Which tokens of one update the loss selects, on rank 0: [B, T] bool for each micro-batch. Collective.
 
@@ -149,7 +149,7 @@ class PolicyObjective:
         return aggregate(per_token, mask, self._mode, normalizer=normalizer, length=self._length)
 
 
-def _candidates(log_probs: Tensor, targets: Targets) -> _Candidates:
+def _candidates(log_probs: Tensor, targets: LossRows) -> _Candidates:
     """Without rows for a dummy."""
     rows = len(log_probs) * int(targets.response_mask.any())
     return _Candidates(
@@ -161,7 +161,7 @@ def _candidates(log_probs: Tensor, targets: Targets) -> _Candidates:
     )
 
 
-def _ratio(log_probs: Tensor, targets: Targets, *, fresh: bool) -> Tensor | None:
+def _ratio(log_probs: Tensor, targets: LossRows, *, fresh: bool) -> Tensor | None:
     """Of the present policy to the one that sampled [B, T], detached; None where every ratio is 1.
 
     From the policy before the step's updates on it is the rollout correction's weight, bounded as the settings say.

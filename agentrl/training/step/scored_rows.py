@@ -10,7 +10,7 @@ from agentrl.trajectory import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
+class ScoredRows:
     """Everything that rewards, corrections and advantages are made of; detached."""
 
     rewards: Tensor  # [B, T] the environment's
@@ -32,7 +32,7 @@ class Evidence:
     trajectory_energy: Tensor | None = None  # [B]
 
     @classmethod
-    def of(cls, batch: Batch, statistics: dict[str, Tensor], **more: Tensor | None) -> Evidence:
+    def of(cls, batch: Batch, statistics: dict[str, Tensor], **more: Tensor | None) -> ScoredRows:
         """From a batch and the statistics of its forward."""
         return cls(
             rewards=batch.rewards,

@@ -19,11 +19,11 @@ from agentrl.training.step.correction import effective_sample_size
 from agentrl.training.step.critic import Critic
 from agentrl.training.step.diagnostics import HeadExactMonitor, measure, measure_forward, measure_loss
 from agentrl.training.step.fidelity import check_fidelity
-from agentrl.training.step.loss_inputs import Part, TargetMaker, Targets
+from agentrl.training.step.loss_inputs import LossRowMaker, LossRows, Part
 from agentrl.training.step.objective import Normalizers, PolicyObjective
 from agentrl.training.step.objective_settings import ObjectiveSettings
 from agentrl.training.step.reference import Reference, ReferenceReading, kl_controller
-from agentrl.training.step.scored_rows import Evidence
+from agentrl.training.step.scored_rows import ScoredRows
 from agentrl.trajectory import Batch
 
 _DETACHED = ("log_probs", "entropy", "sum_pi_squared", "energy", "hidden_norm_squared")
@@ -77,7 +77,7 @@ class Trainer:
         self._fidelity_bound = settings.algorithm.fidelity_bound or fidelity_bound
         # In coarser dtypes rounding alone moves short trajectories far.
         self._exact = next(engine.module.parameters()).dtype == torch.float32
-        self._targets = TargetMaker(settings)
+        self._targets = LossRowMaker(settings)
         self._objective = PolicyObjective(settings)
         self._reference = reference
         self._critic = critic
@@ -142,8 +142,8 @@ class Trainer:
             self._train_update(step, update, part, fresh=number == 0)
             done += len(part)
 
-    def _statistics_pass(self, step: _Step) -> list[Targets]:
-        """Targets of every micro-batch of all updates, their groups those of all ranks; nothing else of it stays."""
+    def _statistics_pass(self, step: _Step) -> list[LossRows]:
+        """LossRows of every micro-batch of all updates, their groups those of all ranks; nothing else of it stays."""
         numbered = [
             (number, micro) for number, update in enumerate(step.plan.updates) for micro in update.micro_batches
         ]
@@ -161,7 +161,7 @@ class Trainer:
             self._account(step, item, own, counted=not micro.dummy)
         return targets
 
-    def _train_update(self, step: _Step, update: UpdatePlan, targets: Sequence[Targets], *, fresh: bool) -> None:
+    def _train_update(self, step: _Step, update: UpdatePlan, targets: Sequence[LossRows], *, fresh: bool) -> None:
         """``fresh``: the weights are still those of the statistics pass."""
         normalizers = Normalizers.over_ranks(targets, self._engine)
         selected: Sequence[Tensor | None] = [None] * len(targets)
@@ -210,7 +210,7 @@ class Trainer:
         detached = {name: scatter_tokens(getattr(flat, name).detach(), batch.response_mask) for name in names}
         return _Scored(batch=batch, flat=flat, hidden=hidden, statistics=detached, reference=reading)
 
-    def _evidence(self, scored: _Scored, step: _Step) -> Evidence:
+    def _evidence(self, scored: _Scored, step: _Step) -> ScoredRows:
         """What is known before the update. Collective under ZeRO-3."""
         batch = scored.batch
         values = final = greedy = None
@@ -222,7 +222,7 @@ class Trainer:
         if step.plan.greedy_returns:
             returns = [step.plan.greedy_returns[group] for group in batch.groups.tolist()]
             greedy = torch.tensor(returns, device=batch.rewards.device)
-        evidence = Evidence.of(
+        evidence = ScoredRows.of(
             batch,
             scored.statistics,
             reference_log_probs=None if reading is None else reading.log_probs,
@@ -251,7 +251,7 @@ class Trainer:
         self,
         step: _Step,
         scored: _Scored,
-        targets: Targets,
+        targets: LossRows,
         normalizers: Normalizers,
         *,
         fresh: bool,
@@ -271,7 +271,7 @@ class Trainer:
         measure_loss(step.meter, loss.value.detach(), loss.metrics, targets.loss_mask)
         self._engine.backward(loss.value * self._engine.world_size)
 
-    def _account(self, step: _Step, scored: _Scored, targets: Targets, *, counted: bool) -> None:
+    def _account(self, step: _Step, scored: _Scored, targets: LossRows, *, counted: bool) -> None:
         measure_forward(
             step.meter, scored.batch, scored.statistics, targets.advantages, counted, version=step.plan.version
         )
