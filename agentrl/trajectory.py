@@ -80,7 +80,7 @@ class Segment:
 class Trajectory:
     """One conversation, written once by the driver and never edited.
 
-    ``group`` identifies the trajectories that share a baseline: the issue number of their problem, unique in a run.
+    ``group`` identifies the trajectories that share a baseline: the request number of their problem, unique in a run.
     """
 
     problem: Problem
@@ -219,7 +219,7 @@ def _fields_of(record: Trajectory | Segment) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The trajectories of one problem in one step; ``index`` is its issue number in the run.
+    """The trajectories of one problem in one step; ``index`` is its request number in the run.
 
     ``greedy`` was sampled at temperature 0 for a baseline: graded, counted, and never trained.
     """

@@ -27,7 +27,7 @@ from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.base import Completion, Sampling
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.work_queue import Issue
+from agentrl.rollout.work_queue import RolloutRequest
 from agentrl_envs.episode import Environment
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment
@@ -177,8 +177,8 @@ async def measure(kind: str, codec: TextCodec, args: argparse.Namespace) -> Meas
         seed=0,
     )
     statement = "A train covers 12 km in 3 hours. How fast is it, in km/h? (Train number {}.)"
-    issues = [
-        Issue(index=i, problem=Problem(id=f"p{i}", statement=statement.format(i), answer="4", source="bench"))
+    requests = [
+        RolloutRequest(index=i, problem=Problem(id=f"p{i}", statement=statement.format(i), answer="4", source="bench"))
         for i in range(args.trajectories // GROUP_SIZE)
     ]
     lags: list[float] = []
@@ -187,7 +187,7 @@ async def measure(kind: str, codec: TextCodec, args: argparse.Namespace) -> Meas
     await asyncio.sleep(0)
     cpu, began = time.process_time(), time.perf_counter()
     turns, longest = 0, 0.0
-    async for group in driver.play(issues, step=0, group_size=GROUP_SIZE):
+    async for group in driver.play(requests, step=0, group_size=GROUP_SIZE):
         for item in group.trajectories:
             if item.ended is not Ended.ANSWERED or item.reward != 1.0 or item.turns != args.turns:
                 raise RuntimeError(f"a trajectory went wrong: {item}")

@@ -20,7 +20,7 @@ import torch
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tiny import tiny_config
-from agentrl.rollout.worker import Harvest
+from agentrl.rollout.worker import RolloutBatch
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.settings import AlgorithmSettings, OptimizerSettings, TrainingSettings
 from agentrl.training.step.batching import RankPlan, plan_step
@@ -43,7 +43,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     start_distributed(deadline=600.0)
-    record = harvest(options.groups, options.group_size)
+    record = rollout_batch(options.groups, options.group_size)
     sides = {name: side(name, record) for name in ESTIMATORS}
     pairs = [{name: timed(*sides[name]) for name in _order(turn)} for turn in range(options.repetitions + 2)][2:]
     for place, clock in enumerate(("CPU", "wall")):
@@ -56,7 +56,7 @@ def main() -> None:
         )
 
 
-def side(estimator: str, record: Harvest) -> tuple[Trainer, RankPlan]:
+def side(estimator: str, record: RolloutBatch) -> tuple[Trainer, RankPlan]:
     """A trainer and its plan."""
     settings = ObjectiveSettings(
         algorithm=AlgorithmSettings(estimator=estimator, aggregation="token_mean", fidelity_bound=1e9),
@@ -93,7 +93,7 @@ def tiny_model() -> object:
     return Qwen2ForCausalLM(tiny_config(TinyModelSettings(vocabulary_size=VOCABULARY)))
 
 
-def harvest(groups: int, group_size: int) -> Harvest:
+def rollout_batch(groups: int, group_size: int) -> RolloutBatch:
     """Random trajectories of 60 prompt tokens and 40 to 160 response tokens."""
     draw = random.Random(1)
     made = tuple(
@@ -104,7 +104,7 @@ def harvest(groups: int, group_size: int) -> Harvest:
         )
         for index in range(groups)
     )
-    return Harvest(step=1, version=0, played=made, groups=made, no_loss=frozenset(), metrics={})
+    return RolloutBatch(step=1, version=0, played=made, groups=made, no_loss=frozenset(), metrics={})
 
 
 def _trajectory(draw: random.Random, problem: Problem, group: int, sample: int) -> Trajectory:

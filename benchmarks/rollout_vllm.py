@@ -29,7 +29,7 @@ from agentrl.models.loading import write_model
 from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.driver import Driver, Issue
+from agentrl.rollout.driver import Driver, RolloutRequest
 from agentrl.rollout.engines.vllm.engine import VLLMEngine
 from agentrl.rollout.settings import RolloutSettings, VLLMSettings
 from agentrl_envs.types import Ended, Problem
@@ -102,9 +102,9 @@ async def play(
     try:
         driver = Driver(environment=environment, engine=engine, codec=codec, settings=settings, seed=step)
         problem = Problem(id="p", statement=_PROMPT, answer="4", source="bench")
-        issues = [Issue(index=i, problem=problem) for i in range(args.trajectories // args.group_size)]
+        requests = [RolloutRequest(index=i, problem=problem) for i in range(args.trajectories // args.group_size)]
         tokens, began = 0, time.perf_counter()
-        async for group in driver.play(issues, step=step, group_size=args.group_size):
+        async for group in driver.play(requests, step=step, group_size=args.group_size):
             if any(item.ended is not Ended.TOKEN_LIMIT for item in group.trajectories):
                 raise RuntimeError(f"a trajectory went wrong: {group}")
             tokens += sum(item.model_tokens for item in group.trajectories)

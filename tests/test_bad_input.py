@@ -229,7 +229,7 @@ def test_resume_with_other_settings_says_which_and_loses_nothing() -> None:
     assert "-> 0.5" in said
     assert "training.steps" not in said.split("leave these out")[0]
     assert {path: path.read_bytes() for path in Path("runs/one").rglob("*") if path.is_file()} == before
-    smaller = ("training.micro_batch_tokens=700", "rollout.concurrency=8", "training.plan_deadline=600")
+    smaller = ("training.micro_batch_tokens=700", "rollout.concurrency=8", "training.worker_timeout=600")
     agentrl("train", "--resume", "name=one", "training.steps=2", *smaller, code=0)
     trained = [json.loads(line) for line in Path("runs/one/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in trained if "groups/trained" in row] == [1, 2]

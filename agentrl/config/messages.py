@@ -22,6 +22,11 @@ _LIMITS = {
     "exclusiveMaximum": "below {}",
     "pattern": "matching {}",
 }
+RENAMED = {
+    "rollout.kv_use": "rollout.kv_high_watermark",
+    "training.plan_deadline": "training.worker_timeout",
+}
+"""Settings that have a new name, by their old one, which is refused."""
 _KINDS = {"number": "a number", "integer": "a whole number", "string": "text", "boolean": "true or false"}
 
 
@@ -109,7 +114,9 @@ def _describe(detail: ErrorDetails, env: str, layers: Sequence[Layer]) -> str:
 
 
 def unknown_key(key: str, value: Any, env: str, place: str = "") -> str:
-    """The message for a key that no setting has."""
+    """The message for a key that no setting has, or has no longer."""
+    if key in RENAMED:
+        return f"{key} (value {show(value)}){place} has a new name: {RENAMED[key]}"
     schema = _schema(env)
     node, section = schema, ""
     for part in key.split(".")[:-1]:

@@ -24,7 +24,7 @@ from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.environment import build_reward, environment_and_codec
 from agentrl.rollout.filters import FilterRules, filter_groups
-from agentrl.rollout.work_queue import Issue
+from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import atomic_write
 from agentrl.trajectory import Group
@@ -180,10 +180,10 @@ async def _play(
             seed=settings.seed,
             reward=build_reward(settings),
         )
-        issues = [Issue(index=index, problem=problem) for index, problem in enumerate(problems)]
+        requests = [RolloutRequest(index=index, problem=problem) for index, problem in enumerate(problems)]
         size = round(lab.samples * _MORE_SAMPLES)
-        groups = [group async for group in driver.play(issues, step=0, group_size=size)]
-        alone = [group async for group in driver.play(issues, step=1, group_size=1, temperature=_GREEDY)]
+        groups = [group async for group in driver.play(requests, step=0, group_size=size)]
+        alone = [group async for group in driver.play(requests, step=1, group_size=1, temperature=_GREEDY)]
     finally:
         await engine.close()
         await environment.close()

@@ -6,10 +6,10 @@ So new trajectories start only while there is room for those that run to grow.
 ``safe`` trajectories fit whatever their length and always may run. Beyond them, up to ``rollout.concurrency``:
 
 1. When as many have ended, their mean length says how many would fit if all were at their ends at once.
-2. From there the limit grows by a quarter while the cache stays below ``rollout.kv_use``, but only when half of a
-   trajectory's life has passed since it changed: what new ones will hold does not show before.
-3. Above ``rollout.kv_use``, or after a preemption, it falls to three quarters of those in flight. Nothing that runs is
-   stopped.
+2. From there the limit grows by a quarter while the cache stays below ``rollout.kv_high_watermark``, but only when half
+   of a trajectory's life has passed since it changed: the memory of new ones does not show before.
+3. Above ``rollout.kv_high_watermark``, or after a preemption, it falls to three quarters of those in flight. Nothing
+   that runs is stopped.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Admission:
     """
 
     def __init__(
-        self, look: Callable[[], Awaitable[CacheUse | None]], *, ceiling: int, longest: int, kv_use: float
+        self, look: Callable[[], Awaitable[CacheUse | None]], *, ceiling: int, longest: int, kv_high_watermark: float
     ) -> None:
         """``ceiling``: ``rollout.concurrency``; ``longest``: tokens that a trajectory may have, prompt included."""
         self._look = look
         self._ceiling = ceiling
         self._longest = longest
-        self._kv_use = kv_use
+        self._kv_high_watermark = kv_high_watermark
         self._safe = 0  # not known yet
         self._limit = 0
         self._last: CacheUse | None = None
@@ -147,14 +147,14 @@ class Admission:
         limit = self._safe if self._last is None else max(self._limit, self._safe)
         self._last = use
         new = limit
-        if use.used > self._kv_use or use.preemptions > before.preemptions:
+        if use.used > self._kv_high_watermark or use.preemptions > before.preemptions:
             new = max(self._safe, min(limit, int(self._in_flight * _RETREAT)))
             self._retreated, self._changed_at = True, now
         elif self._in_flight >= limit and len(self._lengths) >= max(_ENOUGH, self._safe):
             if now - self._changed_at >= fmean(self._lives) / 2:
                 new = min(self._ceiling, max(limit + 1, int(limit * _GROWTH)))
             if not self._retreated:
-                new = max(new, min(self._ceiling, int(self._kv_use * use.tokens / fmean(self._lengths))))
+                new = max(new, min(self._ceiling, int(self._kv_high_watermark * use.tokens / fmean(self._lengths))))
         if new != self._limit:
             self._limit, self._changed_at = new, now
         self._lowest = min(self._lowest, self._limit)

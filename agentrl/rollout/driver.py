@@ -25,7 +25,7 @@ from agentrl.rollout.engines.sampling import sampling_key
 from agentrl.rollout.fair_yield import Turnstile
 from agentrl.rollout.rounds import Rounds
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.work_queue import Issue
+from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.episode import Environment, Episode
 from agentrl_envs.protocols.marked_text import MarkedText
@@ -44,7 +44,7 @@ _PROMPTS = 512
 class Job:
     """One trajectory to play. ``step`` is the training step it was issued for."""
 
-    issue: Issue
+    request: RolloutRequest
     sample: int
     step: int
 
@@ -59,8 +59,10 @@ class Jobs(Protocol):
 class _Listed:
     """Every sample of a list of problems, at once."""
 
-    def __init__(self, issues: Sequence[Issue], *, samples: int, step: int) -> None:
-        self._jobs = iter([Job(issue=issue, sample=sample, step=step) for issue in issues for sample in range(samples)])
+    def __init__(self, requests: Sequence[RolloutRequest], *, samples: int, step: int) -> None:
+        self._jobs = iter(
+            [Job(request=request, sample=sample, step=step) for request in requests for sample in range(samples)]
+        )
 
     async def next(self) -> Job | None:
         return next(self._jobs, None)
@@ -131,9 +133,9 @@ class _Draft:
 
     def finish(self, ended: Ended, seconds: float) -> Trajectory:
         return Trajectory(
-            problem=self.job.issue.problem,
+            problem=self.job.request.problem,
             step=self.job.step,
-            group=self.job.issue.index,
+            group=self.job.request.index,
             sample=self.job.sample,
             prompt_ids=self.prompt_ids,
             segments=tuple(self.segments),
@@ -180,7 +182,7 @@ class Driver:
             engine.cache_use,
             ceiling=settings.concurrency,
             longest=settings.max_prompt_tokens + settings.max_response_tokens,
-            kv_use=settings.kv_use,
+            kv_high_watermark=settings.kv_high_watermark,
         )
         # The trajectories of a group start with the same prompt.
         self._encode_plain_prompt = lru_cache(maxsize=_PROMPTS)(codec.encode_prompt)
@@ -207,7 +209,7 @@ class Driver:
 
     def play(
         self,
-        issues: Sequence[Issue],
+        requests: Sequence[RolloutRequest],
         *,
         step: int,
         group_size: int,
@@ -219,18 +221,18 @@ class Driver:
         ``greedy`` plays one more of each problem, at temperature 0.
         """
         samples = group_size + int(greedy)
-        players = min(self._settings.concurrency, len(issues) * samples)
+        players = min(self._settings.concurrency, len(requests) * samples)
         play = _Play(
             temperature=self._settings.temperature if temperature is None else temperature,
             greedy_sample=group_size if greedy else None,
             rounds=Rounds(players) if self._deterministic else None,
             turnstile=Turnstile(),
         )
-        jobs = _Listed(issues, samples=samples, step=step)
-        return self._play(jobs, play, players=players, samples=samples, groups=len(issues))
+        jobs = _Listed(requests, samples=samples, step=step)
+        return self._play(jobs, play, players=players, samples=samples, groups=len(requests))
 
     def play_on(self, jobs: Jobs, *, group_size: int, greedy: bool = False) -> AsyncGenerator[Group]:
-        """Groups without end, from jobs that come over time: all samples of an issue, ``greedy`` one more."""
+        """Groups without end, from jobs that come over time: all samples of a request, ``greedy`` one more."""
         play = _Play(
             temperature=self._settings.temperature,
             greedy_sample=group_size if greedy else None,
@@ -326,16 +328,16 @@ class Driver:
     async def _attempt(self, job: Job, play: _Play) -> Trajectory:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        # Zero-padded, so that the order of names is the order of issues, samples and turns.
-        name = f"{self._label}{job.step:08d}-{job.issue.index:012d}-{job.sample:06d}"
+        # Zero-padded, so that the order of names is the order of requests, samples and turns.
+        name = f"{self._label}{job.step:08d}-{job.request.index:012d}-{job.sample:06d}"
         draft = _Draft(job=job, name=name)
-        episode = self._environment.episode(job.issue.problem)
+        episode = self._environment.episode(job.request.problem)
         try:
             ended = await self._converse(draft, episode, play)
         except EngineError:
             ended = Ended.INFRASTRUCTURE_FAILURE
         except NoAnswerError as error:
-            logger.warning("problem %s: %s", job.issue.problem.id, error)
+            logger.warning("problem %s: %s", job.request.problem.id, error)
             ended = Ended.INFRASTRUCTURE_FAILURE
         finally:
             self._engine.release(draft.name)
@@ -421,7 +423,7 @@ class Driver:
                 ),
                 trajectory_id=draft.name,
                 request_id=request_id,
-                seed=sampling_key(self._seed, job.step, job.issue.index, job.sample, turn, part),
+                seed=sampling_key(self._seed, job.step, job.request.index, job.sample, turn, part),
             )
             await play.turnstile.enter()
             draft.context += piece.token_ids

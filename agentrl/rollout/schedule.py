@@ -12,13 +12,13 @@ waits. Taking the earliest of the finished is the best choice for that (earliest
 hold, no choice does.
 
     >>> schedule = Schedule(groups=2, max_staleness=1)
-    >>> [schedule.issue(index) for index in range(schedule.room())]
+    >>> [schedule.start(index) for index in range(schedule.room())]
     [None, None, None, None]
     >>> schedule.finish(1), schedule.finish(2), schedule.take(2)  # 0 is overtaken, 3 too: both due in the next batch
     (None, None, [1, 2])
     >>> schedule.room(), schedule.train(), schedule.room()
     (0, None, 2)
-    >>> schedule.issue(4), schedule.finish(4), schedule.finish(3), schedule.take(2)  # 0 is due: wait for it
+    >>> schedule.start(4), schedule.finish(4), schedule.finish(3), schedule.take(2)  # 0 is due: wait for it
     (None, None, None, None)
     >>> schedule.finish(0), schedule.take(2)
     (None, [0, 3])
@@ -85,7 +85,7 @@ class Schedule:
             room = min(room, (self._batches - self._taken) * self.groups + extra - len(self._issued))
         return max(0, room)
 
-    def issue(self, index: int) -> None:
+    def start(self, index: int) -> None:
         """A group starts."""
         self._issued[index] = self._trained, self._issues
         self._issues += 1

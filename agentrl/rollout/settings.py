@@ -96,7 +96,7 @@ class RolloutSettings(BaseModel):
     max_turn_tokens: int = Field(8192, ge=1, description="model tokens in one turn")
     max_response_tokens: int = Field(8192, ge=1, description="model and observation tokens of a trajectory")
     concurrency: int = Field(1024, ge=1, description="trajectories in flight, at most")
-    kv_use: float = Field(
+    kv_high_watermark: float = Field(
         0.9,
         gt=0,
         le=1,

@@ -30,7 +30,7 @@ class VersionClock:
         self._version = version
         self._steps_at[version] = self._trained + self._training
 
-    def harvested(self) -> None:
+    def collected(self) -> None:
         """A batch goes to the trainer."""
         self._training = True
 

@@ -21,14 +21,14 @@ _MOST_SAID = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Issue:
-    """A problem issued for rollouts. ``index`` numbers the issues of a run and identifies the group."""
+class RolloutRequest:
+    """A problem issued for rollouts. ``index`` numbers the requests of a run and identifies the group."""
 
     index: int
     problem: Problem
 
 
-class Ledger:
+class WorkQueue:
     """Issues problems in the sampler's order and remembers them until they are trained.
 
     After a restart what had been issued and not trained is issued first, under its old number.
@@ -45,20 +45,20 @@ class Ledger:
         self._sampler = sampler
         self._prompt_tokens = prompt_tokens
         self._max_prompt_tokens = max_prompt_tokens
-        self._again: deque[Issue] = deque()
-        self._untrained: dict[int, Issue] = {}
+        self._again: deque[RolloutRequest] = deque()
+        self._untrained: dict[int, RolloutRequest] = {}
         self._drawn: Problem | None = None  # taken from the sampler and still being measured
         self._next_index = 0
         self._skipped = 0
         self._said = 0
 
-    async def issue(self) -> Issue:
+    async def next(self) -> RolloutRequest:
         """The next problem. Raises SettingsError if the limit on prompts leaves none."""
-        issue = self._again.popleft() if self._again else await self._new()
-        self._untrained[issue.index] = issue
-        return issue
+        request = self._again.popleft() if self._again else await self._new()
+        self._untrained[request.index] = request
+        return request
 
-    def reissue(self) -> None:
+    def requeue(self) -> None:
         """What is not trained will be issued again, before anything new."""
         self._again = deque(self._all_untrained())
         self._untrained = {}
@@ -75,12 +75,12 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """The sampler's position and what was taken from it and is not trained, JSON-able; at any moment."""
-        rows = [{"index": issue.index, "problem": asdict(issue.problem)} for issue in self._all_untrained()]
+        rows = [{"index": request.index, "problem": asdict(request.problem)} for request in self._all_untrained()]
         return {
             "sampler": self._sampler.state_dict(),
             "next_index": self._next_index,
             "drawn": None if self._drawn is None else asdict(self._drawn),
-            "ledger": rows,
+            "queue": rows,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -89,19 +89,21 @@ class Ledger:
         self._next_index = state["next_index"]
         self._drawn = None if state["drawn"] is None else Problem(**state["drawn"])
         self._untrained = {}
-        self._again = deque(Issue(index=row["index"], problem=Problem(**row["problem"])) for row in state["ledger"])
+        self._again = deque(
+            RolloutRequest(index=row["index"], problem=Problem(**row["problem"])) for row in state["queue"]
+        )
 
-    def _all_untrained(self) -> list[Issue]:
-        return sorted([*self._untrained.values(), *self._again], key=lambda issue: issue.index)
+    def _all_untrained(self) -> list[RolloutRequest]:
+        return sorted([*self._untrained.values(), *self._again], key=lambda request: request.index)
 
-    async def _new(self) -> Issue:
+    async def _new(self) -> RolloutRequest:
         for _ in range(_MOST_SKIPPED):
             problem = self._drawn = self._drawn or self._sampler.next(1)[0]
             tokens = await self._prompt_tokens(problem)  # may be cancelled, and a checkpoint may be saved meanwhile
             self._drawn = None
             if tokens <= self._max_prompt_tokens:
                 self._next_index += 1
-                return Issue(index=self._next_index - 1, problem=problem)
+                return RolloutRequest(index=self._next_index - 1, problem=problem)
             self._skipped += 1
             self._say_skipped(problem, tokens)
         raise SettingsError(

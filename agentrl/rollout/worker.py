@@ -1,4 +1,4 @@
-"""The rollout worker: owns the sampler, the ledger, the environment and the engine, and harvests groups."""
+"""The rollout worker: owns the sampler, the queue, the environment and the engine, and makes batches."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from agentrl.problems.sampler import ProblemSampler
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.filters import FilterRules, filter_groups
 from agentrl.rollout.metrics import rollout_metrics
-from agentrl.rollout.playing import Ahead, OnDemand, Play
 from agentrl.rollout.schedule import Schedule
 from agentrl.rollout.settings import RolloutSettings
+from agentrl.rollout.sources import BackgroundSource, OnDemandSource, RolloutSource
 from agentrl.rollout.staleness import VersionClock
-from agentrl.rollout.work_queue import Ledger
+from agentrl.rollout.work_queue import WorkQueue
 from agentrl.trajectory import Group
 
 
 @dataclass(frozen=True, kw_only=True)
-class Harvest:
+class RolloutBatch:
     """One step's rollouts: ``played`` is everything, ``groups`` what is trained, ``no_loss`` rows without loss.
 
     ``version`` is the policy version that is trained on them.
@@ -36,7 +36,7 @@ class Harvest:
 
 
 class RolloutWorker:
-    """Harvests groups, filters them and knows how old they are."""
+    """Collects groups, filters them and knows how old they are."""
 
     def __init__(
         self,
@@ -57,13 +57,15 @@ class RolloutWorker:
         self._rules = rules
         self._greedy = greedy
         self._last_step = last_step
-        self._ledger = Ledger(sampler, prompt_tokens=driver.prompt_tokens, max_prompt_tokens=settings.max_prompt_tokens)
+        self._queue = WorkQueue(
+            sampler, prompt_tokens=driver.prompt_tokens, max_prompt_tokens=settings.max_prompt_tokens
+        )
         self._clock = VersionClock()
-        self._play: Play | None = None
+        self._source: RolloutSource | None = None
         self._step = 0
 
-    async def harvest(self, step: int) -> Harvest:
-        """This step's groups, those of the ledger before new ones. Raises WorldError past the deadline.
+    async def next_batch(self, step: int) -> RolloutBatch:
+        """This step's groups, those of the queue before new ones. Raises WorldError past the deadline.
 
         While the filters leave too few groups, up to ``max_extra_rounds`` further rounds are played.
         """
@@ -71,32 +73,32 @@ class RolloutWorker:
         began = loop.time()
         deadline = began + self._settings.step_deadline
         self._step = step
-        if self._play is None:
-            self._play = self._open(step)
+        if self._source is None:
+            self._source = self._open(step)
         needed, first = self._settings.problems_per_step, self._first_round
-        played = await self._play.take(first, step=step, deadline=deadline)
+        played = await self._source.take(first, step=step, deadline=deadline)
         filtered = filter_groups(played, self._rules)
         rounds = 0
         while len(filtered.groups) < needed and rounds < self._settings.max_extra_rounds:
             more = further_problems(first, needed, played=len(played), kept=len(filtered.groups))
-            played += await self._play.take(more, step=step, deadline=deadline, more=True)
+            played += await self._source.take(more, step=step, deadline=deadline, more=True)
             filtered = filter_groups(played, self._rules)
             rounds += 1
         groups = filtered.groups[:needed]
         if self._settings.schedule != "synchronous":
             groups = drawn(filtered.groups, needed, step=step)
         metrics = rollout_metrics(played) | {f"groups/{name}": count for name, count in filtered.counts.items()}
-        metrics |= self._clock.metrics(played) | self._play.metrics() | self._driver.metrics()
+        metrics |= self._clock.metrics(played) | self._source.metrics() | self._driver.metrics()
         metrics |= {
             "groups/trained": len(groups),
             "groups/surplus": len(filtered.groups) - len(groups),
             "groups/extra_rounds": rounds,
-            "groups/skipped_long_prompt": self._ledger.take_skipped(),
+            "groups/skipped_long_prompt": self._queue.take_skipped(),
             "time/rollout_s": loop.time() - began,
         }
         self._check_staleness(step, metrics.get("staleness/max", 0))
-        self._clock.harvested()
-        return Harvest(
+        self._clock.collected()
+        return RolloutBatch(
             step=step,
             version=self._clock.version,
             played=tuple(played),
@@ -105,18 +107,18 @@ class RolloutWorker:
             metrics=metrics,
         )
 
-    def confirm(self, harvest: Harvest) -> None:
-        """The step was trained: its groups leave the ledger. Within the event loop, where rollouts run ahead."""
-        self._ledger.trained({group.index for group in harvest.played})
+    def confirm(self, batch: RolloutBatch) -> None:
+        """The step was trained: its groups leave the queue. Within the event loop, where rollouts run ahead."""
+        self._queue.trained({group.index for group in batch.played})
         self._clock.trained()
-        if self._play is not None:
-            self._play.trained()
+        if self._source is not None:
+            self._source.trained()
 
     async def settle(self) -> None:
         """Return when the engine's weights may change. Raises WorldError past ``step_deadline``."""
-        if self._play is not None:
+        if self._source is not None:
             deadline = asyncio.get_running_loop().time() + self._settings.step_deadline
-            await self._play.settle(step=self._step, deadline=deadline)
+            await self._source.settle(step=self._step, deadline=deadline)
 
     def installed(self, version: int) -> None:
         """The engine holds ``version`` of the policy now."""
@@ -124,32 +126,32 @@ class RolloutWorker:
 
     async def close(self) -> None:
         """End what is played ahead."""
-        if self._play is not None:
-            await self._play.close()
+        if self._source is not None:
+            await self._source.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The sampler's position and the ledger, JSON-able."""
-        return self._ledger.state_dict()
+        """The sampler's position and the queue, JSON-able."""
+        return self._queue.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken; what was issued and not trained is issued first."""
-        self._ledger.load_state_dict(state)
+        self._queue.load_state_dict(state)
 
     @property
     def _first_round(self) -> int:
         return math.ceil(self._settings.problems_per_step * self._settings.oversampling)
 
-    def _open(self, step: int) -> Play:
-        settings, ledger = self._settings, self._ledger
+    def _open(self, step: int) -> RolloutSource:
+        settings, queue = self._settings, self._queue
         if settings.schedule == "synchronous":
-            return OnDemand(self._driver, ledger, settings, greedy=self._greedy)
+            return OnDemandSource(self._driver, queue, settings, greedy=self._greedy)
         schedule = Schedule(
             groups=self._first_round,
             max_staleness=self._settings.staleness_bound,
             in_flight=settings.schedule == "asynchronous",
             batches=None if self._last_step is None else self._last_step - step + 1,
         )
-        return Ahead(self._driver, ledger, settings, schedule, step=step, greedy=self._greedy)
+        return BackgroundSource(self._driver, queue, settings, schedule, step=step, greedy=self._greedy)
 
     def _check_staleness(self, step: int, stalest: float) -> None:
         bound = self._settings.staleness_bound

@@ -267,7 +267,7 @@ class TrainingSettings(_Settings):
     deterministic: bool = Field(
         False, description="bitwise reproducible: turns in rounds, sorted requests, fixed threads"
     )
-    plan_deadline: float = Field(7200.0, gt=0, description="seconds a rank waits for its plan")
+    worker_timeout: float = Field(7200.0, gt=0, description="seconds a rank waits for its plan")
     collective_deadline: float = Field(
         1800.0,
         gt=0,

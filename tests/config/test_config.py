@@ -24,7 +24,7 @@ from agentrl.config import (
     shipped_configs,
 )
 from agentrl.config.compare import RESUME_MAY_CHANGE
-from agentrl.config.messages import known_keys, nearest_key
+from agentrl.config.messages import RENAMED, known_keys, nearest_key
 from agentrl.config.overlays import parse_yaml
 from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
 
@@ -207,6 +207,15 @@ def test_an_unknown_key_of_a_file_names_the_file(tmp_path: Path) -> None:
     assert "nearest valid key: rollout;" in message
 
 
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_renamed_key_is_refused_with_its_new_name(old: str, new: str, tmp_path: Path) -> None:
+    assert refused(f"{old}=1") == f"{old} (value 1) (command line) has a new name: {new}"
+    section, _, key = old.partition(".")
+    file = overlay(tmp_path / "mine.yaml", f"{section}: {{{key}: 1}}\n")
+    assert refused(config_file=file) == f"{old} (value 1) ({file}) has a new name: {new}"
+    assert new in known_keys("simpletir")
+
+
 @pytest.mark.parametrize(
     ("key", "nearest"),
     [
@@ -346,7 +355,7 @@ def test_diff_names_key_and_both_values() -> None:
 
 OPERATIONAL: dict[str, Any] = {
     "training.micro_batch_tokens": 512,
-    "training.plan_deadline": 60.0,
+    "training.worker_timeout": 60.0,
     "training.share_prompts": False,
     "model.gradient_checkpointing": True,
     "rollout.concurrency": 7,

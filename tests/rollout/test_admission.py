@@ -11,7 +11,7 @@ from rollout.fakes import ScriptedEnvironment, ScriptedEpisode, byte_codec, ends
 from rollout.simulation import run_virtual
 
 from agentrl.rollout.admission import Admission
-from agentrl.rollout.driver import Driver, Issue
+from agentrl.rollout.driver import Driver, RolloutRequest
 from agentrl.rollout.engines.base import CacheUse, Completion, Sampling
 from agentrl.rollout.settings import RolloutSettings
 
@@ -93,7 +93,7 @@ async def play(
     environment = ScriptedEnvironment(lambda *_: ScriptedEpisode([*[goes_on("E")] * (turns - 1), ends()], complete=""))
     driver = Driver(environment=environment, engine=engine, codec=CODEC, settings=settings, seed=0)  # type: ignore[arg-type]
     loop = asyncio.get_running_loop()
-    async for group in driver.play([Issue(index=0, problem=problem())], step=0, group_size=count):
+    async for group in driver.play([RolloutRequest(index=0, problem=problem())], step=0, group_size=count):
         assert [item.model_tokens for item in group.trajectories] == [turns * length(i) for i in range(count)]
     assert len(asyncio.all_tasks()) == 1
     return loop.time(), driver
@@ -153,8 +153,8 @@ def test_the_setting_is_the_most_that_run() -> None:
 
 def test_how_full_the_cache_may_be_is_a_setting() -> None:
     engines = [GrowingEngine(40_000, length) for _ in range(2)]
-    for engine, kv_use in zip(engines, (0.4, 0.9), strict=True):
-        run_virtual(play(engine, kv_use=kv_use))
+    for engine, kv_high_watermark in zip(engines, (0.4, 0.9), strict=True):
+        run_virtual(play(engine, kv_high_watermark=kv_high_watermark))
     assert engines[0].most < 0.7 * engines[1].most
 
 
@@ -172,7 +172,7 @@ def test_turns_in_rounds_wait_for_nobody_outside() -> None:
             seed=0,
             deterministic=True,
         )
-        async for group in driver.play([Issue(index=0, problem=problem())], step=0, group_size=8):
+        async for group in driver.play([RolloutRequest(index=0, problem=problem())], step=0, group_size=8):
             assert len(group.trajectories) == 8
         assert driver.metrics() == {}
 
@@ -183,7 +183,7 @@ def test_turns_in_rounds_wait_for_nobody_outside() -> None:
 
 
 def gate(look: Callable[[], Awaitable[CacheUse | None]], ceiling: int = 100) -> Admission:
-    return Admission(look, ceiling=ceiling, longest=100, kv_use=0.9)
+    return Admission(look, ceiling=ceiling, longest=100, kv_high_watermark=0.9)
 
 
 async def full() -> CacheUse:

@@ -55,15 +55,15 @@ async def train(schedule: str, *, steps: int, oversampling: float) -> tuple[list
     played: list[list[Group]] = []
     try:
         for step in range(steps):
-            harvest = await worker.harvest(step)
-            trained += harvest.groups
-            played.append(list(harvest.played))
+            batch = await worker.next_batch(step)
+            trained += batch.groups
+            played.append(list(batch.played))
             await asyncio.sleep(50.0)
             await worker.settle()
             engine.hold()
             engine.resume(step + 1)
             worker.installed(step + 1)
-            worker.confirm(harvest)
+            worker.confirm(batch)
     finally:
         await worker.close()
     return trained, played

@@ -12,7 +12,7 @@ from rollout.templates import QWEN, THINKING, chat_tokenizer
 
 from agentrl.models.chat_template import read_chat_format
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.driver import Driver, Issue
+from agentrl.rollout.driver import Driver, RolloutRequest
 from agentrl.rollout.engines.base import Completion
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Trajectory
@@ -104,7 +104,9 @@ async def play_in(
     driver = Driver(environment=environment, engine=engine, codec=codec, settings=RolloutSettings(**limits), seed=0)
     await environment.open()
     try:
-        (group,) = [group async for group in driver.play([Issue(index=0, problem=PROBLEM)], step=0, group_size=1)]
+        (group,) = [
+            group async for group in driver.play([RolloutRequest(index=0, problem=PROBLEM)], step=0, group_size=1)
+        ]
     finally:
         await environment.close()
     return group.trajectories[0], engine

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from agentrl.rollout.schedule import Schedule
 
 
-def issue(schedule: Schedule, first: int, *, extra: int = 0) -> int:
+def start(schedule: Schedule, first: int, *, extra: int = 0) -> int:
     """Start all that may start; the next number."""
     for _ in range(schedule.room(extra)):
-        schedule.issue(first)
+        schedule.start(first)
         first += 1
     return first
 
@@ -40,7 +40,7 @@ def test_every_group_is_trained_in_time_whatever_finishes_first(
         while wanted:
             extra = wanted if rounds else 0
             before = next_index
-            next_index = issue(schedule, next_index, extra=extra)
+            next_index = start(schedule, next_index, extra=extra)
             new = range(before, next_index)
             running += new
             issued_at |= dict.fromkeys(new, batch)
@@ -67,7 +67,7 @@ def test_admission_is_the_published_bound(staleness: int) -> None:
     schedule = Schedule(groups=3, max_staleness=staleness)
     issued = 0
     for trained in range(10):
-        issued = issue(schedule, issued)
+        issued = start(schedule, issued)
         assert issued == (trained + staleness + 1) * 3
         for index in range(trained * 3, trained * 3 + 3):
             schedule.finish(index)
@@ -78,7 +78,7 @@ def test_admission_is_the_published_bound(staleness: int) -> None:
 
 def test_without_staleness_the_order_is_that_of_issue() -> None:
     schedule = Schedule(groups=2, max_staleness=0)
-    assert issue(schedule, 0) == 2
+    assert start(schedule, 0) == 2
     schedule.finish(1)
     assert schedule.take(1) is None  # 0 would be late
     schedule.finish(0)
@@ -87,11 +87,11 @@ def test_without_staleness_the_order_is_that_of_issue() -> None:
 
 def test_an_overtaker_waits_if_those_behind_would_not_all_fit() -> None:
     schedule = Schedule(groups=1, max_staleness=2)
-    assert issue(schedule, 0) == 3
+    assert start(schedule, 0) == 3
     schedule.finish(2)
     assert schedule.take(1) == [2]  # 0 and 1 have two batches left
     schedule.train()
-    assert issue(schedule, 3) == 4
+    assert start(schedule, 3) == 4
     schedule.finish(3)
     assert schedule.take(1) is None  # 0 and 1 are both due within two batches, and one of them would be this one's
     schedule.finish(1)
@@ -103,12 +103,12 @@ def test_an_overtaker_waits_if_those_behind_would_not_all_fit() -> None:
 
 def test_overlapped_starts_a_batch_when_the_one_before_is_taken() -> None:
     schedule = Schedule(groups=2, max_staleness=1, in_flight=False, batches=2)
-    assert issue(schedule, 0) == 2
+    assert start(schedule, 0) == 2
     schedule.finish(0)
     schedule.finish(1)
     assert schedule.room() == 0
     assert schedule.take(2) == [0, 1]
-    assert issue(schedule, 2) == 4  # while it trains
+    assert start(schedule, 2) == 4  # while it trains
     schedule.train()
     assert schedule.room() == 0
     schedule.finish(2)
@@ -119,7 +119,7 @@ def test_overlapped_starts_a_batch_when_the_one_before_is_taken() -> None:
 
 def test_the_last_batches_leave_nothing_over() -> None:
     schedule = Schedule(groups=4, max_staleness=3, batches=2)
-    assert issue(schedule, 0) == 8
+    assert start(schedule, 0) == 8
     for index in range(8):
         schedule.finish(index)
     assert schedule.take(4) == [0, 1, 2, 3]
@@ -140,13 +140,13 @@ class Counted(int):
 
 @pytest.mark.parametrize("staleness", [1, 4])
 def test_work_grows_with_the_number_of_groups_and_not_with_its_square(staleness: int) -> None:
-    """As ``Ahead`` does it: after each group that finishes the batch is asked for."""
+    """As ``BackgroundSource`` does it: after each group that finishes the batch is asked for."""
     groups = 1536
     schedule = Schedule(groups=groups, max_staleness=staleness)
     numbers = [Counted(index) for index in range(schedule.room())]
     Counted.looked_up = 0
     for number in numbers:
-        schedule.issue(number)
+        schedule.start(number)
     for number in reversed(numbers):  # the oldest last: the batch has to be waited for all the time
         schedule.finish(number)
         schedule.take(groups)
@@ -173,7 +173,7 @@ def test_a_batch_is_taken_exactly_if_those_behind_it_can_be_in_time(
             index = 1000 - len(issued) - taken * 100  # numbers need not rise
             while index in issued:
                 index -= 1
-            schedule.issue(index)
+            schedule.start(index)
             issued[index] = trained
         elif move == 1 and len(issued) > len(done):
             index = [index for index in issued if index not in done][number % (len(issued) - len(done))]

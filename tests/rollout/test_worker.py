@@ -1,4 +1,4 @@
-"""The worker's ledger: nothing issued is lost, nothing is trained twice."""
+"""The worker's queue: nothing issued is lost, nothing is trained twice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentrl.problems.sampler import ProblemSampler
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.worker import Harvest, RolloutWorker
+from agentrl.rollout.worker import RolloutBatch, RolloutWorker
 from agentrl_envs.types import Ended, Problem, Step
 
 CODEC = byte_codec()
@@ -48,15 +48,15 @@ def worker(
     )
 
 
-def ids(harvest: Harvest) -> list[tuple[int, str]]:
-    return [(group.index, group.problem.id) for group in harvest.played]
+def ids(batch: RolloutBatch) -> list[tuple[int, str]]:
+    return [(group.index, group.problem.id) for group in batch.played]
 
 
 async def test_confirmed_problems_leave_and_new_ones_follow() -> None:
     one = worker()
-    first = await one.harvest(0)
+    first = await one.next_batch(0)
     one.confirm(first)
-    second = await one.harvest(1)
+    second = await one.next_batch(1)
     assert [index for index, _ in ids(first) + ids(second)] == [0, 1, 2, 3, 4, 5]
     assert len({name for _, name in ids(first) + ids(second)}) == 6
     assert {item.step for group in second.played for item in group.trajectories} == {1}
@@ -64,54 +64,54 @@ async def test_confirmed_problems_leave_and_new_ones_follow() -> None:
 
 async def test_what_was_not_confirmed_is_played_again() -> None:
     one = worker()
-    first = await one.harvest(0)
-    assert ids(await one.harvest(0)) == ids(first)
+    first = await one.next_batch(0)
+    assert ids(await one.next_batch(0)) == ids(first)
 
 
 async def test_a_resumed_worker_issues_first_what_was_not_trained_then_what_would_have_come() -> None:
     straight = worker()
     expected = []
     for step in range(3):
-        harvest = await straight.harvest(step)
-        straight.confirm(harvest)
-        expected.append(ids(harvest))
+        batch = await straight.next_batch(step)
+        straight.confirm(batch)
+        expected.append(ids(batch))
 
     killed = worker()
-    killed.confirm(await killed.harvest(0))
-    await killed.harvest(1)  # issued, and never confirmed
+    killed.confirm(await killed.next_batch(0))
+    await killed.next_batch(1)  # issued, and never confirmed
     state = json.loads(json.dumps(killed.state_dict()))
-    assert [row["index"] for row in state["ledger"]] == [3, 4, 5]
+    assert [row["index"] for row in state["queue"]] == [3, 4, 5]
 
     resumed = worker()
     resumed.load_state_dict(state)
-    again = await resumed.harvest(1)
+    again = await resumed.next_batch(1)
     resumed.confirm(again)
-    assert [ids(again), ids(await resumed.harvest(2))] == expected[1:]
+    assert [ids(again), ids(await resumed.next_batch(2))] == expected[1:]
 
 
 async def test_oversampling_plays_more_and_trains_what_is_asked() -> None:
     one = worker(oversampling=1.5)
-    harvest = await one.harvest(0)
-    assert (len(harvest.played), [group.index for group in harvest.groups]) == (5, [0, 1, 2])
-    assert (harvest.metrics["groups/trained"], harvest.metrics["groups/surplus"]) == (3, 2)
-    one.confirm(harvest)
-    assert one.state_dict()["ledger"] == []
+    batch = await one.next_batch(0)
+    assert (len(batch.played), [group.index for group in batch.groups]) == (5, [0, 1, 2])
+    assert (batch.metrics["groups/trained"], batch.metrics["groups/surplus"]) == (3, 2)
+    one.confirm(batch)
+    assert one.state_dict()["queue"] == []
 
 
 async def test_dropped_groups_are_counted_and_leave_the_ledger_too() -> None:
     one = worker(step=lambda *_: ends(reward=1.0), zero_variance=True)
-    harvest = await one.harvest(0)
-    assert (harvest.groups, harvest.metrics["groups/dropped_zero_variance"]) == ((), 3)
-    assert (harvest.metrics["reward/mean"], harvest.metrics["groups/trained"]) == (1.0, 0)
-    one.confirm(harvest)
-    assert one.state_dict()["ledger"] == []
+    batch = await one.next_batch(0)
+    assert (batch.groups, batch.metrics["groups/dropped_zero_variance"]) == ((), 3)
+    assert (batch.metrics["reward/mean"], batch.metrics["groups/trained"]) == (1.0, 0)
+    one.confirm(batch)
+    assert one.state_dict()["queue"] == []
 
 
 async def test_failures_are_counted_and_not_averaged() -> None:
     failing = worker(
         step=lambda _, made: ends(Ended.INFRASTRUCTURE_FAILURE) if made % 2 else ends(reward=1.0), retries=0
     )
-    metrics = (await failing.harvest(0)).metrics
+    metrics = (await failing.next_batch(0)).metrics
     assert metrics["reward/mean"] == 1.0
     assert metrics["groups/no_data"] == metrics["groups/infrastructure_failures"] == 6 - metrics["reward/count"] > 0
 
@@ -126,16 +126,16 @@ async def test_long_prompts_are_skipped_counted_and_said(caplog: pytest.LogCaptu
 
     one = worker(prompt=prompt, max_prompt_tokens=5)
     with caplog.at_level(logging.WARNING):
-        harvest = await one.harvest(0)
-    assert [index for index, _ in ids(harvest)] == [0, 1, 2]
-    assert [name for _, name in ids(harvest)] == [seen[0], seen[3], seen[4]]
-    assert harvest.metrics["groups/skipped_long_prompt"] == 2
+        batch = await one.next_batch(0)
+    assert [index for index, _ in ids(batch)] == [0, 1, 2]
+    assert [name for _, name in ids(batch)] == [seen[0], seen[3], seen[4]]
+    assert batch.metrics["groups/skipped_long_prompt"] == 2
     assert f"problem {seen[1]} is skipped: its prompt has 11 tokens, rollout.max_prompt_tokens is 5" in caplog.text
 
 
 async def test_prompts_that_are_all_too_long_mean_a_wrong_limit(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(SettingsError, match=r"rollout\.max_prompt_tokens=5"):
-        await worker(prompt=lambda _: "long prompt", max_prompt_tokens=5).harvest(0)
+        await worker(prompt=lambda _: "long prompt", max_prompt_tokens=5).next_batch(0)
     assert caplog.text.count("is skipped") == 10  # of a thousand
     assert caplog.text.count("further ones are only counted") == 1
 
@@ -143,8 +143,8 @@ async def test_prompts_that_are_all_too_long_mean_a_wrong_limit(caplog: pytest.L
 async def test_past_the_step_deadline_it_says_what_is_missing_and_keeps_the_ledger() -> None:
     slow = worker(answer=lambda: asyncio.sleep(60), step_deadline=0.05)
     with pytest.raises(WorldError, match=r"step 4: 0 of 3 groups .* rollout.step_deadline=0.05"):
-        await slow.harvest(4)
-    assert len(slow.state_dict()["ledger"]) == 3
+        await slow.next_batch(4)
+    assert len(slow.state_dict()["queue"]) == 3
     assert len(asyncio.all_tasks()) == 1
 
 
@@ -163,35 +163,35 @@ def useful_from(first: int) -> Callable[[Problem, int], Step]:
 
 async def test_dynamic_sampling_plays_on_until_the_batch_is_full() -> None:
     one = worker(step=useful_from(2), zero_variance=True, max_extra_rounds=5, concurrency=1)
-    harvest = await one.harvest(0)
+    batch = await one.next_batch(0)
     # One of three is kept; two more would take six more, but a round is never larger than the first.
-    assert [group.index for group in harvest.groups] == [2, 3, 4]
-    assert [group.index for group in harvest.played] == [0, 1, 2, 3, 4, 5]
-    assert (harvest.metrics["groups/extra_rounds"], harvest.metrics["groups/surplus"]) == (1, 1)
-    assert (harvest.metrics["groups/issued"], harvest.metrics["groups/dropped_zero_variance"]) == (6, 2)
-    one.confirm(harvest)
-    assert one.state_dict()["ledger"] == []
+    assert [group.index for group in batch.groups] == [2, 3, 4]
+    assert [group.index for group in batch.played] == [0, 1, 2, 3, 4, 5]
+    assert (batch.metrics["groups/extra_rounds"], batch.metrics["groups/surplus"]) == (1, 1)
+    assert (batch.metrics["groups/issued"], batch.metrics["groups/dropped_zero_variance"]) == (6, 2)
+    one.confirm(batch)
+    assert one.state_dict()["queue"] == []
 
 
 async def test_dynamic_sampling_gives_up_after_its_rounds() -> None:
     one = worker(step=useful_from(99), zero_variance=True, max_extra_rounds=2)
-    harvest = await one.harvest(0)
-    assert (len(harvest.played), harvest.groups, harvest.metrics["groups/extra_rounds"]) == (9, (), 2)
+    batch = await one.next_batch(0)
+    assert (len(batch.played), batch.groups, batch.metrics["groups/extra_rounds"]) == (9, (), 2)
     # Killed here, the same problems are played again, in as many rounds.
     resumed = worker(step=useful_from(99), zero_variance=True, max_extra_rounds=2)
     resumed.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    assert ids(await resumed.harvest(0)) == ids(harvest)
+    assert ids(await resumed.next_batch(0)) == ids(batch)
 
 
 async def test_a_greedy_rollout_is_played_beside_the_group_and_is_none_of_it() -> None:
     one = worker(greedy=True, problems_per_step=1)
-    harvest = await one.harvest(0)
-    (group,) = harvest.played
+    batch = await one.next_batch(0)
+    (group,) = batch.played
     assert [item.sample for item in group.trajectories] == [0, 1]
     assert group.greedy is not None
     assert (group.greedy.sample, group.greedy.group) == (2, group.index)
     assert [item.sample for item in group.everyone] == [0, 1, 2]
-    assert (harvest.metrics["reward/count"], harvest.metrics["rollout/greedy"]) == (2, 1)
-    assert harvest.metrics["reward/greedy_mean"] == group.greedy.reward
+    assert (batch.metrics["reward/count"], batch.metrics["rollout/greedy"]) == (2, 1)
+    assert batch.metrics["reward/greedy_mean"] == group.greedy.reward
     temperatures = [request[2].temperature for request in one._driver._engine.requests]  # type: ignore[attr-defined]
     assert sorted(temperatures) == [0.0, 1.0, 1.0]

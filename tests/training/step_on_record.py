@@ -15,7 +15,7 @@ import torch
 from agentrl.kernels import Backend, triton_obstacle
 from agentrl.models.policy import PolicyModel
 from agentrl.models.value import ValueModel
-from agentrl.rollout.worker import Harvest
+from agentrl.rollout.worker import RolloutBatch
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, start_distributed
 from agentrl.training.settings import (
     AlgorithmSettings,
@@ -171,7 +171,7 @@ WHOLE_GROUPS, SINGLE_ROWS = 160, 40
 """Token budgets: one group of at most 4 x 40 tokens, one trajectory."""
 
 
-def harvest(*, void: bool = False, greedy: bool = False, groups: int = GROUPS) -> Harvest:
+def rollout_batch(*, void: bool = False, greedy: bool = False, groups: int = GROUPS) -> RolloutBatch:
     """A fixed step's rollouts: up to three turns of random tokens with observations between, rewards 0 and 1.
 
     Nobody is right in the fourth group; a limit ended the third trajectory of each.
@@ -188,7 +188,7 @@ def harvest(*, void: bool = False, greedy: bool = False, groups: int = GROUPS) -
         for index, prompt in enumerate(prompts)
     )
     no_loss = frozenset((index, index % GROUP_SIZE) for index in range(0, groups, 2)) if void else frozenset()
-    return Harvest(step=1, version=0, played=made, groups=made, no_loss=no_loss, metrics={})
+    return RolloutBatch(step=1, version=0, played=made, groups=made, no_loss=no_loss, metrics={})
 
 
 def _problem(index: int) -> Problem:
@@ -256,7 +256,7 @@ def step(case: Case, *, groups: int = GROUPS) -> dict[str, Any]:
     settings = case.settings()
     model = tiny_model(tied=case.tied, gradient_checkpointing=case.gradient_checkpointing, dtype=case.dtype)
     before = _flat(model)
-    record = harvest(void=case.void, greedy=settings.algorithm.estimator == "remax", groups=groups)
+    record = rollout_batch(void=case.void, greedy=settings.algorithm.estimator == "remax", groups=groups)
     if case.near:
         record = sampled_by(tiny_model(tied=case.tied), temperature=0.8, record=record, noise=0.4)
     policy = PolicyModel(model, backend=case.backend, share_prompts=case.share_prompts)
@@ -337,7 +337,7 @@ def critic_learns(*, updates: int = 30) -> list[dict[str, float]]:
     trainer = Trainer(
         engine, settings, temperature=0.8, pad_id=0, fidelity_bound=1e9, critic=Critic(value_engine, CriticSettings())
     )
-    plan = plan_step(harvest(), settings, budget=1_000_000, ranks=1)[0]
+    plan = plan_step(rollout_batch(), settings, budget=1_000_000, ranks=1)[0]
     return [trainer.train(plan) for _ in range(updates)]
 
 
@@ -345,7 +345,9 @@ def _flat(model: Any) -> torch.Tensor:
     return torch.cat([value.double().flatten().clone() for _, value in full_parameters(model)])
 
 
-def sampled_by(model: Any, *, temperature: float, record: Harvest | None = None, noise: float = 0.0) -> Harvest:
+def sampled_by(
+    model: Any, *, temperature: float, record: RolloutBatch | None = None, noise: float = 0.0
+) -> RolloutBatch:
     """The record with the log-probabilities that ``model`` gives it, give or take some noise."""
     draw = random.Random(11)
 
@@ -363,12 +365,12 @@ def sampled_by(model: Any, *, temperature: float, record: Harvest | None = None,
             place += count
         return replace(item, segments=tuple(segments))
 
-    made = record or harvest()
+    made = record or rollout_batch()
     groups = tuple(replace(one, trajectories=tuple(map(told, one.trajectories))) for one in made.groups)
     return replace(made, played=groups, groups=groups)
 
 
-def with_one_row_off(record: Harvest, by: float, *, cut: bool) -> Harvest:
+def with_one_row_off(record: RolloutBatch, by: float, *, cut: bool) -> RolloutBatch:
     """The first trajectory's log-probabilities moved ``by``; ``cut``: its turns are of two versions each."""
 
     def off(segment: Segment) -> Segment:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.rollout.worker import Harvest
+from agentrl.rollout.worker import RolloutBatch
 from agentrl.training.settings import AlgorithmSettings, CorrectionSettings
 from agentrl.training.step.batching import MicroBatch, pack, plan_step, split_updates
 from agentrl.training.step.objective_settings import ObjectiveSettings
@@ -43,8 +43,8 @@ def group(index: int, *lengths: int) -> Group:
     return Group(problem=PROBLEM, index=index, trajectories=rows)
 
 
-def harvest(*groups: Group, no_loss: frozenset[tuple[int, int]] = frozenset()) -> Harvest:
-    return Harvest(step=4, version=0, played=groups, groups=groups, no_loss=no_loss, metrics={"reward/mean": 0.5})
+def rollout_batch(*groups: Group, no_loss: frozenset[tuple[int, int]] = frozenset()) -> RolloutBatch:
+    return RolloutBatch(step=4, version=0, played=groups, groups=groups, no_loss=no_loss, metrics={"reward/mean": 0.5})
 
 
 def shape(plan: list[list[MicroBatch]]) -> list[list[tuple[list[int], bool]]]:
@@ -109,7 +109,7 @@ def test_every_row_is_once_in_the_plan_whole_within_the_budget(
 
 
 def test_tokens_and_sequences_are_those_of_all_ranks_and_of_the_loss() -> None:
-    made = harvest(group(0, 5, 4), group(1, 3, 7), no_loss=frozenset({(1, 1)}))
+    made = rollout_batch(group(0, 5, 4), group(1, 3, 7), no_loss=frozenset({(1, 1)}))
     plans = plan_step(made, objective(), budget=100, ranks=2)
     # Model tokens 4 + 3 + 2; the row of 6 model tokens is out of the loss.
     assert [(update.tokens, update.sequences) for plan in plans for update in plan.updates] == [(9, 3), (9, 3)]
@@ -119,23 +119,23 @@ def test_tokens_and_sequences_are_those_of_all_ranks_and_of_the_loss() -> None:
 
 def test_a_group_over_the_budget_needs_a_statistics_pass_and_no_head_exact_diagnostic() -> None:
     settings = objective(head_exact_every=1)
-    fits, split = (plan_step(harvest(group(0, 5, 5)), settings, budget=size, ranks=1)[0] for size in (10, 9))
+    fits, split = (plan_step(rollout_batch(group(0, 5, 5)), settings, budget=size, ranks=1)[0] for size in (10, 9))
     assert (fits.passes.one_forward, fits.head_exact, len(fits.updates[0].micro_batches)) == (True, True, 1)
     assert (split.passes.one_forward, split.head_exact, len(split.updates[0].micro_batches)) == (False, False, 2)
 
 
 def test_a_group_is_at_home_where_most_of_it_is_trained() -> None:
-    whole = plan_step(harvest(group(0, 5, 5), group(1, 5, 5)), objective(normalize="whiten"), budget=5, ranks=2)
+    whole = plan_step(rollout_batch(group(0, 5, 5), group(1, 5, 5)), objective(normalize="whiten"), budget=5, ranks=2)
     assert [sorted(plan.homes) for plan in whole] == [[0, 1], [0, 1]]
     assert set(whole[0].homes.values()) == {0, 1}  # equal shares of both: one group each
     settings = objective(normalize="whiten", head_exact_every=1)
-    for rank, plan in enumerate(plan_step(harvest(group(0, 5, 5), group(1, 5, 5)), settings, budget=10, ranks=2)):
+    for rank, plan in enumerate(plan_step(rollout_batch(group(0, 5, 5), group(1, 5, 5)), settings, budget=10, ranks=2)):
         trained = {item.group for micro in plan.updates[0].micro_batches for item in micro.rows}
         assert [plan.homes[index] for index in trained] == [rank]  # whole groups stay where they are
 
 
 def test_no_groups_make_no_updates() -> None:
-    plans = plan_step(harvest(), objective(head_exact_every=1), budget=10, ranks=2)
+    plans = plan_step(rollout_batch(), objective(head_exact_every=1), budget=10, ranks=2)
     assert [plan.updates for plan in plans] == [(), ()]
 
 

@@ -94,7 +94,7 @@ def test_a_stopped_run_goes_on_with_the_problems_it_had_issued(command_line: Com
         assert "agentrl train --resume name=stopped runs_dir=runs" in said
         assert "Traceback" not in said
         state = json.loads((run / "checkpoints" / "step-000001" / "state.json").read_text())["state"]
-        issued = [row["problem"]["id"] for row in state["worker"]["ledger"]]
+        issued = [row["problem"]["id"] for row in state["worker"]["queue"]]
         assert len(issued) == 6
 
     assert "resumed after step 1" in command_line.run("train", "--resume", "name=stopped")

@@ -55,15 +55,15 @@ def test_asynchronous_training_is_interrupted_and_goes_on(command_line: CommandL
     assert "Traceback" not in said, said
     run = command_line.folder / "runs" / "ahead"
     newest = max((run / "checkpoints").glob("step-*"))
-    ledger = json.loads((newest / "state.json").read_text())["state"]["worker"]["ledger"]
-    assert ledger  # more than the batch that trained was under way
+    queue = json.loads((newest / "state.json").read_text())["state"]["worker"]["queue"]
+    assert queue  # more than the batch that trained was under way
 
     said = command_line.run("train", "--resume", "name=ahead")
     assert_on_time(command_line, "ahead", 2)
     trained = groups_trained(run)
     # Nothing is lost and nothing is trained twice, and the last step leaves nothing over.
     assert sorted(index for step in trained.values() for index in step) == list(range(15))
-    assert {row["index"] for row in ledger} <= set(range(15))
+    assert {row["index"] for row in queue} <= set(range(15))
     assert Counter(map(len, trained.values())) == {3: 5}
 
 

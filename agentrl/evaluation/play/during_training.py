@@ -10,7 +10,7 @@ from agentrl.errors import WorldError
 from agentrl.evaluation.play.falsified import FalsifiedEnvironment
 from agentrl.evaluation.results.scores import Score, avg_at_k
 from agentrl.rollout.driver import Driver
-from agentrl.rollout.work_queue import Issue
+from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group
 from agentrl_envs.episode import Environment
 from agentrl_envs.types import Problem
@@ -62,8 +62,8 @@ async def evaluate_policy(
     if falsified:
         problems = [problem for problem in problems if problem.setup]
         environment = FalsifiedEnvironment(environment, seed)
-    issues = [Issue(index=index, problem=problem) for index, problem in enumerate(problems)]
-    played = driver_for(environment).play(issues, step=step, group_size=samples, temperature=temperature)
+    requests = [RolloutRequest(index=index, problem=problem) for index, problem in enumerate(problems)]
+    played = driver_for(environment).play(requests, step=step, group_size=samples, temperature=temperature)
     groups = sorted([group async for group in played], key=lambda group: group.index)
     return score_groups(groups, step=step, samples=samples, falsified=falsified)
 

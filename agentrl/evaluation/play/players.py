@@ -20,7 +20,7 @@ from agentrl.rollout.driver import Driver, NoAnswerError, answer_of, spent
 from agentrl.rollout.engines.base import CacheUse, Completion, Engine, EngineError, Sampling
 from agentrl.rollout.engines.sampling import sampling_key
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.work_queue import Issue
+from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group
 from agentrl_envs.episode import Environment, Episode
 from agentrl_envs.types import Ended, Step, ToolCall, Verdict
@@ -63,8 +63,8 @@ class TokenPlayer:
         by_index = {_index(sample): sample for sample in samples}
         if len(by_index) < len(samples):
             raise AssertionError("two samples have one index: a sample was asked for twice")
-        issues = [Issue(index=index, problem=sample.problem) for index, sample in by_index.items()]
-        played = cast("AsyncGenerator[Group, None]", self._driver.play(issues, step=0, group_size=1))
+        requests = [RolloutRequest(index=index, problem=sample.problem) for index, sample in by_index.items()]
+        played = cast("AsyncGenerator[Group, None]", self._driver.play(requests, step=0, group_size=1))
         async with aclosing(played) as groups:
             async for group in groups:
                 (trajectory,) = group.trajectories

@@ -40,7 +40,7 @@ _NAME = re.compile(r"step-(\d{6,})|\.step-(\d{6,})\.partial")
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """``step`` steps with ``updates`` optimizer updates are done by ``ranks`` ranks; ``worker`` is the worker's
-    position and ledger, ``evaluations`` the scores so far as they stand in ``summary.json``, ``rows`` how many
+    position and queue, ``evaluations`` the scores so far as they stand in ``summary.json``, ``rows`` how many
     ``metrics.jsonl`` has, ``trainer`` what the trainer adapts, ``reference`` where the reference policy lies, ``files``
     the checksums of all other files."""
 

@@ -231,7 +231,7 @@ class Session:
         self._warn_of_empty_steps(step, metrics)
 
     def _commit(self, step: int, updates: int, metrics: dict[str, Any]) -> None:
-        """The step is done: trajectories and ledger at the worker, progress here, its row of metrics.
+        """The step is done: trajectories and queue at the worker, progress here, its row of metrics.
 
         The only place where a run's state advances. A kill between two lines leaves the checkpoint from before, and
         ``--resume`` cuts what was written since.
@@ -289,7 +289,7 @@ class Session:
             export = self._export()
             if self.rank == 0:
                 self._best.write(best, lambda folder: export.write(folder, f"Best of its run at step {best['step']}."))
-            self._service.meet(f"the export of the best policy at step {self._done.step}")
+            self._service.barrier(f"the export of the best policy at step {self._done.step}")
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -352,7 +352,7 @@ class Session:
             f"stopped after step {self._done.step}; checkpoint saved. To go on: "
             f"agentrl train --resume name={self._settings.name} runs_dir={self._settings.runs_dir}"
         )
-        self._service.meet("the end of the run")
+        self._service.barrier("the end of the run")
         return INTERRUPTED
 
     # -- end ------------------------------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ class Session:
                 evaluations=self._done.evaluations,
                 best=self._best,
             )
-        self._service.meet("the end of the run")
+        self._service.barrier("the end of the run")
 
     def _export(self) -> Export:
         """The policy as it is now. Every rank takes part in gathering the parameters, rank 0 keeps them."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agentrl.rollout.worker import Harvest
+from agentrl.rollout.worker import RolloutBatch
 from agentrl.training.step.objective_settings import ObjectiveSettings
 from agentrl.training.step.passes import PassPlan, plan_passes
 from agentrl.trajectory import Group, Row, Trajectory
@@ -80,18 +80,18 @@ def pack(units: Sequence[Sequence[Trajectory]], budget: int, *, ranks: int) -> l
     return [plan + [filler] * (most - len(plan)) for plan in plans]
 
 
-def plan_step(harvest: Harvest, settings: ObjectiveSettings, *, budget: int, ranks: int) -> list[RankPlan]:
-    """The plan of every rank for one harvest; no updates if no group is left to train."""
-    groups, algorithm = harvest.groups, settings.algorithm
+def plan_step(rollouts: RolloutBatch, settings: ObjectiveSettings, *, budget: int, ranks: int) -> list[RankPlan]:
+    """The plan of every rank for one rollout batch; no updates if no group is left to train."""
+    groups, algorithm = rollouts.groups, settings.algorithm
     largest = max((len(group.trajectories) * _width(group.trajectories) for group in groups), default=0)
     passes = plan_passes(settings, group_tokens=largest, budget=budget)
     # The head-exact diagnostic needs whole groups too; where they do not fit it is left out of the step.
-    head_exact = due(harvest.step, algorithm.head_exact_every) and largest <= budget
+    head_exact = due(rollouts.step, algorithm.head_exact_every) and largest <= budget
     updates: list[list[UpdatePlan]] = [[] for _ in range(ranks)]
     for part in split_updates(groups, algorithm.updates_per_step):
         rows = [item for group in part for item in group.trajectories]
         units = [group.trajectories for group in part] if passes.one_forward or head_exact else [(row,) for row in rows]
-        trained = [row for row in rows if (row.group, row.sample) not in harvest.no_loss]
+        trained = [row for row in rows if (row.group, row.sample) not in rollouts.no_loss]
         for rank, micro_batches in enumerate(pack(units, budget, ranks=ranks)):
             updates[rank].append(
                 UpdatePlan(
@@ -104,16 +104,16 @@ def plan_step(harvest: Harvest, settings: ObjectiveSettings, *, budget: int, ran
     homes = find_homes(updates)
     return [
         RankPlan(
-            step=harvest.step,
-            version=harvest.version,
+            step=rollouts.step,
+            version=rollouts.version,
             passes=passes,
             updates=tuple(updates[rank]),
             head_exact=head_exact,
-            no_loss=harvest.no_loss,
+            no_loss=rollouts.no_loss,
             trajectories=sum(len(group.trajectories) for group in groups),
             greedy_returns={group.index: group.greedy.reward for group in groups if group.greedy is not None},
             homes=homes,
-            metrics=harvest.metrics if rank == 0 else {},
+            metrics=rollouts.metrics if rank == 0 else {},
         )
         for rank in range(ranks)
     ]

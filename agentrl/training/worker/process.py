@@ -191,8 +191,8 @@ def _perform(service: LocalService, request: Request) -> Any:
             return service.describe()
         case "settle":
             return service.settle()
-        case "meet":
-            return service.meet(str(request.about))
+        case "barrier":
+            return service.barrier(str(request.about))
         case "confirm":
             return service.confirm(int(request.about))
         case "transfer_target":
@@ -201,11 +201,11 @@ def _perform(service: LocalService, request: Request) -> Any:
             return service.probe_tokens()
         case "verification":
             return service.verification()
-        case "accept":
-            return service.accept(*request.arguments)
-        case "hold":
+        case "verify":
+            return service.verify(*request.arguments)
+        case "pause":
             (blank,) = request.arguments
-            return service.hold(blank=blank)
+            return service.pause(blank=blank)
         case "install":
             return service.install(*request.arguments)
         case "evaluate":

@@ -55,7 +55,7 @@ class RemoteService:
     def __init__(self, settings: Settings, policy_path: str, *, rank: int, ranks: int) -> None:
         """``policy_path`` holds the weights to start from. Raises WorldError if the worker does not come up."""
         self._rank = rank
-        self._seconds = settings.training.plan_deadline
+        self._seconds = settings.training.worker_timeout
         self._process: subprocess.Popen[bytes] | None = None
         self._interrupted = threading.Event()
         self._closed = threading.Event()
@@ -85,19 +85,19 @@ class RemoteService:
 
     def plan(self, step: int) -> RankPlan:
         """This rank's plan. Raises InterruptedRunError if the run is to stop."""
-        plan: RankPlan = self._ask("plan", about=step, waiting_for=f"the plan of step {step} (training.plan_deadline)")
+        plan: RankPlan = self._ask("plan", about=step, waiting_for=f"the plan of step {step} (training.worker_timeout)")
         return plan
 
     def settle(self) -> None:
         """Return when the weights may change."""
-        self._ask("settle", waiting_for="the batch under way (training.plan_deadline)")
+        self._ask("settle", waiting_for="the batch under way (training.worker_timeout)")
 
-    def meet(self, place: str) -> None:
+    def barrier(self, place: str) -> None:
         """Return when every rank has called this."""
-        self._ask("meet", about=place, waiting_for=f"the other ranks at {place} (training.plan_deadline)")
+        self._ask("barrier", about=place, waiting_for=f"the other ranks at {place} (training.worker_timeout)")
 
     def confirm(self, step: int) -> None:
-        """The step is done: its trajectories are written, its groups leave the ledger."""
+        """The step is done: its trajectories are written, its groups leave the queue."""
         self._ask("confirm", about=step, waiting_for=f"the worker to note that step {step} is trained")
 
     def transfer_target(self) -> TransferTarget | None:
@@ -115,14 +115,14 @@ class RemoteService:
         lines: list[str] = self._ask("verification", waiting_for="how transfers are verified")
         return lines
 
-    def accept(self, version: int, probe: Probe) -> str | None:
+    def verify(self, version: int, probe: Probe) -> str | None:
         """Whether the engine holds the policy it was started with: None, or what is wrong."""
-        problem: str | None = self._ask("accept", version, probe, waiting_for="the engine to score the first probe")
+        problem: str | None = self._ask("verify", version, probe, waiting_for="the engine to score the first probe")
         return problem
 
-    def hold(self, *, blank: bool) -> None:
+    def pause(self, *, blank: bool) -> None:
         """Have the engine's requests wait for :meth:`install`."""
-        self._ask("hold", blank, waiting_for="the engine to pause")
+        self._ask("pause", blank, waiting_for="the engine to pause")
 
     def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
         """Have the engine take ``version`` and compare the probe: None if it agrees, or what is wrong."""
@@ -132,12 +132,12 @@ class RemoteService:
 
     def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
         """Play the held-out problems. Raises InterruptedRunError if the run is to stop."""
-        waiting_for = f"the evaluation at step {step} (training.plan_deadline)"
+        waiting_for = f"the evaluation at step {step} (training.worker_timeout)"
         report: EvaluationReport | None = self._ask("evaluate", falsified, about=step, waiting_for=waiting_for)
         return report
 
     def state_dict(self) -> dict[str, Any]:
-        """The worker's position and ledger."""
+        """The worker's position and queue."""
         state: dict[str, Any] = self._ask("state_dict", waiting_for="the worker's state")
         return state
 

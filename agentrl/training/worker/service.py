@@ -24,7 +24,7 @@ from agentrl.problems.sources import load_mixture
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.environment import build_reward
 from agentrl.rollout.filters import FilterRules
-from agentrl.rollout.worker import Harvest, RolloutWorker
+from agentrl.rollout.worker import RolloutBatch, RolloutWorker
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.step.batching import RankPlan, due, plan_step
 from agentrl.training.step.objective_options import needs
@@ -59,13 +59,13 @@ class RolloutService(Protocol):
     def describe(self) -> list[str]: ...
     def plan(self, step: int) -> RankPlan: ...
     def settle(self) -> None: ...
-    def meet(self, place: str) -> None: ...
+    def barrier(self, place: str) -> None: ...
     def confirm(self, step: int) -> None: ...
     def transfer_target(self) -> TransferTarget | None: ...
     def probe_tokens(self) -> tuple[int, ...]: ...
     def verification(self) -> list[str]: ...
-    def accept(self, version: int, probe: Probe) -> str | None: ...
-    def hold(self, *, blank: bool) -> None: ...
+    def verify(self, version: int, probe: Probe) -> str | None: ...
+    def pause(self, *, blank: bool) -> None: ...
     def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None: ...
     def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -100,7 +100,7 @@ class LocalService:
         self._environment = environment
         self._loop: Loop = RestingLoop() if settings.rollout.schedule == "synchronous" else RunningLoop()
         self._interrupted = False
-        self._harvest: Harvest | None = None
+        self._batch: RolloutBatch | None = None
         self._run(environment.open())
         self._folder = Path(settings.runs_dir).absolute() / str(settings.name)
         self._host = self._run(
@@ -135,16 +135,16 @@ class LocalService:
         """Roll out one step and plan it for this process, the only rank."""
         return self.plans(step)[0]
 
-    def meet(self, place: str) -> None:
+    def barrier(self, place: str) -> None:
         """This process is the only rank: nobody is waited for."""
 
     def plans(self, step: int) -> list[RankPlan]:
         """Roll out one step and plan it for every rank."""
         self._host.begin_rollouts()
-        self._harvest = self._run(self._worker.harvest(step))
+        self._batch = self._run(self._worker.next_batch(step))
         self._finish(self._host.end_rollouts())
         return plan_step(
-            self._harvest,
+            self._batch,
             self._objective,
             budget=self._settings.training.micro_batch_tokens,
             ranks=self._ranks,
@@ -159,14 +159,14 @@ class LocalService:
             self._run(self._worker.settle())
 
     def confirm(self, step: int) -> None:
-        """The step is done: its trajectories are written, its groups leave the ledger. Raises WorldError for files."""
-        if self._harvest is None or self._harvest.step != step:
+        """The step is done: its trajectories are written, its groups leave the queue. Raises WorldError for files."""
+        if self._batch is None or self._batch.step != step:
             raise RuntimeError(f"step {step} is confirmed but was not the last one planned")
         if due(step, self._settings.telemetry.trajectories_every):
-            rows = (item.to_record() for group in self._harvest.played for item in group.everyone)
+            rows = (item.to_record() for group in self._batch.played for item in group.everyone)
             RunDirectory(self._folder).write_trajectories(step, rows)
-        self._finish(self._confirmed(self._harvest))
-        self._harvest = None
+        self._finish(self._confirmed(self._batch))
+        self._batch = None
 
     def transfer_target(self) -> TransferTarget | None:
         """Where weights go; None where the engine shares them."""
@@ -180,11 +180,11 @@ class LocalService:
         """How transfers are verified, and what was measured for it."""
         return self._host.verifier.describe()
 
-    def accept(self, version: int, probe: Probe) -> str | None:
+    def verify(self, version: int, probe: Probe) -> str | None:
         """Whether the engine holds the policy it was started with: None, or what is wrong."""
         return self._finish(self._arrived(self._host.accept(version, probe), version))
 
-    def hold(self, *, blank: bool) -> None:
+    def pause(self, *, blank: bool) -> None:
         """Let no request go on until :meth:`install`. ``blank``: zero all parameters, to see what does not arrive."""
         self._finish(self._host.hold(blank=blank))
 
@@ -238,8 +238,8 @@ class LocalService:
         prompts = [await self._driver.prompt(problem) for problem in problems]
         return probe_tokens(prompts, longest=self._settings.rollout.max_prompt_tokens)
 
-    async def _confirmed(self, harvest: Harvest) -> None:
-        self._worker.confirm(harvest)
+    async def _confirmed(self, batch: RolloutBatch) -> None:
+        self._worker.confirm(batch)
 
     async def _saved(self) -> dict[str, Any]:
         return self._worker.state_dict()

@@ -37,8 +37,8 @@ class Receiver(Protocol):
     def transfer_target(self) -> TransferTarget | None: ...
     def probe_tokens(self) -> tuple[int, ...]: ...
     def verification(self) -> list[str]: ...
-    def accept(self, version: int, probe: Probe) -> str | None: ...
-    def hold(self, *, blank: bool) -> None: ...
+    def verify(self, version: int, probe: Probe) -> str | None: ...
+    def pause(self, *, blank: bool) -> None: ...
     def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None: ...
 
 
@@ -74,7 +74,7 @@ class WeightSender:
         self._probe = self._service.probe_tokens()
         for _ in self._source:
             pass  # for its checksums
-        problem = self._service.accept(0, self._score())
+        problem = self._service.verify(0, self._score())
         if problem is not None:
             self.send(0)
         for line in self._service.verification():
@@ -106,11 +106,11 @@ class WeightSender:
 
     def _once(self, target: TransferTarget, version: int, probe: Probe, *, blank: bool) -> str | None:
         if target.backend != "file":
-            self._service.hold(blank=blank)
+            self._service.pause(blank=blank)
             self._native_to(target).send()
             return self._service.install(None, version, self._with_checksums(probe))
         directory = on_every_rank(partial(self._export, version))[0]
-        self._service.hold(blank=blank)
+        self._service.pause(blank=blank)
         return self._service.install(directory, version, self._with_checksums(probe))
 
     def _export(self, version: int) -> str:

@@ -11,12 +11,12 @@ from agentrl.errors import WorldError
 from agentrl.rollout.driver import Driver, Job
 from agentrl.rollout.schedule import Schedule
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.work_queue import Ledger
+from agentrl.rollout.work_queue import WorkQueue
 from agentrl.trajectory import Group
 
 
-class Play(Protocol):
-    """What harvests groups. One batch at a time: ``take``, perhaps ``take`` more, then ``trained``."""
+class RolloutSource(Protocol):
+    """Gives a step's groups. One batch at a time: ``take``, perhaps ``take`` more, then ``trained``."""
 
     async def take(self, count: int, *, step: int, deadline: float, more: bool = False) -> list[Group]:
         """``count`` groups in the order of issue; ``more`` of them for a batch that the filters left too small.
@@ -36,12 +36,12 @@ class Play(Protocol):
     async def close(self) -> None: ...
 
 
-class OnDemand:
+class OnDemandSource:
     """Plays groups while they are waited for (``rollout.schedule=synchronous``)."""
 
-    def __init__(self, driver: Driver, ledger: Ledger, settings: RolloutSettings, *, greedy: bool) -> None:
+    def __init__(self, driver: Driver, queue: WorkQueue, settings: RolloutSettings, *, greedy: bool) -> None:
         self._driver = driver
-        self._ledger = ledger
+        self._queue = queue
         self._settings = settings
         self._greedy = greedy
         self._idle = _Idle()
@@ -49,13 +49,13 @@ class OnDemand:
     async def take(self, count: int, *, step: int, deadline: float, more: bool = False) -> list[Group]:
         played: list[Group] = []
         if not more:
-            self._ledger.reissue()
+            self._queue.requeue()
         self._idle.ends()
         try:
             async with asyncio.timeout_at(deadline):
-                issues = [await self._ledger.issue() for _ in range(count)]
+                requests = [await self._queue.next() for _ in range(count)]
                 async for group in self._driver.play(
-                    issues, step=step, group_size=self._settings.group_size, greedy=self._greedy
+                    requests, step=step, group_size=self._settings.group_size, greedy=self._greedy
                 ):
                     played.append(group)
         except TimeoutError as error:
@@ -76,17 +76,24 @@ class OnDemand:
         """Nothing runs."""
 
 
-class Ahead:
+class BackgroundSource:
     """Plays groups in a task of its own, as far ahead as a :class:`Schedule` admits.
 
     Of ``rollout.schedule=overlapped`` and ``asynchronous``. What fails there raises in :meth:`take`.
     """
 
     def __init__(
-        self, driver: Driver, ledger: Ledger, settings: RolloutSettings, schedule: Schedule, *, step: int, greedy: bool
+        self,
+        driver: Driver,
+        queue: WorkQueue,
+        settings: RolloutSettings,
+        schedule: Schedule,
+        *,
+        step: int,
+        greedy: bool,
     ) -> None:
         """Starts at training step ``step``; within an event loop."""
-        self._ledger = ledger
+        self._queue = queue
         self._settings = settings
         self._schedule = schedule
         self._first_step = step
@@ -98,7 +105,7 @@ class Ahead:
         self._extra = 0
         self._done: dict[int, Group] = {}
         self._idle = _Idle()
-        self._task = asyncio.create_task(self._produce(driver, greedy), name="rollouts-ahead")
+        self._task = asyncio.create_task(self._produce(driver, greedy), name="background-rollouts")
         self._task.add_done_callback(lambda _: self._tell())
 
     async def next(self) -> Job:
@@ -107,11 +114,11 @@ class Ahead:
             if not self._jobs:
                 while not self._schedule.room(self._extra):
                     await self._changed.wait()
-                issue = await self._ledger.issue()
-                self._schedule.issue(issue.index)
+                request = await self._queue.next()
+                self._schedule.start(request.index)
                 self._idle.ends()
                 step = self._first_step + self._schedule.trained
-                self._jobs.extend(Job(issue=issue, sample=sample, step=step) for sample in range(self._samples))
+                self._jobs.extend(Job(request=request, sample=sample, step=step) for sample in range(self._samples))
             return self._jobs.popleft()
 
     async def take(self, count: int, *, step: int, deadline: float, more: bool = False) -> list[Group]:

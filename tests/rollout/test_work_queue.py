@@ -1,4 +1,4 @@
-"""The ledger loses no problem, whenever it is saved or what it waits for is cancelled."""
+"""The queue loses no problem, whenever it is saved or what it waits for is cancelled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
 from agentrl.problems.sampler import ProblemSampler
-from agentrl.rollout.work_queue import Ledger
+from agentrl.rollout.work_queue import WorkQueue
 from agentrl_envs.types import Problem
 
 
@@ -33,17 +33,17 @@ PROBLEMS = ProblemSampler(ArithmeticSource(seed=1), seed=5).next(8)
 LONG = {problem.id for problem in PROBLEMS[1::2]}
 
 
-def ledger(gate: Gate) -> Ledger:
+def queue(gate: Gate) -> WorkQueue:
     sampler = ProblemSampler(ArithmeticSource(seed=1), seed=5)
-    return Ledger(sampler, prompt_tokens=gate.measure, max_prompt_tokens=10)
+    return WorkQueue(sampler, prompt_tokens=gate.measure, max_prompt_tokens=10)
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
 async def test_a_problem_is_not_lost_while_its_prompt_is_measured(cancelled: bool) -> None:
     gate = Gate()
-    first = ledger(gate)
-    await first.issue()
-    issuing = asyncio.create_task(first.issue())  # skips the second problem and waits for the third's prompt
+    first = queue(gate)
+    await first.next()
+    issuing = asyncio.create_task(first.next())  # skips the second problem and waits for the third's prompt
     await gate.waits.wait()
     if cancelled:
         issuing.cancel()
@@ -51,11 +51,11 @@ async def test_a_problem_is_not_lost_while_its_prompt_is_measured(cancelled: boo
     saved = json.loads(json.dumps(first.state_dict()))
     gate.opened.set()
 
-    resumed = ledger(gate)
+    resumed = queue(gate)
     resumed.load_state_dict(saved)
     wanted = [(place, problem.id) for place, problem in enumerate(PROBLEMS[::2])]
-    assert [(issue.index, issue.problem.id) for issue in [await resumed.issue() for _ in range(4)]] == wanted
+    assert [(request.index, request.problem.id) for request in [await resumed.next() for _ in range(4)]] == wanted
     if not cancelled:
         assert (await issuing).problem.id == PROBLEMS[2].id
-    else:  # nor in the ledger that goes on
-        assert (await first.issue()).problem.id == PROBLEMS[2].id
+    else:  # nor in the queue that goes on
+        assert (await first.next()).problem.id == PROBLEMS[2].id

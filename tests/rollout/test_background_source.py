@@ -19,7 +19,7 @@ from agentrl.problems.sampler import ProblemSampler
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.worker import Harvest, RolloutWorker
+from agentrl.rollout.worker import RolloutBatch, RolloutWorker
 
 CODEC = byte_codec()
 
@@ -66,16 +66,16 @@ async def working(policy: Policy, *, last_step: int | None = None, state: Any = 
         assert len(asyncio.all_tasks()) == 1, "tasks are left"
 
 
-def indices(harvest: Harvest) -> list[int]:
-    return [group.index for group in harvest.groups]
+def indices(batch: RolloutBatch) -> list[int]:
+    return [group.index for group in batch.groups]
 
 
-async def train(worker: RolloutWorker, policy: Policy, harvest: Harvest) -> None:
+async def train(worker: RolloutWorker, policy: Policy, batch: RolloutBatch) -> None:
     """What the session does after an update."""
     await worker.settle()
     policy.version += 1
     worker.installed(policy.version)
-    worker.confirm(harvest)
+    worker.confirm(batch)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -87,14 +87,14 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_rollouts_go_on_while_a_batch_trains_and_stop_at_the_bound() -> None:
     policy = Policy()
     async with working(policy, max_staleness=1) as worker:
-        first = await worker.harvest(1)
+        first = await worker.next_batch(1)
         await until(lambda: len(policy.engine.counts) == 8)  # two batches of two groups of two
         await asyncio.sleep(0.01)
         assert len(policy.engine.counts) == 8
         assert indices(first) == [0, 1]
         await train(worker, policy, first)
         await until(lambda: len(policy.engine.counts) == 12)
-        second = await worker.harvest(2)
+        second = await worker.next_batch(2)
         assert (indices(second), second.version) == ([2, 3], 1)
         assert (second.metrics["staleness/mean"], second.metrics["staleness/max"]) == (1.0, 1)
 
@@ -105,17 +105,17 @@ async def test_a_slow_group_is_overtaken_until_it_is_due_and_never_dropped() -> 
     async with working(policy, max_staleness=2) as worker:
         trained = []
         for step in (1, 2):
-            harvest = await worker.harvest(step)
-            trained += indices(harvest)
-            await train(worker, policy, harvest)
+            batch = await worker.next_batch(step)
+            trained += indices(batch)
+            await train(worker, policy, batch)
         assert trained == [1, 2, 3, 4]
-        waiting = asyncio.create_task(worker.harvest(3))
+        waiting = asyncio.create_task(worker.next_batch(3))
         await asyncio.sleep(0.02)
         assert not waiting.done()  # 0 is due
         slow.set()
-        harvest = await waiting
-        assert indices(harvest) == [0, 5]
-        assert harvest.metrics["staleness/max"] == 2
+        batch = await waiting
+        assert indices(batch) == [0, 5]
+        assert batch.metrics["staleness/max"] == 2
 
 
 @pytest.mark.parametrize("staleness", [1, 4])
@@ -134,11 +134,11 @@ async def test_the_lengths_trained_are_those_generated(staleness: int) -> None:
     reordered = 0
     async with working(policy, max_staleness=staleness, problems_per_step=3, last_step=steps) as worker:
         for step in range(1, steps + 1):
-            harvest = await worker.harvest(step)
-            trained.update(item.model_tokens - 3 for group in harvest.groups for item in group.trajectories)
-            reordered += indices(harvest) != list(range(3 * step - 3, 3 * step))
-            assert harvest.metrics["staleness/max"] <= staleness
-            await train(worker, policy, harvest)
+            batch = await worker.next_batch(step)
+            trained.update(item.model_tokens - 3 for group in batch.groups for item in group.trajectories)
+            reordered += indices(batch) != list(range(3 * step - 3, 3 * step))
+            assert batch.metrics["staleness/max"] <= staleness
+            await train(worker, policy, batch)
     assert len(lengths) == 3 * steps
     assert trained == Counter({length: 2 * count for length, count in Counter(lengths.values()).items()})
     assert reordered > 0
@@ -148,41 +148,41 @@ async def test_overlapped_batches_are_of_one_version_and_one_step_old() -> None:
     slow = asyncio.Event()
     policy = Policy(wait=lambda group: slow.wait() if group == 3 else asyncio.sleep(0))
     async with working(policy, schedule="overlapped", last_step=3) as worker:
-        first = await worker.harvest(1)
+        first = await worker.next_batch(1)
         settling = asyncio.create_task(train(worker, policy, first))
         await asyncio.sleep(0.02)
         assert not settling.done()  # group 3 is still being played by version 0
         slow.set()
         await settling
         for step in (2, 3):
-            harvest = await worker.harvest(step)
+            batch = await worker.next_batch(step)
             spans = {
                 span[0]
-                for group in harvest.groups
+                for group in batch.groups
                 for row in group.trajectories
                 for span in row.segments[0].version_spans
             }
-            assert (indices(harvest), spans, harvest.version) == ([2 * step - 2, 2 * step - 1], {step - 2}, step - 1)
-            await train(worker, policy, harvest)
-        assert worker.state_dict()["ledger"] == []
+            assert (indices(batch), spans, batch.version) == ([2 * step - 2, 2 * step - 1], {step - 2}, step - 1)
+            await train(worker, policy, batch)
+        assert worker.state_dict()["queue"] == []
 
 
 async def test_what_was_under_way_is_reissued_first() -> None:
     policy = Policy()
     async with working(policy, max_staleness=2) as worker:
-        harvest = await worker.harvest(1)
-        await train(worker, policy, harvest)
+        batch = await worker.next_batch(1)
+        await train(worker, policy, batch)
         await until(lambda: len(policy.engine.counts) == 16)
         state = json.loads(json.dumps(worker.state_dict()))
-    assert [row["index"] for row in state["ledger"]] == [2, 3, 4, 5, 6, 7]
+    assert [row["index"] for row in state["queue"]] == [2, 3, 4, 5, 6, 7]
     again = Policy()
     async with working(again, max_staleness=1, state=state) as worker:
         for step, expected in ((2, [2, 3]), (3, [4, 5]), (4, [6, 7]), (5, [8, 9])):
-            harvest = await worker.harvest(step)
-            assert indices(harvest) == expected
-            issued = {row["index"]: row["problem"]["id"] for row in state["ledger"]}
-            assert all(issued.get(group.index, group.problem.id) == group.problem.id for group in harvest.groups)
-            await train(worker, again, harvest)
+            batch = await worker.next_batch(step)
+            assert indices(batch) == expected
+            issued = {row["index"]: row["problem"]["id"] for row in state["queue"]}
+            assert all(issued.get(group.index, group.problem.id) == group.problem.id for group in batch.groups)
+            await train(worker, again, batch)
 
 
 async def test_dynamic_sampling_takes_more_of_what_is_there() -> None:
@@ -203,33 +203,33 @@ async def test_dynamic_sampling_takes_more_of_what_is_there() -> None:
 async def test_what_fails_in_the_background_raises_where_groups_are_taken() -> None:
     policy = Policy(wait=lambda group: _raise() if group == 2 else asyncio.sleep(0))
     async with working(policy, max_staleness=1) as worker:
-        await train(worker, policy, await worker.harvest(1))
+        await train(worker, policy, await worker.next_batch(1))
         with pytest.raises(ZeroDivisionError):
-            await worker.harvest(2)
+            await worker.next_batch(2)
 
 
 async def test_past_the_deadline_it_says_what_is_missing() -> None:
     policy = Policy(wait=lambda group: asyncio.sleep(3600) if group == 1 else asyncio.sleep(0))
     async with working(policy, max_staleness=0, step_deadline=3.0) as worker:
         with pytest.raises(WorldError, match=r"step 7: 1 of 2 groups .* rollout.step_deadline=3 s"):
-            await worker.harvest(7)
+            await worker.next_batch(7)
     async with working(policy, schedule="overlapped", step_deadline=3.0, last_step=2) as worker:
         slow = Policy(wait=lambda group: asyncio.sleep(3600) if group > 1 else asyncio.sleep(0))
         worker._driver._engine = slow.engine
-        harvest = await worker.harvest(1)
+        batch = await worker.next_batch(1)
         with pytest.raises(WorldError, match=r"step 1: 0 of 2 groups"):
-            await train(worker, slow, harvest)
+            await train(worker, slow, batch)
 
 
 async def test_a_token_older_than_promised_is_a_bug() -> None:
     policy = Policy()
     async with working(policy, max_staleness=1) as worker:
         for step in (1, 2):
-            harvest = await worker.harvest(step)
+            batch = await worker.next_batch(step)
             worker.installed(step)  # while the engine goes on with version 0
-            worker.confirm(harvest)
+            worker.confirm(batch)
         with pytest.raises(RuntimeError, match=r"step 3: a token is 2 steps old, .*asynchronous promises at most 1"):
-            await worker.harvest(3)
+            await worker.next_batch(3)
 
 
 async def _raise() -> None:
