@@ -25,6 +25,8 @@ _LIMITS = {
 RENAMED = {
     "rollout.kv_use": "rollout.kv_high_watermark",
     "training.plan_deadline": "training.worker_timeout",
+    "evaluation.endpoint.patience": "evaluation.endpoint.retry_deadline",
+    "evaluation.endpoint.silence": "evaluation.endpoint.read_timeout",
 }
 """Settings that have a new name, by their old one, which is refused."""
 _KINDS = {"number": "a number", "integer": "a whole number", "string": "text", "boolean": "true or false"}

@@ -35,10 +35,10 @@ class EndpointSettings(BaseModel):
     key_variable: str = Field("OPENAI_API_KEY", min_length=1, description="environment variable that holds the key")
     concurrency: int = Field(64, ge=1, description="conversations in flight")
     requests_per_minute: float | None = Field(None, gt=0, description="at most so many requests; none: no limit here")
-    patience: float = Field(
-        600.0, gt=0, description="seconds a request is tried again while the endpoint is down, busy or refuses"
+    retry_deadline: float = Field(
+        600.0, gt=0, description="seconds for which a request is retried while the endpoint is down or overloaded"
     )
-    silence: float = Field(300.0, gt=0, description="seconds without a token after which a request is tried again")
+    read_timeout: float = Field(300.0, gt=0, description="seconds without a token after which a request is retried")
     system_prompt: str | None = Field(
         None, min_length=1, description="of api=chat: a first message of the role system; none: there is none"
     )

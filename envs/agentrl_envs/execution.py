@@ -19,7 +19,7 @@ PRINTED = 4096
 logger = logging.getLogger(__name__)
 
 
-class _Infrastructure(Exception):
+class _InfrastructureError(Exception):
     """The sandbox answered, but with its own failure."""
 
     def __init__(self, execution: Execution) -> None:
@@ -37,7 +37,7 @@ async def run_program(sandbox: Sandbox, source: str, settings: SimpleTIRSettings
     async def run() -> Execution:
         execution = await sandbox.execute(source, timeout=settings.execution_timeout, request_id=request_id)
         if execution.outcome is Outcome.INFRASTRUCTURE_FAILURE:
-            raise _Infrastructure(execution)
+            raise _InfrastructureError(execution)
         return execution
 
     try:
@@ -46,7 +46,7 @@ async def run_program(sandbox: Sandbox, source: str, settings: SimpleTIRSettings
     except TimeoutError:
         logger.warning("no result from the sandbox within sandbox_deadline=%g s", settings.sandbox_deadline)
         return None, _failed(settings.sandbox_deadline)
-    except _Infrastructure as failure:
+    except _InfrastructureError as failure:
         logger.warning("the sandbox failed %d times: %s", settings.sandbox_attempts, failure)
         return None, _failed(failure.execution.seconds)
     except SandboxError as error:
@@ -62,13 +62,13 @@ async def run_program(sandbox: Sandbox, source: str, settings: SimpleTIRSettings
 
 async def _retried(run: Callable[[], Awaitable[Execution]], settings: SimpleTIRSettings) -> Execution:
     """The first result; only what fails pays for the retry's machinery (ten times the cost of the turn's own work)."""
-    first: SandboxError | _Infrastructure | None = None
+    first: SandboxError | _InfrastructureError | None = None
     try:
         return await run()
-    except (SandboxError, _Infrastructure) as error:
+    except (SandboxError, _InfrastructureError) as error:
         first = error
     async for attempt in stamina.retry_context(
-        on=(SandboxError, _Infrastructure),
+        on=(SandboxError, _InfrastructureError),
         attempts=settings.sandbox_attempts,
         timeout=settings.sandbox_deadline,
         wait_initial=settings.sandbox_retry_wait,

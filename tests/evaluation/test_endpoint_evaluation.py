@@ -151,7 +151,7 @@ def test_an_endpoint_that_is_down_is_said_after_its_patience(tmp_path: Path) -> 
     data = write_problems(tmp_path)
     command = agentrl("eval", "--base-url", "http://127.0.0.1:9/v1", "--benchmarks", "aime24", "--data-dir", str(data))
     done = subprocess.run(
-        [*command, "evaluation.endpoint.patience=0.2"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [*command, "evaluation.endpoint.retry_deadline=0.2"], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 1
     assert "error: the endpoint http://127.0.0.1:9/v1 does not serve: " in done.stderr

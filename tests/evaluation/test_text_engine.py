@@ -80,7 +80,7 @@ class Endpoint:
         self.slept: list[float] = []
         self.now = 100.0
         self._models = models
-        values = {"url": "http://host/v1", "model": "m", "patience": 30.0, **settings}
+        values = {"url": "http://host/v1", "model": "m", "retry_deadline": 30.0, **settings}
         self.engine = TextEngine(
             EndpointSettings(**values),
             transport=httpx.MockTransport(self._answer),
@@ -257,11 +257,11 @@ async def test_trouble_is_told_once_in_a_while(caplog: pytest.LogCaptureFixture)
     endpoint.now += 60
     await endpoint.ask()
     told = [record.getMessage() for record in caplog.records if record.name == "agentrl.evaluation.play.text_engine"]
-    patience = "up to 30 s a request (evaluation.endpoint.patience)"
+    deadline = "up to 30 s a request (evaluation.endpoint.retry_deadline)"
     name = "the endpoint http://host/v1"
     assert told == [
-        f"{name}: 503 Service Unavailable: busy; asking again, {patience}",
-        f"{name}: 429 Too Many Requests: slow down; asking again in 40 s, as it wishes, {patience}",
+        f"{name}: 503 Service Unavailable: busy; asking again, {deadline}",
+        f"{name}: 429 Too Many Requests: slow down; asking again in 40 s, as it wishes, {deadline}",
     ]
 
 
@@ -295,9 +295,9 @@ async def test_what_is_down_or_broken_is_tried_again_whole(failure: Answer) -> N
     assert len(endpoint.bodies) == 2
 
 
-async def test_after_its_patience_it_is_an_engine_error() -> None:
-    endpoint = Endpoint(*[refused(503, "overloaded")] * 20, patience=0.01)
-    with pytest.raises(EngineError, match=r"503 .*overloaded.*patience=0\.01 s"):
+async def test_after_its_retry_deadline_it_is_an_engine_error() -> None:
+    endpoint = Endpoint(*[refused(503, "overloaded")] * 20, retry_deadline=0.01)
+    with pytest.raises(EngineError, match=r"503 .*overloaded.*retry_deadline=0\.01 s"):
         await endpoint.ask()
 
 
@@ -346,7 +346,7 @@ async def test_what_the_user_must_mend_is_said_at_opening() -> None:
     with pytest.raises(SettingsError, match="refuses the request: 400 Bad Request: temperature"):
         await Endpoint(refused(400, "temperature")).engine.open()
     with pytest.raises(WorldError, match="does not serve: refused"):
-        await Endpoint(*[httpx.ConnectError("refused")] * 9, patience=0.01).engine.open()
+        await Endpoint(*[httpx.ConnectError("refused")] * 9, retry_deadline=0.01).engine.open()
 
 
 async def test_the_fingerprint_is_what_the_endpoint_tells() -> None:

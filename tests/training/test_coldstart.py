@@ -12,7 +12,7 @@ from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.models.tiny import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
-from agentrl.problems.demonstrations.demonstration import Demonstration, Turn, program
+from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn, program
 from agentrl.training.coldstart.train import (
     EncodedDemonstration,
     batches,
@@ -71,7 +71,7 @@ class PromptEnvironment:
 async def test_masks_are_true_on_turns_and_false_on_observations() -> None:
     codec = TextCodec(TOKENIZER)
     code, seen, boxed = program("print(5)"), "\nCode execution result: 5\n", "\\boxed{5}"
-    shown = Demonstration(problem=PROBLEM, turns=(Turn(model=code, observation=seen), Turn(model=boxed)))
+    shown = Demonstration(problem=PROBLEM, turns=(ShownTurn(model=code, observation=seen), ShownTurn(model=boxed)))
     encoded = await encode_demonstration(shown, environment=PromptEnvironment(), codec=codec)
     first, between, last = (codec.encode(text) for text in (code, seen, boxed))
     assert encoded.prompt_ids == codec.encode_prompt("2 + 3?\n")
@@ -110,7 +110,7 @@ def test_halves_hold_the_shorter_and_the_longer_rows() -> None:
 
 
 def test_direct_answers_replace_a_share() -> None:
-    shown = [Demonstration(problem=PROBLEM, turns=(Turn(model=program("x")),))] * 400
+    shown = [Demonstration(problem=PROBLEM, turns=(ShownTurn(model=program("x")),))] * 400
     direct = [item for item in with_direct_answers(shown, share=0.25, seed=0) if item.turns[0].model == "\\boxed{5}"]
     assert 70 < len(direct) < 130
     assert with_direct_answers(shown, share=0.0, seed=0) == tuple(shown)

@@ -11,7 +11,7 @@ from rollout.fakes import tiny_model
 from rollout.templates import QWEN, chat_tokenizer
 
 from agentrl.config import load_settings
-from agentrl.problems.demonstrations.demonstration import Demonstration, Turn, observation, program
+from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn, observation, program
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.coldstart.demonstration_rendering import in_protocol
 from agentrl_envs.protocols.factory import make_protocol
@@ -21,8 +21,8 @@ PROBLEM = Problem(id="toy", statement="What is 2 + 3?", answer="5", source="toy"
 SHOWN = Demonstration(
     problem=PROBLEM,
     turns=(
-        Turn(model=program("look(1)"), observation=observation("2")),
-        Turn(model=program("final_answer(2+3)")),
+        ShownTurn(model=program("look(1)"), observation=observation("2")),
+        ShownTurn(model=program("final_answer(2+3)")),
     ),
 )
 REWARDS = """
@@ -42,29 +42,29 @@ def bug(problem, conversation, verdict):
         (
             "torl",
             (
-                Turn(model="```python\nlook(1)\n```\n```output", observation="\n2\n```\n"),
-                Turn(model="```python\nprint(2+3)\n```\n```output", observation="\n5\n```\n"),
-                Turn(model="\\boxed{5}"),
+                ShownTurn(model="```python\nlook(1)\n```\n```output", observation="\n2\n```\n"),
+                ShownTurn(model="```python\nprint(2+3)\n```\n```output", observation="\n5\n```\n"),
+                ShownTurn(model="\\boxed{5}"),
             ),
         ),
         (
             "retool",
             (
-                Turn(
+                ShownTurn(
                     model="<code>\n```python\nlook(1)\n```\n</code>",
                     observation="\n\n<interpreter>\n2\n</interpreter>\n\n",
                 ),
-                Turn(
+                ShownTurn(
                     model="<code>\n```python\nprint(2+3)\n```\n</code>",
                     observation="\n\n<interpreter>\n5\n</interpreter>\n\n",
                 ),
-                Turn(model="<answer>\n\\boxed{5}\n</answer>"),
+                ShownTurn(model="<answer>\n\\boxed{5}\n</answer>"),
             ),
         ),
         ("simpletir", SHOWN.turns),
     ],
 )
-def test_our_demonstrations_are_shown_in_the_protocol(protocol: str, turns: tuple[Turn, ...]) -> None:
+def test_our_demonstrations_are_shown_in_the_protocol(protocol: str, turns: tuple[ShownTurn, ...]) -> None:
     settings = load_settings(overrides=[f"environment.protocol={protocol}"])
     (shown,) = in_protocol([SHOWN], settings)
     assert (shown.problem, shown.turns) == (PROBLEM, turns)
@@ -75,7 +75,7 @@ def test_our_demonstrations_are_shown_in_the_protocol(protocol: str, turns: tupl
 
 def test_without_tools_only_the_answer_is_shown_and_files_are_taken_as_they_are() -> None:
     (shown,) = in_protocol([SHOWN], load_settings("reasoning"))
-    assert shown.turns == (Turn(model="\\boxed{5}"),)
+    assert shown.turns == (ShownTurn(model="\\boxed{5}"),)
     own = load_settings("reasoning", overrides=["coldstart.demonstrations=mine.jsonl"])
     assert in_protocol([SHOWN], own) == (SHOWN,)
 

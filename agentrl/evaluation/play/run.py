@@ -24,8 +24,8 @@ from agentrl.evaluation.records.transcript import Transcript
 from agentrl.evaluation.results.files import make_results
 from agentrl.evaluation.results.plots import draw_results
 from agentrl.evaluation.results.report import write_report
+from agentrl.evaluation.results.rollout_index import RolloutIndex, default_ks
 from agentrl.evaluation.results.tables import result_tables
-from agentrl.evaluation.results.tally import Ledger, default_ks
 from agentrl.telemetry.console import Console
 from agentrl_envs.episode import Environment
 from agentrl_envs.grading import Grader
@@ -115,20 +115,20 @@ class Evaluation:
             log = stack.enter_context(RolloutLog(directory.rollouts))
             if log.repaired:
                 self._console.note(f"{log.path}: {log.repaired} bytes of a torn last rollout were cut")
-            ledger = Ledger()
+            index = RolloutIndex()
             for transcript in directory.transcripts():
-                ledger.add(transcript)
-            self._end_without_room({key: unfit[text] for key, text in prompts.items() if text in unfit}, log, ledger)
-            await self._play_missing(engine, environment, log, ledger)
+                index.add(transcript)
+            self._end_without_room({key: unfit[text] for key, text in prompts.items() if text in unfit}, log, index)
+            await self._play_missing(engine, environment, log, index)
         return directory
 
-    def _end_without_room(self, unfit: Mapping[tuple[str, str], int], log: RolloutLog, ledger: Ledger) -> None:
+    def _end_without_room(self, unfit: Mapping[tuple[str, str], int], log: RolloutLog, index: RolloutIndex) -> None:
         """Samples of prompts that leave the model no room for a whole response: truncated before their first token."""
         if not unfit:
             return
         samples = [
             sample
-            for sample in ledger.missing(self._sets, self._settings.evaluation.samples)
+            for sample in index.missing(self._sets, self._settings.evaluation.samples)
             if (sample.benchmark, sample.problem.id) in unfit
         ]
         for sample in samples:
@@ -143,7 +143,7 @@ class Evaluation:
                 prompt_tokens=unfit[key],
             )
             log.append(transcript)
-            ledger.add(transcript)
+            index.add(transcript)
         self._console.warning(
             f"{len(unfit)} problems have prompts of up to {max(unfit.values())} tokens, after which the model has no "
             f"room for {self._settings.rollout.max_response_tokens} more (evaluation.max_response_tokens): their "
@@ -170,17 +170,17 @@ class Evaluation:
         return engine
 
     async def _play_missing(
-        self, engine: OpenedEngine, environment: Environment, log: RolloutLog, ledger: Ledger
+        self, engine: OpenedEngine, environment: Environment, log: RolloutLog, index: RolloutIndex
     ) -> None:
         """Every sample, then those that failed outside the policy afresh, ``rollout.retries`` times."""
         n = self._settings.evaluation.samples
         total = n * sum(len(one.problems) for one in self._sets)
-        display = _Display(self._console, ledger, total)
+        display = _Display(self._console, index, total)
         patience = _Patience(max(_FAILURES_IN_A_ROW, 2 * engine.concurrency), log.path)
         falsified = {one.name for one in self._sets if one.falsified}
         with display:
             for attempt in range(self._settings.rollout.retries + 1):
-                missing = ledger.missing(self._sets, n)
+                missing = index.missing(self._sets, n)
                 if attempt and missing:
                     await asyncio.sleep(min(2.0 ** (attempt - 1), 30.0))
                 for lies in (False, True):
@@ -191,7 +191,7 @@ class Evaluation:
                     async with aclosing(engine.player(shown).play(part)) as played:
                         async for transcript in played:
                             log.append(transcript)
-                            ledger.add(transcript)
+                            index.add(transcript)
                             display.update(transcript)
                             patience.see(transcript)
 
@@ -217,14 +217,14 @@ class _Patience:
 class _Display:
     """Progress with the time left, redrawn now and then."""
 
-    def __init__(self, console: Console, ledger: Ledger, total: int) -> None:
-        self._ledger = ledger
+    def __init__(self, console: Console, index: RolloutIndex, total: int) -> None:
+        self._index = index
         self._total = total
         self._every = _DISPLAY_EVERY[0] if console.live else _DISPLAY_EVERY[1]
-        self._progress = console.progress(total, ledger.finished, unit="rollout")
+        self._progress = console.progress(total, index.finished, unit="rollout")
         self._began = self._shown = time.monotonic()
         self._tokens = 0
-        self._done = ledger.finished
+        self._done = index.finished
 
     def __enter__(self) -> _Display:
         return self
@@ -240,9 +240,9 @@ class _Display:
             return
         self._shown = now
         figures: dict[str, float] = {"tokens_per_s": self._tokens / max(now - self._began, 1e-9)}
-        if self._ledger.data:
-            figures["eval/correct"] = self._ledger.correct / self._ledger.data
-            figures["rollout/turns_mean"] = self._ledger.turns / self._ledger.data
+        if self._index.data:
+            figures["eval/correct"] = self._index.correct / self._index.data
+            figures["rollout/turns_mean"] = self._index.turns / self._index.data
         self._progress.update(self._done, figures)
 
 
@@ -254,11 +254,11 @@ def finish(
     console: Console,
 ) -> dict[str, Any]:
     """Write and show the results of a directory whose rollouts are all there; returns ``results.json``."""
-    ledger = Ledger()
+    index = RolloutIndex()
     for transcript in directory.transcripts():
-        ledger.add(transcript)
+        index.add(transcript)
     ks = request.ks or default_ks(settings.evaluation.samples)
-    results = asyncio.run(_results(directory, settings, sets, ledger, ks))
+    results = asyncio.run(_results(directory, settings, sets, index, ks))
     directory.write_json(directory.results_file, results)
     tables = result_tables(results)
     directory.write_text("table.md", "\n".join(table.markdown() for table in tables))
@@ -284,11 +284,15 @@ def _warn_of_unreadable_golds(results: dict[str, Any], console: Console) -> None
 
 
 async def _results(
-    directory: EvaluationDirectory, settings: Settings, sets: Sequence[ProblemSet], ledger: Ledger, ks: Sequence[int]
+    directory: EvaluationDirectory,
+    settings: Settings,
+    sets: Sequence[ProblemSet],
+    index: RolloutIndex,
+    ks: Sequence[int],
 ) -> dict[str, Any]:
     grader = Grader(settings.grader)
     try:
-        return await make_results(directory.provenance(), sets, ledger, ks, grader)
+        return await make_results(directory.provenance(), sets, index, ks, grader)
     finally:
         await grader.close()
 

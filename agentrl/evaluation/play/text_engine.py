@@ -5,7 +5,7 @@ A turn ends where its protocol says so, and no list of stop strings can say that
 is complete; an endpoint that does not stream is cut there afterwards.
 
 What is down, busy or broken (no connection, 408, 409, 425, 429, 5xx, a stream that breaks off or falls silent, garbage)
-is tried again with growing, jittered waits for ``patience`` seconds, then it is an EngineError. A ``Retry-After`` holds
+is retried with growing, jittered waits for ``retry_deadline`` seconds, then it is an EngineError. ``Retry-After`` holds
 back every request of this engine. A refused key, an unknown model and a missing chat template are the user's to mend.
 
 Not guaranteed: exact token counts. They are the endpoint's where a turn ran to its end and it tells; else the number
@@ -108,7 +108,7 @@ class TextEngine:
         self._client = httpx.AsyncClient(
             base_url=settings.url.rstrip("/") + "/",
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(settings.silence, connect=min(30.0, settings.silence), pool=None),
+            timeout=httpx.Timeout(settings.read_timeout, connect=min(30.0, settings.read_timeout), pool=None),
             limits=httpx.Limits(max_connections=settings.concurrency + 4),
             transport=transport,
         )
@@ -153,7 +153,7 @@ class TextEngine:
     async def generate(self, conversation: Sequence[str], sampling: TextSampling) -> TextCompletion:
         """One turn after ``conversation``: the prompt, a turn, its observation, a turn, its observation ...
 
-        Raises ContextFullError, RefusedError, EngineError (not to be had within ``patience``) and SettingsError.
+        Raises ContextFullError, RefusedError, EngineError (not to be had within ``retry_deadline``) and SettingsError.
         """
         body = self._body(conversation, sampling)
         path = "chat/completions" if self._settings.api == "chat" else "completions"
@@ -223,12 +223,12 @@ class TextEngine:
         self._served = next((entry for entry in served if entry["id"] == self._model), {})
 
     async def _tried(self, once: Callable[[], Awaitable[Any]]) -> Any:
-        """``once`` until it succeeds, for ``patience`` seconds."""
+        """``once`` until it succeeds, for ``retry_deadline`` seconds."""
         try:
             async for attempt in stamina.retry_context(
                 on=_backoff,
                 attempts=None,
-                timeout=self._settings.patience,
+                timeout=self._settings.retry_deadline,
                 wait_initial=0.1,
                 wait_max=_LONGEST_WAIT,
                 wait_jitter=0.2,
@@ -248,7 +248,7 @@ class TextEngine:
         except (AgainError, httpx.TransportError) as error:
             said = str(error) or type(error).__name__
             raise EngineError(
-                f"{said} (tried for evaluation.endpoint.patience={self._settings.patience:g} s)"
+                f"{said} (tried for evaluation.endpoint.retry_deadline={self._settings.retry_deadline:g} s)"
             ) from error
         raise AssertionError("a retry neither succeeded nor failed")
 
@@ -259,11 +259,11 @@ class TextEngine:
         self._silent_until = self._clock() + _SAY_EVERY
         wait = self._not_before - self._clock()
         logger.warning(
-            "the endpoint %s: %s; asking again%s, up to %g s a request (evaluation.endpoint.patience)",
+            "the endpoint %s: %s; asking again%s, up to %g s a request (evaluation.endpoint.retry_deadline)",
             self._settings.url,
             str(error) or type(error).__name__,
             f" in {wait:.0f} s, as it wishes" if wait >= 1 else "",
-            self._settings.patience,
+            self._settings.retry_deadline,
         )
 
     async def _turn(self) -> None:

@@ -8,20 +8,20 @@ from typing import Any
 import agentrl
 from agentrl.errors import WorldError
 from agentrl.evaluation.data.problem_sets import ProblemSet
-from agentrl.evaluation.results.tally import Ledger, benchmark_results
+from agentrl.evaluation.results.rollout_index import RolloutIndex, benchmark_results
 from agentrl.evaluation.results.voting import Grades
 
 FORMAT = 1
 
 
 async def make_results(
-    provenance: Mapping[str, Any], sets: Sequence[ProblemSet], ledger: Ledger, ks: Sequence[int], grader: Grades
+    provenance: Mapping[str, Any], sets: Sequence[ProblemSet], index: RolloutIndex, ks: Sequence[int], grader: Grades
 ) -> dict[str, Any]:
     """The whole object. Raises WorldError where a benchmark has no rollout that holds data."""
     benchmarks: dict[str, Any] = {}
     for one in sets:
         try:
-            benchmarks[one.name] = await benchmark_results(one, ledger, ks=ks, grader=grader)
+            benchmarks[one.name] = await benchmark_results(one, index, ks=ks, grader=grader)
         except ValueError as error:
             raise WorldError(
                 f"{one.name}: no rollout holds data, every one failed for reasons outside the policy; the same "

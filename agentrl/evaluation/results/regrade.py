@@ -22,8 +22,8 @@ from agentrl.evaluation.records.provenance import grader_record
 from agentrl.evaluation.records.transcript import Transcript
 from agentrl.evaluation.results.extraction import extracted, protocol_of
 from agentrl.evaluation.results.files import make_results
+from agentrl.evaluation.results.rollout_index import RolloutIndex
 from agentrl.evaluation.results.tables import Table, result_tables
-from agentrl.evaluation.results.tally import Ledger
 from agentrl.evaluation.results.voting import Grades
 from agentrl.telemetry.console import Console
 from agentrl_envs.grading import Grader
@@ -111,7 +111,7 @@ async def _regrade(
     sets = directory.problem_sets()
     golds = {(one.name, problem.id): problem.answer for one in sets for problem in one.problems}
     grader: Grader | FunctionGrader = Grader(settings.grader) if path is None else FunctionGrader(path)
-    ledger, changes = Ledger(), list[dict[str, Any]]()
+    index, changes = RolloutIndex(), list[dict[str, Any]]()
 
     async def flush(batch: list[Transcript]) -> None:
         found = batch if protocol is None else [extracted(one, protocol) for one in batch]
@@ -122,7 +122,7 @@ async def _regrade(
             )
         )
         for old, new in zip(batch, graded, strict=True):
-            ledger.add(new)
+            index.add(new)
             if new.verdict is not old.verdict or new.answer != old.answer:
                 changes.append(_change(old, new, golds[old.benchmark, old.problem]))
 
@@ -135,7 +135,7 @@ async def _regrade(
                 batch = []
         await flush(batch)
         ks = sorted({int(k) for one in before["benchmarks"].values() for k in one["pass"]})
-        return changes, await make_results(before["provenance"], sets, ledger, ks, grader)
+        return changes, await make_results(before["provenance"], sets, index, ks, grader)
     finally:
         await grader.close()
 

@@ -13,7 +13,7 @@ from random import Random
 from typing import Literal
 
 from agentrl.problems.demonstrations.demonstration import Demonstration
-from agentrl.problems.demonstrations.exercises import FAMILIES, Family, Numbers
+from agentrl.problems.demonstrations.exercises import FAMILIES, ExerciseFamily, Numbers
 from agentrl.problems.errors import EmptyProblemsError, ProblemError, did_you_mean
 from agentrl_envs.types import Problem
 
@@ -98,7 +98,7 @@ class ArithmeticSource:
             " choose more families or a smaller limit"
         )
 
-    def _draw(self, family: Family, rng: Random) -> Numbers:
+    def _draw(self, family: ExerciseFamily, rng: Random) -> Numbers:
         while True:
             numbers = family.draw(rng)
             if split_of(family.name, numbers) == self.split:

@@ -24,7 +24,7 @@ from agentrl_envs.types import Problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
+class ShownTurn:
     """What the model writes and the observation it then reads ("" after the last turn, where none follows)."""
 
     model: str
@@ -36,13 +36,13 @@ class Demonstration:
     """A problem and the turns of one good solution.
 
     >>> problem = Problem(id="toy-0", statement="What is 2 + 3?", answer="5", source="toy")
-    >>> shown = Demonstration(problem=problem, turns=(Turn(model=program("final_answer(2+3)")),))
+    >>> shown = Demonstration(problem=problem, turns=(ShownTurn(model=program("final_answer(2+3)")),))
     >>> shown.text
     'What is 2 + 3?\\n```py\\nfinal_answer(2+3)\\n```'
     """
 
     problem: Problem
-    turns: tuple[Turn, ...]
+    turns: tuple[ShownTurn, ...]
 
     @property
     def text(self) -> str:
@@ -127,5 +127,5 @@ def _from_row(row: dict[str, Any], place: str, source: str) -> Demonstration:
     )
     return Demonstration(
         problem=problem,
-        turns=tuple(Turn(model=turn["model"], observation=turn.get("observation", "")) for turn in turns),
+        turns=tuple(ShownTurn(model=turn["model"], observation=turn.get("observation", "")) for turn in turns),
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
-from agentrl.problems.demonstrations.demonstration import Turn, observation, program
+from agentrl.problems.demonstrations.demonstration import ShownTurn, observation, program
 
 Numbers = dict[str, int]
 
@@ -27,12 +27,12 @@ class Exercise:
 
     statement: str
     answer: int
-    turns: tuple[Turn, ...]
+    turns: tuple[ShownTurn, ...]
     setup: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
+class ExerciseFamily:
     """How one family draws the numbers of its statement and words them.
 
     ``draw`` gives the numbers that the statement shows; ``solve`` gives, from those and a generator for hidden values
@@ -42,7 +42,7 @@ class Family:
     name: str
     phrasings: tuple[str, ...]
     draw: Callable[[Random], Numbers]
-    solve: Callable[[Random, Numbers], tuple[int, tuple[Turn, ...], str]]
+    solve: Callable[[Random, Numbers], tuple[int, tuple[ShownTurn, ...], str]]
     reveals: bool = False
 
     def exercise(self, rng: Random, numbers: Numbers) -> Exercise:
@@ -56,23 +56,23 @@ class Family:
 
 def _plain(
     name: str, draw: Callable[[Random], Numbers], value: Callable[..., int], expression: str, *phrasings: str
-) -> Family:
+) -> ExerciseFamily:
     """A family whose answer is ``value(**numbers)``, written in Python as ``expression``."""
 
-    def solve(rng: Random, numbers: Numbers) -> tuple[int, tuple[Turn, ...], str]:
+    def solve(rng: Random, numbers: Numbers) -> tuple[int, tuple[ShownTurn, ...], str]:
         answer = value(**numbers)
         return answer, _compute(rng, expression.format(**numbers), answer), ""
 
-    return Family(name=name, phrasings=phrasings, draw=draw, solve=solve)
+    return ExerciseFamily(name=name, phrasings=phrasings, draw=draw, solve=solve)
 
 
-def _compute(rng: Random, expression: str, answer: int) -> tuple[Turn, ...]:
+def _compute(rng: Random, expression: str, answer: int) -> tuple[ShownTurn, ...]:
     """Mostly one program that answers; sometimes one that prints, and the answer in the next turn."""
     if rng.random() < 0.7:
-        return (Turn(model=program(f"final_answer({expression})")),)
+        return (ShownTurn(model=program(f"final_answer({expression})")),)
     return (
-        Turn(model=program(f"print({expression})"), observation=observation(str(answer))),
-        Turn(model=_boxed(answer)),
+        ShownTurn(model=program(f"print({expression})"), observation=observation(str(answer))),
+        ShownTurn(model=_boxed(answer)),
     )
 
 
@@ -80,8 +80,8 @@ def _boxed(answer: int) -> str:
     return f"\\boxed{{{answer}}}"
 
 
-def _look(call: str, shown: int) -> Turn:
-    return Turn(model=program(call), observation=observation(str(shown)))
+def _look(call: str, shown: int) -> ShownTurn:
+    return ShownTurn(model=program(call), observation=observation(str(shown)))
 
 
 def _secret(rng: Random) -> int:
@@ -104,30 +104,30 @@ def _one_secret(
     sign: str,
     value: Callable[[int, int], int],
     *phrasings: str,
-) -> Family:
+) -> ExerciseFamily:
     """One hidden value of thing ``a``, then one operation with the stated ``b``."""
 
-    def solve(rng: Random, numbers: Numbers) -> tuple[int, tuple[Turn, ...], str]:
+    def solve(rng: Random, numbers: Numbers) -> tuple[int, tuple[ShownTurn, ...], str]:
         a, b, secret = numbers["a"], numbers["b"], _secret(rng)
-        turns = (_look(f"{function}({a})", secret), Turn(model=program(f"final_answer({secret}{sign}{b})")))
+        turns = (_look(f"{function}({a})", secret), ShownTurn(model=program(f"final_answer({secret}{sign}{b})")))
         return value(secret, b), turns, define_reveal(function, {a: secret})
 
-    return Family(name=name, phrasings=phrasings, draw=draw, solve=solve, reveals=True)
+    return ExerciseFamily(name=name, phrasings=phrasings, draw=draw, solve=solve, reveals=True)
 
 
-def _solve_two_boxes(rng: Random, numbers: Numbers) -> tuple[int, tuple[Turn, ...], str]:
+def _solve_two_boxes(rng: Random, numbers: Numbers) -> tuple[int, tuple[ShownTurn, ...], str]:
     a, b, first, second = numbers["a"], numbers["b"], _secret(rng), _secret(rng)
     turns = (
         _look(f"box({a})", first),
         _look(f"box({b})", second),
-        Turn(model=program(f"final_answer({first}+{second})")),
+        ShownTurn(model=program(f"final_answer({first}+{second})")),
     )
     return first + second, turns, define_reveal("box", {a: first, b: second})
 
 
-def _solve_note(rng: Random, numbers: Numbers) -> tuple[int, tuple[Turn, ...], str]:
+def _solve_note(rng: Random, numbers: Numbers) -> tuple[int, tuple[ShownTurn, ...], str]:
     a, box, held = numbers["a"], _secret(rng), _secret(rng)
-    turns = (_look(f"note({a})", box), _look(f"box({box})", held), Turn(model=_boxed(held)))
+    turns = (_look(f"note({a})", box), _look(f"box({box})", held), ShownTurn(model=_boxed(held)))
     return held, turns, define_reveal("note", {a: box}) + define_reveal("box", {box: held})
 
 
@@ -242,15 +242,15 @@ _ALL = (
         "price({a}) shows the price of toy {a}. What do {b} of them cost?",
         "{n} buys {b} of toy {a}. price({a}) shows what one costs. What does {n} pay?",
     ),
-    Family(
+    ExerciseFamily(
         name="two_boxes", draw=_distinct_pair, solve=_solve_two_boxes, reveals=True,
         phrasings=("box({a}) and box({b}) show the {t} in two boxes. How many {t} are there together?",),
     ),
-    Family(
+    ExerciseFamily(
         name="note", draw=_uniform(a=(2, 99)), solve=_solve_note, reveals=True,
         phrasings=("note({a}) shows the number n of a box. box(n) shows its {t}. How many {t} are in it?",),
     ),
 )  # fmt: skip
 
-FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}
+FAMILIES: Mapping[str, ExerciseFamily] = {family.name: family for family in _ALL}
 REVEAL_FAMILIES: tuple[str, ...] = tuple(family.name for family in _ALL if family.reveals)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from agentrl.problems.demonstrations.demonstration import Demonstration, Turn, program
+from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn, program
 from agentrl.problems.demonstrations.formulas import Formula, FormulaError
 from agentrl.problems.errors import EmptyProblemsError
 from agentrl.problems.fields import problem_of
@@ -143,4 +143,4 @@ def _magnitude(value: int) -> tuple[int, int]:
 
 
 def _demonstration(problem: Problem, formula: Formula) -> Demonstration:
-    return Demonstration(problem=problem, turns=(Turn(model=program(f"final_answer({formula.python()})")),))
+    return Demonstration(problem=problem, turns=(ShownTurn(model=program(f"final_answer({formula.python()})")),))

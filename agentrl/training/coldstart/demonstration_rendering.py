@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from agentrl.problems.demonstrations.demonstration import Demonstration, Turn
+from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn
 from agentrl_envs.protocols.base import Protocol
 from agentrl_envs.protocols.factory import make_protocol
 from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
@@ -46,12 +46,12 @@ def in_protocol(demonstrations: Sequence[Demonstration], settings: Settings) -> 
 def _answered(demonstration: Demonstration) -> Demonstration:
     """The answer alone: without tools there is nothing else to show."""
     answer = f"\\boxed{{{demonstration.problem.answer}}}"
-    return Demonstration(problem=demonstration.problem, turns=(Turn(model=answer),))
+    return Demonstration(problem=demonstration.problem, turns=(ShownTurn(model=answer),))
 
 
-def _turns(demonstration: Demonstration, protocol: Protocol, name: str) -> Iterator[Turn]:
+def _turns(demonstration: Demonstration, protocol: Protocol, name: str) -> Iterator[ShownTurn]:
     """Programs and answers in the protocol's form; a ``final_answer`` becomes a print and then the answer."""
-    answer = Turn(model=_ANSWERS[name].format(demonstration.problem.answer))
+    answer = ShownTurn(model=_ANSWERS[name].format(demonstration.problem.answer))
     for turn in demonstration.turns:
         program = _SIMPLETIR.parse(turn.model).program
         if program is None:
@@ -60,7 +60,7 @@ def _turns(demonstration: Demonstration, protocol: Protocol, name: str) -> Itera
         final = "final_answer(" in program
         output = demonstration.problem.answer if final else _output(turn.observation)
         model = _PROGRAMS[name].format(program.replace("final_answer(", "print(").rstrip("\n"))
-        yield Turn(model=model, observation=protocol.observation(model, [output]))
+        yield ShownTurn(model=model, observation=protocol.observation(model, [output]))
         if final:
             yield answer
 

@@ -25,7 +25,7 @@ from agentrl.models.loading import read_model, write_model
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
-from agentrl.problems.demonstrations.demonstration import Demonstration, Turn, tokenizer_corpus
+from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn, tokenizer_corpus
 from agentrl.problems.demonstrations.loading import LoadedDemonstrations, load_demonstrations
 from agentrl.telemetry.files import world_errors
 from agentrl.training.coldstart.demonstration_rendering import in_protocol
@@ -218,7 +218,7 @@ def with_direct_answers(
     """Replace a random ``share`` of the demonstrations by their answer alone, in a box."""
     chosen = random.Random(seed)
     return tuple(
-        Demonstration(problem=item.problem, turns=(Turn(model=f"\\boxed{{{item.problem.answer}}}"),))
+        Demonstration(problem=item.problem, turns=(ShownTurn(model=f"\\boxed{{{item.problem.answer}}}"),))
         if chosen.random() < share
         else item
         for item in demonstrations

@@ -11,7 +11,7 @@ from agentrl_sandbox.client import Execution
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AnsweredInWords:
+class AnswerInText:
     """``observation_limit``: characters of a program's output that the model is shown."""
 
     instruction: str

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl_envs.answers import last_boxed
-from agentrl_envs.protocols.answer_text import AnsweredInWords
+from agentrl_envs.protocols.answer_text import AnswerInText
 from agentrl_envs.protocols.base import MalformedCall, ParsedTurn, ToolRequest
 from agentrl_envs.protocols.chat import ChatFormat
 from agentrl_envs.tools import ToolSet
@@ -34,7 +34,7 @@ _BLANKS = re.compile(r"\s*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HermesProtocol(AnsweredInWords):
+class HermesProtocol(AnswerInText):
     """Tool calls in a chat template. Of one turn ``max_calls`` calls are answered; the rest get one error."""
 
     chat: ChatFormat

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl_envs.answers import last_boxed
-from agentrl_envs.protocols.answer_text import AnsweredInWords, malformed
+from agentrl_envs.protocols.answer_text import AnswerInText, malformed
 from agentrl_envs.protocols.base import ParsedTurn
 from agentrl_envs.types import Problem
 
@@ -31,7 +31,7 @@ _EMPTY = "CallError: the ```python block is empty"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReToolProtocol(AnsweredInWords):
+class ReToolProtocol(AnswerInText):
     """ReTool as text.
 
     >>> protocol = ReToolProtocol(instruction="", observation_limit=512)

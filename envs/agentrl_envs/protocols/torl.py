@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl_envs.answers import last_boxed
-from agentrl_envs.protocols.answer_text import AnsweredInWords, malformed
+from agentrl_envs.protocols.answer_text import AnswerInText, malformed
 from agentrl_envs.protocols.base import ParsedTurn
 from agentrl_envs.protocols.fences import Block, python_blocks
 from agentrl_envs.types import Problem
@@ -28,7 +28,7 @@ _NOT_RUN = "CallError: the program was not run: write ```output on the line afte
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ToRLProtocol(AnsweredInWords):
+class ToRLProtocol(AnswerInText):
     """ToRL as text: a dialogue of user and assistant, written without a chat template.
 
     >>> protocol = ToRLProtocol(instruction="", observation_limit=512)

@@ -60,7 +60,9 @@ def _read(text: str) -> Any | None:
 
 def _parsed(text: str) -> Any | None:
     try:
-        return _Reader(is_real=not should_treat_as_complex(text), convert_degrees=False, config=_CONVERSION).parse(text)
+        return _LatexReader(is_real=not should_treat_as_complex(text), convert_degrees=False, config=_CONVERSION).parse(
+            text
+        )
     except (MemoryError, RecursionError):
         raise
     except Exception:  # noqa: BLE001  (the parser's own errors are plain exceptions)
@@ -82,7 +84,7 @@ class _TwoStageParser(latex2sympy2.PSParser):
             return super().math()
 
 
-class _Reader(latex2sympy2._Latex2Sympy):
+class _LatexReader(latex2sympy2._Latex2Sympy):
     def create_parser(self, text: str) -> Any:
         tokens = super().create_parser(text).getTokenStream()
         # An unknown command or sign is no reading. It raises here, all of the text at once: raised in the middle of a

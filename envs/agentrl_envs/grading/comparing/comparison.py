@@ -19,7 +19,16 @@ from agentrl_envs.grading.comparing.algebra import is_for_algebra, read_latex, s
 from agentrl_envs.grading.comparing.equality import equal, proportional
 from agentrl_envs.grading.comparing.values import NoValueError, value_of
 from agentrl_envs.grading.reading.expressions import Apply, Expression, Number, Symbol, parts, symbols
-from agentrl_envs.grading.reading.structure import Answer, Group, Leaf, Numeral, Relation, Unread, Words, read_answer
+from agentrl_envs.grading.reading.structure import (
+    Answer,
+    Bracketed,
+    Leaf,
+    Numeral,
+    Relation,
+    Unread,
+    Words,
+    read_answer,
+)
 from agentrl_envs.grading.reading.units import agree
 from agentrl_envs.types import Verdict
 
@@ -84,7 +93,7 @@ def _by_algebra(answer: Answer, gold: Answer) -> bool:
 
 def _is_set(answer: Answer) -> bool:
     return _is_inequality(answer) or (
-        isinstance(answer, Group) and (answer.kind in _BRACKETS or answer.kind == "union")
+        isinstance(answer, Bracketed) and (answer.kind in _BRACKETS or answer.kind == "union")
     )
 
 
@@ -120,11 +129,11 @@ def same(gold: Answer, answer: Answer) -> bool:
             return _is_name(gold.parts[0]) and _is_assignment(gold) and same(gold.parts[-1], answer)
         case _, Relation():
             return _says_its_right_side(answer) and same(gold, answer.parts[-1])
-        case Group(), Group():
+        case Bracketed(), Bracketed():
             return _same_group(gold, answer)
-        case Group(), _:
+        case Bracketed(), _:
             return _same_parts(gold, answer)
-        case _, Group():
+        case _, Bracketed():
             return _same_as_group(gold, answer)
         case Leaf(), Leaf():
             return _same_leaf(gold, answer)
@@ -157,7 +166,7 @@ def _same_leaf(gold: Leaf, answer: Leaf) -> bool:
     return answer.bare is not None and not symbols(gold.tree) and equal(gold.tree, answer.bare) is True
 
 
-def _same_group(gold: Group, answer: Group) -> bool:
+def _same_group(gold: Bracketed, answer: Bracketed) -> bool:
     if gold.variable is not None and answer.variable is not None and not _same_name(gold.variable, answer.variable):
         return False
     if gold.kind == answer.kind == "ratio":
@@ -172,8 +181,8 @@ def _same_group(gold: Group, answer: Group) -> bool:
     return gold.kind == "list" and answer.kind == "[]" and _same_parts(gold, answer, ordered=False)
 
 
-def _same_parts(gold: Group, answer: Answer, *, ordered: bool = False) -> bool:
-    if not isinstance(answer, Group):
+def _same_parts(gold: Bracketed, answer: Answer, *, ordered: bool = False) -> bool:
+    if not isinstance(answer, Bracketed):
         vector = _as_vector(answer)
         if vector is not None:
             return gold.kind in ("()", "<>") and _same_parts(gold, vector, ordered=True)
@@ -200,7 +209,7 @@ def _without_repeats(parts: Sequence[Answer], *, allowed: int) -> list[Answer]:
     return kept
 
 
-def _same_as_group(gold: Answer, answer: Group) -> bool:
+def _same_as_group(gold: Answer, answer: Bracketed) -> bool:
     """A single gold answer in brackets, or a matrix as lists."""
     if isinstance(gold, Leaf) and isinstance(gold.tree, Apply) and gold.tree.function == "matrix":
         rows = [row.arguments for row in gold.tree.arguments if isinstance(row, Apply)]
@@ -214,7 +223,7 @@ def _same_as_group(gold: Answer, answer: Group) -> bool:
 
 
 def _same_row(row: Sequence[Expression], answer: Answer) -> bool:
-    if not isinstance(answer, Group):
+    if not isinstance(answer, Bracketed):
         return len(row) == 1 and isinstance(answer, Leaf) and equal(row[0], answer.tree) is True
     return (
         answer.kind == "[]"
@@ -226,27 +235,27 @@ def _same_row(row: Sequence[Expression], answer: Answer) -> bool:
     )
 
 
-def _as_vector(answer: Answer) -> Group | None:
+def _as_vector(answer: Answer) -> Bracketed | None:
     """A matrix of one column or row as a tuple."""
     if not isinstance(answer, Leaf) or not isinstance(answer.tree, Apply) or answer.tree.function != "matrix":
         return None
     rows = [row.arguments for row in answer.tree.arguments if isinstance(row, Apply)]
     cells = rows[0] if len(rows) == 1 else [row[0] for row in rows] if all(len(row) == 1 for row in rows) else ()
-    return Group(answer.text, "<>", tuple(Leaf("", cell) for cell in cells)) if cells else None
+    return Bracketed(answer.text, "<>", tuple(Leaf("", cell) for cell in cells)) if cells else None
 
 
-def _is_clock(ratio: Group) -> bool:
+def _is_clock(ratio: Bracketed) -> bool:
     return re.fullmatch(r"\d{1,2}:\d\d(?!\d).*", ratio.text, re.DOTALL) is not None
 
 
-def _ratio_value(ratio: Group) -> Expression | None:
+def _ratio_value(ratio: Bracketed) -> Expression | None:
     first, second = ratio.parts[:2]
     if isinstance(first, Leaf) and isinstance(second, Leaf):
         return Apply("*", (first.tree, Apply("over", (second.tree,))))
     return None
 
 
-def _same_ratio(gold: Group, answer: Group) -> bool:
+def _same_ratio(gold: Bracketed, answer: Bracketed) -> bool:
     if len(gold.parts) != len(answer.parts):
         return False
     if _is_clock(gold) or _is_clock(answer):
@@ -294,7 +303,7 @@ def _is_name(answer: Answer) -> bool:
     match answer:
         case Words():
             return answer.number is None
-        case Group(kind="()" | "ratio" | "list"):
+        case Bracketed(kind="()" | "ratio" | "list"):
             return all(map(_is_name, answer.parts))
         case Leaf():
             return _names_only(answer.tree)

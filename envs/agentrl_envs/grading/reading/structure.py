@@ -5,7 +5,7 @@ r"""What an answer is made of: lists, sets, tuples, intervals with their kind of
 >>> read_answer("5 # 6")
 Unread(text='5 # 6')
 
-Kinds of a `Group`: ``list`` (no bracket), ``set``, ``()``, ``[]``, ``(]``, ``[)``, ``<>``, ``union``, ``ratio``.
+Kinds of a `Bracketed`: ``list`` (no bracket), ``set``, ``()``, ``[]``, ``(]``, ``[)``, ``<>``, ``union``, ``ratio``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Bracketed:
     """Several answers in one kind of bracket. ``variable``: whose interval it is, where a relation says so."""
 
     text: str
@@ -77,7 +77,7 @@ class Relation:
     signs: tuple[str, ...]
 
 
-Answer: TypeAlias = Unread | Words | Numeral | Leaf | Group | Relation
+Answer: TypeAlias = Unread | Words | Numeral | Leaf | Bracketed | Relation
 
 AND, OR = "\x1f", "\x1e"  # between answers, in place of the words
 _CONJUNCTION = re.compile(
@@ -130,8 +130,8 @@ def _list(text: str, *, bracketed: bool = False) -> Answer:
             parts = tuple(_list(piece.strip()) for piece in pieces)
             if any(isinstance(part, Unread) for part in parts):
                 return _worded(text)
-            ors = OR in text and all(isinstance(part, Group) and part.kind in _INTERVALS for part in parts)
-            return Group(text, "union" if ors else "list", parts)
+            ors = OR in text and all(isinstance(part, Bracketed) and part.kind in _INTERVALS for part in parts)
+            return Bracketed(text, "union" if ors else "list", parts)
     return _related(text)
 
 
@@ -176,12 +176,12 @@ def _related(text: str) -> Answer:
     parts = tuple(_part(piece.strip()) for piece in (*pieces, text[start:]))
     if any(isinstance(part, Unread) for part in parts):
         return Unread(text)
-    if signs == ["in"] and isinstance(parts[1], Group) and isinstance(parts[0], Leaf):
+    if signs == ["in"] and isinstance(parts[1], Bracketed) and isinstance(parts[0], Leaf):
         return replace(parts[1], text=text, variable=parts[0].tree)
     return _interval(text, parts, signs) or Relation(text, parts, tuple(signs))
 
 
-def _interval(text: str, parts: tuple[Answer, ...], signs: list[str]) -> Group | None:
+def _interval(text: str, parts: tuple[Answer, ...], signs: list[str]) -> Bracketed | None:
     """An inequality of a single variable is an interval."""
     if len(parts) == 3 and all(sign in (">", ">=") for sign in signs):
         parts, signs = parts[::-1], [_FLIPPED[sign] for sign in reversed(signs)]
@@ -206,7 +206,7 @@ def _interval(text: str, parts: tuple[Answer, ...], signs: list[str]) -> Group |
         kind = ("(" if signs[0] == ">" else "[") + ")"
     else:
         return None
-    return Group(text, kind, ends, middle.tree)
+    return Bracketed(text, kind, ends, middle.tree)
 
 
 def _is_variable(tree: Expression) -> bool:
@@ -217,9 +217,9 @@ def _part(text: str) -> Answer:
     """One answer: brackets and what stands in them, a union, a ratio, two signs, or an expression."""
     text = text.strip()
     if text in _REALS:
-        return Group(text, "()", (Leaf("", _LINE[1]), Leaf("", _LINE[2])))  # type: ignore[arg-type]
+        return Bracketed(text, "()", (Leaf("", _LINE[1]), Leaf("", _LINE[2])))  # type: ignore[arg-type]
     if text in (r"\emptyset", r"\varnothing", r"\{\}"):
-        return Group(text, "set", ())
+        return Bracketed(text, "set", ())
     matrix = _PYTHON_MATRIX.fullmatch(text)
     if matrix is not None:
         return _part(matrix[1])
@@ -231,7 +231,7 @@ def _part(text: str) -> Answer:
 
 
 def _group(text: str, kind: str, parts: Sequence[Answer]) -> Answer:
-    return Unread(text) if any(isinstance(part, Unread) for part in parts) else Group(text, kind, tuple(parts))
+    return Unread(text) if any(isinstance(part, Unread) for part in parts) else Bracketed(text, kind, tuple(parts))
 
 
 def _bracketed(text: str) -> Answer | None:
@@ -249,14 +249,14 @@ def _bracketed(text: str) -> Answer | None:
     if kind is None or not inner:
         return None
     said = _list(inner, bracketed=True)
-    if isinstance(said, Group) and said.kind == "list" and said.text == inner:
-        return Group(text, kind, said.parts)
+    if isinstance(said, Bracketed) and said.kind == "list" and said.text == inner:
+        return Bracketed(text, kind, said.parts)
     if tokens[0].group() == r"\{" and not isinstance(said, Unread):
-        return Group(text, kind, (said,))
+        return Bracketed(text, kind, (said,))
     if kind == "<>":
         return None
     if kind == "[]":
-        return Group(text, kind, (said,)) if not isinstance(said, Unread) else None
+        return Bracketed(text, kind, (said,)) if not isinstance(said, Unread) else None
     return said if kind == "()" or tokens[0].group() == "{" else None
 
 

@@ -17,7 +17,7 @@ from agentrl_envs.types import Ended, Verdict
 
 
 @dataclass(frozen=True, slots=True)
-class Brief:
+class RolloutSummary:
     """A rollout without its conversation."""
 
     correct: bool
@@ -35,7 +35,7 @@ class Brief:
     seconds: float
 
     @classmethod
-    def of(cls, transcript: Transcript) -> Brief:
+    def of(cls, transcript: Transcript) -> RolloutSummary:
         return cls(
             correct=transcript.correct,
             no_data=transcript.no_data,
@@ -53,36 +53,37 @@ class Brief:
         )
 
 
-class Ledger:
+class RolloutIndex:
     """What has been played. A later attempt takes the place of an earlier one."""
 
     def __init__(self) -> None:
-        self._briefs: dict[tuple[str, str, int], Brief] = {}
+        self._rollouts: dict[tuple[str, str, int], RolloutSummary] = {}
         self.correct = self.data = self.turns = 0
 
     def add(self, transcript: Transcript) -> None:
-        before = self._briefs.get(transcript.key)
-        brief = self._briefs[transcript.key] = Brief.of(transcript)
-        for one, sign in ((before, -1), (brief, 1)):
+        before = self._rollouts.get(transcript.key)
+        rollout = self._rollouts[transcript.key] = RolloutSummary.of(transcript)
+        for one, sign in ((before, -1), (rollout, 1)):
             if one is not None and not one.no_data:
                 self.data += sign
                 self.correct += sign * one.correct
                 self.turns += sign * one.turns
 
-    def by_problem(self, benchmark: str) -> dict[str, list[Brief]]:
+    def by_problem(self, benchmark: str) -> dict[str, list[RolloutSummary]]:
         """Every problem's rollouts by their number."""
-        found: dict[str, list[tuple[int, Brief]]] = defaultdict(list)
-        for (name, problem, number), brief in self._briefs.items():
+        found: dict[str, list[tuple[int, RolloutSummary]]] = defaultdict(list)
+        for (name, problem, number), rollout in self._rollouts.items():
             if name == benchmark:
-                found[problem].append((number, brief))
+                found[problem].append((number, rollout))
         return {
-            problem: [brief for _, brief in sorted(part, key=lambda item: item[0])] for problem, part in found.items()
+            problem: [rollout for _, rollout in sorted(part, key=lambda item: item[0])]
+            for problem, part in found.items()
         }
 
     @property
     def finished(self) -> int:
         """Rollouts that need not be played again."""
-        return sum(brief.ended is not Ended.INFRASTRUCTURE_FAILURE for brief in self._briefs.values())
+        return sum(rollout.ended is not Ended.INFRASTRUCTURE_FAILURE for rollout in self._rollouts.values())
 
     def missing(self, sets: Iterable[ProblemSet], n: int) -> list[Sample]:
         """What is to be played: what was not, and, afresh, what failed for reasons outside the policy.
@@ -94,40 +95,45 @@ class Ledger:
         for number in range(n):
             for one in chosen:
                 for problem in one.problems:
-                    brief = self._briefs.get((one.name, problem.id, number))
-                    if brief is None:
+                    rollout = self._rollouts.get((one.name, problem.id, number))
+                    if rollout is None:
                         found.append(Sample(benchmark=one.name, problem=problem, number=number))
-                    elif brief.ended is Ended.INFRASTRUCTURE_FAILURE:
-                        again = brief.attempt + 1
+                    elif rollout.ended is Ended.INFRASTRUCTURE_FAILURE:
+                        again = rollout.attempt + 1
                         found.append(Sample(benchmark=one.name, problem=problem, number=number, attempt=again))
         return found
 
 
-async def benchmark_results(one: ProblemSet, ledger: Ledger, *, ks: Sequence[int], grader: Grades) -> dict[str, Any]:
+async def benchmark_results(
+    one: ProblemSet, index: RolloutIndex, *, ks: Sequence[int], grader: Grades
+) -> dict[str, Any]:
     """One benchmark's part of ``results.json``. ValueError where no rollout holds data."""
-    briefs = ledger.by_problem(one.name)
-    played = [briefs.get(problem.id, []) for problem in one.problems]
-    data = [[brief for brief in part if not brief.no_data] for part in played]
-    samples, correct = [len(part) for part in data], [sum(brief.correct for brief in part) for part in data]
+    rollouts = index.by_problem(one.name)
+    played = [rollouts.get(problem.id, []) for problem in one.problems]
+    data = [[rollout for rollout in part if not rollout.no_data] for part in played]
+    samples, correct = [len(part) for part in data], [sum(rollout.correct for rollout in part) for part in data]
     score = avg_at_k(samples, correct)
-    votes = [await tally([(brief.answer, _vote(brief)) for brief in part], grader) for part in data if part]
+    votes = [await tally([(rollout.answer, _vote(rollout)) for rollout in part], grader) for part in data if part]
     families = defaultdict(list)
     for problem, part in zip(one.problems, data, strict=True):
         if part:
-            families[problem.family].append(sum(brief.correct for brief in part) / len(part))
-    flat = [brief for part in data for brief in part]
-    everything = [brief for part in played for brief in part]
+            families[problem.family].append(sum(rollout.correct for rollout in part) / len(part))
+    flat = [rollout for part in data for rollout in part]
+    everything = [rollout for part in played for rollout in part]
     return {
         **one.record(),
         "avg": asdict(score),
         "pass": {str(k): _pass(samples, correct, k) for k in ks},
         "maj": maj_at_n(votes),
         "families": {name: math.fsum(part) / len(part) for name, part in sorted(families.items()) if name},
-        "kinds": {kind: sum(brief.kind == kind for brief in everything) for kind in KINDS},
+        "kinds": {kind: sum(rollout.kind == kind for rollout in everything) for kind in KINDS},
         **_conduct(flat),
         "no_data": _no_data(everything),
         "rollouts": len(everything),
-        "seconds": {"mean": _mean(brief.seconds for brief in flat), "max": max(brief.seconds for brief in flat)},
+        "seconds": {
+            "mean": _mean(rollout.seconds for rollout in flat),
+            "max": max(rollout.seconds for rollout in flat),
+        },
         "per_problem": {
             problem.id: {"samples": n, "correct": c}
             for problem, n, c in zip(one.problems, samples, correct, strict=True)
@@ -153,44 +159,48 @@ def _pass(samples: Sequence[int], correct: Sequence[int], k: int) -> dict[str, f
     return {"value": pass_at_k([n for n, _ in enough], [c for _, c in enough], k), "problems": len(enough)}
 
 
-def _vote(brief: Brief) -> Verdict:
+def _vote(rollout: RolloutSummary) -> Verdict:
     """An environment that gives rewards and no verdicts votes by them."""
-    if brief.verdict is not None:
-        return brief.verdict
-    return Verdict.CORRECT if brief.correct else Verdict.INCORRECT
+    if rollout.verdict is not None:
+        return rollout.verdict
+    return Verdict.CORRECT if rollout.correct else Verdict.INCORRECT
 
 
-def _conduct(data: Sequence[Brief]) -> dict[str, Any]:
+def _conduct(data: Sequence[RolloutSummary]) -> dict[str, Any]:
     """How the rollouts that hold data went."""
-    ended = Counter(brief.ended.value for brief in data)
+    ended = Counter(rollout.ended.value for rollout in data)
     truncated = {kind.value: ended[kind.value] for kind in Ended if kind.is_truncation}
     return {
         "ended": dict(sorted(ended.items())),
-        "verdicts": dict(sorted(Counter(brief.verdict.value for brief in data if brief.verdict is not None).items())),
-        "turns": _mean(brief.turns for brief in data),
+        "verdicts": dict(
+            sorted(Counter(rollout.verdict.value for rollout in data if rollout.verdict is not None).items())
+        ),
+        "turns": _mean(rollout.turns for rollout in data),
         "tool_calls": {
-            "mean": _mean(len(brief.outcomes) for brief in data),
-            "outcomes": dict(sorted(Counter(outcome for brief in data for outcome in brief.outcomes).items())),
+            "mean": _mean(len(rollout.outcomes) for rollout in data),
+            "outcomes": dict(sorted(Counter(outcome for rollout in data for outcome in rollout.outcomes).items())),
         },
         "truncated": {"share": sum(truncated.values()) / len(data), **truncated},
         "void_share": ended[Ended.VOID_TURN.value] / len(data),
         "tokens": {
-            "prompt_mean": _mean(brief.prompt_tokens for brief in data),
-            "model_mean": _mean(brief.model_tokens for brief in data),
-            "response_mean": _mean(brief.tokens for brief in data),
-            "model_total": sum(brief.model_tokens for brief in data),
+            "prompt_mean": _mean(rollout.prompt_tokens for rollout in data),
+            "model_mean": _mean(rollout.model_tokens for rollout in data),
+            "response_mean": _mean(rollout.tokens for rollout in data),
+            "model_total": sum(rollout.model_tokens for rollout in data),
         },
     }
 
 
-def _no_data(briefs: Sequence[Brief]) -> dict[str, int]:
+def _no_data(rollouts: Sequence[RolloutSummary]) -> dict[str, int]:
     """What failed outside the policy, by kind; ``retried`` are fresh starts after such failures, successful or not."""
     kinds = Counter(
-        brief.ended.value if brief.ended.is_no_data else str(brief.verdict) for brief in briefs if brief.no_data
+        rollout.ended.value if rollout.ended.is_no_data else str(rollout.verdict)
+        for rollout in rollouts
+        if rollout.no_data
     )
     return {
         "total": sum(kinds.values()),
-        "retried": sum(brief.attempt for brief in briefs),
+        "retried": sum(rollout.attempt for rollout in rollouts),
         **dict(sorted(kinds.items())),
     }
 
