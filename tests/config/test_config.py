@@ -210,8 +210,8 @@ def test_an_unknown_key_of_a_file_names_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_a_renamed_key_is_refused_with_its_new_name(old: str, new: str, tmp_path: Path) -> None:
     assert refused(f"{old}=1") == f"{old} (value 1) (command line) has a new name: {new}"
-    section, _, key = old.partition(".")
-    file = overlay(tmp_path / "mine.yaml", f"{section}: {{{key}: 1}}\n")
+    sections = old.split(".")
+    file = overlay(tmp_path / "mine.yaml", ": {".join(sections) + ": 1" + "}" * (len(sections) - 1) + "\n")
     assert refused(config_file=file) == f"{old} (value 1) ({file}) has a new name: {new}"
     assert new in known_keys("simpletir")
 
