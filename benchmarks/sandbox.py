@@ -141,7 +141,7 @@ def command(prefix: list[str], program: str) -> Call:
 
 @contextmanager
 def service() -> Iterator[tuple[str, psutil.Process]]:
-    """A front with one runner on a free port."""
+    """A gateway with one runner on a free port."""
     process = subprocess.Popen(
         [sys.executable, "-m", "agentrl_sandbox", "serve", "--port", "0", "--no-token"],
         stdout=subprocess.PIPE,

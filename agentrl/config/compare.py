@@ -16,7 +16,7 @@ RESUME_MAY_CHANGE = (
     "model.attention",
     "sandbox.url",
     "sandbox.workers",
-    "sandbox.patience",
+    "sandbox.retry_deadline",
     "sandbox.standby",
     "sandbox.first_user",
     "sandbox.allow_unisolated",

@@ -27,6 +27,7 @@ RENAMED = {
     "training.plan_deadline": "training.worker_timeout",
     "evaluation.endpoint.patience": "evaluation.endpoint.retry_deadline",
     "evaluation.endpoint.silence": "evaluation.endpoint.read_timeout",
+    "sandbox.patience": "sandbox.retry_deadline",
 }
 """Settings that have a new name, by their old one, which is refused."""
 _KINDS = {"number": "a number", "integer": "a whole number", "string": "text", "boolean": "true or false"}

@@ -49,7 +49,7 @@ class DockerSandbox:
         self._directory = Path(tempfile.mkdtemp(prefix="agentrl-sandbox-"))
         self._sockets = self._directory / "sockets"
         self._sockets.mkdir(mode=0o700)
-        self._pool = RunnerPool(self._sockets, queue_limit=_QUEUE_LIMIT, queue_seconds=settings.patience)
+        self._pool = RunnerPool(self._sockets, queue_limit=_QUEUE_LIMIT, queue_seconds=settings.retry_deadline)
         self._container: Any = None
         self._keeping: asyncio.Task[None] | None = None
         self._closed = False
@@ -63,7 +63,7 @@ class DockerSandbox:
         """Start the container and wait for its runner. Raises StartError and UnisolatedError."""
         self._pool.open()
         await asyncio.to_thread(self._run_container)
-        waiting = asyncio.ensure_future(self._pool.roster.wait_for_runner(_START_SECONDS))
+        waiting = asyncio.ensure_future(self._pool.registry.wait_for_runner(_START_SECONDS))
         ending = asyncio.ensure_future(asyncio.to_thread(self._follow))
         try:
             await asyncio.wait((waiting, ending), return_when=asyncio.FIRST_COMPLETED)
@@ -140,7 +140,7 @@ class DockerSandbox:
                     await asyncio.to_thread(self._run_container)
                     break
                 except StartError:
-                    await asyncio.sleep(1.0)  # the engine may be restarting; calls wait, up to their patience
+                    await asyncio.sleep(1.0)  # the engine may be restarting; calls wait, up to retry_deadline
             ending = asyncio.ensure_future(asyncio.to_thread(self._follow))
 
     def _run_container(self) -> None:

@@ -10,7 +10,7 @@ SandboxError
 ├── BusyError           a service has no room now; the same call may succeed later
 │   └── QueueFullError  more calls wait already than its queue holds
 ├── RefusedError        a service refused a call for a reason that trying again does not change
-└── service.settings.SettingsError  a service was told to start with settings that cannot hold
+└── service.gateway_settings.ServiceSettingsError  a service was told to start with settings that cannot hold
 """
 
 from __future__ import annotations

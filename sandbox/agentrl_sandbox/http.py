@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 _IN_FLIGHT = 256  # requests at once, unless the settings say otherwise; more calls wait here
 _START_SECONDS = 60.0
 _CONNECT_SECONDS = 10.0
-_SILENCE_SECONDS = 600.0  # beyond a program's time: what the service may keep a call in its queue
+_READ_TIMEOUT_SECONDS = 600.0  # beyond a program's time: what the service may keep a call in its queue
 _IDLE_SECONDS = 30.0  # after which an unused connection is closed; the service keeps it longer
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 _LIMITS = (
@@ -162,14 +162,14 @@ class HttpSandbox:
         pause = _FIRST_PAUSE
         while True:
             async with self._room:
-                deadline = deadline or time.monotonic() + seconds + self._settings.patience
+                deadline = deadline or time.monotonic() + seconds + self._settings.retry_deadline
                 try:
                     return read(await self._send(method, path, body, seconds))
                 except BusyError as error:
                     busy = error
             rest = max(pause, busy.retry_after) * random.uniform(0.5, 1.5)
             if time.monotonic() + rest > deadline:
-                why = f"{self._settings.url} had no answer in {self._settings.patience:g} s: {busy}"
+                why = f"{self._settings.url} had no answer in {self._settings.retry_deadline:g} s: {busy}"
                 raise BusyError(why) from busy
             await asyncio.sleep(rest)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -178,7 +178,7 @@ class HttpSandbox:
         """One request. Raises BusyError where trying again may help."""
         if self._closed:
             raise ClosedError("the sandbox was closed")
-        timeout = httpx.Timeout(_CONNECT_SECONDS, read=seconds + _SILENCE_SECONDS, write=_SILENCE_SECONDS)
+        timeout = httpx.Timeout(_CONNECT_SECONDS, read=seconds + _READ_TIMEOUT_SECONDS, write=_READ_TIMEOUT_SECONDS)
         request = httpx.Request(
             method,
             self._settings.url.rstrip("/") + path,
@@ -209,12 +209,12 @@ class HttpSandbox:
             raise BusyError(f"{self._settings.url} gave an answer that is no JSON: {error}") from error
 
     def _say_absent(self, error: httpx.TransportError) -> None:
-        """Once an outage, at its beginning: the calls that wait say nothing until their patience is over."""
+        """Warn once, when an outage begins: waiting calls log nothing until their retry deadline."""
         if not self._absent and not self._closed:
             self._absent = True
             _log.warning(
                 "the sandbox at %s does not answer (%s); calls wait for it up to %g s. Start it again if nothing does",
-                *(self._settings.url, type(error).__name__, self._settings.patience),
+                *(self._settings.url, type(error).__name__, self._settings.retry_deadline),
             )
 
     def _one_connection(self) -> httpx.AsyncHTTPTransport:
@@ -248,7 +248,7 @@ class HttpSandbox:
         return RefusedError(why)
 
     async def _ready(self) -> dict[str, Any]:
-        deadline = time.monotonic() + min(_START_SECONDS, self._settings.patience)
+        deadline = time.monotonic() + min(_START_SECONDS, self._settings.retry_deadline)
         while True:
             try:
                 state = await self._send("GET", "/ready", None, 0.0)

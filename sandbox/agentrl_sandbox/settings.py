@@ -35,7 +35,7 @@ class SandboxSettings(BaseModel):
     token: str | None = Field(
         None, repr=False, exclude=True, description="a service's token, never written out; none: that of SANDBOX_TOKEN"
     )
-    patience: float = Field(
+    retry_deadline: float = Field(
         300.0, gt=0, description="seconds that a call waits for a busy or absent service before it counts as failed"
     )
     standby: bool = Field(False, description="keep a second server warm, to take over at once when the first one dies")

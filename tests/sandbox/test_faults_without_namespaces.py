@@ -39,7 +39,7 @@ def holding(mark: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("which", ["undertaker", "server", "interpreter"])
+@pytest.mark.parametrize("which", ["reaper", "server", "interpreter"])
 async def test_whatever_is_killed_leaves_no_process_and_no_file(everywhere, which):
     mark = secrets.token_hex(8)
     program = "open('left', 'w')\n" + DAEMON.format(mark=mark) + "import time; time.sleep(30)"
@@ -47,11 +47,11 @@ async def test_whatever_is_killed_leaves_no_process_and_no_file(everywhere, whic
     while not holding(mark):
         assert not call.done(), call.result()
         await asyncio.sleep(0.01)
-    (undertaker,) = [pid for pid in children(everywhere.process.pid) if b"server" in cmdline(pid)]
-    (server,) = children(undertaker)
+    (reaper,) = [pid for pid in children(everywhere.process.pid) if b"server" in cmdline(pid)]
+    (server,) = children(reaper)
     interpreter = next(pid for pid in children(server) if b"bare" in cmdline(pid))
     scratch = Path(os.readlink(f"/proc/{holding(mark)[0]}/cwd")).parent
-    os.kill({"undertaker": undertaker, "server": server, "interpreter": interpreter}[which], signal.SIGKILL)
+    os.kill({"reaper": reaper, "server": server, "interpreter": interpreter}[which], signal.SIGKILL)
     assert (await call).outcome is Outcome.INFRASTRUCTURE_FAILURE
     assert (await everywhere.execute("print('back')")).stdout == "back\n"
     assert await until(lambda: not holding(mark)), holding(mark)

@@ -95,7 +95,7 @@ async def test_descriptors_sent_to_the_server_are_not_taken(sandbox):
     assert await until(lambda: len(list(Path(f"/proc/{server}/fd").iterdir())) <= before)
 
 
-async def test_the_keeper_cannot_be_killed_stopped_or_read(sandbox, session):
+async def test_the_session_init_cannot_be_killed_stopped_or_read(sandbox, session):
     program = (
         "import os, signal\nfor number in (9, 19, 15, 11):\n    try:\n        os.kill(1, number)\n"
         "    except PermissionError:\n        pass\n"
@@ -153,14 +153,14 @@ async def test_many_sessions_leave_nothing_behind(sandbox):
     assert await until(lambda: counts() == before), (counts(), before)
 
 
-async def test_a_killed_keeper_is_a_failure_of_the_sandbox(sandbox):
+async def test_a_killed_session_init_is_a_failure_of_the_sandbox(sandbox):
     session = await sandbox.open_session()
     fork = await sandbox.fork_session(session)
     call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(60)", session=session))
     await asyncio.sleep(0.3)
-    (keeper,) = (pid for pid in processes_below(server_of(sandbox)) if pid_inside(pid) == 1)
-    os.kill(keeper, signal.SIGKILL)
+    (session_init,) = (pid for pid in processes_below(server_of(sandbox)) if pid_inside(pid) == 1)
+    os.kill(session_init, signal.SIGKILL)
     assert (await call).outcome is Outcome.INFRASTRUCTURE_FAILURE
     for name in (session, fork):
-        assert "keeper ended" in await ended(sandbox, name)
+        assert "session init ended" in await ended(sandbox, name)
     assert (await sandbox.execute("print(1)")).outcome is Outcome.OK

@@ -76,7 +76,7 @@ async def test_a_signal_to_its_group_reaches_the_program_alone(world, name):
     await sandbox.close()
 
 
-async def test_a_program_that_kills_its_keeper_was_killed(world):
+async def test_a_program_that_kills_its_session_init_was_killed(world):
     """They share a user, and this Landlock knows no signals: it gains its session's end, and no failure of ours."""
     sandbox = await world("container-abi5", SandboxSettings(workers=4))
     session = await sandbox.open_session()

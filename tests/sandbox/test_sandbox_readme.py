@@ -11,7 +11,7 @@ import pytest
 
 import agentrl_sandbox
 from agentrl_sandbox.client import SandboxSettings
-from agentrl_sandbox.service.settings import ServiceSettings
+from agentrl_sandbox.service.gateway_settings import GatewaySettings
 
 ROOT = Path(agentrl_sandbox.__file__).parents[1]
 SHOWN = ["ok {2: 3, 3: 2, 5: 1}", "42"]
@@ -31,6 +31,6 @@ def test_compose_passes_every_setting_on():
     """One that is not passed on would be taken and change nothing."""
     text = (ROOT / "compose.yaml").read_text(encoding="utf-8")
     passed = set(re.findall(r"^      (SANDBOX_\w+): \$\{\1:-\}", text, re.MULTILINE)) | {"SANDBOX_TOKEN_FILE"}
-    front = set(ServiceSettings.model_fields) - {"host", "port"}  # fixed in the container, published by SANDBOX_BIND
-    runner = set(SandboxSettings.model_fields) - {"url", "token", "patience"}
-    assert passed == {f"SANDBOX_{name.upper()}" for name in front | runner}
+    gateway = set(GatewaySettings.model_fields) - {"host", "port"}  # fixed in the container, published by SANDBOX_BIND
+    runner = set(SandboxSettings.model_fields) - {"url", "token", "retry_deadline"}
+    assert passed == {f"SANDBOX_{name.upper()}" for name in gateway | runner}

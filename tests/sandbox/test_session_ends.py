@@ -140,7 +140,7 @@ async def test_a_killed_server_ends_its_sessions_and_the_next_one_opens_new_ones
     call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(60)", session=session))
     await asyncio.sleep(0.3)
     processes = processes_below(server_of(sandbox))
-    assert len(processes) >= 5  # two interpreters, a keeper, a session and its fork
+    assert len(processes) >= 5  # two interpreters, a session_init, a session and its fork
     os.kill(server_of(sandbox), signal.SIGKILL)
     assert (await call).outcome is Outcome.INFRASTRUCTURE_FAILURE
     for name in (session, fork):

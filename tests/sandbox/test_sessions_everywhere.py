@@ -76,7 +76,7 @@ async def test_the_next_session_of_a_slot_finds_nothing(everywhere):
         await everywhere.close_session(session)
 
 
-async def test_a_session_cannot_end_its_keeper(everywhere):
+async def test_a_session_cannot_end_its_session_init(everywhere):
     session = await everywhere.open_session()
     program = (
         "import os, signal\nfor number in (signal.SIGKILL, signal.SIGSTOP):\n    try:\n"

@@ -67,7 +67,7 @@ def attempts(guards: str, name: str, body: str, *, prologue: str = "", after: st
     program = (
         f"{_HELPERS}{prologue}\n"
         + "".join(
-            f"try:\n    {line}\n    print('reached', {line!r})\nexcept (OSError, Refused):\n    pass\n"
+            f"try:\n    {line}\n    print('reached', {line!r})\nexcept (OSError, NotReachedError):\n    pass\n"
             for line in lines
         )
         + "print('tried')\n"
@@ -78,24 +78,24 @@ def attempts(guards: str, name: str, body: str, *, prologue: str = "", after: st
 _HELPERS = '''
 import ctypes, os, platform, socket, struct, sys
 libc = ctypes.CDLL(None, use_errno=True)
-class Refused(Exception): pass
+class NotReachedError(Exception): pass
 def foreign():
     """Processes that are not the program's own, as far as it can see any."""
     found = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
     return found
-def refuse(): raise Refused("empty")
+def refuse(): raise NotReachedError("empty")
 def any_of(reach):
     """Whether any process that is not ours can be reached in this way."""
     for pid in foreign():
         try:
             reach(pid)
-        except (OSError, Refused):
+        except (OSError, NotReachedError):
             continue
         return
-    raise Refused("all")
+    raise NotReachedError("all")
 def call(name, *arguments):
     """A function of the C library; minus one is a refusal."""
-    if getattr(libc, name)(*arguments) == -1: raise Refused(name)
+    if getattr(libc, name)(*arguments) == -1: raise NotReachedError(name)
 NUMBERS = {
     "x86_64": dict(ptrace=101, keyctl=250, add_key=248, bpf=321, io_uring_setup=425, userfaultfd=323,
         perf_event_open=298, process_vm_readv=310, pidfd_getfd=438, open_by_handle_at=304, kexec_load=246,
@@ -110,5 +110,5 @@ NUMBERS = {
 }[platform.machine()]
 def system(name, *arguments):
     """A system call by its number; minus one is a refusal."""
-    if libc.syscall(ctypes.c_long(NUMBERS[name]), *arguments) == -1: raise Refused(name)
+    if libc.syscall(ctypes.c_long(NUMBERS[name]), *arguments) == -1: raise NotReachedError(name)
 '''

@@ -28,14 +28,15 @@ from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome, San
 
 _TRIES = (1, 3, 9)  # how much more time each try has than the first
 _PROBE_SECONDS = 0.3  # the deadline that the time probe is given
-_PATIENCE_SECONDS = 20.0  # for probes that should end by themselves
+_PROBE_TIMEOUT_SECONDS = 20.0  # for probes that should end by themselves
 _NEIGHBOUR_SECONDS = 0.3  # that a neighbour's files are looked for
 
 Execute = Callable[..., Awaitable[Execution]]
-Look = Callable[[int], Awaitable[bool]]  # how much more time it has -> whether the property held; or it raises Unclear
+# From a factor on the time limits to whether the property held; raises InconclusiveProbeError.
+Look = Callable[[int], Awaitable[bool]]
 
 
-class Unclear(Exception):
+class InconclusiveProbeError(Exception):
     """A probe's program ended in a way that shows nothing."""
 
     def __init__(self, ran: Execution) -> None:
@@ -77,7 +78,7 @@ async def _settle(name: str, look: Look) -> bool:
     for slower in _TRIES:
         try:
             return await look(slower)
-        except Unclear as unclear:
+        except InconclusiveProbeError as unclear:
             endings.append(str(unclear))
     raise StartError(
         f"whether {name} holds could not be seen: the probe's program ended as {', then '.join(endings)}. "
@@ -88,7 +89,7 @@ async def _settle(name: str, look: Look) -> bool:
 def _judge(ran: Execution, *, broken: bool, held: tuple[Outcome, ...] = (Outcome.OK,)) -> bool:
     """``broken`` says whether the program was seen to get through, ``held`` how one ends that did not."""
     if not broken and ran.outcome not in held:
-        raise Unclear(ran)
+        raise InconclusiveProbeError(ran)
     return not broken
 
 
@@ -126,7 +127,7 @@ async def _network(execute: Execute, slower: int) -> bool:
             listener.setblocking(False)
         tcp.listen()
         program = programs.NETWORK.format(tcp=tcp.getsockname()[1], udp=udp.getsockname()[1], word=word)
-        ran = await execute(program, timeout=slower * _PATIENCE_SECONDS)
+        ran = await execute(program, timeout=slower * _PROBE_TIMEOUT_SECONDS)
         return _judge(ran, broken="sent" in ran.stdout or word.encode() in _arrived(tcp, udp))
 
 
@@ -161,7 +162,7 @@ async def _writes(execute: Execute, slower: int) -> bool:
         untouched.chmod(0o666)
         directories = [open_to_all, os.getcwd(), str(Path.home()), tempfile.gettempdir(), "/var/tmp", sys.prefix, "/"]
         program = programs.WRITES.format(directories=directories, name=name, untouched=str(untouched))
-        ran = await execute(program, timeout=slower * _PATIENCE_SECONDS)
+        ran = await execute(program, timeout=slower * _PROBE_TIMEOUT_SECONDS)
         changed = not _is_untouched(untouched)
         leaked = [path for path in (Path(directory) / name for directory in directories) if path.exists()]
         for path in leaked:
@@ -178,7 +179,7 @@ async def _reads(execute: Execute, victim: _Victim, neighbours: bool, slower: in
 
     ``neighbours``: programs run side by side, so that one that looked for another's files must have met them.
     """
-    patience = slower * _PATIENCE_SECONDS
+    timeout = slower * _PROBE_TIMEOUT_SECONDS
     with _open_directory() as open_to_all:
         secret = Path(open_to_all, "secret")
         secret.write_text(victim.start + victim.rest)
@@ -186,12 +187,12 @@ async def _reads(execute: Execute, victim: _Victim, neighbours: bool, slower: in
         neighbour = programs.NEIGHBOUR.format(secret=victim.start + victim.rest, seconds=2 * seconds)
         places = [str(secret), f"/proc/{victim.process.pid}/environ", f"/proc/{victim.process.pid}/fd/0"]
         reader = programs.READS.format(places=places, start=victim.start, seconds=seconds)
-        beside, ran = await asyncio.gather(execute(neighbour, timeout=patience), execute(reader, timeout=patience))
+        beside, ran = await asyncio.gather(execute(neighbour, timeout=timeout), execute(reader, timeout=timeout))
         held = _judge(ran, broken=victim.rest in ran.stdout)
         if held and neighbours and not _met(beside, ran):
-            raise Unclear(beside)
+            raise InconclusiveProbeError(beside)
         if held and os.access("/etc/shadow", os.R_OK):
-            ran = await execute(programs.SHADOW, timeout=patience)
+            ran = await execute(programs.SHADOW, timeout=timeout)
             held = _judge(ran, broken=ran.exit_code == programs.GOT_THROUGH)
         return held
 
@@ -205,14 +206,14 @@ def _met(neighbour: Execution, reader: Execution) -> bool:
 
 async def _memory(execute: Execute, memory_mb: int, slower: int) -> bool:
     program = programs.MEMORY.format(size=2 * memory_mb << 20)
-    ran = await execute(program, timeout=slower * _PATIENCE_SECONDS)
+    ran = await execute(program, timeout=slower * _PROBE_TIMEOUT_SECONDS)
     return _judge(ran, broken=ran.outcome is Outcome.OK, held=(Outcome.MEMORY_LIMIT,))
 
 
 async def _processes(execute: Execute, max_processes: int, slower: int) -> bool:
     """Either no more can be made, or the program that has them is killed."""
     program = programs.PROCESSES.format(most=max_processes + 8)
-    ran = await execute(program, timeout=slower * _PATIENCE_SECONDS)
+    ran = await execute(program, timeout=slower * _PROBE_TIMEOUT_SECONDS)
     return _judge(ran, broken=ran.exit_code == programs.GOT_THROUGH, held=(Outcome.OK, Outcome.KILLED))
 
 
@@ -220,23 +221,23 @@ async def _time(execute: Execute, slower: int) -> bool:
     """It must have begun to ignore signals when it is ended."""
     ran = await execute(programs.TIME, timeout=slower * _PROBE_SECONDS)
     if "spins" not in ran.stdout:
-        raise Unclear(ran)
+        raise InconclusiveProbeError(ran)
     return _judge(ran, broken=False, held=(Outcome.TIMEOUT,))
 
 
 async def _output(execute: Execute, flood_limit: int, slower: int) -> bool:
     program = programs.OUTPUT.format(size=2 * flood_limit + programs.AHEAD)
-    ran = await execute(program, timeout=slower * _PATIENCE_SECONDS)
+    ran = await execute(program, timeout=slower * _PROBE_TIMEOUT_SECONDS)
     return _judge(ran, broken=ran.outcome is Outcome.OK, held=(Outcome.OUTPUT_LIMIT,))
 
 
 async def _tracing(execute: Execute, victim: _Victim, slower: int) -> bool:
     program = programs.TRACING.format(pid=victim.process.pid, start=victim.start)
-    ran = await execute(program, timeout=slower * _PATIENCE_SECONDS)
+    ran = await execute(program, timeout=slower * _PROBE_TIMEOUT_SECONDS)
     return _judge(ran, broken=ran.exit_code == programs.GOT_THROUGH or victim.rest in ran.stdout)
 
 
 async def _signals(execute: Execute, victim: _Victim, slower: int) -> bool:
     """A process of this user must survive."""
-    ran = await execute(programs.SIGNALS.format(pid=victim.process.pid), timeout=slower * _PATIENCE_SECONDS)
+    ran = await execute(programs.SIGNALS.format(pid=victim.process.pid), timeout=slower * _PROBE_TIMEOUT_SECONDS)
     return _judge(ran, broken=ran.exit_code == programs.GOT_THROUGH or victim.process.poll() is not None)

@@ -23,10 +23,10 @@ from agentrl_sandbox.errors import (
     UnisolatedError,
 )
 from agentrl_sandbox.file_names import check_files, check_names
+from agentrl_sandbox.local.fork_server import ForkServerProcess, ServerGoneError, ServerRefusedError
 from agentrl_sandbox.local.probes import probe
-from agentrl_sandbox.local.process import Refused, ServerGone, ServerProcess
 from agentrl_sandbox.local.session_book import SessionBook
-from agentrl_sandbox.local.standby import Servers, first_user
+from agentrl_sandbox.local.standby import ForkServers, first_user
 from agentrl_sandbox.once import Once, digest
 from agentrl_sandbox.runner.config import RunnerConfig
 from agentrl_sandbox.runner.program.order import Order
@@ -44,7 +44,7 @@ _FIX = (
 class LocalSandbox:
     """A fork server and what is needed to bring it back. Made by ``open_local``."""
 
-    def __init__(self, settings: SandboxSettings, config: RunnerConfig, server: ServerProcess) -> None:
+    def __init__(self, settings: SandboxSettings, config: RunnerConfig, server: ForkServerProcess) -> None:
         self._loop = asyncio.get_running_loop()
         self._settings = settings
         self._config = config
@@ -53,7 +53,7 @@ class LocalSandbox:
         self._room = asyncio.Semaphore(settings.concurrency)
         self._once = Once()
         self._sessions = SessionBook()
-        self._servers = Servers(settings, config, server, self._follow)
+        self._servers = ForkServers(settings, config, server, self._follow)
         self._closed = False
 
     @property
@@ -105,7 +105,7 @@ class LocalSandbox:
             server = await self._servers.living()
             number = next(self._identifiers)
             await self._ask_for_session(server, number, {"op": "open", "session": number})
-        except (Refused, ServerGone, TimeoutError) as error:
+        except (ServerRefusedError, ServerGoneError, TimeoutError) as error:
             raise SandboxError(f"no session could be opened: {error}") from error
         return self._sessions.add(number, server)
 
@@ -119,11 +119,11 @@ class LocalSandbox:
             try:
                 header = {"op": "fork", "session": origin.number, "fork": number}
                 await self._ask_for_session(origin.server, number, header)
-            except Refused as refused:
+            except ServerRefusedError as refused:
                 if refused.kind == "fork":
                     raise SessionForkError(f"session {session!r} could not be forked: {refused.why}") from refused
                 raise self._sessions.gone(session, refused.why) from refused
-            except (ServerGone, TimeoutError) as error:
+            except (ServerGoneError, TimeoutError) as error:
                 raise SandboxError(f"session {session!r} could not be forked: {error}") from error
             return self._sessions.add(number, origin.server)
 
@@ -136,7 +136,7 @@ class LocalSandbox:
         self._sessions.end(session, "it was closed")
         try:
             await live.server.ask({"op": "close", "id": next(self._identifiers), "session": live.number})
-        except ServerGone:
+        except ServerGoneError:
             return  # and the session with it
         except TimeoutError as error:
             raise SandboxError(f"session {session!r} does not end: {error}") from error
@@ -175,16 +175,16 @@ class LocalSandbox:
             async with self._room:
                 try:
                     return await self._run_on(live.server, replace(order, session=live.number))
-                except Refused as refused:
+                except ServerRefusedError as refused:
                     raise self._sessions.gone(session, refused.why) from refused
 
-    async def _run_on(self, server: ServerProcess | None, order: Order) -> Execution:
+    async def _run_on(self, server: ForkServerProcess | None, order: Order) -> Execution:
         """Run on the session's server, or on any."""
         started = time.monotonic()
         try:
             server = server or await self._servers.living()
             return await server.run(order)
-        except (ServerGone, StartError) as error:
+        except (ServerGoneError, StartError) as error:
             return _failure(str(error), started)
         except TimeoutError:
             assert server is not None
@@ -195,10 +195,10 @@ class LocalSandbox:
         """Start a second server in the background, where the settings ask for one."""
         self._servers.keep_standby()
 
-    async def _ask_for_session(self, server: ServerProcess, number: int, header: dict[str, object]) -> None:
+    async def _ask_for_session(self, server: ForkServerProcess, number: int, header: dict[str, object]) -> None:
         try:
             await server.ask({**header, "id": next(self._identifiers)})
-        except Refused as refused:
+        except ServerRefusedError as refused:
             if refused.kind == "limit":
                 raise SessionLimitError(f"no further session: {refused.why}") from refused
             raise
@@ -206,7 +206,7 @@ class LocalSandbox:
             server.close_session(number)
             raise
 
-    def _follow(self, server: ServerProcess) -> None:
+    def _follow(self, server: ForkServerProcess) -> None:
         """Hear of sessions that end."""
         server.on_session_ended = functools.partial(self._sessions.end_number, server)
         server.on_gone = functools.partial(self._sessions.end_all, server, "the sandbox's server ended")
@@ -224,7 +224,7 @@ async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None
     for mode in (*modes, "none"):
         config = runner_config(settings, mode)
         try:
-            server = await ServerProcess.start(config)
+            server = await ForkServerProcess.start(config)
         except StartError as error:
             if mode == "none":
                 raise

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from agentrl_sandbox.errors import UnknownSessionError
-from agentrl_sandbox.local.process import ServerProcess
+from agentrl_sandbox.local.fork_server import ForkServerProcess
 
 _REMEMBERED = 4096  # ended sessions of which is known how they ended
 
@@ -19,7 +19,7 @@ class LiveSession:
 
     name: str
     number: int
-    server: ServerProcess
+    server: ForkServerProcess
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -30,7 +30,7 @@ class SessionBook:
         self._live: dict[str, LiveSession] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
 
-    def add(self, number: int, server: ServerProcess) -> str:
+    def add(self, number: int, server: ForkServerProcess) -> str:
         """A session has opened. Gives the name that nobody can guess."""
         name = secrets.token_hex(16)
         self._live[name] = LiveSession(name=name, number=number, server=server)
@@ -60,13 +60,13 @@ class SessionBook:
         self.end(name, why)
         return _unknown(name, self._ended.get(name, why))
 
-    def end_number(self, server: ServerProcess, number: int, why: str) -> None:
+    def end_number(self, server: ForkServerProcess, number: int, why: str) -> None:
         """The server says that a session has ended."""
         for session in list(self._live.values()):
             if session.server is server and session.number == number:
                 self.end(session.name, why)
 
-    def end_all(self, server: ServerProcess, why: str) -> None:
+    def end_all(self, server: ForkServerProcess, why: str) -> None:
         """A server has ended, and its sessions with it."""
         for session in list(self._live.values()):
             if session.server is server:

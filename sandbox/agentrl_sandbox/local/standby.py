@@ -8,29 +8,29 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from agentrl_sandbox.errors import StartError
-from agentrl_sandbox.local.process import ServerGone, ServerProcess
+from agentrl_sandbox.local.fork_server import ForkServerProcess, ServerGoneError
 from agentrl_sandbox.runner.config import RunnerConfig
 from agentrl_sandbox.runner.isolation.users import free_users
 from agentrl_sandbox.settings import SandboxSettings
 
 
-class Servers:
+class ForkServers:
     """``follow`` is called with every server that comes to run programs, the first included."""
 
     def __init__(
         self,
         settings: SandboxSettings,
         config: RunnerConfig,
-        server: ServerProcess,
-        follow: Callable[[ServerProcess], None],
+        server: ForkServerProcess,
+        follow: Callable[[ForkServerProcess], None],
     ) -> None:
         self._settings = settings
         self._config = config
         self._server = server
         self._follow = follow
-        self._standby: asyncio.Task[ServerProcess] | None = None
+        self._standby: asyncio.Task[ForkServerProcess] | None = None
         self._starts = 1
-        self._burials: set[asyncio.Task[None]] = set()
+        self._endings: set[asyncio.Task[None]] = set()
         self._restarting = asyncio.Lock()
         self._closed = False
         follow(server)
@@ -40,19 +40,19 @@ class Servers:
         """See ``lockdown.layers``."""
         return self._server.layers
 
-    async def living(self) -> ServerProcess:
-        """The server, brought back if it is gone. Raises ServerGone once closed, and StartError."""
+    async def living(self) -> ForkServerProcess:
+        """The server, brought back if it is gone. Raises ServerGoneError once closed, and StartError."""
         async with self._restarting:
             if self._closed:
-                raise ServerGone("the sandbox was closed")
+                raise ServerGoneError("the sandbox was closed")
             if self._server.gone:
                 await self._succeed(self._server)
             return self._server
 
-    def keep_standby(self, burial: asyncio.Task[None] | None = None) -> None:
+    def keep_standby(self, ending: asyncio.Task[None] | None = None) -> None:
         """Start a second server in the background, where the settings ask for one."""
         if self._settings.standby:
-            self._standby = asyncio.get_running_loop().create_task(self._start(burial))
+            self._standby = asyncio.get_running_loop().create_task(self._start(ending))
 
     async def close(self) -> None:
         """End them and what runs on them."""
@@ -60,38 +60,38 @@ class Servers:
         async with self._restarting:
             await self._server.close()
             await self._close_standby()
-            await asyncio.gather(*self._burials)
+            await asyncio.gather(*self._endings)
 
-    async def _succeed(self, dead: ServerProcess) -> None:
+    async def _succeed(self, dead: ForkServerProcess) -> None:
         """Have the standby take over from a dead server, or start another. Raises StartError."""
-        burial = asyncio.get_running_loop().create_task(dead.close())
-        self._burials.add(burial)
-        burial.add_done_callback(self._burials.discard)
+        ending = asyncio.get_running_loop().create_task(dead.close())
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
         standby, self._standby = self._standby, None
-        server: ServerProcess | None = None
+        server: ForkServerProcess | None = None
         if standby is not None:
             with contextlib.suppress(StartError):
                 server = await standby
         if server is not None and server.gone:
             await server.close()
             server = None
-        self._server = server or await self._start(burial)
+        self._server = server or await self._start(ending)
         self._follow(self._server)
-        self.keep_standby(burial)
+        self.keep_standby(ending)
 
-    async def _start(self, burial: asyncio.Task[None] | None) -> ServerProcess:
+    async def _start(self, ending: asyncio.Task[None] | None) -> ForkServerProcess:
         """A warm server. Servers that live side by side never have programs run as the same users. Raises StartError.
 
-        It starts when ``burial``, the end of the server before, is over: that one's users may become its own.
+        It starts when ``ending``, the end of the server before, is over: that one's users may become its own.
         """
-        if burial is not None:
-            await asyncio.shield(burial)
+        if ending is not None:
+            await asyncio.shield(ending)
         turn, self._starts = self._starts, self._starts + 1
         try:
             users = first_user(self._settings, turn)
         except OSError as error:
             raise StartError(f"no users could be drawn for the sandbox's server: {error}") from error
-        server = await ServerProcess.start(replace(self._config, first_user=users))
+        server = await ForkServerProcess.start(replace(self._config, first_user=users))
         try:
             await server.warm()
         except asyncio.CancelledError:

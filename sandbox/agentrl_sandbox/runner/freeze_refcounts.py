@@ -13,7 +13,7 @@ import sysconfig
 from types import CodeType
 
 
-def immortalize() -> int:
+def freeze_refcounts() -> int:
     """Make all that the garbage collector reaches immortal; how many objects that is.
 
     0, and nothing is done, where the interpreter has no immortal objects or lays counts out in another way. Nothing

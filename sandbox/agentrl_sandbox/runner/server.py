@@ -26,8 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from agentrl_sandbox.runner import kernel
-from agentrl_sandbox.runner.cleanup import leftovers as remains
-from agentrl_sandbox.runner.cleanup import reaper as undertaker
+from agentrl_sandbox.runner.cleanup import processes, reaper, scratch
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
 from agentrl_sandbox.runner.isolation import rootfs
 from agentrl_sandbox.runner.isolation.lockdown import has_own_users, layers
@@ -38,7 +37,7 @@ from agentrl_sandbox.runner.program.order import Order
 from agentrl_sandbox.runner.program.program import Ending, Program, done_frame, judge
 from agentrl_sandbox.runner.program.watch import Watch
 from agentrl_sandbox.runner.routing import needs_science
-from agentrl_sandbox.runner.sessions.server_side import Sessions
+from agentrl_sandbox.runner.sessions.manager import SessionManager
 from agentrl_sandbox.runner.sessions.table import KIND
 from agentrl_sandbox.runner.zygote_handle import ZygoteHandle
 from agentrl_sandbox.types import Outcome
@@ -58,7 +57,7 @@ def main() -> None:
     why = ""
     try:
         if config.isolate == "none":
-            undertaker.fork_server(config, int(sys.argv[2]))
+            reaper.fork_server(config, int(sys.argv[2]))
         else:
             if config.isolate == "user":
                 _become_first_process(config, int(sys.argv[2]))
@@ -69,7 +68,7 @@ def main() -> None:
     client.sendall(pack({"op": "hello", "why": why, "layers": layers(config)}))
     if why:
         return
-    server = Server(config, client)
+    server = ForkServer(config, client)
     try:
         server.serve()
     finally:
@@ -95,7 +94,7 @@ def _become_first_process(config: RunnerConfig, descriptor: int) -> None:
     os._exit(0)
 
 
-class Server:
+class ForkServer:
     """The loop and what it knows."""
 
     def __init__(self, config: RunnerConfig, client: socket.socket) -> None:
@@ -114,7 +113,7 @@ class Server:
         self._zygotes: dict[str, ZygoteHandle] = {}
         self._by_descriptor: dict[int, ZygoteHandle] = {}
         self._handlers: dict[int, Callable[[], None]] = {}
-        self._sessions = Sessions(config, self)
+        self._sessions = SessionManager(config, self)
         self._next_tick = time.monotonic() + _TICK
         self._parent = os.getppid()
         self._bare = config.isolate == "none"
@@ -146,7 +145,7 @@ class Server:
         for zygote in self._zygotes.values():
             zygote.close()
         if self._bare:
-            undertaker.bury(self._config, self._scratch)
+            reaper.clean_up(self._config, self._scratch)
 
     # The client.
 
@@ -283,7 +282,7 @@ class Server:
 
     def release(self, slot: int, kind: str) -> None:
         """Nothing runs in a slot any more. One in which files were left comes back when that zygote has cleaned it."""
-        if not self._bare or remains.is_clean(f"{self._scratch}/{slot}", self._user(slot)):
+        if not self._bare or scratch.is_clean(f"{self._scratch}/{slot}", self._user(slot)):
             self._give_back(slot)
             return
         self._unclean[slot] = kind
@@ -349,7 +348,7 @@ class Server:
         if not zygote.ready:
             raise RuntimeError(f"{why} before it was ready")
         if self._bare:
-            remains.kill_strays([other.pid for other in self._zygotes.values() if other is not zygote])
+            processes.kill_strays([other.pid for other in self._zygotes.values() if other is not zygote])
         self._start_zygote(zygote.kind)
         if zygote.kind == KIND:
             self._sessions.end_all(why)

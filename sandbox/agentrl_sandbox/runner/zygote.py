@@ -5,7 +5,7 @@ SEQPACKET socket, one JSON object a message:
 
     server -> zygote   {"op": "spawn", "id", "slot", "cpu"} with descriptors [program file, stdout, stderr, status]
                        and [file to fetch into] where files are asked for
-                       {"op": "keep", "id", "slot", "session"} with descriptors [keeper's socket, session's socket]
+                       {"op": "init", "id", "slot", "session"} with descriptors [init's socket, session's socket]
                        {"op": "kill", "id"} · {"op": "where", "id"} · {"op": "clean", "slot"}
     zygote -> server   {"op": "ready"} · {"op": "failed", "id", "why"} · {"op": "located", "id", "pid"}
                        {"op": "exit", "id", "status", "cpu"} · {"op": "clean", "slot"}
@@ -30,14 +30,14 @@ import sys
 from typing import Any
 
 from agentrl_sandbox.runner import kernel
-from agentrl_sandbox.runner.cleanup import leftovers as remains
+from agentrl_sandbox.runner.cleanup import processes, scratch
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
-from agentrl_sandbox.runner.freeze_refcounts import immortalize
+from agentrl_sandbox.runner.freeze_refcounts import freeze_refcounts
 from agentrl_sandbox.runner.isolation.lockdown import has_own_users
 from agentrl_sandbox.runner.program.child import ChildLimits, limit_children, run_child
 from agentrl_sandbox.runner.program.randomness import find_generators
 from agentrl_sandbox.runner.routing import BARE_MODULES
-from agentrl_sandbox.runner.sessions.session_init import run_keeper
+from agentrl_sandbox.runner.sessions.session_init import run_session_init
 
 _MAX_MESSAGE = 65_536
 _MOST_DESCRIPTORS = 5
@@ -57,7 +57,7 @@ def main() -> None:
     sys.argv[:] = ["<program>"]
     gc.collect()
     generators = find_generators()
-    immortalize()
+    freeze_refcounts()
     gc.freeze()
     merge_heap_pages()
     with socket.socket(fileno=int(descriptor)) as server:
@@ -163,7 +163,7 @@ class Zygote:
         for _, _, payload in ancillary:
             descriptors.frombytes(payload)
         message = json.loads(data)
-        if message["op"] in ("spawn", "keep"):
+        if message["op"] in ("spawn", "init"):
             self._spawn(message, list(descriptors))
         elif message["op"] == "clean":
             self._clean(message["slot"])
@@ -192,8 +192,8 @@ class Zygote:
             self._send({"op": "failed", "id": identifier, "why": str(error)})
             return
         else:
-            if pid == 0 and message["op"] == "keep":
-                run_keeper(self._limits, message["slot"], message["session"], descriptors)
+            if pid == 0 and message["op"] == "init":
+                run_session_init(self._limits, message["slot"], message["session"], descriptors)
             if pid == 0:
                 run_child(self._limits, message["slot"], message["cpu"], descriptors)
             self._ids[pid] = identifier
@@ -215,7 +215,7 @@ class Zygote:
             if identifier is not None and slot is not None:
                 del self._pids[identifier]
                 if self._bare:
-                    remains.kill_strays(self._slots, self._limits.user(slot))
+                    processes.kill_strays(self._slots, self._limits.user(slot))
                 cpu = usage.ru_utime + usage.ru_stime
                 self._send({"op": "exit", "id": identifier, "status": status, "cpu": cpu})
             elif slot is not None:
@@ -226,8 +226,8 @@ class Zygote:
     def _clean(self, slot: int) -> None:
         """Have a helper remove a slot's files; what a program may have made in number must not keep others waiting."""
         user, directory = self._limits.user(slot), f"{self._scratch}/{slot}"
-        remains.kill_strays(self._slots, user)
-        self._slots[remains.run_as(user, functools.partial(remains.clean, directory, user))] = slot
+        processes.kill_strays(self._slots, user)
+        self._slots[processes.run_as(user, functools.partial(scratch.clean, directory, user))] = slot
 
     def _send(self, message: dict[str, Any]) -> None:
         self._server.send(json.dumps(message).encode())

@@ -61,9 +61,9 @@ class ZygoteHandle:
         message = {"op": "spawn", "id": identifier, "slot": slot, "cpu": cpu_seconds}
         socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors)
 
-    def keep(self, identifier: int, slot: int, session: int, descriptors: list[int]) -> None:
-        """Ask for a keeper with one session. Raises OSError when the zygote is gone."""
-        message = {"op": "keep", "id": identifier, "slot": slot, "session": session}
+    def start_session(self, identifier: int, slot: int, session: int, descriptors: list[int]) -> None:
+        """Ask for a session init with one session. Raises OSError when the zygote is gone."""
+        message = {"op": "init", "id": identifier, "slot": slot, "session": session}
         socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors)
 
     def locate(self, identifier: int) -> None:

@@ -1,4 +1,4 @@
-"""The command ``agentrl-sandbox``: ``serve`` a front, be a ``runner``, ``check`` a sandbox."""
+"""The command ``agentrl-sandbox``: ``serve`` a gateway, be a ``runner``, ``check`` a sandbox."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from agentrl_sandbox.errors import SandboxError, StartError
+from agentrl_sandbox.service.gateway_settings import NO_TOKEN, GatewaySettings, read_settings
 from agentrl_sandbox.service.pool.messages import check_answers_fit
-from agentrl_sandbox.service.settings import NO_TOKEN, ServiceSettings, read_settings
 from agentrl_sandbox.settings import SandboxSettings
 
-_OF_CLIENTS = ("url", "token", "patience")  # settings that mean nothing to a runner
+_OF_CLIENTS = ("url", "token", "retry_deadline")  # settings that mean nothing to a runner
 _WARNING = (
     "The attacks are real: in a sandbox that is none they kill processes and write files. They stop by themselves at "
     "3000 processes, 3 GB of memory or disk and 100 MB of output."
@@ -43,18 +43,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="agentrl-sandbox", description="Runs Python programs, isolated, over HTTP.")
     commands = parser.add_subparsers(dest="command", required=True)
     of_runners = ", ".join(name for name in SandboxSettings.model_fields if name not in _OF_CLIENTS)
-    of_front = ", ".join(ServiceSettings.model_fields)
-    epilog = f"Settings of runners: {of_runners}; of the front: {of_front}. Also as variables SANDBOX_NAME."
+    of_gateway = ", ".join(GatewaySettings.model_fields)
+    epilog = f"Settings of runners: {of_runners}; of the gateway: {of_gateway}. Also as variables SANDBOX_NAME."
     serve = commands.add_parser("serve", help="answer HTTP requests", epilog=epilog)
     serve.add_argument("--host", help="address to bind to; 127.0.0.1 unless given")
     serve.add_argument("--port", help="port; 8080 unless given, 0: any free one")
     serve.add_argument("--no-token", action="store_true", help="let everyone in who reaches the port")
     serve.add_argument("--sockets", type=Path, help="directory of the runners' sockets; none: start runners here")
     serve.add_argument("--runners", type=int, default=1, help="how many runners to start here")
-    runner = commands.add_parser("runner", help="run programs for a front", epilog=f"Settings: {of_runners}.")
+    runner = commands.add_parser("runner", help="run programs for a gateway", epilog=f"Settings: {of_runners}.")
     runner.add_argument("--sockets", type=Path, required=True, help="directory to listen in")
     runner.add_argument("--name", default=socket.gethostname(), help="name of the socket; the host's unless given")
-    runner.add_argument("--linger", type=float, help="seconds without a front after which to end")
+    runner.add_argument("--linger", type=float, help="seconds without a gateway after which to end")
     runner.add_argument("--parent", type=int, help="process to end with")
     check = commands.add_parser(
         "check", help="run programs that a sandbox must serve, and attacks that it must withstand", epilog=_WARNING
@@ -92,43 +92,45 @@ def _serve(options: argparse.Namespace) -> int:
     if options.no_token:
         named["token"] = NO_TOKEN
     arguments = [*options.settings, *(f"{name}={value}" for name, value in named.items())]
-    of_front = [text for text in arguments if text.partition("=")[0] in ServiceSettings.model_fields]
-    of_runners = [text for text in arguments if text not in of_front]
+    of_gateway = [text for text in arguments if text.partition("=")[0] in GatewaySettings.model_fields]
+    of_runners = [text for text in arguments if text not in of_gateway]
     of_a_runner = read_settings(SandboxSettings, os.environ, of_runners, without=_OF_CLIENTS)
     check_answers_fit(of_a_runner)  # complain here, not in a child
     if options.sockets is not None and of_runners:
         raise SandboxError(f"{of_runners[0]!r} belongs to runners, which are not started here with --sockets")
-    settings = read_settings(ServiceSettings, os.environ, of_front)
+    settings = read_settings(GatewaySettings, os.environ, of_gateway)
     import uvloop
 
-    return uvloop.run(_serve_front(settings, options.sockets, options.runners, of_runners))
+    return uvloop.run(_serve_gateway(settings, options.sockets, options.runners, of_runners))
 
 
-async def _serve_front(settings: ServiceSettings, sockets: Path | None, runners: int, arguments: Sequence[str]) -> int:
-    from agentrl_sandbox.service.gateway.process import serve_front
+async def _serve_gateway(
+    settings: GatewaySettings, sockets: Path | None, runners: int, arguments: Sequence[str]
+) -> int:
+    from agentrl_sandbox.service.gateway.serve import serve_gateway
     from agentrl_sandbox.service.supervisor import local_runners
 
     def say(port: int) -> None:
         print(f"listening at http://{settings.host}:{port}", flush=True)
 
     if sockets is not None:
-        await serve_front(settings, sockets, on_listening=say)
+        await serve_gateway(settings, sockets, on_listening=say)
         return 0
-    async with local_runners(runners, arguments) as (directory, keeping):
-        serving = asyncio.ensure_future(serve_front(settings, directory, on_listening=say))
-        await asyncio.wait((serving, keeping), return_when=asyncio.FIRST_COMPLETED)
-        if keeping.done():
+    async with local_runners(runners, arguments) as (directory, supervising):
+        serving = asyncio.ensure_future(serve_gateway(settings, directory, on_listening=say))
+        await asyncio.wait((serving, supervising), return_when=asyncio.FIRST_COMPLETED)
+        if supervising.done():
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
-            _raise_start_error(keeping)
+            _raise_start_error(supervising)
         serving.result()
     return 0
 
 
-def _raise_start_error(keeping: asyncio.Task[None]) -> NoReturn:
-    """The runners' keeper ends by itself only when one of them could not start."""
+def _raise_start_error(supervising: asyncio.Task[None]) -> NoReturn:
+    """The supervising task ends by itself only when a runner cannot start."""
     try:
-        keeping.result()
+        supervising.result()
     except* StartError as errors:
         found = errors
     raise StartError(str(found.exceptions[0]))

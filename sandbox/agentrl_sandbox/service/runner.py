@@ -1,7 +1,7 @@
 """The runner: a local sandbox behind a Unix socket. It has no token, no gold answer and no network.
 
 The socket's directory is for its owner alone, and programs may not connect to Unix sockets: whoever reaches the socket
-is the front. Programs that a front asked for die with its connection, and so do its sessions.
+is the gateway. Programs that a gateway asked for die with its connection, and so do its sessions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RunnerOptions:
 
     sockets: Path
     name: str  # several runners share one directory; each has a name of its own
-    linger: float | None = None  # seconds without a front after which it ends; none: never
+    linger: float | None = None  # seconds without a gateway after which it ends; none: never
     parent: int | None = None  # the process that it ends with
 
 
@@ -126,40 +126,40 @@ def _refuse_a_living(path: Path) -> None:
 
 
 class RunnerService:
-    """One sandbox and the fronts that use it."""
+    """One sandbox and the gateways that use it."""
 
     def __init__(self, sandbox: Sandbox, hello: dict[str, Any]) -> None:
         self.sandbox = sandbox
         self.hello = hello
-        self.fronts: set[FrontConnection] = set()
+        self.gateways: set[GatewayConnection] = set()
         self.changed = asyncio.Event()
 
-    def connection(self) -> FrontConnection:
-        """A protocol for one more front."""
-        return FrontConnection(self)
+    def connection(self) -> GatewayConnection:
+        """A protocol for one more gateway."""
+        return GatewayConnection(self)
 
     async def lonely(self, seconds: float | None) -> None:
-        """Wait until no front has been connected for so long; forever without a number."""
+        """Wait until no gateway has been connected for so long; forever without a number."""
         while True:
             self.changed.clear()
-            patience = seconds if not self.fronts else None
+            timeout = seconds if not self.gateways else None
             try:
-                await asyncio.wait_for(self.changed.wait(), patience)
+                await asyncio.wait_for(self.changed.wait(), timeout)
             except TimeoutError:
                 return
 
     async def drain(self) -> None:
-        """Tell the fronts to send nothing more, and wait for what runs."""
-        for front in self.fronts:
-            front.send({"op": "leaving"})
-        while tasks := [task for front in self.fronts for task in front.tasks.values()]:
+        """Tell the gateways to send nothing more, and wait for what runs."""
+        for gateway in self.gateways:
+            gateway.send({"op": "leaving"})
+        while tasks := [task for gateway in self.gateways for task in gateway.tasks.values()]:
             await asyncio.wait(tasks)
-        for front in list(self.fronts):
-            front.close()
+        for gateway in list(self.gateways):
+            gateway.close()
 
 
-class FrontConnection(asyncio.Protocol):
-    """One front: its requests under way and its sessions."""
+class GatewayConnection(asyncio.Protocol):
+    """One gateway: its requests under way and its sessions."""
 
     def __init__(self, service: RunnerService) -> None:
         self._service = service
@@ -172,15 +172,15 @@ class FrontConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Say hello."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
-        self._service.fronts.add(self)
+        self._service.gateways.add(self)
         self._service.changed.set()
         self.send(self._service.hello)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Kill what this front asked for."""
+        """Kill what this gateway asked for."""
         for task in self.tasks.values():
             task.cancel()
-        self._service.fronts.discard(self)
+        self._service.gateways.discard(self)
         self._service.changed.set()
         for session in self._sessions:
             ending = asyncio.get_running_loop().create_task(self._end(session))
@@ -192,7 +192,7 @@ class FrontConnection(asyncio.Protocol):
         try:
             frames = self._frames.feed(data)
         except FrameError as error:
-            _log.error("a front broke the protocol: %s", error)
+            _log.error("a gateway broke the protocol: %s", error)
             self.close()
             return
         for header, blobs in frames:
@@ -206,7 +206,7 @@ class FrontConnection(asyncio.Protocol):
             task.add_done_callback(self._forget(identifier))
 
     def send(self, header: dict[str, Any], *blobs: bytes) -> None:
-        """Write one frame, unless the front is gone."""
+        """Write one frame, unless the gateway is gone."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(pack(header, *blobs))
 
@@ -220,7 +220,7 @@ class FrontConnection(asyncio.Protocol):
             del self.tasks[identifier]
             if task.cancelled():  # before its first step
                 self.send(_refused(identifier, "cancelled", "cancelled"))
-            elif (bug := task.exception()) is not None:  # silence would cost this runner its front
+            elif (bug := task.exception()) is not None:  # silence would cost this runner its gateway
                 _log.error("a request could not be answered", exc_info=bug)
                 self.send(_refused(identifier, "failed", f"{type(bug).__name__}: {bug}"))
 

@@ -1,4 +1,4 @@
-"""Runners on this machine, for a front that is started without Docker."""
+"""Runners on this machine, for a gateway that is started without Docker."""
 
 from __future__ import annotations
 

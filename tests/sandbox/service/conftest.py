@@ -15,9 +15,9 @@ import pytest_asyncio
 import uvicorn
 
 from agentrl_sandbox.client import Execution, Isolation, Outcome, SandboxSettings, UnknownSessionError
-from agentrl_sandbox.service.gateway.app import Front, build_app
+from agentrl_sandbox.service.gateway.app import Gateway, build_app
 from agentrl_sandbox.service.gateway.guard import Guard
-from agentrl_sandbox.service.gateway.process import DrainingServer
+from agentrl_sandbox.service.gateway.serve import DrainingServer
 from agentrl_sandbox.service.pool import messages
 from agentrl_sandbox.service.pool.pool import RunnerPool
 from agentrl_sandbox.service.runner import RunnerService, listening
@@ -119,9 +119,9 @@ class RunningRunner:
 
     async def kill(self) -> None:
         """Connections break, whatever is under way."""
-        for front in list(self.service.fronts):
-            assert front._transport is not None
-            front._transport.abort()
+        for gateway in list(self.service.gateways):
+            assert gateway._transport is not None
+            gateway._transport.abort()
         await self._stack.aclose()
 
 
@@ -148,12 +148,12 @@ async def start_runner(sockets: Path) -> AsyncIterator[StartRunner]:
         yield start
 
 
-class RunningFront:
-    """A front behind a real socket."""
+class RunningGateway:
+    """A gateway behind a real socket."""
 
-    def __init__(self, front: Front, server: DrainingServer, port: int, client: httpx.AsyncClient) -> None:
-        self.front, self.server, self.port, self.client = front, server, port, client
-        self.pool = front.pool
+    def __init__(self, gateway: Gateway, server: DrainingServer, port: int, client: httpx.AsyncClient) -> None:
+        self.gateway, self.server, self.port, self.client = gateway, server, port, client
+        self.pool = gateway.pool
 
     @property
     def url(self) -> str:
@@ -164,13 +164,13 @@ class RunningFront:
 
 
 @asynccontextmanager
-async def running_front(sockets: Path, *, queue_limit: int = 64, runners: int = 1) -> AsyncIterator[RunningFront]:
+async def running_gateway(sockets: Path, *, queue_limit: int = 64, runners: int = 1) -> AsyncIterator[RunningGateway]:
     pool = RunnerPool(sockets, queue_limit=queue_limit, queue_seconds=60.0)
-    front = Front(pool, batch_limit=16)
+    gateway = Gateway(pool, batch_limit=16)
     hosts = frozenset({"127.0.0.1", "localhost"})
-    app = Guard(build_app(front), token=TOKEN, hosts=hosts, max_body=100_000)
+    app = Guard(build_app(gateway), token=TOKEN, hosts=hosts, max_body=100_000)
     config = uvicorn.Config(app, port=0, lifespan="on", log_level="error", timeout_graceful_shutdown=1)
-    server = DrainingServer(config, front, drain_seconds=30.0)
+    server = DrainingServer(config, gateway, drain_seconds=30.0)
     serving = asyncio.ensure_future(server.serve())
     try:
         while not server.started:
@@ -179,8 +179,8 @@ async def running_front(sockets: Path, *, queue_limit: int = 64, runners: int = 
         headers = {"Authorization": f"Bearer {TOKEN}"}
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60) as client:
             if runners:
-                assert await pool.roster.wait_for_runner(120)
-            yield RunningFront(front, server, port, client)
+                assert await pool.registry.wait_for_runner(120)
+            yield RunningGateway(gateway, server, port, client)
     finally:
         server.should_exit = True
         await serving
@@ -193,8 +193,8 @@ async def runner(start_runner: StartRunner) -> RunningRunner:
 
 
 @pytest_asyncio.fixture
-async def front(sockets: Path, runner: RunningRunner) -> AsyncIterator[RunningFront]:
-    async with running_front(sockets) as started:
+async def gateway(sockets: Path, runner: RunningRunner) -> AsyncIterator[RunningGateway]:
+    async with running_gateway(sockets) as started:
         yield started
 
 
@@ -210,6 +210,6 @@ def _until() -> Callable[..., Any]:
     return until
 
 
-@pytest.fixture(name="running_front")
-def _running_front() -> Callable[..., Any]:
-    return running_front
+@pytest.fixture(name="running_gateway")
+def _running_gateway() -> Callable[..., Any]:
+    return running_gateway

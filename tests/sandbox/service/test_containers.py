@@ -149,9 +149,9 @@ async def test_runners_have_no_network_few_capabilities_and_a_read_only_root(ser
         assert any("no-new-privileges" in option for option in host["SecurityOpt"])
         assert host["PidsLimit"] > 0
         assert host["Memory"] > 0
-    (front,) = compose.containers(engine, "front")
-    assert (front.attrs["HostConfig"]["CapDrop"], front.attrs["HostConfig"]["CapAdd"]) == (["ALL"], None)
-    assert front.attrs["HostConfig"]["PortBindings"]["8080/tcp"][0]["HostIp"] == "127.0.0.1"
+    (gateway,) = compose.containers(engine, "gateway")
+    assert (gateway.attrs["HostConfig"]["CapDrop"], gateway.attrs["HostConfig"]["CapAdd"]) == (["ALL"], None)
+    assert gateway.attrs["HostConfig"]["PortBindings"]["8080/tcp"][0]["HostIp"] == "127.0.0.1"
 
 
 async def test_programs_reach_neither_the_sockets_nor_each_others_users(service):
@@ -223,15 +223,15 @@ async def test_a_runner_killed_under_load_loses_nothing(service, compose, engine
     assert all(d.stdout == f"{i}\n" for i, d in enumerate(done) if d not in failed)
 
 
-async def test_the_front_is_replaced_and_clients_go_on(service, compose, engine):
+async def test_the_gateway_is_replaced_and_clients_go_on(service, compose, engine):
     calls = [asyncio.ensure_future(service.execute(f"import time; time.sleep(0.2); print({i})")) for i in range(20)]
     await asyncio.sleep(0.5)
-    (front,) = compose.containers(engine, "front")
-    await asyncio.to_thread(front.restart, timeout=0)
+    (gateway,) = compose.containers(engine, "gateway")
+    await asyncio.to_thread(gateway.restart, timeout=0)
     assert [(await call).stdout for call in calls] == [f"{i}\n" for i in range(20)]
 
 
-@pytest.mark.parametrize("name", ["front", "runner"])
+@pytest.mark.parametrize("name", ["gateway", "runner"])
 async def test_a_container_that_crashes_under_load_is_started_again(service, compose, engine, name):
     runners = len(compose.containers(engine, "runner"))
     calls = [asyncio.ensure_future(service.execute(f"import time; time.sleep(0.05); print({i})")) for i in range(150)]

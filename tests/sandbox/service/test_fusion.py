@@ -75,14 +75,14 @@ async def test_a_failure_of_the_sandbox_is_said_in_words():
     )
 
 
-async def test_over_http_even_a_failure_is_200_and_another_language_422(front):
+async def test_over_http_even_a_failure_is_200_and_another_language_422(gateway):
     fields = {"code": "broken", "language": "python"}
-    answer = await front.client.post("/run_code", json=fields)
+    answer = await gateway.client.post("/run_code", json=fields)
     assert (answer.status_code, answer.json()["status"]) == (200, "SandboxError")
-    assert (await front.client.post("/run_code", json={**fields, "language": "cobol"})).status_code == 422
+    assert (await gateway.client.post("/run_code", json={**fields, "language": "cobol"})).status_code == 422
 
 
-async def test_every_field_is_taken_and_defaults_are_theirs(front, runner):
+async def test_every_field_is_taken_and_defaults_are_theirs(gateway, runner):
     fields = {
         "code": "c",
         "language": "python",
@@ -93,16 +93,16 @@ async def test_every_field_is_taken_and_defaults_are_theirs(front, runner):
         "files": {"a": base64.b64encode(b"x").decode(), "b": None},
         "fetch_files": ["a", "missing"],
     }
-    answer = (await front.client.post("/run_code", json=fields)).json()
+    answer = (await gateway.client.post("/run_code", json=fields)).json()
     assert (answer["run_result"]["stdout"], answer["files"]) == ("cin", {"a": "eA=="})
     defaults = RunCodeRequest(code="c", language="python")
     assert (defaults.run_timeout, defaults.compile_timeout, defaults.memory_limit_MB) == (10, 10, -1)
     assert RunJupyterRequest(cells=[]).total_timeout == 45
 
 
-async def test_files_that_are_no_base64_are_an_error_of_the_sandbox(front):
+async def test_files_that_are_no_base64_are_an_error_of_the_sandbox(gateway):
     fields = {"code": "c", "language": "python", "files": {"a": "!"}}
-    answer = await front.client.post("/run_code", json=fields)
+    answer = await gateway.client.post("/run_code", json=fields)
     assert (answer.status_code, answer.json()["status"]) == (200, "SandboxError")
 
 
@@ -149,7 +149,7 @@ async def test_a_notebook(notebook_settings):
         assert (late["status"], late["driver"]["status"], late["cells"]) == ("Failed", "TimeLimitExceeded", [])
 
         one_late = await cells(sandbox, ["while True: pass", "print(2)"], cell_timeout=0.3)
-        assert one_late["cells"][0]["error"][0]["ename"] == "CellTimeout"
+        assert one_late["cells"][0]["error"][0]["ename"] == "CellTimeoutError"
         assert one_late["cells"][1]["stdout"] == "2\n"
 
         dead = await cells(sandbox, ["import os; os._exit(3)"])

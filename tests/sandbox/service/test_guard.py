@@ -7,25 +7,26 @@ import stat
 
 import pytest
 
-from agentrl_sandbox.service.gateway.process import kept_token
-from agentrl_sandbox.service.settings import ServiceSettings, SettingsError, read_settings
+from agentrl_sandbox.service.gateway.serve import kept_token
+from agentrl_sandbox.service.gateway_settings import GatewaySettings, ServiceSettingsError, read_settings
+from agentrl_sandbox.settings import SandboxSettings
 
 JSON = {"Content-Type": "application/json"}
 BODY = b'{"program": "p"}'
 
 
-async def post(front, **headers):
+async def post(gateway, **headers):
     wanted = {name.replace("_", "-"): value for name, value in headers.items()}
-    return await front.client.post("/v1/execute", content=BODY, headers={**JSON, **wanted})
+    return await gateway.client.post("/v1/execute", content=BODY, headers={**JSON, **wanted})
 
 
-async def test_the_right_token_is_let_in(front):
-    assert (await post(front)).status_code == 200
+async def test_the_right_token_is_let_in(gateway):
+    assert (await post(gateway)).status_code == 200
 
 
 @pytest.mark.parametrize("header", ["", "Bearer", "Bearer wrong", "the-token", "bearer the-token", "Bearer the-token "])
-async def test_a_wrong_token_is_401_and_nothing_runs(front, runner, header):
-    answer = await post(front, Authorization=header.rstrip() + ("x" if header.endswith(" ") else ""))
+async def test_a_wrong_token_is_401_and_nothing_runs(gateway, runner, header):
+    answer = await post(gateway, Authorization=header.rstrip() + ("x" if header.endswith(" ") else ""))
     assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
     assert runner.sandbox.started == []
 
@@ -45,63 +46,63 @@ async def test_a_wrong_token_is_401_and_nothing_runs(front, runner, header):
         ("POST", "/health/../v1/execute"),
     ],
 )
-async def test_every_endpoint_that_does_something_asks_for_the_token(front, runner, method, path):
-    answer = await front.client.request(method, path, content=BODY, headers={**JSON, "Authorization": ""})
+async def test_every_endpoint_that_does_something_asks_for_the_token(gateway, runner, method, path):
+    answer = await gateway.client.request(method, path, content=BODY, headers={**JSON, "Authorization": ""})
     assert answer.status_code == 401
     assert runner.sandbox.started == []
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "", "[::2]:80"])
-async def test_a_foreign_host_is_refused(front, runner, host):
-    assert (await post(front, Host=host)).status_code == 421
+async def test_a_foreign_host_is_refused(gateway, runner, host):
+    assert (await post(gateway, Host=host)).status_code == 421
     assert runner.sandbox.started == []
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:99", "127.0.0.1:1"])
-async def test_our_own_names_are_served(front, host):
-    assert (await post(front, Host=host)).status_code == 200
+async def test_our_own_names_are_served(gateway, host):
+    assert (await post(gateway, Host=host)).status_code == 200
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:3000", "https://127.0.0.1"])
-async def test_a_request_of_another_site_is_refused(front, runner, origin):
-    assert (await post(front, Host="127.0.0.1:8080", Origin=origin)).status_code == 403
+async def test_a_request_of_another_site_is_refused(gateway, runner, origin):
+    assert (await post(gateway, Host="127.0.0.1:8080", Origin=origin)).status_code == 403
     assert runner.sandbox.started == []
 
 
-async def test_a_request_of_our_own_page_is_served(front):
-    assert (await post(front, Host="localhost:8080", Origin="http://localhost:8080")).status_code == 200
+async def test_a_request_of_our_own_page_is_served(gateway):
+    assert (await post(gateway, Host="localhost:8080", Origin="http://localhost:8080")).status_code == 200
 
 
-async def test_a_browser_that_says_cross_site_is_refused(front):
-    assert (await post(front, Sec_Fetch_Site="cross-site")).status_code == 403
+async def test_a_browser_that_says_cross_site_is_refused(gateway):
+    assert (await post(gateway, Sec_Fetch_Site="cross-site")).status_code == 403
 
 
-async def test_a_preflight_is_not_granted(front):
+async def test_a_preflight_is_not_granted(gateway):
     headers = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
-    answer = await front.client.options("/v1/execute", headers=headers)
+    answer = await gateway.client.options("/v1/execute", headers=headers)
     assert answer.status_code in (403, 415)
     assert "Access-Control-Allow-Origin" not in answer.headers
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
-async def test_only_json_is_taken(front, runner, kind):
-    assert (await post(front, Content_Type=kind)).status_code == 415
+async def test_only_json_is_taken(gateway, runner, kind):
+    assert (await post(gateway, Content_Type=kind)).status_code == 415
     assert runner.sandbox.started == []
 
 
-async def test_a_body_too_large_is_413_by_its_length_and_by_what_comes(front):
+async def test_a_body_too_large_is_413_by_its_length_and_by_what_comes(gateway):
     big = b'{"program": "' + b"x" * 100_000 + b'"}'
-    assert (await front.client.post("/v1/execute", content=big, headers=JSON)).status_code == 413
+    assert (await gateway.client.post("/v1/execute", content=big, headers=JSON)).status_code == 413
 
     async def pieces():
         for _ in range(20):
             yield big[:10_000]
 
-    assert (await front.client.post("/v1/execute", content=pieces(), headers=JSON)).status_code == 413
+    assert (await gateway.client.post("/v1/execute", content=pieces(), headers=JSON)).status_code == 413
 
 
-async def test_two_hosts_in_one_request_are_refused(front, runner):
-    reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+async def test_two_hosts_in_one_request_are_refused(gateway, runner):
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     head = (
         "POST /v1/execute HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nAuthorization: Bearer the-token\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(BODY)}\r\nConnection: close\r\n\r\n"
@@ -113,13 +114,13 @@ async def test_two_hosts_in_one_request_are_refused(front, runner):
     assert runner.sandbox.started == []
 
 
-async def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing(front, runner):
-    _, writer = await asyncio.open_connection("127.0.0.1", front.port)
+async def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing(gateway, runner):
+    _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     head = "POST /v1/execute HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer the-token\r\n"
     writer.write((head + "Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{").encode())
     await writer.drain()
     writer.close()
-    assert (await front.run("p")).json()["stdout"] == "p"
+    assert (await gateway.run("p")).json()["stdout"] == "p"
     assert runner.sandbox.started == ["p"]
 
 
@@ -136,22 +137,29 @@ def test_without_a_file_every_start_has_another_token():
 
 
 def test_it_binds_to_this_machine_unless_told():
-    assert ServiceSettings().host == "127.0.0.1"
+    assert GatewaySettings().host == "127.0.0.1"
 
 
 def test_hosts_are_those_named_and_this_machine():
-    named = ServiceSettings(allowed_hosts="Sandbox.example, front")
-    assert named.hosts == {"127.0.0.1", "localhost", "::1", "sandbox.example", "front"}
-    assert "0.0.0.0" not in ServiceSettings(host="0.0.0.0").hosts
+    named = GatewaySettings(allowed_hosts="Sandbox.example, gateway")
+    assert named.hosts == {"127.0.0.1", "localhost", "::1", "sandbox.example", "gateway"}
+    assert "0.0.0.0" not in GatewaySettings(host="0.0.0.0").hosts
 
 
 def test_settings_come_from_variables_and_arguments_which_win():
     environment = {"SANDBOX_PORT": "1", "SANDBOX_QUEUE_LIMIT": "2", "SANDBOX_HOST": "", "SANDBOX_MEMORY_MB": "3"}
-    read = read_settings(ServiceSettings, environment, ["port=7"])
+    read = read_settings(GatewaySettings, environment, ["port=7"])
     assert (read.port, read.queue_limit, read.host) == (7, 2, "127.0.0.1")
 
 
 @pytest.mark.parametrize("argument", ["prot=1", "port=x", "port=70000", "port"])
 def test_wrong_settings_are_named(argument):
-    with pytest.raises(SettingsError, match=argument.split("=")[0]):
-        read_settings(ServiceSettings, {}, [argument])
+    with pytest.raises(ServiceSettingsError, match=argument.split("=")[0]):
+        read_settings(GatewaySettings, {}, [argument])
+
+
+def test_the_old_name_of_a_setting_is_refused_with_the_new_one():
+    with pytest.raises(ServiceSettingsError, match="patience has a new name: retry_deadline"):
+        read_settings(SandboxSettings, {}, ["patience=1"])
+    with pytest.raises(ServiceSettingsError, match="SANDBOX_PATIENCE has a new name: SANDBOX_RETRY_DEADLINE"):
+        read_settings(SandboxSettings, {"SANDBOX_PATIENCE": "1"}, [])

@@ -1,4 +1,4 @@
-"""A runner may send anything. The front believes nothing impossible, drops who breaks the protocol, and goes on."""
+"""A runner may send anything. The gateway believes nothing impossible, drops who breaks the protocol, and goes on."""
 
 from __future__ import annotations
 
@@ -84,17 +84,19 @@ BREACHES: dict[str, Callable[[dict[str, Any]], bytes]] = {
 
 
 @pytest.mark.parametrize("breach", BREACHES)
-async def test_who_breaks_the_protocol_is_dropped_and_others_serve(sockets, start_runner, running_front, until, breach):
+async def test_who_breaks_the_protocol_is_dropped_and_others_serve(
+    sockets, start_runner, running_gateway, until, breach
+):
     async def reply(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         writer.write(BREACHES[breach](request))
 
-    async with scripted_runner(sockets / "bad.sock", reply) as connections, running_front(sockets) as front:
-        first = (await front.run("p")).json()
+    async with scripted_runner(sockets / "bad.sock", reply) as connections, running_gateway(sockets) as gateway:
+        first = (await gateway.run("p")).json()
         assert first["outcome"] == ("ok" if breach == "two answers" else "infrastructure_failure")
         await until(lambda: len(connections) > 1)  # it was dropped, and may try again
         await start_runner("good", workers=64)
-        await until(lambda: any(link.name == "good.sock" for link in front.pool.roster.links.values()))
-        calls = await asyncio.gather(*(front.run(f"p{i}") for i in range(8)))
+        await until(lambda: any(link.name == "good.sock" for link in gateway.pool.registry.links.values()))
+        calls = await asyncio.gather(*(gateway.run(f"p{i}") for i in range(8)))
         assert sum(call.json()["outcome"] == "ok" for call in calls) >= 4
 
 
@@ -109,57 +111,57 @@ async def test_who_breaks_the_protocol_is_dropped_and_others_serve(sockets, star
         b"SSH-2.0-OpenSSH\r\n" * 10,
     ],
 )
-async def test_who_does_not_say_hello_gets_nothing(sockets, start_runner, running_front, hello):
+async def test_who_does_not_say_hello_gets_nothing(sockets, start_runner, running_gateway, hello):
     asked: list[object] = []
 
     async def reply(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         asked.append(request)
 
     await start_runner("good")
-    async with scripted_runner(sockets / "bad.sock", reply, hello), running_front(sockets) as front:
-        assert [(await front.run("p")).json()["stdout"] for _ in range(3)] == ["p"] * 3
-        assert list(front.pool.roster.links) == ["good.sock"]
+    async with scripted_runner(sockets / "bad.sock", reply, hello), running_gateway(sockets) as gateway:
+        assert [(await gateway.run("p")).json()["stdout"] for _ in range(3)] == ["p"] * 3
+        assert list(gateway.pool.registry.links) == ["good.sock"]
     assert asked == []
 
 
-async def test_a_runner_that_takes_a_program_and_goes_away_fails_it_once(sockets, running_front):
+async def test_a_runner_that_takes_a_program_and_goes_away_fails_it_once(sockets, running_gateway):
     asked: list[object] = []
 
     async def reply(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         asked.append(request)
         writer.transport.abort()
 
-    async with scripted_runner(sockets / "bad.sock", reply), running_front(sockets) as front:
-        assert (await front.run("p")).json()["outcome"] == "infrastructure_failure"
+    async with scripted_runner(sockets / "bad.sock", reply), running_gateway(sockets) as gateway:
+        assert (await gateway.run("p")).json()["outcome"] == "infrastructure_failure"
     assert len(asked) == 1
 
 
-async def test_what_is_no_socket_is_left_alone(sockets, start_runner, running_front):
+async def test_what_is_no_socket_is_left_alone(sockets, start_runner, running_gateway):
     (sockets / "file.sock").write_text("x")
     (sockets / "link.sock").symlink_to("/run/other.sock")
     (sockets / "folder.sock").mkdir()
     await start_runner("good")
-    async with running_front(sockets) as front:
-        assert (await front.run("p")).json()["stdout"] == "p"
-        assert list(front.pool.roster.links) == ["good.sock"]
+    async with running_gateway(sockets) as gateway:
+        assert (await gateway.run("p")).json()["stdout"] == "p"
+        assert list(gateway.pool.registry.links) == ["good.sock"]
 
 
-async def test_a_socket_left_behind_is_passed_over_and_can_be_taken_again(sockets, start_runner, running_front):
+async def test_a_socket_left_behind_is_passed_over_and_can_be_taken_again(sockets, start_runner, running_gateway):
     import socket
 
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(sockets / "one.sock"))
-    async with running_front(sockets, runners=0) as front:
+    async with running_gateway(sockets, runners=0) as gateway:
         await start_runner("one")
-        assert (await front.run("p")).json()["stdout"] == "p"
+        assert (await gateway.run("p")).json()["stdout"] == "p"
 
 
-async def test_output_that_is_no_text_is_replaced(sockets, running_front):
+async def test_output_that_is_no_text_is_replaced(sockets, running_gateway):
     async def reply(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         writer.write(pack({**DONE, "id": request["id"]}, b"\xff\xfe", b"\x00"))
 
-    async with scripted_runner(sockets / "odd.sock", reply), running_front(sockets) as front:
-        ran = (await front.run("p")).json()
+    async with scripted_runner(sockets / "odd.sock", reply), running_gateway(sockets) as gateway:
+        ran = (await gateway.run("p")).json()
     assert (ran["stdout"], ran["stderr"]) == ("\ufffd\ufffd", "\x00")
 
 

@@ -1,4 +1,4 @@
-"""``http://``: the client against real fronts, in front of steered and of real runners."""
+"""``http://``: the client against real gateways, in front of steered and of real runners."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from agentrl_sandbox.client import (
 )
 
 
-def settings(front, **fields: object) -> SandboxSettings:
-    return SandboxSettings(**{"url": front.url, "token": "the-token", "patience": 30.0, **fields})
+def settings(gateway, **fields: object) -> SandboxSettings:
+    return SandboxSettings(**{"url": gateway.url, "token": "the-token", "retry_deadline": 30.0, **fields})
 
 
 @asynccontextmanager
-async def opened(front, **fields: object) -> AsyncIterator:
-    sandbox = await open_sandbox(settings(front, **fields))
+async def opened(gateway, **fields: object) -> AsyncIterator:
+    sandbox = await open_sandbox(settings(gateway, **fields))
     try:
         yield sandbox
     finally:
         await sandbox.close()
 
 
-async def test_it_runs_programs_and_knows_the_isolation(front):
-    async with opened(front) as sandbox:
+async def test_it_runs_programs_and_knows_the_isolation(gateway):
+    async with opened(gateway) as sandbox:
         ran = await sandbox.execute("p", stdin="in", files={"a": b"\x00\xff"}, fetch_files=["a", "b"])
         assert (ran.outcome, ran.stdout, ran.exit_code, ran.files) == (Outcome.OK, "pin", 0, {"a": b"\x00\xff"})
         assert sandbox.isolation.missing == ()
 
 
-async def test_the_token_comes_from_the_environment_too(front, monkeypatch):
+async def test_the_token_comes_from_the_environment_too(gateway, monkeypatch):
     monkeypatch.setenv("SANDBOX_TOKEN", "the-token")
-    async with opened(front, token=None) as sandbox:
+    async with opened(gateway, token=None) as sandbox:
         assert (await sandbox.execute("p")).stdout == "p"
 
 
 @pytest.mark.parametrize("token", ["wrong", "none"])
-async def test_a_wrong_token_is_refused_when_it_opens(front, token):
+async def test_a_wrong_token_is_refused_when_it_opens(gateway, token):
     with pytest.raises(RefusedError, match="SANDBOX_TOKEN"):
-        await open_sandbox(settings(front, token=token))
+        await open_sandbox(settings(gateway, token=token))
 
 
 async def test_the_token_is_not_written_out():
@@ -59,32 +59,32 @@ async def test_the_token_is_not_written_out():
     assert "secret-token" not in repr(held) + held.model_dump_json()
 
 
-async def test_a_property_that_a_runner_lacks_is_refused_unless_allowed(front, runner, until):
-    layers = dict(front.pool.isolation.layers)
+async def test_a_property_that_a_runner_lacks_is_refused_unless_allowed(gateway, runner, until):
+    layers = dict(gateway.pool.isolation.layers)
     runner.hello["layers"] = {**layers, "no_network": None}
-    for connection in list(runner.service.fronts):
+    for connection in list(runner.service.gateways):
         connection.close()
-    await until(lambda: front.pool.roster.runners and front.pool.isolation.missing)
+    await until(lambda: gateway.pool.registry.runners and gateway.pool.isolation.missing)
     with pytest.raises(UnisolatedError, match="no_network"):
-        await open_sandbox(settings(front))
-    async with opened(front, allow_unisolated=True) as sandbox:
+        await open_sandbox(settings(gateway))
+    async with opened(gateway, allow_unisolated=True) as sandbox:
         assert sandbox.isolation.missing == ("no_network",)
 
 
-async def test_a_limit_that_is_not_the_services_is_refused(front):
-    async with opened(front, memory_mb=512):
+async def test_a_limit_that_is_not_the_services_is_refused(gateway):
+    async with opened(gateway, memory_mb=512):
         pass
     with pytest.raises(StartError, match="memory_mb=512, not 100"):
-        await open_sandbox(settings(front, memory_mb=100))
+        await open_sandbox(settings(gateway, memory_mb=100))
 
 
 async def test_where_nothing_listens_it_says_so():
     with pytest.raises(StartError, match="no sandbox is ready"):
-        await open_sandbox(SandboxSettings(url="http://127.0.0.1:9", patience=0.2))
+        await open_sandbox(SandboxSettings(url="http://127.0.0.1:9", retry_deadline=0.2))
 
 
-async def test_sessions(front):
-    async with opened(front) as sandbox:
+async def test_sessions(gateway):
+    async with opened(gateway) as sandbox:
         session = await sandbox.open_session()
         await sandbox.execute("a", session=session)
         fork = await sandbox.fork_session(session)
@@ -96,33 +96,33 @@ async def test_sessions(front):
 
 
 @pytest.mark.parametrize("wrong", [{"timeout": 0}, {"timeout": 4000}, {"files": {"a" * 5000: b""}}])
-async def test_impossible_arguments_raise(front, wrong):
-    async with opened(front) as sandbox:
+async def test_impossible_arguments_raise(gateway, wrong):
+    async with opened(gateway) as sandbox:
         with pytest.raises(ValueError, match=r"timeout|422"):
             await sandbox.execute("p", **wrong)
 
 
-async def test_cancelling_a_call_kills_its_program(front, runner, until):
-    async with opened(front) as sandbox:
+async def test_cancelling_a_call_kills_its_program(gateway, runner, until):
+    async with opened(gateway) as sandbox:
         call = asyncio.ensure_future(sandbox.execute("wait"))
         await until(lambda: "wait" in runner.sandbox.started)
         call.cancel()
         await until(lambda: runner.sandbox.cancelled == ["wait"])
 
 
-async def test_a_full_queue_is_waited_out(sockets, runner, running_front, until):
-    async with running_front(sockets, queue_limit=0) as front, opened(front) as sandbox:
+async def test_a_full_queue_is_waited_out(sockets, runner, running_gateway, until):
+    async with running_gateway(sockets, queue_limit=0) as gateway, opened(gateway) as sandbox:
         first = [asyncio.ensure_future(sandbox.execute("wait")) for _ in range(2)]
         await until(lambda: runner.sandbox.started.count("wait") == 2)
         late = asyncio.ensure_future(sandbox.execute("late"))
-        await until(lambda: b'refused_total{status="429"}' in front.front.metrics.text())
+        await until(lambda: b'refused_total{status="429"}' in gateway.gateway.metrics.text())
         runner.sandbox.release.set()
         assert [(await call).outcome for call in (*first, late)] == [Outcome.OK] * 3
         assert runner.sandbox.started.count("late") == 1
 
 
-async def test_a_queue_that_stays_full_is_an_infrastructure_failure(sockets, runner, running_front, until):
-    async with running_front(sockets, queue_limit=0) as front, opened(front, patience=1.0) as sandbox:
+async def test_a_queue_that_stays_full_is_an_infrastructure_failure(sockets, runner, running_gateway, until):
+    async with running_gateway(sockets, queue_limit=0) as gateway, opened(gateway, retry_deadline=1.0) as sandbox:
         first = [asyncio.ensure_future(sandbox.execute("wait", timeout=0.1)) for _ in range(2)]
         await until(lambda: runner.sandbox.started.count("wait") == 2)
         ran = await sandbox.execute("late", timeout=0.1)
@@ -133,9 +133,9 @@ async def test_a_queue_that_stays_full_is_an_infrastructure_failure(sockets, run
     assert "late" not in runner.sandbox.started
 
 
-async def test_an_absent_service_is_named_at_once_and_once(sockets, runner, running_front, until, caplog):
-    async with running_front(sockets) as front:
-        sandbox = await open_sandbox(settings(front))
+async def test_an_absent_service_is_named_at_once_and_once(sockets, runner, running_gateway, until, caplog):
+    async with running_gateway(sockets) as gateway:
+        sandbox = await open_sandbox(settings(gateway))
 
     def said() -> list[str]:
         return [record.getMessage() for record in caplog.records if record.name == "agentrl_sandbox.http"]
@@ -145,11 +145,11 @@ async def test_an_absent_service_is_named_at_once_and_once(sockets, runner, runn
     assert [call.done() for call in calls] == [False] * 5
     await sandbox.close()
     assert {(await call).outcome for call in calls} == {Outcome.INFRASTRUCTURE_FAILURE}
-    assert [f"{front.url} does not answer" in text for text in said()] == [True]
+    assert [f"{gateway.url} does not answer" in text for text in said()] == [True]
 
 
-async def test_calls_survive_a_front_that_is_replaced(sockets, runner, running_front, until):
-    """The first front dies with calls under way and more waiting; its successor has the same address."""
+async def test_calls_survive_a_gateway_that_is_replaced(sockets, runner, running_gateway, until):
+    """The first gateway dies with calls under way and more waiting; its successor has the same address."""
 
     relaying: set[asyncio.Task | None] = set()
 
@@ -175,13 +175,13 @@ async def test_calls_survive_a_front_that_is_replaced(sockets, runner, running_f
     ports: list[int] = []
     server = await asyncio.start_server(relay, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with running_front(sockets) as first:
+    async with running_gateway(sockets) as first:
         ports.append(first.port)
         sandbox = await open_sandbox(settings(first, url=url))
         calls = [asyncio.ensure_future(sandbox.execute(f"wait{i}")) for i in range(5)]
         await until(lambda: len(runner.sandbox.started) == 3)  # `pass` and two of these
     runner.sandbox.release.set()
-    async with running_front(sockets) as second:
+    async with running_gateway(sockets) as second:
         ports.append(second.port)
         done = await asyncio.gather(*calls)
         assert sorted(d.stdout for d in done) == [f"wait{i}" for i in range(5)]
@@ -239,16 +239,16 @@ async def test_a_limit_that_the_service_does_not_tell_is_refused():
             await open_sandbox(SandboxSettings(url=url, allow_unisolated=True, memory_mb=100))
 
 
-async def test_a_closed_sandbox_says_so(front):
-    sandbox = await open_sandbox(settings(front))
+async def test_a_closed_sandbox_says_so(gateway):
+    sandbox = await open_sandbox(settings(gateway))
     await sandbox.close()
     await sandbox.close()
     with pytest.raises(ClosedError):
         await sandbox.execute("p")
 
 
-async def test_closing_ends_what_runs_as_infrastructure_failures(front, runner, until):
-    sandbox = await open_sandbox(settings(front))
+async def test_closing_ends_what_runs_as_infrastructure_failures(gateway, runner, until):
+    sandbox = await open_sandbox(settings(gateway))
     calls = [asyncio.ensure_future(sandbox.execute("wait")) for _ in range(3)]
     await until(lambda: runner.sandbox.started.count("wait") == 2)
     await sandbox.close()
@@ -256,9 +256,9 @@ async def test_closing_ends_what_runs_as_infrastructure_failures(front, runner, 
     await until(lambda: runner.sandbox.cancelled == ["wait"] * 2)
 
 
-async def test_thousands_of_calls_in_flight(sockets, start_runner, running_front):
+async def test_thousands_of_calls_in_flight(sockets, start_runner, running_gateway):
     await start_runner("many", workers=16)
-    async with running_front(sockets, queue_limit=200) as front, opened(front) as sandbox:
+    async with running_gateway(sockets, queue_limit=200) as gateway, opened(gateway) as sandbox:
         done = await asyncio.gather(*(sandbox.execute(f"p{i}") for i in range(1500)))
     assert [d.stdout for d in done] == [f"p{i}" for i in range(1500)]
 

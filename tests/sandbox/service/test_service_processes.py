@@ -21,7 +21,7 @@ READY_SECONDS = 90
 
 
 class Serving:
-    """A started front with its own runner."""
+    """A started gateway with its own runner."""
 
     def __init__(self, process: asyncio.subprocess.Process, url: str) -> None:
         self.process, self.url = process, url
@@ -30,7 +30,7 @@ class Serving:
         return SandboxSettings(**{"url": self.url, "token": "tok", **fields})
 
     async def runner(self) -> int:
-        """The runner's process, a child of the front."""
+        """The runner's process, a child of the gateway."""
         end = time.monotonic() + READY_SECONDS
         while time.monotonic() < end:
             children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
@@ -38,7 +38,7 @@ class Serving:
             if found:
                 return found[0]
             await asyncio.sleep(0.05)
-        raise AssertionError("the front has no runner")
+        raise AssertionError("the gateway has no runner")
 
     async def until_running(self, count: int) -> None:
         """Wait until so many programs run."""
@@ -77,7 +77,7 @@ async def gone(pid: int) -> bool:
 
 async def test_real_programs_through_the_whole_service():
     async with serving("timeout=20", "workers=4") as service:
-        sandbox = await open_sandbox(service.settings(timeout=20))
+        sandbox = await open_sandbox(service.gateway_settings(timeout=20))
         assert sandbox.isolation.missing == ()
         programs = {
             "print(6 * 7)": (Outcome.OK, "42\n"),
@@ -110,7 +110,7 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
     print(b"SANDBOX_TOKEN" in text, b"--sockets" in text)
 """
     async with serving() as service:
-        sandbox = await open_sandbox(service.settings())
+        sandbox = await open_sandbox(service.gateway_settings())
         lines = set((await sandbox.execute(program)).stdout.split("\n"))
         assert lines <= {"None", "False False", ""}
         await sandbox.close()
@@ -118,7 +118,7 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
 
 async def test_a_killed_runner_is_replaced_and_nothing_is_lost_or_run_twice():
     async with serving("workers=2") as service:
-        sandbox = await open_sandbox(service.settings(patience=120.0))
+        sandbox = await open_sandbox(service.gateway_settings(retry_deadline=120.0))
         before = await service.runner()
         sleeping = [asyncio.ensure_future(sandbox.execute("import time; time.sleep(9)")) for _ in range(2)]
         await service.until_running(2)
@@ -133,7 +133,7 @@ async def test_a_killed_runner_is_replaced_and_nothing_is_lost_or_run_twice():
 
 async def test_sigterm_finishes_what_runs_and_leaves_no_process():
     async with serving("workers=2") as service:
-        sandbox = await open_sandbox(service.settings())
+        sandbox = await open_sandbox(service.gateway_settings())
         runner = await service.runner()
         call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(4); print('done')"))
         await service.until_running(1)
@@ -144,7 +144,7 @@ async def test_sigterm_finishes_what_runs_and_leaves_no_process():
         await sandbox.close()
 
 
-async def test_a_killed_front_takes_its_runner_along():
+async def test_a_killed_gateway_takes_its_runner_along():
     async with serving() as service:
         runner = await service.runner()
         service.process.kill()

@@ -5,6 +5,8 @@ The kernel ends what is in a PID namespace; here nothing does, so orphans are ad
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import signal
 import sys
@@ -12,7 +14,7 @@ import tempfile
 from typing import NoReturn
 
 from agentrl_sandbox.runner import kernel
-from agentrl_sandbox.runner.cleanup import leftovers as remains
+from agentrl_sandbox.runner.cleanup import processes, scratch
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
 from agentrl_sandbox.runner.isolation.lockdown import has_own_users
 
@@ -27,27 +29,34 @@ def fork_server(config: RunnerConfig, descriptor: int) -> None:
     """
     if has_own_users(config):
         _check_reach(config)
-    scratch = _make_scratch(config)
-    os.environ[SCRATCH_VARIABLE] = scratch
+    directory = _make_scratch(config)
+    os.environ[SCRATCH_VARIABLE] = directory
     kernel.adopt_orphans(needed=not has_own_users(config))
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     this = os.getpid()
     server = os.fork()
     if server != 0:
         os.close(descriptor)
-        _wait_and_bury(server, config, scratch)
+        _wait_and_clean_up(server, config, directory)
     kernel.adopt_orphans(needed=not has_own_users(config))
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # so that the server buries what is its own
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # so that the server cleans up after itself
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     kernel.die_with_parent(signal.SIGTERM)
     if os.getppid() != this:
         sys.exit(0)
 
 
-def bury(config: RunnerConfig, scratch: str) -> None:
-    """Kill what is below this process and remove the scratch directories."""
-    users = config.first_user if has_own_users(config) else None
-    remains.bury(scratch, lambda slot: None if users is None else users + slot)
+def clean_up(config: RunnerConfig, directory: str) -> None:
+    """Kill every process below this one and remove the scratch directories of all slots."""
+    processes.kill_strays(())
+    own_users = has_own_users(config)
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(directory):
+            slot, user = f"{directory}/{name}", config.first_user + int(name) if own_users else None
+            if not scratch.is_clean(slot, user):
+                processes.run_helper(user, functools.partial(scratch.clean, slot, user))
+            os.rmdir(slot)
+        os.rmdir(directory)
 
 
 def _check_reach(config: RunnerConfig) -> None:
@@ -62,7 +71,7 @@ def _check_reach(config: RunnerConfig) -> None:
 
 def _can_list(user: int, path: str) -> bool:
     try:
-        remains.run_helper(user, lambda: os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY)))
+        processes.run_helper(user, lambda: os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY)))
     except OSError:
         return False
     return True
@@ -70,22 +79,22 @@ def _can_list(user: int, path: str) -> bool:
 
 def _make_scratch(config: RunnerConfig) -> str:
     """One directory a slot. Its user may write there by its group, and not change the directory's own rights."""
-    scratch = tempfile.mkdtemp(prefix="agentrl-sandbox-")
+    directory = tempfile.mkdtemp(prefix="agentrl-sandbox-")
     own_users = has_own_users(config)
-    os.chmod(scratch, 0o711 if own_users else 0o700)
+    os.chmod(directory, 0o711 if own_users else 0o700)
     for slot in range(config.slots):
-        os.mkdir(f"{scratch}/{slot}", 0o700)
+        os.mkdir(f"{directory}/{slot}", 0o700)
         if own_users:
-            os.chown(f"{scratch}/{slot}", -1, config.first_user + slot)
-            os.chmod(f"{scratch}/{slot}", 0o770)
-    return scratch
+            os.chown(f"{directory}/{slot}", -1, config.first_user + slot)
+            os.chmod(f"{directory}/{slot}", 0o770)
+    return directory
 
 
-def _wait_and_bury(server: int, config: RunnerConfig, scratch: str) -> NoReturn:
+def _wait_and_clean_up(server: int, config: RunnerConfig, directory: str) -> NoReturn:
     """Until the server ends, the client is gone or this process is asked to end."""
     while os.getppid() == config.client_pid:
         told = signal.sigtimedwait(_SIGNALS, _LOOK_SECONDS)
         if told is not None and (told.si_signo == signal.SIGTERM or os.waitpid(server, os.WNOHANG)[0] == server):
             break
-    bury(config, scratch)
+    clean_up(config, directory)
     os._exit(0)

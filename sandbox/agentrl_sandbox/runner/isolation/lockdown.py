@@ -53,8 +53,8 @@ def has_own_users(config: RunnerConfig) -> bool:
     return config.isolate != "user" and kernel.may_change_user()
 
 
-def reaches_keepers(config: RunnerConfig) -> bool:
-    """Whether programs can signal what else runs as their user: a session's keeper is then theirs to kill."""
+def reaches_session_init(config: RunnerConfig) -> bool:
+    """Whether programs can signal other processes of their user, and so kill the init process of their session."""
     return config.isolate == "none" and landlock.abi() < landlock.SCOPES_SINCE
 
 

@@ -22,7 +22,7 @@ _OURS = (__file__, echo.__file__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Program:
+class ProgramSource:
     """A text to run. ``name`` stands in tracebacks."""
 
     source: bytes
@@ -38,7 +38,7 @@ def make_main() -> ModuleType:
     return main
 
 
-def run(program: Program, main: ModuleType, on_out_of_memory: Callable[[], None]) -> int:
+def run(program: ProgramSource, main: ModuleType, on_out_of_memory: Callable[[], None]) -> int:
     """Run the program in ``main`` and give its exit status. An exception is reported on stderr."""
     try:
         _execute(program, main)
@@ -86,7 +86,7 @@ def flush() -> None:
             stream.flush()
 
 
-def _execute(program: Program, main: ModuleType) -> None:
+def _execute(program: ProgramSource, main: ModuleType) -> None:
     text = program.source.decode("utf-8", "surrogatepass")
     linecache.cache[program.name] = (len(text), None, text.splitlines(keepends=True), program.name)
     main.__dict__["__file__"] = program.name

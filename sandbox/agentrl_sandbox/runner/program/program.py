@@ -31,7 +31,7 @@ class Program:
     fetch: tuple[str, ...] = ()
     fetched_file: int = -1  # the memory file in which these come back
     session: int | None = None
-    pid: int = 0  # of its first process, or of its session's keeper
+    pid: int = 0  # of its first process, or of the session's init process
     memory_due: float = 0.0  # when it may be looked at closely again
     scratch_due: float = 0.0
     reason: Outcome | None = None  # why the server killed it

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 from agentrl_sandbox.runner import kernel
-from agentrl_sandbox.runner.cleanup.leftovers import SHARED_MEMORY
+from agentrl_sandbox.runner.cleanup.scratch import SHARED_MEMORY
 from agentrl_sandbox.runner.config import RunnerConfig
 from agentrl_sandbox.runner.isolation.lockdown import has_own_users
 from agentrl_sandbox.runner.isolation.memory_use import Usage, proportional_bytes, usage

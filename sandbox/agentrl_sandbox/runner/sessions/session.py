@@ -22,25 +22,25 @@ class State(Enum):
     IDLE = "idle"  # stopped
     RUNNING = "running"  # a program runs in it
     FORKING = "forking"  # it was told to fork
-    RESTING = "resting"  # done; the keeper stops it and kills what it left
+    RESTING = "resting"  # done; the session init stops it and kills what it left
     ENDING = "ending"  # it was killed
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Family:
-    """A session and its forks: one keeper, one slot, one PID namespace."""
+class SessionFamily:
+    """A session and its forks: one session init, one slot, one PID namespace."""
 
     identifier: int  # below zero, so that zygotes may count them among the programs
     slot: int
-    keeper: socket.socket
+    init: socket.socket
     pid: int = 0
-    given_up: bool = False  # the server has its keeper killed, which did not answer
-    sessions: dict[int, Session] = field(default_factory=dict)
+    given_up: bool = False  # the server has its session init killed, which did not answer
+    sessions: dict[int, ServerSession] = field(default_factory=dict)
 
     def tell(self, operation: str, session: int, descriptors: tuple[int, ...] = ()) -> None:
-        """Send the keeper a message. One that is gone is heard of from its zygote."""
+        """Send the session init a message. One that is gone is heard of from its zygote."""
         try:
-            socket.send_fds(self.keeper, [json.dumps({"op": operation, "id": session}).encode()], descriptors)
+            socket.send_fds(self.init, [json.dumps({"op": operation, "id": session}).encode()], descriptors)
         except OSError:
             return
 
@@ -61,11 +61,11 @@ class Family:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Fork:
-    """A fork that was asked for. Both sides speak: its keeper of the new process, the origin of itself."""
+    """A fork that was asked for. Both sides speak: its session init of the new process, the origin of itself."""
 
     request: int
-    child: Session
-    error: int | None = None  # what the keeper says; 0: the new process is there
+    child: ServerSession
+    error: int | None = None  # what the session init says; 0: the new process is there
     origin_error: int | None = None
 
     @property
@@ -75,11 +75,11 @@ class Fork:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Session:
+class ServerSession:
     """One interpreter."""
 
     identifier: int
-    family: Family
+    family: SessionFamily
     control: socket.socket
     state: State = State.OPENING
     due: float = math.inf  # when its state has lasted too long

@@ -1,13 +1,13 @@
-"""The first process of a session and its forks: their parent, who stops, kills and reaps them.
+"""The init process of a session and its forks: their parent, which stops, kills and reaps them.
 
 It is forked from a warm interpreter, locks itself in like a program, and runs no line of one. The programs share its
 user, so it is closed to tracing; the kernel keeps signals of its own namespace from it. What it says of processes it
 has from the kernel.
 
-    server -> keeper   {"op": "wake", "id"} · {"op": "rest", "id"} · {"op": "kill", "id"}
+    server -> init   {"op": "wake", "id"} · {"op": "rest", "id"} · {"op": "kill", "id"}
                        {"op": "expect", "id"} with a socket (SO_PASSCRED) on which a fork will say that it is there
                        {"op": "forget", "id"}: that fork is no longer waited for
-    keeper -> server   {"op": "born", "id", "pid", "error"} · {"op": "rested", "id"} · {"op": "exit", "id", "status"}
+    init -> server   {"op": "born", "id", "pid", "error"} · {"op": "rested", "id"} · {"op": "exit", "id", "status"}
                        {"op": "failed", "why"}
 """
 
@@ -25,30 +25,30 @@ import time
 from typing import Any, NoReturn
 
 from agentrl_sandbox.runner import kernel
-from agentrl_sandbox.runner.cleanup.descendants import parents_below, processes_below
+from agentrl_sandbox.runner.cleanup.processes import parents_below, processes_below
 from agentrl_sandbox.runner.isolation.lockdown import Lockdown
 from agentrl_sandbox.runner.program.child import ChildLimits, close_descriptors_but, isolate
 from agentrl_sandbox.runner.sessions.session_process import serve_session
 
 _OWN_SOCKET = 200
-_MEMBER_SOCKET = 201
+_PROCESS_SOCKET = 201
 _MAX_MESSAGE = 4096
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
-_PATIENCE_SECONDS = 4.0  # for what was killed to end
+_KILL_SECONDS = 4.0  # for processes to end after SIGKILL
 _PAUSE_SECONDS = 0.001
 
 
-def run_keeper(limits: ChildLimits, slot: int, session: int, descriptors: list[int]) -> NoReturn:
-    """Isolate this process, start the session, keep it until its last member has ended. Never returns."""
+def run_session_init(limits: ChildLimits, slot: int, session: int, descriptors: list[int]) -> NoReturn:
+    """Isolate this process, start the session, and serve until its last process has ended. Never returns."""
     try:
         server = _take_descriptors(descriptors)
         try:
             scratch = isolate(limits, slot)
-            # one for the keeper
+            # one for the session init
             resource.setrlimit(resource.RLIMIT_NPROC, (limits.max_processes + 1, limits.max_processes + 1))
             kernel.forbid_tracing()
             limits.reseed()
-            Keeper(server, scratch, limits.lockdown).serve(session)
+            SessionInit(server, scratch, limits.lockdown).serve(session)
         except OSError as error:
             server.send(json.dumps({"op": "failed", "why": str(error)}).encode())
     finally:
@@ -56,17 +56,17 @@ def run_keeper(limits: ChildLimits, slot: int, session: int, descriptors: list[i
 
 
 def _take_descriptors(descriptors: list[int]) -> socket.socket:
-    own, member = descriptors
+    own, process = descriptors
     os.dup2(own, _OWN_SOCKET, inheritable=False)
-    os.dup2(member, _MEMBER_SOCKET, inheritable=False)
+    os.dup2(process, _PROCESS_SOCKET, inheritable=False)
     null = os.open("/dev/null", os.O_RDWR)
     for number in range(3):
         os.dup2(null, number)
     return socket.socket(fileno=_OWN_SOCKET)
 
 
-class Keeper:
-    """Knows its members by the numbers that the server gives them."""
+class SessionInit:
+    """The parent of a session's processes, which it knows by the numbers that the server gives them."""
 
     def __init__(self, server: socket.socket, scratch: str, lockdown: Lockdown) -> None:
         self._server = server
@@ -79,7 +79,7 @@ class Keeper:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def serve(self, first: int) -> None:
-        """Start the first member, then serve until the last has ended."""
+        """Start the first session process, then serve until the last one has ended."""
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._start(first)
@@ -100,7 +100,7 @@ class Keeper:
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            serve_session(_MEMBER_SOCKET, self._scratch, str(session), self._lockdown)
+            serve_session(_PROCESS_SOCKET, self._scratch, str(session), self._lockdown)
         close_descriptors_but(*sorted((self._wake_read, self._wake_write, _OWN_SOCKET)))
         self._add(session, pid)
 
@@ -132,7 +132,7 @@ class Keeper:
         self._send({"op": "rested", "id": session})
 
     def _stop_resting(self) -> None:
-        """All of them: a running member may have woken another, and so may the end of a stopped process group."""
+        """Stop them all: a running session process or the end of a stopped process group may have woken one."""
         for session, pid in self._pids.items():
             if session not in self._running:
                 _signal(pid, signal.SIGSTOP)
@@ -182,19 +182,19 @@ class Keeper:
             if pid == 0:
                 self._stop_resting()
                 return
-            for session in [session for session, member in self._pids.items() if member == pid]:
+            for session in [session for session, process in self._pids.items() if process == pid]:
                 del self._pids[session]
                 self._running.discard(session)
                 self._kill_leftovers()
                 self._send({"op": "exit", "id": session, "status": status})
 
     def _kill_leftovers(self) -> None:
-        """Kill what no running member answers for: descendants of members at rest, and orphans. Raises TimeoutError.
+        """Kill orphans and the descendants of session processes at rest. Raises TimeoutError.
 
-        All are stopped before any is killed: stopped ones hold their places below RLIMIT_NPROC, so that what
-        multiplies comes to an end.
+        All are stopped before any is killed. Stopped processes still count against RLIMIT_NPROC, so a fork bomb
+        cannot outrun the loop.
         """
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + _KILL_SECONDS
         stopped: set[int] = set()
         while found := self._leftovers():
             for pid in found - stopped:
@@ -205,17 +205,17 @@ class Keeper:
                 time.sleep(_PAUSE_SECONDS)  # they take a moment to end
             stopped |= found
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{len(found)} processes of a program did not end in {_PATIENCE_SECONDS:g} s")
+                raise TimeoutError(f"{len(found)} processes of a program did not end in {_KILL_SECONDS:g} s")
 
     def _leftovers(self) -> set[int]:
-        members = {pid: session for session, pid in self._pids.items()}
+        sessions = {pid: session for session, pid in self._pids.items()}
         parents = parents_below(os.getpid())
         found: set[int] = set()
         for child in (pid for pid, parent in parents.items() if parent == os.getpid()):
-            if child not in members:
+            if child not in sessions:
                 if not self._expected:  # it may be a fork that has not spoken yet
                     found |= processes_below(child, parents) | {child}
-            elif members[child] not in self._running:
+            elif sessions[child] not in self._running:
                 found |= processes_below(child, parents)
         return found
 

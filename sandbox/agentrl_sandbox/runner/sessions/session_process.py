@@ -1,11 +1,11 @@
 """A session's interpreter: runs one program after the other in one ``__main__``, and forks when told to.
 
-    server -> member   {"op": "run", "serial"} with descriptors [program file, stdout, stderr] and [file to fetch into]
-                       {"op": "fork", "serial", "directory"} with descriptors [the fork's socket, its birth socket]
-    member -> server   DONE: serial, exit status, whether memory ran out, error number of a fork that failed
+    server -> process   {"op": "run", "serial"} with descriptors [program file, stdout, stderr] and [fetch file]
+                        {"op": "fork", "serial", "directory"} with descriptors [the fork's socket, its birth socket]
+    process -> server   DONE: serial, exit status, whether memory ran out, error number of a fork that failed
 
 Whatever programs do to this process, the server believes no more of it than that a program of this session is done.
-Between programs the keeper stops this process.
+Between programs the session init stops this process.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ def serve_session(control: int, scratch: str, first: str, lockdown: Lockdown) ->
     """
     leave = os._exit  # programs may replace os._exit
     try:
-        os.setpgid(0, 0)  # what programs send to their group is not for the keeper
+        os.setpgid(0, 0)  # what programs send to their group is not for the session init
         os.mkdir(f"{scratch}/{first}", 0o700)
         kernel.set_dumpable()
         kernel.die_with_parent(signal.SIGKILL)
         lockdown.close(scratch)
         close_descriptors_but(control)
-        Member(control, scratch, first).serve()
+        SessionProcess(control, scratch, first).serve()
     finally:
         leave(70)
 
 
-class Member:
+class SessionProcess:
     """The interpreter's side of a session."""
 
     def __init__(self, control: int, scratch: str, directory: str) -> None:
@@ -117,7 +117,7 @@ class Member:
         except OSError as error:
             print(f"the files cannot be written: {error}", file=sys.stderr, flush=True)
             return 1
-        program = interpreter.Program(source=task.source, name=f"<program {self._programs}>", echo=task.echo)
+        program = interpreter.ProgramSource(source=task.source, name=f"<program {self._programs}>", echo=task.echo)
         exit_code = interpreter.run(program, self._main, self._on_out_of_memory)
         return interpreter.settle(exit_code, self._on_out_of_memory)
 
@@ -152,14 +152,14 @@ class Member:
     # Forks.
 
     def _fork(self, directory: str, descriptors: list[int]) -> int:
-        """Fork, twice: the one between ends at once, so that the keeper is the fork's parent. Gives an error number."""
+        """Fork twice: the first child ends at once, so that the session init adopts the fork. Returns an errno or 0."""
         control, birth = descriptors
         try:
             between = _quiet_fork()
         except OSError as error:
             return error.errno or 1
         if between == 0:
-            _leave_the_fork_to_the_keeper()
+            _leave_the_fork_to_init()
             self._be_born(directory, control, birth)
             return 0
         os.close(control)
@@ -168,15 +168,15 @@ class Member:
         return os.waitstatus_to_exitcode(status)
 
     def _be_born(self, directory: str, control: int, birth: int) -> None:
-        """Become a session of its own: other socket, other directory. The kernel tells the keeper who this is."""
+        """Become a session of its own: other socket, other directory. The kernel tells the session init who this is."""
         self._control.close()
         self._control = socket.socket(fileno=control)
         inside = os.path.relpath(os.getcwd(), self._scratch)
-        with socket.socket(fileno=birth) as keeper:
+        with socket.socket(fileno=birth) as init:
             error = copy_scratch(self._scratch, f"{self._root}/{directory}")
             if error == 0:
                 self._move_to(directory, inside)
-            keeper.send(error.to_bytes(4, "big"))
+            init.send(error.to_bytes(4, "big"))
         if error:
             os._exit(0)
 
@@ -189,7 +189,7 @@ class Member:
             tempfile.tempdir = None  # look at TMPDIR again
 
 
-def _leave_the_fork_to_the_keeper() -> None:
+def _leave_the_fork_to_init() -> None:
     """Fork again, end this process, and return in the fork once it has been adopted."""
     between = os.getpid()
     try:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from agentrl_sandbox.runner.program.program import Ending, Program, judge_exit
-from agentrl_sandbox.runner.sessions.session import Family, Frame, Session, State
+from agentrl_sandbox.runner.sessions.session import Frame, ServerSession, SessionFamily, State
 from agentrl_sandbox.runner.zygote_handle import ZygoteHandle
 from agentrl_sandbox.types import Outcome
 
@@ -16,10 +16,10 @@ KIND = "science"
 """The interpreter that sessions are forked from: what programs will import is not known when a session opens."""
 
 END_SECONDS = 5.0
-"""For the keeper to stop or to kill a member; then the keeper is killed."""
+"""For the session init to stop or to kill a session process; then the session init is killed."""
 
 
-class Host(Protocol):
+class ServerCallbacks(Protocol):
     """What sessions need of the server."""
 
     def listen(self, descriptor: int, handler: Callable[[], None]) -> None: ...
@@ -36,12 +36,12 @@ class Host(Protocol):
 class SessionTable:
     """Who is there, and what is said when someone goes."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        self.sessions: dict[int, Session] = {}
-        self.families: dict[int, Family] = {}
+    def __init__(self, server: ServerCallbacks) -> None:
+        self._server = server
+        self.sessions: dict[int, ServerSession] = {}
+        self.families: dict[int, SessionFamily] = {}
 
-    def drop(self, child: Session, origin: Session) -> None:
+    def drop(self, child: ServerSession, origin: ServerSession) -> None:
         """Forget a fork that did not come to be."""
         origin.family.tell("forget", child.identifier)
         if child.pid:
@@ -58,66 +58,66 @@ class SessionTable:
         session.state, session.due = State.ENDING, time.monotonic() + END_SECONDS
         session.family.tell("kill", number)
 
-    def end(self, session: Session, why: str) -> None:
+    def end(self, session: ServerSession, why: str) -> None:
         """Kill a session; what runs in it was killed. The first reason counts."""
         if session.why:
             return
         session.why = why
         if session.program is not None:
-            self._host.kill(session.program, Outcome.KILLED)
+            self._server.kill(session.program, Outcome.KILLED)
         else:
             self.kill(session.identifier)
 
-    def end_family(self, family: Family, why: str, *, killed: bool = False) -> None:
-        """A keeper has ended, and with it its members. ``killed``: by its programs."""
-        self.end_members(family, why, killed=killed)
+    def end_family(self, family: SessionFamily, why: str, *, killed: bool = False) -> None:
+        """A session init has ended, and with it its session processes. ``killed``: by its programs."""
+        self.end_processes(family, why, killed=killed)
         if self.families.pop(family.identifier, None) is not None:
-            self._host.ignore(family.keeper.fileno())
-            family.keeper.close()
-            self._host.release(family.slot, KIND)
+            self._server.ignore(family.init.fileno())
+            family.init.close()
+            self._server.release(family.slot, KIND)
 
-    def end_members(self, family: Family, why: str, *, killed: bool = False) -> None:
-        """A keeper ends, and says why; or was ``killed`` by its programs."""
+    def end_processes(self, family: SessionFamily, why: str, *, killed: bool = False) -> None:
+        """A session init ends, and says why; or was ``killed`` by its programs."""
         for session in list(family.sessions.values()):
             if session.program is not None:
                 if session.program.reason is None and not killed:
                     ending = Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why)
                 else:
                     ending = judge_exit(session.program, -signal.SIGKILL, out_of_memory=False)
-                session.answer = self._host.report(session.program, ending)
+                session.answer = self._server.report(session.program, ending)
             self.gone(session, session.why or why)
 
-    def gone(self, session: Session, why: str) -> None:
+    def gone(self, session: ServerSession, why: str) -> None:
         """The process has ended: tell everyone who waits, and forget it."""
         if session.fork is not None:
             fork, session.fork = session.fork, None
             self.drop(fork.child, session)
-            self._host.reply({"op": "refused", "id": fork.request, "kind": "unknown", "why": why})
+            self._server.reply({"op": "refused", "id": fork.request, "kind": "unknown", "why": why})
         if session.request:
-            self._host.reply({"op": "refused", "id": session.request, "kind": "start", "why": why})
+            self._server.reply({"op": "refused", "id": session.request, "kind": "start", "why": why})
         session.program = None
-        self._host.reply({"op": "ended", "session": session.identifier, "why": why})
+        self._server.reply({"op": "ended", "session": session.identifier, "why": why})
         self.answer(session)
         self.leave(session)
 
-    def answer(self, session: Session) -> None:
+    def answer(self, session: ServerSession) -> None:
         """Send the client what was kept for it until the session was at rest."""
         if session.answer is not None:
             header, blobs = session.answer
             session.answer = None
-            self._host.reply(header, *blobs)
+            self._server.reply(header, *blobs)
 
-    def enter(self, session: Session, on_word: Callable[[Session], None]) -> None:
+    def enter(self, session: ServerSession, on_word: Callable[[ServerSession], None]) -> None:
         """Know a session from now on. ``on_word`` is called when its interpreter says something."""
         self.sessions[session.identifier] = session
         session.family.sessions[session.identifier] = session
-        self._host.listen(session.control.fileno(), lambda: on_word(session))
+        self._server.listen(session.control.fileno(), lambda: on_word(session))
 
-    def leave(self, session: Session) -> None:
+    def leave(self, session: ServerSession) -> None:
         """Forget a session."""
         if self.sessions.pop(session.identifier, None) is not None:
             del session.family.sessions[session.identifier]
-            self._host.ignore(session.control.fileno())
+            self._server.ignore(session.control.fileno())
             session.control.close()
             for request in session.closers:
-                self._host.reply({"op": "closed", "id": request})
+                self._server.reply({"op": "closed", "id": request})

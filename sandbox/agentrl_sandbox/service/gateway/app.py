@@ -1,4 +1,4 @@
-"""The front's HTTP interface. It executes nothing: programs go to the runners of a pool."""
+"""The gateway's HTTP interface. It executes nothing: programs go to the runners of a pool."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from agentrl_sandbox.service.gateway import fusion
 from agentrl_sandbox.service.gateway.bodies import (
     BatchAnswer,
     BatchRequest,
+    ErrorAnswer,
     ExecutionAnswer,
-    Problem,
     ProgramRequest,
     SessionAnswer,
     encode,
@@ -37,7 +37,7 @@ from agentrl_sandbox.service.pool.pool import RunnerPool
 from agentrl_sandbox.types import Execution
 
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Problem, "description": meaning}
+    status: {"model": ErrorAnswer, "description": meaning}
     for status, meaning in {
         401: "no token, or a wrong one",
         404: "no such session",
@@ -50,7 +50,7 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
 }
 
 
-class Front:
+class Gateway:
     """What the endpoints share: the pool, the counts, and whether the service is stopping."""
 
     def __init__(self, pool: RunnerPool, *, batch_limit: int) -> None:
@@ -80,24 +80,24 @@ class Front:
         return execution
 
     def _gauges(self) -> list[tuple[str, str, Callable[[], float]]]:
-        roster, queue, sessions = self.pool.roster, self.pool.queue, self.pool.sessions
+        registry, queue, sessions = self.pool.registry, self.pool.queue, self.pool.sessions
         return [
             ("queue_length", "calls that wait for a runner", lambda: queue.length),
-            ("running", "requests that are with runners", lambda: roster.running),
-            ("runners", "runners that take programs", lambda: roster.runners),
-            ("workers", "programs that can run at once", lambda: roster.workers),
+            ("running", "requests that are with runners", lambda: registry.running),
+            ("runners", "runners that take programs", lambda: registry.runners),
+            ("workers", "programs that can run at once", lambda: registry.workers),
             ("sessions", "open sessions", lambda: len(sessions)),
         ]
 
 
-def build_app(front: Front) -> FastAPI:
+def build_app(gateway: Gateway) -> FastAPI:
     """The application; its lifespan opens and closes the pool."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        front.pool.open()
+        gateway.pool.open()
         yield
-        await front.pool.close()
+        await gateway.pool.close()
 
     app = FastAPI(
         title="agentrl-sandbox",
@@ -106,11 +106,11 @@ def build_app(front: Front) -> FastAPI:
         redoc_url=None,
         responses=_PROBLEMS,
     )
-    _add_errors(app, front)
-    _add_state(app, front)
-    _add_programs(app, front)
-    _add_sessions(app, front)
-    _add_fusion(app, front)
+    _add_errors(app, gateway)
+    _add_state(app, gateway)
+    _add_programs(app, gateway)
+    _add_sessions(app, gateway)
+    _add_fusion(app, gateway)
     return app
 
 
@@ -125,10 +125,10 @@ _STATUS: dict[type[Exception], HTTPStatus] = {
 }
 
 
-def _add_errors(app: FastAPI, front: Front) -> None:
+def _add_errors(app: FastAPI, gateway: Gateway) -> None:
     async def refuse(request: Request, error: Exception) -> Response:
         status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
-        front.metrics.refused(status)
+        gateway.metrics.refused(status)
         after = error.retry_after if isinstance(error, BusyError) else 2
         again = status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
         body = {"detail": str(error), "error": type(error).__name__}
@@ -138,49 +138,49 @@ def _add_errors(app: FastAPI, front: Front) -> None:
         app.add_exception_handler(kind, refuse)
 
 
-def _add_state(app: FastAPI, front: Front) -> None:
-    roster = front.pool.roster
+def _add_state(app: FastAPI, gateway: Gateway) -> None:
+    registry = gateway.pool.registry
 
     @app.get("/health", tags=["state"])
     async def health() -> dict[str, str]:
-        """The front lives."""
+        """The gateway lives."""
         return {"status": "ok"}
 
     @app.get("/ready", tags=["state"])
     async def ready() -> Response:
         """Whether programs can run now, how runners isolate them, and the limits they have."""
-        able = roster.runners > 0 and not front.draining
-        isolation = roster.isolation
+        able = registry.runners > 0 and not gateway.draining
+        isolation = registry.isolation
         state = {
             "ready": able,
-            "runners": roster.runners,
-            "workers": roster.workers,
+            "runners": registry.runners,
+            "workers": registry.workers,
             "isolation": {"mode": isolation.mode, "layers": dict(isolation.layers)},
-            "limits": roster.limits,
+            "limits": registry.limits,
         }
         return _json(state, HTTPStatus.OK if able else HTTPStatus.SERVICE_UNAVAILABLE)
 
     @app.get("/metrics", tags=["state"])
     async def metrics() -> Response:
         """For Prometheus."""
-        return Response(front.metrics.text(), media_type=CONTENT_TYPE)
+        return Response(gateway.metrics.text(), media_type=CONTENT_TYPE)
 
 
-def _add_programs(app: FastAPI, front: Front) -> None:
+def _add_programs(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/execute", response_model=ExecutionAnswer, tags=["programs"])
     async def execute(request: ProgramRequest) -> Response:
         """Run a program. It dies if the client leaves."""
-        return _json(execution_json(await front.run(request.call(), request.request_id)))
+        return _json(execution_json(await gateway.run(request.call(), request.request_id)))
 
     @app.post("/v1/execute_batch", response_model=BatchAnswer, tags=["programs"])
     async def execute_batch(request: BatchRequest) -> Response:
         """Run many programs; all of them or, without room in the queue, none."""
         count = len(request.requests)
-        if count > front.batch_limit:
-            raise ImpossibleCallError(f"a batch has at most {front.batch_limit} programs, not {count}")
-        front.check_open()
-        front.pool.check_room(count)
-        tasks = [asyncio.ensure_future(front.run(one.call(), one.request_id)) for one in request.requests]
+        if count > gateway.batch_limit:
+            raise ImpossibleCallError(f"a batch has at most {gateway.batch_limit} programs, not {count}")
+        gateway.check_open()
+        gateway.pool.check_room(count)
+        tasks = [asyncio.ensure_future(gateway.run(one.call(), one.request_id)) for one in request.requests]
         try:
             executions = await asyncio.gather(*tasks)
         finally:
@@ -189,26 +189,26 @@ def _add_programs(app: FastAPI, front: Front) -> None:
         return _json({"executions": [execution_json(execution) for execution in executions]})
 
 
-def _add_sessions(app: FastAPI, front: Front) -> None:
-    pool = front.pool
+def _add_sessions(app: FastAPI, gateway: Gateway) -> None:
+    pool = gateway.pool
 
     @app.post("/v1/sessions", response_model=SessionAnswer, status_code=HTTPStatus.CREATED, tags=["sessions"])
     async def open_session() -> Response:
         """Start an interpreter that keeps its state between programs."""
-        front.check_open()
+        gateway.check_open()
         return _json({"session": await pool.open_session()}, HTTPStatus.CREATED)
 
     @app.post("/v1/sessions/{session}/execute", response_model=ExecutionAnswer, tags=["sessions"])
     async def execute_in_session(session: str, request: ProgramRequest) -> Response:
         """Run a program in a session; programs of one session run one after the other."""
-        return _json(execution_json(await front.run(request.call(session), request.request_id)))
+        return _json(execution_json(await gateway.run(request.call(session), request.request_id)))
 
     @app.post(
         "/v1/sessions/{session}/fork", response_model=SessionAnswer, status_code=HTTPStatus.CREATED, tags=["sessions"]
     )
     async def fork_session(session: str) -> Response:
         """Copy a live session."""
-        front.check_open()
+        gateway.check_open()
         return _json({"session": await pool.fork_session(session)}, HTTPStatus.CREATED)
 
     @app.delete("/v1/sessions/{session}", status_code=HTTPStatus.NO_CONTENT, tags=["sessions"])
@@ -218,16 +218,16 @@ def _add_sessions(app: FastAPI, front: Front) -> None:
         return Response(status_code=HTTPStatus.NO_CONTENT)
 
 
-def _add_fusion(app: FastAPI, front: Front) -> None:
+def _add_fusion(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/run_code", response_model=fusion.RunCodeResponse, tags=["SandboxFusion"])
     async def run_code(request: fusion.RunCodeRequest) -> Response:
         """Run a program."""
-        return _json((await fusion.run_code(request, front.run)).model_dump())
+        return _json((await fusion.run_code(request, gateway.run)).model_dump())
 
     @app.post("/run_jupyter", response_model=fusion.RunJupyterResponse, tags=["SandboxFusion"])
     async def run_jupyter(request: fusion.RunJupyterRequest) -> Response:
         """Run the cells of a notebook."""
-        return _json((await fusion.run_jupyter(request, front.run)).model_dump())
+        return _json((await fusion.run_jupyter(request, gateway.run)).model_dump())
 
 
 def _json(value: Any, status: int = HTTPStatus.OK) -> Response:

@@ -106,7 +106,7 @@ class SessionAnswer(BaseModel):
     session: str
 
 
-class Problem(BaseModel):
+class ErrorAnswer(BaseModel):
     """Why a request was not carried out."""
 
     detail: Any

@@ -1,4 +1,4 @@
-"""Who may speak to the front, checked before anything else sees a request.
+"""Who may speak to the gateway, checked before anything else sees a request.
 
 A browser that a web page steers sends a Host header, an Origin and a content type that the page cannot choose freely:
 a foreign Host is refused (DNS rebinding), a foreign Origin is refused, and a body must be JSON, which a page cannot
@@ -23,12 +23,12 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 _OPEN_PATHS = frozenset({"/health", "/ready", "/docs", "/openapi.json"})  # they run nothing and hold no secret
 
 
-class _Left(Exception):
+class _ClientLeftError(Exception):
     """The client left before its request was complete."""
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal(Exception):
+class RejectedRequestError(Exception):
     """Why a request is turned away."""
 
     status: int
@@ -52,16 +52,16 @@ class Guard:
             return
         try:
             if scope["type"] != "http":
-                raise Refusal(400, "only HTTP requests are answered")
+                raise RejectedRequestError(400, "only HTTP requests are answered")
             headers = _headers(scope)
             self._check_host(headers)
             self._check_origin(headers)
             self._check_token(scope["path"], headers)
             _check_content(scope["method"], headers)
             body = await self._body(headers, receive)
-        except Refusal as refusal:
+        except RejectedRequestError as refusal:
             await _refuse(refusal, send)
-        except _Left:
+        except _ClientLeftError:
             return
         else:
             await self._run(scope, body, receive, send)
@@ -69,38 +69,40 @@ class Guard:
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         host = _without_port(headers.get(b"host", b"").decode("latin-1"))
         if host not in self._hosts:
-            raise Refusal(421, f"the host {host!r} is not served here; the setting allowed_hosts can name it")
+            raise RejectedRequestError(
+                421, f"the host {host!r} is not served here; the setting allowed_hosts can name it"
+            )
 
     def _check_origin(self, headers: dict[bytes, bytes]) -> None:
         origin = headers.get(b"origin")
         own = (b"http://" + headers[b"host"], b"https://" + headers[b"host"])
         if origin is not None and origin.lower() not in (name.lower() for name in own):
-            raise Refusal(403, "requests from other sites are refused")
+            raise RejectedRequestError(403, "requests from other sites are refused")
         if headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
-            raise Refusal(403, "requests from other sites are refused")
+            raise RejectedRequestError(403, "requests from other sites are refused")
 
     def _check_token(self, path: str, headers: dict[bytes, bytes]) -> None:
         if self._expected is None or path in _OPEN_PATHS:
             return
         if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
             challenge = ((b"www-authenticate", b"Bearer"),)
-            raise Refusal(401, "the header 'Authorization: Bearer TOKEN' is missing or wrong", challenge)
+            raise RejectedRequestError(401, "the header 'Authorization: Bearer TOKEN' is missing or wrong", challenge)
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        """Read it whole, so that no more than the limit is ever held. Raises Refusal and _Left."""
+        """Read the whole body, up to the limit. Raises RejectedRequestError and _ClientLeftError."""
         said = headers.get(b"content-length", b"0")
         if not said.isdigit() or int(said) > self._max_body:
-            raise Refusal(413, f"a body has at most {self._max_body} bytes")
+            raise RejectedRequestError(413, f"a body has at most {self._max_body} bytes")
         parts: list[bytes] = []
         size = 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise _Left
+                raise _ClientLeftError
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > self._max_body:
-                raise Refusal(413, f"a body has at most {self._max_body} bytes")
+                raise RejectedRequestError(413, f"a body has at most {self._max_body} bytes")
             if not message.get("more_body", False):
                 return b"".join(parts)
 
@@ -125,21 +127,21 @@ class Guard:
 
 
 def _headers(scope: Scope) -> dict[bytes, bytes]:
-    """Raises Refusal where one that is checked here comes twice."""
+    """Raises RejectedRequestError where one that is checked here comes twice."""
     headers: dict[bytes, bytes] = {}
     for name, value in scope["headers"]:
         if name in headers and name in (b"host", b"origin", b"authorization", b"content-type", b"content-length"):
-            raise Refusal(400, f"the header {name.decode('latin-1')} comes twice")
+            raise RejectedRequestError(400, f"the header {name.decode('latin-1')} comes twice")
         headers[name] = value
     if b"host" not in headers:
-        raise Refusal(400, "the header host is missing")
+        raise RejectedRequestError(400, "the header host is missing")
     return headers
 
 
 def _check_content(method: str, headers: dict[bytes, bytes]) -> None:
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     if method not in ("GET", "HEAD", "DELETE") and kind != b"application/json":
-        raise Refusal(415, "the body must be application/json")
+        raise RejectedRequestError(415, "the body must be application/json")
 
 
 def _without_port(host: str) -> str:
@@ -149,7 +151,7 @@ def _without_port(host: str) -> str:
     return host.partition(":")[0].lower()
 
 
-async def _refuse(refusal: Refusal, send: Send) -> None:
+async def _refuse(refusal: RejectedRequestError, send: Send) -> None:
     body = json.dumps({"detail": refusal.detail}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *refusal.headers]
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})

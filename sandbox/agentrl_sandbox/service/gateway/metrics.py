@@ -13,7 +13,7 @@ _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
 
 
 class Metrics:
-    """Counts of one front. Each has its own registry: two fronts in one process do not mix."""
+    """Counts of one gateway. Each has its own registry: two gateways in one process do not mix."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 CELLS, RESULTS = ".agentrl-cells.json", ".agentrl-results.json"
 
 
-class CellTimeout(BaseException):
+class CellTimeoutError(BaseException):
     """A cell was longer at it than it may be."""
 
 
@@ -75,7 +75,7 @@ def execute(number: int, source: str, seconds: float, namespace: dict[str, Any])
 
 def stop_cell(number: int, frame: object) -> None:
     """End the cell that runs."""
-    raise CellTimeout("the cell took too long")
+    raise CellTimeoutError("the cell took too long")
 
 
 def describe(error: BaseException) -> dict[str, Any]:

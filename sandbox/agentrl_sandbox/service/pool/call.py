@@ -1,4 +1,4 @@
-"""One program to run, as it travels from the front to a runner."""
+"""One program to run, as it travels from the gateway to a runner."""
 
 from __future__ import annotations
 

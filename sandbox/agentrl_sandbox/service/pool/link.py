@@ -1,4 +1,4 @@
-"""The front's end of one runner's socket. A runner is hostile: what it may not send ends the connection."""
+"""The gateway's end of one runner's socket. A runner is hostile: what it may not send ends the connection."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from agentrl_sandbox.service.pool.messages import (
     Hello,
     Leaving,
     Ran,
-    Refused,
-    SessionAnswer,
+    RefusedMessage,
+    SessionMessage,
     read,
 )
 from agentrl_sandbox.wire import Frame, FrameBuffer, FrameError, pack
@@ -23,11 +23,11 @@ _HELLO_SECONDS = 10.0
 _GRACE_SECONDS = 60.0  # beyond a program's deadline; a runner that is silent longer is given up
 
 
-class RunnerGone(ConnectionError):
+class RunnerGoneError(ConnectionError):
     """The runner went while a request was with it."""
 
 
-class NotSent(RunnerGone):
+class NotSentError(RunnerGoneError):
     """The runner was gone before the request was sent: another one may take it."""
 
 
@@ -73,10 +73,10 @@ class RunnerLink(asyncio.Protocol):
     async def request(self, header: dict[str, Any], blobs: list[bytes], *, timeout: float) -> Answer:
         """Send a request and give its answer. Cancelling it cancels it there.
 
-        Raises NotSent, RunnerGone and FrameError.
+        Raises NotSentError, RunnerGoneError and FrameError.
         """
         if self.gone or self._transport is None:
-            raise NotSent(self.why_gone)
+            raise NotSentError(self.why_gone)
         identifier = next(self._identifiers)
         frame = pack({**header, "id": identifier}, *blobs)
         if len(frame) > MAX_FRAME:
@@ -121,7 +121,7 @@ class RunnerLink(asyncio.Protocol):
         futures: tuple[asyncio.Future[Any], ...] = (self.hello, *self._waiting.values())
         for future in futures:
             if not future.done():
-                future.set_exception(RunnerGone(self.why_gone))
+                future.set_exception(RunnerGoneError(self.why_gone))
                 future.exception()  # some have no waiter; that is no reason to warn
         self._waiting.clear()
         if not self.closed.done():
@@ -138,7 +138,7 @@ class RunnerLink(asyncio.Protocol):
             self.leaving = True
         elif isinstance(message, Ran) and execution is not None:
             self._answer(message.id, execution)
-        elif isinstance(message, SessionAnswer | Refused):
+        elif isinstance(message, SessionMessage | RefusedMessage):
             self._answer(message.id, message)
 
     def _answer(self, identifier: int, answer: Answer) -> None:

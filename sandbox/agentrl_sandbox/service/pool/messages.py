@@ -1,9 +1,9 @@
-"""What a runner tells the front. The front believes none of it before it has been read by these models.
+"""What a runner tells the gateway. The gateway believes none of it before it has been read by these models.
 
-    front -> runner    {"op": "execute", "id", ...} program stdin contents...
+    gateway -> runner    {"op": "execute", "id", ...} program stdin contents...
                        {"op": "open_session", "id"} · {"op": "fork_session" | "close_session", "id", "session"}
                        {"op": "cancel", "id"}
-    runner -> front    {"op": "hello", ...Hello}, once, first · {"op": "leaving"}: send nothing more
+    runner -> gateway    {"op": "hello", ...Hello}, once, first · {"op": "leaving"}: send nothing more
                        {"op": "execution", "id", ...} stdout stderr contents... · {"op": "session", "id", "session"}
                        {"op": "refused", "id", "kind", "why"}
 
@@ -77,7 +77,7 @@ class Ran(_Message):
     files: Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(max_length=4096)]
 
 
-class SessionAnswer(_Message):
+class SessionMessage(_Message):
     """The name of a session that was opened, forked or closed."""
 
     op: Literal["session"]
@@ -85,7 +85,7 @@ class SessionAnswer(_Message):
     session: _Name
 
 
-class Refused(_Message):
+class RefusedMessage(_Message):
     """Why a request was not carried out."""
 
     op: Literal["refused"]
@@ -94,14 +94,14 @@ class Refused(_Message):
     why: _Why
 
 
-Answer = Execution | SessionAnswer | Refused
+Answer = Execution | SessionMessage | RefusedMessage
 
 _MODELS: dict[str, type[_Message]] = {
     "hello": Hello,
     "leaving": Leaving,
     "execution": Ran,
-    "session": SessionAnswer,
-    "refused": Refused,
+    "session": SessionMessage,
+    "refused": RefusedMessage,
 }
 
 

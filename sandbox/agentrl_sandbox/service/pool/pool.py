@@ -10,11 +10,11 @@ from pathlib import Path
 from agentrl_sandbox.errors import ClosedError, UnknownSessionError
 from agentrl_sandbox.once import Once
 from agentrl_sandbox.service.pool.call import Call, ImpossibleCallError
-from agentrl_sandbox.service.pool.link import NotSent, RunnerGone, RunnerLink
-from agentrl_sandbox.service.pool.messages import Refused
+from agentrl_sandbox.service.pool.link import NotSentError, RunnerGoneError, RunnerLink
+from agentrl_sandbox.service.pool.messages import RefusedMessage
 from agentrl_sandbox.service.pool.queue import Queue
-from agentrl_sandbox.service.pool.runner_registry import Roster
-from agentrl_sandbox.service.pool.sessions import Sessions
+from agentrl_sandbox.service.pool.runner_registry import RunnerRegistry
+from agentrl_sandbox.service.pool.sessions import PoolSessions
 from agentrl_sandbox.types import Execution, Isolation, Outcome
 from agentrl_sandbox.wire import FrameError
 
@@ -32,31 +32,31 @@ class RunnerPool:
         queue_limit: int,
         queue_seconds: float,
     ) -> None:
-        self.roster = Roster(directory, self._on_change)
-        self.queue = Queue(self.roster.links.values, limit=queue_limit, seconds=queue_seconds)
-        self.sessions = Sessions(self.roster.links.values)
+        self.registry = RunnerRegistry(directory, self._on_change)
+        self.queue = Queue(self.registry.links.values, limit=queue_limit, seconds=queue_seconds)
+        self.sessions = PoolSessions(self.registry.links.values)
         self._once = Once()
         self._closed = False
 
     def open(self) -> None:
         """Begin to look for runners."""
-        self.roster.open()
+        self.registry.open()
 
     async def close(self) -> None:
         """Leave every runner: what was asked for there dies."""
         self._closed = True
         self.queue.close()
         await self.sessions.close()
-        await self.roster.close()
+        await self.registry.close()
 
     @property
     def isolation(self) -> Isolation:
         """What holds at every runner."""
-        return self.roster.isolation
+        return self.registry.isolation
 
     def check_room(self, count: int) -> None:
         """Raises QueueFullError unless so many calls more could start or wait here."""
-        self.queue.check_room(max(0, count - max(0, self.roster.workers - self.roster.running)))
+        self.queue.check_room(max(0, count - max(0, self.registry.workers - self.registry.running)))
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
         """Queue a program and run it, once. What its runner breaks is an infrastructure failure.
@@ -113,7 +113,7 @@ class RunnerPool:
             link = await self.queue.place()
             try:
                 return await _run_at(link, call)
-            except NotSent:
+            except NotSentError:
                 continue
 
     async def _run_in_session(self, call: Call, session: str) -> Execution:
@@ -121,7 +121,7 @@ class RunnerPool:
             link = await self.queue.place(only=found.link)
             try:
                 return await _run_at(link, replace(call, session=found.name))
-            except (NotSent, UnknownSessionError) as error:
+            except (NotSentError, UnknownSessionError) as error:
                 self.sessions.forget(session, str(error))
                 raise UnknownSessionError(f"no session {session!r}: {error}") from error
 
@@ -132,25 +132,25 @@ class RunnerPool:
 
 
 async def _run_at(link: RunnerLink, call: Call) -> Execution:
-    """Raises NotSent, UnknownSessionError and ImpossibleCallError."""
+    """Raises NotSentError, UnknownSessionError and ImpossibleCallError."""
     started = time.monotonic()
     header, blobs = call.frame()
     timeout = call.timeout or link.hello.result().limits.get("timeout", 3600.0)
     try:
         answer = await link.request({"op": "execute", **header}, blobs, timeout=timeout)
-    except NotSent:
+    except NotSentError:
         raise
-    except RunnerGone as error:
+    except RunnerGoneError as error:
         return failure(str(error), started)
     except FrameError as error:
         raise ImpossibleCallError(str(error)) from error
     if isinstance(answer, Execution):
         return answer
-    if isinstance(answer, Refused) and answer.kind == "bad_call":
+    if isinstance(answer, RefusedMessage) and answer.kind == "bad_call":
         raise ImpossibleCallError(answer.why)
-    if isinstance(answer, Refused) and answer.kind == "unknown_session":
+    if isinstance(answer, RefusedMessage) and answer.kind == "unknown_session":
         raise UnknownSessionError(answer.why)
-    return failure(answer.why if isinstance(answer, Refused) else "an answer to another question", started)
+    return failure(answer.why if isinstance(answer, RefusedMessage) else "an answer to another question", started)
 
 
 def failure(why: str, started: float) -> Execution:

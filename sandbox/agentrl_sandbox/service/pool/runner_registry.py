@@ -18,7 +18,7 @@ _LOOK_SECONDS = 0.2  # between two looks at the directory
 _MOST_RUNNERS = 1024
 
 
-class Roster:
+class RunnerRegistry:
     """Keeps a link to every runner in a directory; ``on_change`` hears of one that may have room or is gone."""
 
     def __init__(self, directory: Path, on_change: Callable[[RunnerLink], None]) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from agentrl_sandbox.errors import BusyError, SandboxError, SessionForkError, SessionLimitError, UnknownSessionError
-from agentrl_sandbox.service.pool.link import NotSent, RunnerGone, RunnerLink
-from agentrl_sandbox.service.pool.messages import Refused, SessionAnswer
+from agentrl_sandbox.service.pool.link import NotSentError, RunnerGoneError, RunnerLink
+from agentrl_sandbox.service.pool.messages import RefusedMessage, SessionMessage
 
 _T = TypeVar("_T")
 _WORK_SECONDS = 60.0  # for opening, forking and closing a session
@@ -21,7 +21,7 @@ _REMEMBERED = 65_536  # names, of sessions that live or have ended
 
 
 @dataclass(slots=True)
-class Session:
+class PoolSession:
     """One session: its runner, its name there, and whose turn it is."""
 
     link: RunnerLink
@@ -29,12 +29,12 @@ class Session:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class Sessions:
+class PoolSessions:
     """Names of sessions; ``links`` gives the runners there are."""
 
     def __init__(self, links: Callable[[], Iterable[RunnerLink]]) -> None:
         self._links = links
-        self._live: OrderedDict[str, Session] = OrderedDict()
+        self._live: OrderedDict[str, PoolSession] = OrderedDict()
         self._ended: OrderedDict[str, str] = OrderedDict()  # with why
         self._background: set[asyncio.Task[Any]] = set()
 
@@ -67,11 +67,11 @@ class Sessions:
             return
         found = self._find(session)
         self.forget(session, "it was closed")
-        with contextlib.suppress(NotSent):  # it ended with its runner
+        with contextlib.suppress(NotSentError):  # it ended with its runner
             await asyncio.shield(self._in_background(_ask(found.link, "close_session", found.name)))
 
     @asynccontextmanager
-    async def turn(self, session: str) -> AsyncIterator[Session]:
+    async def turn(self, session: str) -> AsyncIterator[PoolSession]:
         """Wait until nobody else uses a session. Raises UnknownSessionError."""
         async with self._find(session).lock:
             yield self._find(session)  # it may have ended meanwhile
@@ -88,7 +88,7 @@ class Sessions:
         for key in [key for key, session in self._live.items() if session.link is link]:
             self.forget(key, link.why_gone)
 
-    def _find(self, session: str) -> Session:
+    def _find(self, session: str) -> PoolSession:
         found = self._live.get(session)
         if found is None:
             raise UnknownSessionError(f"no session {session!r}: {self._ended.get(session, 'it was never opened')}")
@@ -105,7 +105,7 @@ class Sessions:
                 return self._add(link, await _ask(link, "open_session"))
             except SessionLimitError as error:
                 full = error
-            except NotSent:
+            except NotSentError:
                 continue
         raise full or BusyError("no runner is there")
 
@@ -113,13 +113,13 @@ class Sessions:
         async with self.turn(session) as found:
             try:
                 return self._add(found.link, await _ask(found.link, "fork_session", found.name))
-            except (NotSent, UnknownSessionError) as error:
+            except (NotSentError, UnknownSessionError) as error:
                 self.forget(session, str(error))
                 raise UnknownSessionError(f"no session {session!r}: {error}") from error
 
     def _add(self, link: RunnerLink, name: str) -> str:
         key = secrets.token_urlsafe(16)
-        self._live[key] = Session(link=link, name=name)
+        self._live[key] = PoolSession(link=link, name=name)
         if len(self._live) > _REMEMBERED:
             self._live.popitem(last=False)  # long ended: no runners hold so many
         return key
@@ -140,17 +140,17 @@ class Sessions:
 
 
 async def _ask(link: RunnerLink, operation: str, name: str | None = None) -> str:
-    """Raises NotSent, BusyError where the runner fails, and what it refuses with."""
+    """Raises NotSentError, BusyError where the runner fails, and what it refuses with."""
     header = {"op": operation} if name is None else {"op": operation, "session": name}
     try:
         answer = await link.request(header, [], timeout=_WORK_SECONDS)
-    except NotSent:
+    except NotSentError:
         raise
-    except RunnerGone as error:
+    except RunnerGoneError as error:
         raise BusyError(f"the runner was lost while it worked on a session: {error}") from error
-    if isinstance(answer, SessionAnswer):
+    if isinstance(answer, SessionMessage):
         return answer.session
-    if not isinstance(answer, Refused):
+    if not isinstance(answer, RefusedMessage):
         raise BusyError("the runner gave an answer to another question")
     if answer.kind == "unknown_session":
         raise UnknownSessionError(answer.why)

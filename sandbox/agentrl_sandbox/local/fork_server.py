@@ -24,11 +24,11 @@ _START_SECONDS = 60.0  # importing SymPy from a cold disk
 _END_SECONDS = 15.0  # for a server that is asked to end; without namespaces it then removes what programs left
 
 
-class ServerGone(ConnectionError):
+class ServerGoneError(ConnectionError):
     """The server ended while programs waited for it."""
 
 
-class Refused(Exception):
+class ServerRefusedError(Exception):
     """The server does not do what it was asked for. ``kind``: limit, unknown, fork or start."""
 
     def __init__(self, kind: str, why: str) -> None:
@@ -37,7 +37,7 @@ class Refused(Exception):
         self.why = why
 
 
-class ServerProcess(asyncio.Protocol):
+class ForkServerProcess(asyncio.Protocol):
     """One server, from its start to its end. Use ``start``."""
 
     def __init__(self, process: subprocess.Popen[bytes], messages: IO[bytes]) -> None:
@@ -57,7 +57,7 @@ class ServerProcess(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     @classmethod
-    async def start(cls, config: RunnerConfig) -> ServerProcess:
+    async def start(cls, config: RunnerConfig) -> ForkServerProcess:
         """Exec a server with a scrubbed environment. Raises StartError with the kernel's reason."""
         try:
             process, messages, ours = _spawn(config)
@@ -73,7 +73,7 @@ class ServerProcess(asyncio.Protocol):
             raise
         try:
             why = await asyncio.wait_for(asyncio.shield(server.hello), _START_SECONDS)
-        except (ServerGone, TimeoutError) as error:
+        except (ServerGoneError, TimeoutError) as error:
             raise StartError(await server.fail(str(error))) from error
         except asyncio.CancelledError:
             await server.close()
@@ -87,7 +87,7 @@ class ServerProcess(asyncio.Protocol):
         """Wait until both interpreters are warm. Raises StartError."""
         try:
             await asyncio.wait_for(asyncio.shield(self.ready), _START_SECONDS)
-        except (ServerGone, TimeoutError) as error:
+        except (ServerGoneError, TimeoutError) as error:
             raise StartError(await self.fail(str(error))) from error
 
     async def fail(self, what: str) -> str:
@@ -98,12 +98,15 @@ class ServerProcess(asyncio.Protocol):
         return f"the sandbox's server did not start: {' '.join([what or 'no answer', *last])}"
 
     async def run(self, order: Order) -> Execution:
-        """Send one program and wait for its end. Raises ServerGone, TimeoutError and, in a session, Refused."""
+        """Send one program and wait for its end.
+
+        Raises ServerGoneError, TimeoutError and, in a session, ServerRefusedError.
+        """
         header, blobs = order.to_frame()
         return _execution(*await self._ask(header, blobs, order.timeout))
 
     async def ask(self, header: dict[str, Any]) -> None:
-        """Open, fork or close a session. Raises ServerGone, TimeoutError and Refused."""
+        """Open, fork or close a session. Raises ServerGoneError, TimeoutError and ServerRefusedError."""
         await self._ask(header, [], _SESSION_SECONDS)
 
     def close_session(self, session: int) -> None:
@@ -118,7 +121,7 @@ class ServerProcess(asyncio.Protocol):
         read before the server counts as silent.
         """
         if self._transport is None or self.gone:
-            raise ServerGone("the sandbox's server is gone")
+            raise ServerGoneError("the sandbox's server is gone")
         identifier = header["id"]
         future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
         self._waiting[identifier] = future
@@ -129,7 +132,7 @@ class ServerProcess(asyncio.Protocol):
                 if done:
                     answer, content = future.result()
                     if answer["op"] == "refused":
-                        raise Refused(answer["kind"], answer["why"])
+                        raise ServerRefusedError(answer["kind"], answer["why"])
                     return answer, content
             raise TimeoutError(f"no answer {_GRACE_SECONDS:g} s after the deadline")
         finally:
@@ -169,7 +172,7 @@ class ServerProcess(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Everyone who waits hears of it."""
         self.gone = True
-        gone = ServerGone("the sandbox's server ended")
+        gone = ServerGoneError("the sandbox's server ended")
         waiting: tuple[asyncio.Future[Any], ...] = (self.hello, self.ready, *self._waiting.values())
         for future in waiting:
             if not future.done():

@@ -1,8 +1,9 @@
 """The server's half of sessions: opens, runs, forks and ends them.
 
-A session's interpreter runs hostile text and is believed one thing: that the program it was given is done, said with
-the serial number of that program, once. Anything else that it says ends it. Deadlines, floods and memory are the
-server's own; ends are told by the keeper, which has them from the kernel; between programs the interpreter is stopped.
+A session's interpreter runs untrusted code. The server accepts one message from it: that the current program is done,
+once, with that program's serial number. Any other message ends the session. The server itself enforces deadlines and
+the limits on output and memory. The session init reports exits, as the kernel does to it, and stops the interpreter
+between programs.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from collections import deque
 from typing import Any
 
 from agentrl_sandbox.runner.config import RunnerConfig
-from agentrl_sandbox.runner.isolation.lockdown import reaches_keepers
+from agentrl_sandbox.runner.isolation.lockdown import reaches_session_init
 from agentrl_sandbox.runner.isolation.memory_use import Usage
 from agentrl_sandbox.runner.program.launch import launch
 from agentrl_sandbox.runner.program.order import Order
 from agentrl_sandbox.runner.program.program import judge_exit
 from agentrl_sandbox.runner.program.watch import Watch
-from agentrl_sandbox.runner.sessions.session import Family, Fork, Session, State
+from agentrl_sandbox.runner.sessions.session import Fork, ServerSession, SessionFamily, State
 from agentrl_sandbox.runner.sessions.session_process import DONE
-from agentrl_sandbox.runner.sessions.table import END_SECONDS, KIND, Host, SessionTable
+from agentrl_sandbox.runner.sessions.table import END_SECONDS, KIND, ServerCallbacks, SessionTable
 from agentrl_sandbox.types import Outcome
 
 _OPEN_SECONDS = 60.0
@@ -35,18 +36,18 @@ _FORK_SECONDS = 30.0
 _MAX_MESSAGE = 4096
 
 
-class Sessions:
+class SessionManager:
     """All sessions of a server, by the client's numbers."""
 
-    def __init__(self, config: RunnerConfig, host: Host) -> None:
+    def __init__(self, config: RunnerConfig, server: ServerCallbacks) -> None:
         self._config = config
-        self._host = host
+        self._server = server
         self._look = Watch(config)
-        self._table = SessionTable(host)
+        self._table = SessionTable(server)
         self._slots = list(range(config.workers, config.slots))
         self._waiting: deque[tuple[int, int]] = deque()  # requests for a session, each with its number
         self._identifiers = itertools.count(-1, -1)
-        self._keepers_are_reached = reaches_keepers(config)
+        self._init_is_reached = reaches_session_init(config)
 
     # What the client asks for.
 
@@ -67,7 +68,7 @@ class Sessions:
             return
         program, descriptors = launch(order, self._config, KIND, session.family.slot)
         program.pid = session.family.pid
-        self._host.add(program)
+        self._server.add(program)
         session.program = program
         session.state, session.due = State.RUNNING, math.inf
         self._tell(session, {"op": "run"}, descriptors)
@@ -81,17 +82,17 @@ class Sessions:
             self._waiting.append((request, number))
             return
         ours, theirs = _pair()
-        keeper, keepers = _pair()
-        family = Family(identifier=next(self._identifiers), slot=self._slots.pop(), keeper=keeper)
-        session = Session(identifier=number, family=family, control=ours, request=request)
+        init, inits = _pair()
+        family = SessionFamily(identifier=next(self._identifiers), slot=self._slots.pop(), init=init)
+        session = ServerSession(identifier=number, family=family, control=ours, request=request)
         session.due = time.monotonic() + _OPEN_SECONDS
         self._table.families[family.identifier] = family
-        self._table.enter(session, self._on_member)
-        self._host.listen(keeper.fileno(), lambda: self._on_keeper(family))
-        zygote = self._host.zygote(KIND)
-        with theirs, keepers:
+        self._table.enter(session, self._on_process)
+        self._server.listen(init.fileno(), lambda: self._on_init(family))
+        zygote = self._server.zygote(KIND)
+        with theirs, inits:
             try:
-                zygote.keep(family.identifier, family.slot, number, [keepers.fileno(), theirs.fileno()])
+                zygote.start_session(family.identifier, family.slot, number, [inits.fileno(), theirs.fileno()])
             except OSError as error:
                 self._table.end_family(family, str(error))
                 return
@@ -105,8 +106,8 @@ class Sessions:
             return
         ours, theirs = _pair()
         birth, births = _pair()
-        child = Session(identifier=fork, family=origin.family, control=ours)
-        self._table.enter(child, self._on_member)
+        child = ServerSession(identifier=fork, family=origin.family, control=ours)
+        self._table.enter(child, self._on_process)
         origin.fork = Fork(request=request, child=child)
         origin.state, origin.due = State.FORKING, time.monotonic() + _FORK_SECONDS
         with theirs, birth, births:
@@ -118,7 +119,7 @@ class Sessions:
         session = self._table.sessions.get(number)
         if session is None:
             self._waiting = deque(waiting for waiting in self._waiting if waiting[1] != number)
-            self._host.reply({"op": "closed", "id": request})
+            self._server.reply({"op": "closed", "id": request})
             return
         session.closers.append(request)
         self._table.end(session, "it was closed")
@@ -128,15 +129,15 @@ class Sessions:
         full = count >= self._config.max_sessions
         if full:
             why = f"{count} sessions are open, max_sessions={self._config.max_sessions}"
-            self._host.reply({"op": "refused", "id": request, "kind": "limit", "why": why})
+            self._server.reply({"op": "refused", "id": request, "kind": "limit", "why": why})
         return full
 
-    def _idle(self, request: int, number: int) -> Session | None:
+    def _idle(self, request: int, number: int) -> ServerSession | None:
         """A session that can be asked for something, or None after a refusal."""
         session = self._table.sessions.get(number)
         if session is None or session.state is not State.IDLE:
             why = "it has ended" if session is None else session.why or f"it is {session.state.value}"
-            self._host.reply({"op": "refused", "id": request, "kind": "unknown", "why": why})
+            self._server.reply({"op": "refused", "id": request, "kind": "unknown", "why": why})
             return None
         return session
 
@@ -146,9 +147,9 @@ class Sessions:
         if self._waiting:
             self._open(*self._waiting.popleft())
 
-    # What members say.
+    # What session processes say.
 
-    def _tell(self, session: Session, message: dict[str, Any], descriptors: list[int]) -> None:
+    def _tell(self, session: ServerSession, message: dict[str, Any], descriptors: list[int]) -> None:
         """Give the interpreter something to do and let it run."""
         session.serial = secrets.randbits(64)
         text = json.dumps({**message, "serial": session.serial}).encode()
@@ -159,35 +160,35 @@ class Sessions:
             return
         session.family.tell("wake", session.identifier)
 
-    def _on_member(self, session: Session) -> None:
+    def _on_process(self, session: ServerSession) -> None:
         try:
             data = session.control.recv(DONE.size + 1)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        if not data:  # the keeper says how it ended
-            self._host.ignore(session.control.fileno())
+        if not data:  # the session init says how it ended
+            self._server.ignore(session.control.fileno())
             return
         serial, exit_code, out_of_memory, error = DONE.unpack(data) if len(data) == DONE.size else (None, 0, False, 0)
         if serial != session.serial or session.state not in (State.RUNNING, State.FORKING):
-            self._host.ignore(session.control.fileno())
+            self._server.ignore(session.control.fileno())
             self._table.end(session, "its interpreter sent what it was not asked for")
         elif session.fork is not None:
             session.fork.origin_error = error
             self._conclude_fork(session, session.fork)
         elif session.program is not None and session.program.reason is None:
-            self._host.drain(session.program)
+            self._server.drain(session.program)
             ending = judge_exit(session.program, exit_code, out_of_memory=out_of_memory)
-            session.answer = self._host.report(session.program, ending)
+            session.answer = self._server.report(session.program, ending)
             session.program = None
             self._rest(session)
 
-    def _rest(self, session: Session) -> None:
+    def _rest(self, session: ServerSession) -> None:
         session.state, session.due = State.RESTING, time.monotonic() + END_SECONDS
         session.family.tell("rest", session.identifier)
 
-    def _conclude_fork(self, origin: Session, fork: Fork) -> None:
+    def _conclude_fork(self, origin: ServerSession, fork: Fork) -> None:
         if not fork.concluded:
             return
         origin.fork = None
@@ -201,21 +202,21 @@ class Sessions:
             origin.answer = {"op": "opened", "id": fork.request}, []
         self._rest(origin)
 
-    # What keepers and zygotes say.
+    # What session inits and zygotes say.
 
-    def _on_keeper(self, family: Family) -> None:
+    def _on_init(self, family: SessionFamily) -> None:
         try:
-            data = family.keeper.recv(_MAX_MESSAGE)
+            data = family.init.recv(_MAX_MESSAGE)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         if not data:  # its zygote says that it ended
-            self._host.ignore(family.keeper.fileno())
+            self._server.ignore(family.init.fileno())
             return
         message = json.loads(data)
         if message["op"] == "failed":
-            self._table.end_members(family, message["why"])
+            self._table.end_processes(family, message["why"])
         elif message["id"] in family.sessions:
             session = family.sessions[message["id"]]
             if message["op"] == "born":
@@ -226,12 +227,12 @@ class Sessions:
             elif message["op"] == "exit":
                 self._on_exit(session, os.waitstatus_to_exitcode(message["status"]))
 
-    def _on_born(self, session: Session, pid: int, error: int) -> None:
+    def _on_born(self, session: ServerSession, pid: int, error: int) -> None:
         session.pid = pid
         if session.why and pid:  # closed before it was there
             self.kill(session.identifier)
         if session.request:
-            self._host.reply({"op": "opened", "id": session.request})
+            self._server.reply({"op": "opened", "id": session.request})
             session.request = 0
             if session.state is State.OPENING:
                 session.state, session.due = State.IDLE, time.monotonic() + self._config.session_idle_timeout
@@ -242,16 +243,16 @@ class Sessions:
                 self._conclude_fork(origin, origin.fork)
                 return
 
-    def _on_exit(self, session: Session, exit_code: int) -> None:
+    def _on_exit(self, session: ServerSession, exit_code: int) -> None:
         how = f"signal {-exit_code}" if exit_code < 0 else f"exit status {exit_code}"
         program = session.program
         if program is not None:
-            self._host.drain(program)
-            session.answer = self._host.report(program, judge_exit(program, exit_code, out_of_memory=False))
+            self._server.drain(program)
+            session.answer = self._server.report(program, judge_exit(program, exit_code, out_of_memory=False))
         self._table.gone(session, session.why or f"its interpreter ended with {how}")
 
     def on_zygote(self, message: dict[str, Any]) -> None:
-        """A report about a keeper."""
+        """A report about a session init."""
         family = self._table.families.get(message["id"])
         if family is None:
             return
@@ -259,14 +260,14 @@ class Sessions:
             family.pid = message["pid"]
         else:
             while family.identifier in self._table.families and self._has_news(family):
-                self._on_keeper(family)
-            killed = self._keepers_are_reached and not family.given_up and os.WIFSIGNALED(message.get("status", 0))
-            why = message.get("why", "its keeper ended")
+                self._on_init(family)
+            killed = self._init_is_reached and not family.given_up and os.WIFSIGNALED(message.get("status", 0))
+            why = message.get("why", "its session init ended")
             self._table.end_family(family, why, killed=killed)
 
-    def _has_news(self, family: Family) -> bool:
+    def _has_news(self, family: SessionFamily) -> bool:
         try:
-            return bool(family.keeper.recv(1, socket.MSG_PEEK))
+            return bool(family.init.recv(1, socket.MSG_PEEK))
         except OSError:
             return False
 
@@ -295,13 +296,13 @@ class Sessions:
                 self._table.end(session, f"it was idle for {self._config.session_idle_timeout:g} s")
             elif session.state is State.FORKING:
                 self._table.end(session, "it did not fork in time")
-            else:  # the keeper does not answer
+            else:  # the session init does not answer
                 session.family.given_up = True
-                self._host.zygote(KIND).kill(session.family.identifier)
+                self._server.zygote(KIND).kill(session.family.identifier)
 
     def watch_usage(self, *, count_tasks: bool) -> None:
         """Kill programs whose session, with what its family left unattended, uses too much."""
-        beyond = self._host.zygote(KIND).resident
+        beyond = self._server.zygote(KIND).resident
         for family in self._table.families.values():
             running = [session for session in family.sessions.values() if session.program is not None]
             if not running or not family.pid:
@@ -311,9 +312,9 @@ class Sessions:
                 used = known.get(session.identifier, Usage()).add(stray)
                 assert session.program is not None
                 if self._look.memory_is_over(session.program, used, beyond):
-                    self._host.kill(session.program, Outcome.MEMORY_LIMIT)
+                    self._server.kill(session.program, Outcome.MEMORY_LIMIT)
                 elif count_tasks and used.tasks > self._config.max_processes:
-                    self._host.kill(session.program, Outcome.KILLED)
+                    self._server.kill(session.program, Outcome.KILLED)
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:

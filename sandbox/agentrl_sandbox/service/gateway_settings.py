@@ -1,4 +1,4 @@
-"""Settings of the front, and how a command reads settings from the environment and from ``key=value`` arguments."""
+"""Settings of the gateway, and how a command reads settings from the environment and from ``key=value`` arguments."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from agentrl_sandbox.errors import SandboxError
 
 NO_TOKEN = "none"
+_RENAMED = {"patience": "retry_deadline"}
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-class SettingsError(SandboxError):
+class ServiceSettingsError(SandboxError):
     """A command was given settings that cannot be; the message names them."""
 
 
-class ServiceSettings(BaseModel):
-    """How the front listens, whom it lets in and how much it takes on."""
+class GatewaySettings(BaseModel):
+    """How the gateway listens, whom it lets in and how much it takes on."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,18 +51,24 @@ def read_settings(
 ) -> _Model:
     """A model from variables ``SANDBOX_NAME`` that are not empty, and arguments ``name=value``, which win.
 
-    The fields ``without`` cannot be set. Raises SettingsError.
+    The fields ``without`` cannot be set. Raises ServiceSettingsError.
     """
+    arguments = list(arguments)
+    for old, new in _RENAMED.items():
+        if environment.get(f"SANDBOX_{old.upper()}"):
+            raise ServiceSettingsError(f"SANDBOX_{old.upper()} has a new name: SANDBOX_{new.upper()}")
+        if any(argument.startswith(f"{old}=") for argument in arguments):
+            raise ServiceSettingsError(f"the setting {old} has a new name: {new}")
     names = [name for name in model.model_fields if name not in set(without)]
     values = {name: text for name in names if (text := environment.get(f"SANDBOX_{name.upper()}"))}
     for argument in arguments:
         name, equals, text = argument.partition("=")
         if not equals or name not in names:
-            raise SettingsError(f"{argument!r} is no setting; valid: {', '.join(f'{name}=' for name in names)}")
+            raise ServiceSettingsError(f"{argument!r} is no setting; valid: {', '.join(f'{name}=' for name in names)}")
         values[name] = text
     try:
         return model.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise SettingsError(f"{where}={values.get(where)!r}: {first['msg']}") from error
+        raise ServiceSettingsError(f"{where}={values.get(where)!r}: {first['msg']}") from error

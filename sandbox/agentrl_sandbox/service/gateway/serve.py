@@ -1,4 +1,4 @@
-"""The front as a process: uvicorn around the application, with a SIGTERM that finishes what runs."""
+"""The gateway as a process: uvicorn around the application, with a SIGTERM that finishes what runs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from types import FrameType
 import uvicorn
 
 from agentrl_sandbox.errors import StartError
-from agentrl_sandbox.service.gateway.app import Front, build_app
+from agentrl_sandbox.service.gateway.app import Gateway, build_app
 from agentrl_sandbox.service.gateway.guard import Guard
+from agentrl_sandbox.service.gateway_settings import NO_TOKEN, GatewaySettings
 from agentrl_sandbox.service.pool.pool import RunnerPool
-from agentrl_sandbox.service.settings import NO_TOKEN, ServiceSettings
 
 _log = logging.getLogger(__name__)
 _KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close them first
@@ -27,9 +27,9 @@ _KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that t
 class DrainingServer(uvicorn.Server):
     """At the first signal new calls get 503 while the others finish; at the second it stops at once."""
 
-    def __init__(self, config: uvicorn.Config, front: Front, drain_seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, gateway: Gateway, drain_seconds: float) -> None:
         super().__init__(config)
-        self._front = front
+        self._gateway = gateway
         self._drain_seconds = drain_seconds
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -41,29 +41,29 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by uvicorn in its signal handler."""
-        if self._front.draining or self._loop is None:
+        if self._gateway.draining or self._loop is None:
             self.should_exit = True
             self.force_exit = sig == signal.SIGINT
             return
-        self._front.draining = True
+        self._gateway.draining = True
         self._loop.call_soon_threadsafe(self._begin_to_drain)
 
     def _begin_to_drain(self) -> None:
         self._drain = asyncio.get_running_loop().create_task(self._until_idle())
 
     async def _until_idle(self) -> None:
-        _log.info("stopping: %d calls are left", self._front.calls)
+        _log.info("stopping: %d calls are left", self._gateway.calls)
         try:
             async with asyncio.timeout(self._drain_seconds):
-                while self._front.calls:
+                while self._gateway.calls:
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            _log.warning("%d calls were not done after %g s", self._front.calls, self._drain_seconds)
+            _log.warning("%d calls were not done after %g s", self._gateway.calls, self._drain_seconds)
         self.should_exit = True
 
 
-async def serve_front(
-    settings: ServiceSettings, sockets: Path, *, on_listening: Callable[[int], None] = lambda port: None
+async def serve_gateway(
+    settings: GatewaySettings, sockets: Path, *, on_listening: Callable[[int], None] = lambda port: None
 ) -> None:
     """Serve until SIGTERM, SIGINT or a cancellation. ``on_listening`` is told the port.
 
@@ -71,9 +71,9 @@ async def serve_front(
     """
     token = settings.token or kept_token(settings.token_file)
     pool = RunnerPool(sockets, queue_limit=settings.queue_limit, queue_seconds=settings.queue_seconds)
-    front = Front(pool, batch_limit=settings.batch_limit)
+    gateway = Gateway(pool, batch_limit=settings.batch_limit)
     app = Guard(
-        build_app(front),
+        build_app(gateway),
         token=None if token == NO_TOKEN else token,
         hosts=settings.hosts,
         max_body=settings.max_body_mb << 20,
@@ -90,7 +90,7 @@ async def serve_front(
             timeout_graceful_shutdown=5,
         )
         on_listening(listener.getsockname()[1])
-        server = DrainingServer(config, front, settings.drain_seconds)
+        server = DrainingServer(config, gateway, settings.drain_seconds)
         serving = asyncio.ensure_future(server.serve([listener]))
         try:
             await asyncio.shield(serving)

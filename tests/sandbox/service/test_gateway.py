@@ -1,4 +1,4 @@
-"""The front: what it answers, how it queues, and what it does when runners and clients go."""
+"""The gateway: what it answers, how it queues, and what it does when runners and clients go."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from agentrl_sandbox.service.pool.call import Call
 from agentrl_sandbox.service.pool.pool import RunnerPool
 
 
-async def test_a_program_goes_to_a_runner_and_its_end_comes_back(front):
-    answer = await front.run("hello ", stdin="you", files={"a": base64.b64encode(b"\x00").decode()}, fetch_files=["a"])
+async def test_a_program_goes_to_a_runner_and_its_end_comes_back(gateway):
+    answer = await gateway.run(
+        "hello ", stdin="you", files={"a": base64.b64encode(b"\x00").decode()}, fetch_files=["a"]
+    )
     assert answer.status_code == 200
     assert answer.json() == {
         "outcome": "ok",
@@ -27,14 +29,14 @@ async def test_a_program_goes_to_a_runner_and_its_end_comes_back(front):
     }
 
 
-async def test_a_batch_comes_back_in_order(front):
+async def test_a_batch_comes_back_in_order(gateway):
     programs = [{"program": f"p{i}"} for i in range(5)]
-    answer = await front.client.post("/v1/execute_batch", json={"requests": programs})
+    answer = await gateway.client.post("/v1/execute_batch", json={"requests": programs})
     assert [e["stdout"] for e in answer.json()["executions"]] == ["p0", "p1", "p2", "p3", "p4"]
 
 
-async def test_a_batch_beyond_the_limit_is_refused_whole(front, runner):
-    answer = await front.client.post("/v1/execute_batch", json={"requests": [{"program": "p"}] * 17})
+async def test_a_batch_beyond_the_limit_is_refused_whole(gateway, runner):
+    answer = await gateway.client.post("/v1/execute_batch", json={"requests": [{"program": "p"}] * 17})
     assert (answer.status_code, runner.sandbox.started) == (422, [])
 
 
@@ -51,100 +53,100 @@ async def test_a_batch_beyond_the_limit_is_refused_whole(front, runner):
         {"program": "impossible"},
     ],
 )
-async def test_impossible_arguments_are_422(front, body):
-    assert (await front.client.post("/v1/execute", json=body)).status_code == 422
+async def test_impossible_arguments_are_422(gateway, body):
+    assert (await gateway.client.post("/v1/execute", json=body)).status_code == 422
 
 
-async def test_text_that_no_encoding_has_reaches_the_runner(front, runner):
+async def test_text_that_no_encoding_has_reaches_the_runner(gateway, runner):
     content = b'{"program": "\\ud800"}'
     headers = {"Content-Type": "application/json"}
-    assert (await front.client.post("/v1/execute", content=content, headers=headers)).status_code == 200
+    assert (await gateway.client.post("/v1/execute", content=content, headers=headers)).status_code == 200
     assert runner.sandbox.started == ["\ud800"]
 
 
-async def test_equal_requests_with_one_id_share_one_run_while_it_runs_and_after(front, runner, until):
-    calls = [asyncio.ensure_future(front.run("wait", request_id="x")) for _ in range(3)]
-    await until(lambda: front.front.calls == 3)
+async def test_equal_requests_with_one_id_share_one_run_while_it_runs_and_after(gateway, runner, until):
+    calls = [asyncio.ensure_future(gateway.run("wait", request_id="x")) for _ in range(3)]
+    await until(lambda: gateway.gateway.calls == 3)
     runner.sandbox.release.set()
-    answers = [(await call).json() for call in calls] + [(await front.run("wait", request_id="x")).json()]
+    answers = [(await call).json() for call in calls] + [(await gateway.run("wait", request_id="x")).json()]
     assert answers == [answers[0]] * 4
     assert runner.sandbox.started == ["wait"]
 
 
-async def test_one_id_for_two_programs_mixes_nothing_up(front):
-    answers = [(await front.run(program, request_id="x")).json()["stdout"] for program in ("a", "b")]
+async def test_one_id_for_two_programs_mixes_nothing_up(gateway):
+    answers = [(await gateway.run(program, request_id="x")).json()["stdout"] for program in ("a", "b")]
     assert answers == ["a", "b"]
 
 
-async def test_whatever_a_runner_trips_over_is_answered_at_once(front, runner):
-    answer = (await front.run("bug")).json()
+async def test_whatever_a_runner_trips_over_is_answered_at_once(gateway, runner):
+    answer = (await gateway.run("bug")).json()
     assert answer["outcome"] == "infrastructure_failure"
     assert "RuntimeError: nobody thought of this" in answer["stderr"]
-    assert (await front.run("p")).json()["outcome"] == "ok"
-    assert front.pool.roster.running == 0
+    assert (await gateway.run("p")).json()["outcome"] == "ok"
+    assert gateway.pool.registry.running == 0
 
 
-async def test_an_infrastructure_failure_is_not_remembered(front, runner):
+async def test_an_infrastructure_failure_is_not_remembered(gateway, runner):
     for _ in range(2):
-        assert (await front.run("broken", request_id="x")).json()["outcome"] == "infrastructure_failure"
+        assert (await gateway.run("broken", request_id="x")).json()["outcome"] == "infrastructure_failure"
     assert runner.sandbox.started == ["broken"] * 2
 
 
-async def test_beyond_the_queue_429_says_when_to_come_back(sockets, runner, running_front, until):
-    async with running_front(sockets, queue_limit=1) as front:
-        calls = [asyncio.ensure_future(front.run("wait")) for _ in range(3)]  # two run, one waits
-        await until(lambda: front.pool.queue.length == 1)
-        refused = await front.run("one too many")
+async def test_beyond_the_queue_429_says_when_to_come_back(sockets, runner, running_gateway, until):
+    async with running_gateway(sockets, queue_limit=1) as gateway:
+        calls = [asyncio.ensure_future(gateway.run("wait")) for _ in range(3)]  # two run, one waits
+        await until(lambda: gateway.pool.queue.length == 1)
+        refused = await gateway.run("one too many")
         assert refused.status_code == 429
         assert int(refused.headers["Retry-After"]) >= 1
         runner.sandbox.release.set()
         assert [(await call).status_code for call in calls] == [200] * 3
-        assert (await front.run("now there is room")).status_code == 200
+        assert (await gateway.run("now there is room")).status_code == 200
     assert "one too many" not in runner.sandbox.started
 
 
-async def test_a_batch_without_room_in_the_queue_is_refused_whole(sockets, runner, running_front):
-    async with running_front(sockets, queue_limit=1) as front:
-        answer = await front.client.post("/v1/execute_batch", json={"requests": [{"program": "p"}] * 4})
+async def test_a_batch_without_room_in_the_queue_is_refused_whole(sockets, runner, running_gateway):
+    async with running_gateway(sockets, queue_limit=1) as gateway:
+        answer = await gateway.client.post("/v1/execute_batch", json={"requests": [{"program": "p"}] * 4})
     assert (answer.status_code, runner.sandbox.started) == (429, [])
 
 
-async def test_a_client_that_leaves_kills_its_program(front, runner, until):
-    call = asyncio.ensure_future(front.run("wait"))
+async def test_a_client_that_leaves_kills_its_program(gateway, runner, until):
+    call = asyncio.ensure_future(gateway.run("wait"))
     await until(lambda: runner.sandbox.started)
     call.cancel()
     await until(lambda: runner.sandbox.cancelled == ["wait"])
-    await until(lambda: front.pool.roster.running == 0)
+    await until(lambda: gateway.pool.registry.running == 0)
 
 
-async def test_a_client_that_leaves_while_waiting_never_starts_its_program(front, runner, until):
-    running = [asyncio.ensure_future(front.run("wait")) for _ in range(2)]
+async def test_a_client_that_leaves_while_waiting_never_starts_its_program(gateway, runner, until):
+    running = [asyncio.ensure_future(gateway.run("wait")) for _ in range(2)]
     await until(lambda: len(runner.sandbox.started) == 2)
-    leaving = asyncio.ensure_future(front.run("never"))
-    await until(lambda: front.pool.queue.length == 1)
+    leaving = asyncio.ensure_future(gateway.run("never"))
+    await until(lambda: gateway.pool.queue.length == 1)
     leaving.cancel()
-    await until(lambda: front.pool.queue.length == 0)
+    await until(lambda: gateway.pool.queue.length == 0)
     runner.sandbox.release.set()
     assert [(await call).status_code for call in running] == [200] * 2
-    assert (await front.run("next")).status_code == 200
+    assert (await gateway.run("next")).status_code == 200
     assert runner.sandbox.started == ["wait", "wait", "next"]
 
 
-async def test_of_two_who_share_a_run_one_may_leave(front, runner, until):
-    staying, leaving = (asyncio.ensure_future(front.run("wait", request_id="x")) for _ in range(2))
-    await until(lambda: front.front.calls == 2)
+async def test_of_two_who_share_a_run_one_may_leave(gateway, runner, until):
+    staying, leaving = (asyncio.ensure_future(gateway.run("wait", request_id="x")) for _ in range(2))
+    await until(lambda: gateway.gateway.calls == 2)
     leaving.cancel()
-    await until(lambda: front.front.calls == 1)
+    await until(lambda: gateway.gateway.calls == 1)
     runner.sandbox.release.set()
     assert (await staying).json()["stdout"] == "wait"
     assert runner.sandbox.cancelled == []
 
 
-async def test_programs_go_to_the_runner_with_the_fewest_in_flight(sockets, start_runner, running_front, until):
+async def test_programs_go_to_the_runner_with_the_fewest_in_flight(sockets, start_runner, running_gateway, until):
     runners = [await start_runner(name, workers=4) for name in ("a", "b")]
-    async with running_front(sockets) as front:
-        await until(lambda: front.pool.roster.runners == 2)
-        calls = [asyncio.ensure_future(front.run("wait")) for _ in range(4)]
+    async with running_gateway(sockets) as gateway:
+        await until(lambda: gateway.pool.registry.runners == 2)
+        calls = [asyncio.ensure_future(gateway.run("wait")) for _ in range(4)]
         await until(lambda: sum(len(runner.sandbox.started) for runner in runners) == 4)
         assert [len(runner.sandbox.started) for runner in runners] == [2, 2]
         for runner in runners:
@@ -153,14 +155,14 @@ async def test_programs_go_to_the_runner_with_the_fewest_in_flight(sockets, star
 
 
 async def test_a_runner_that_dies_fails_what_ran_there_and_the_queue_goes_on(
-    sockets, start_runner, running_front, until
+    sockets, start_runner, running_gateway, until
 ):
     first = await start_runner("a", workers=2)
-    async with running_front(sockets) as front:
-        running = [asyncio.ensure_future(front.run("wait", request_id=f"r{i}")) for i in range(2)]
+    async with running_gateway(sockets) as gateway:
+        running = [asyncio.ensure_future(gateway.run("wait", request_id=f"r{i}")) for i in range(2)]
         await until(lambda: len(first.sandbox.started) == 2)
-        queued = [asyncio.ensure_future(front.run(f"q{i}", request_id=f"q{i}")) for i in range(3)]
-        await until(lambda: front.pool.queue.length == 3)
+        queued = [asyncio.ensure_future(gateway.run(f"q{i}", request_id=f"q{i}")) for i in range(3)]
+        await until(lambda: gateway.pool.queue.length == 3)
         await first.kill()
         assert [(await call).json()["outcome"] for call in running] == ["infrastructure_failure"] * 2
         second = await start_runner("b", workers=2)
@@ -170,56 +172,56 @@ async def test_a_runner_that_dies_fails_what_ran_there_and_the_queue_goes_on(
 
 
 async def test_a_runner_that_leaves_finishes_what_it_has_and_gets_nothing_more(
-    sockets, start_runner, running_front, until
+    sockets, start_runner, running_gateway, until
 ):
     old, new = await start_runner("old"), await start_runner("new")
-    async with running_front(sockets) as front:
-        await until(lambda: front.pool.roster.runners == 2)
-        calls = [asyncio.ensure_future(front.run("wait")) for _ in range(4)]
-        await until(lambda: front.pool.roster.running == 4)
+    async with running_gateway(sockets) as gateway:
+        await until(lambda: gateway.pool.registry.runners == 2)
+        calls = [asyncio.ensure_future(gateway.run("wait")) for _ in range(4)]
+        await until(lambda: gateway.pool.registry.running == 4)
         draining = asyncio.ensure_future(old.service.drain())
-        await until(lambda: front.pool.roster.runners == 1)
+        await until(lambda: gateway.pool.registry.runners == 1)
         old.sandbox.release.set()
         await draining
         new.sandbox.release.set()
         assert [(await call).json()["outcome"] for call in calls] == ["ok"] * 4
-        assert (await front.run("later")).json()["stdout"] == "later"
+        assert (await gateway.run("later")).json()["stdout"] == "later"
     assert "later" in new.sandbox.started
 
 
-async def test_draining_finishes_what_runs_and_refuses_the_rest(front, runner, until):
-    call = asyncio.ensure_future(front.run("wait"))
+async def test_draining_finishes_what_runs_and_refuses_the_rest(gateway, runner, until):
+    call = asyncio.ensure_future(gateway.run("wait"))
     await until(lambda: runner.sandbox.started)
-    front.server.handle_exit(15, None)
-    await until(lambda: front.front.draining)
-    refused = await front.run("late")
+    gateway.server.handle_exit(15, None)
+    await until(lambda: gateway.gateway.draining)
+    refused = await gateway.run("late")
     assert refused.status_code == 503
     assert int(refused.headers["Retry-After"]) >= 1
-    assert (await front.client.get("/ready")).status_code == 503
-    assert (await front.client.get("/health")).status_code == 200
+    assert (await gateway.client.get("/ready")).status_code == 503
+    assert (await gateway.client.get("/health")).status_code == 200
     runner.sandbox.release.set()
     assert (await call).json()["stdout"] == "wait"
-    await until(lambda: front.server.should_exit)
+    await until(lambda: gateway.server.should_exit)
 
 
-async def test_ready_tells_isolation_and_limits_of_all_runners(sockets, start_runner, running_front, until):
+async def test_ready_tells_isolation_and_limits_of_all_runners(sockets, start_runner, running_gateway, until):
     await start_runner("good")
     weak = await start_runner("weak")
     weak.hello["layers"] = {**weak.hello["layers"], "no_network": None}
     weak.hello["limits"] = {**weak.hello["limits"], "memory_mb": 100.0}
-    async with running_front(sockets) as front:
-        await until(lambda: front.pool.roster.runners == 2)
-        state = (await front.client.get("/ready")).json()
+    async with running_gateway(sockets) as gateway:
+        await until(lambda: gateway.pool.registry.runners == 2)
+        state = (await gateway.client.get("/ready")).json()
     assert (state["ready"], state["runners"], state["workers"]) == (True, 2, 4)
     assert state["isolation"]["layers"]["no_network"] is None
     assert state["isolation"]["layers"]["bounded_time"] == "a layer"
     assert state["limits"]["memory_mb"] == 100.0
 
 
-async def test_without_runners_it_lives_and_is_not_ready(sockets, running_front):
-    async with running_front(sockets, runners=0) as front:
-        assert (await front.client.get("/health")).status_code == 200
-        assert (await front.client.get("/ready")).status_code == 503
+async def test_without_runners_it_lives_and_is_not_ready(sockets, running_gateway):
+    async with running_gateway(sockets, runners=0) as gateway:
+        assert (await gateway.client.get("/health")).status_code == 200
+        assert (await gateway.client.get("/ready")).status_code == 503
 
 
 async def test_closing_a_pool_lets_nobody_wait(sockets):
@@ -235,10 +237,10 @@ async def test_closing_a_pool_lets_nobody_wait(sockets):
         await pool.execute("p")
 
 
-async def test_metrics_count(front):
-    await front.run("p")
-    await front.run("broken")
-    text = (await front.client.get("/metrics")).text
+async def test_metrics_count(gateway):
+    await gateway.run("p")
+    await gateway.run("broken")
+    text = (await gateway.client.get("/metrics")).text
     assert 'agentrl_sandbox_executions_total{outcome="ok"} 1.0' in text
     assert 'agentrl_sandbox_executions_total{outcome="infrastructure_failure"} 1.0' in text
     for line in ("queue_length 0.0", "running 0.0", "runners 1.0", "workers 2.0", "sessions 0.0"):
@@ -246,10 +248,10 @@ async def test_metrics_count(front):
     assert "agentrl_sandbox_execution_seconds_count 2.0" in text
 
 
-async def test_the_interface_describes_itself(front):
-    paths = (await front.client.get("/openapi.json")).json()["paths"]
+async def test_the_interface_describes_itself(gateway):
+    paths = (await gateway.client.get("/openapi.json")).json()["paths"]
     assert {"/v1/execute", "/v1/execute_batch", "/v1/sessions", "/run_code", "/run_jupyter", "/ready"} <= set(paths)
-    assert (await front.client.get("/docs")).status_code == 200
+    assert (await gateway.client.get("/docs")).status_code == 200
 
 
 async def test_what_finished_is_forgotten_by_size():
