@@ -187,7 +187,7 @@ async def measure(kind: str, codec: TextCodec, args: argparse.Namespace) -> Meas
     await asyncio.sleep(0)
     cpu, began = time.process_time(), time.perf_counter()
     turns, longest = 0, 0.0
-    async for group in driver.play(requests, step=0, group_size=GROUP_SIZE):
+    async for group in driver.run(requests, step=0, group_size=GROUP_SIZE):
         for item in group.trajectories:
             if item.ended is not Ended.ANSWERED or item.reward != 1.0 or item.turns != args.turns:
                 raise RuntimeError(f"a trajectory went wrong: {item}")

@@ -112,7 +112,7 @@ async def train(args: argparse.Namespace, codec: TextCodec, turns: int, schedule
             staleness = max(staleness, batch.metrics["staleness/max"])
             await asyncio.sleep(tokens / args.training_tokens_per_second)
             await worker.settle()
-            engine.hold()
+            engine.pause()
             await asyncio.sleep(args.update_seconds)
             engine.resume(step + 1)
             worker.installed(step + 1)

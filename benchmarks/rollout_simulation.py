@@ -141,7 +141,7 @@ class SimulatedEngine:
 
     # -- weights --------------------------------------------------------------------------------------------------
 
-    def hold(self) -> None:
+    def pause(self) -> None:
         """Nobody gets tokens until :meth:`resume`."""
         self._settle()
         self._held = True

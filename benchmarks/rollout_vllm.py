@@ -104,7 +104,7 @@ async def play(
         problem = Problem(id="p", statement=_PROMPT, answer="4", source="bench")
         requests = [RolloutRequest(index=i, problem=problem) for i in range(args.trajectories // args.group_size)]
         tokens, began = 0, time.perf_counter()
-        async for group in driver.play(requests, step=step, group_size=args.group_size):
+        async for group in driver.run(requests, step=step, group_size=args.group_size):
             if any(item.ended is not Ended.TOKEN_LIMIT for item in group.trajectories):
                 raise RuntimeError(f"a trajectory went wrong: {group}")
             tokens += sum(item.model_tokens for item in group.trajectories)

@@ -14,7 +14,7 @@ from agentrl.config.messages import known_keys
 from agentrl.config.overlays import parse_yaml
 from agentrl.problems.demonstrations.demonstration import read_demonstrations
 from agentrl.problems.settings import ProblemSourceSettings
-from agentrl_envs.rewards import Conversation, Reward, Said
+from agentrl_envs.rewards import Conversation, Message, Reward
 from agentrl_envs.settings import INSTRUCTIONS
 from agentrl_envs.tools import call_tool, load_tools
 from agentrl_envs.types import Ended, Problem, Verdict
@@ -87,7 +87,7 @@ def test_a_tool_and_a_reward_of_ones_own_and_reasoning_are_as_shown(
     constant = load_tools(("python", "my_tools:Constant")).own["constant"]
     assert asyncio.run(call_tool(constant, {"which": "pi"})) == "3.14159"
     problem = Problem(id="toy", statement="?", answer="5", source="toy")
-    turns = tuple(Said(origin=origin, text="x") for origin in ("model", "observation", "model"))
+    turns = tuple(Message(role=role, text="x") for role in ("assistant", "tool", "assistant"))
     right = Conversation(turns=turns, ended=Ended.ANSWERED, answer="5", environment_reward=1.0)
     shorter = Reward("my_rewards:shorter", deadline=60.0)
     assert asyncio.run(shorter(problem, right, Verdict.CORRECT)) == 0.9

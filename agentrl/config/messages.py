@@ -23,10 +23,10 @@ _LIMITS = {
     "pattern": "matching {}",
 }
 RENAMED = {
-    "rollout.kv_use": "rollout.kv_high_watermark",
-    "training.plan_deadline": "training.worker_timeout",
     "evaluation.endpoint.patience": "evaluation.endpoint.retry_deadline",
     "evaluation.endpoint.silence": "evaluation.endpoint.read_timeout",
+    "rollout.kv_use": "rollout.kv_high_watermark",
+    "training.plan_deadline": "training.worker_timeout",
     "sandbox.patience": "sandbox.retry_deadline",
 }
 """Settings that have a new name, by their old one, which is refused."""

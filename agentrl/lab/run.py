@@ -182,8 +182,8 @@ async def _play(
         )
         requests = [RolloutRequest(index=index, problem=problem) for index, problem in enumerate(problems)]
         size = round(lab.samples * _MORE_SAMPLES)
-        groups = [group async for group in driver.play(requests, step=0, group_size=size)]
-        alone = [group async for group in driver.play(requests, step=1, group_size=1, temperature=_GREEDY)]
+        groups = [group async for group in driver.run(requests, step=0, group_size=size)]
+        alone = [group async for group in driver.run(requests, step=1, group_size=1, temperature=_GREEDY)]
     finally:
         await engine.close()
         await environment.close()

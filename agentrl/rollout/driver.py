@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import Final, Literal, Protocol, TypeVar
 
 import stamina
 
@@ -22,14 +22,14 @@ from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.engines.base import Completion, Engine, EngineError, Sampling
 from agentrl.rollout.engines.sampling import sampling_key
-from agentrl.rollout.fair_yield import Turnstile
+from agentrl.rollout.fair_yield import FairYield
 from agentrl.rollout.rounds import Rounds
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.episode import Environment, Episode
 from agentrl_envs.protocols.marked_text import MarkedText
-from agentrl_envs.rewards import Conversation, Reward, Said
+from agentrl_envs.rewards import Conversation, Message, Reward
 from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,11 @@ _Answer = TypeVar("_Answer")
 
 # Encoded prompts that are kept.
 _PROMPTS = 512
+# What users' rewards call the origin of a segment.
+_ROLES: Final[dict[Literal["model", "observation"], Literal["assistant", "tool"]]] = {
+    "model": "assistant",
+    "observation": "tool",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,13 +103,13 @@ class _InfrastructureFailureError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Play:
-    """What the trajectories of one call of :meth:`Driver.play` share."""
+class _Running:
+    """What the trajectories of one call of :meth:`Driver.run` share."""
 
     temperature: float
     greedy_sample: int | None  # the number of the sample that is played at temperature 0
     rounds: Rounds | None
-    turnstile: Turnstile
+    fair_yield: FairYield
 
     def temperature_of(self, sample: int) -> float:
         return 0.0 if sample == self.greedy_sample else self.temperature
@@ -207,7 +212,7 @@ class Driver:
         finally:
             await episode.close()
 
-    def play(
+    def run(
         self,
         requests: Sequence[RolloutRequest],
         *,
@@ -222,38 +227,38 @@ class Driver:
         """
         samples = group_size + int(greedy)
         players = min(self._settings.concurrency, len(requests) * samples)
-        play = _Play(
+        running = _Running(
             temperature=self._settings.temperature if temperature is None else temperature,
             greedy_sample=group_size if greedy else None,
             rounds=Rounds(players) if self._deterministic else None,
-            turnstile=Turnstile(),
+            fair_yield=FairYield(),
         )
         jobs = _Listed(requests, samples=samples, step=step)
-        return self._play(jobs, play, players=players, samples=samples, groups=len(requests))
+        return self._run(jobs, running, players=players, samples=samples, groups=len(requests))
 
-    def play_on(self, jobs: Jobs, *, group_size: int, greedy: bool = False) -> AsyncGenerator[Group]:
+    def run_jobs(self, jobs: Jobs, *, group_size: int, greedy: bool = False) -> AsyncGenerator[Group]:
         """Groups without end, from jobs that come over time: all samples of a request, ``greedy`` one more."""
-        play = _Play(
+        running = _Running(
             temperature=self._settings.temperature,
             greedy_sample=group_size if greedy else None,
             rounds=None,
-            turnstile=Turnstile(),
+            fair_yield=FairYield(),
         )
         samples = group_size + int(greedy)
-        return self._play(jobs, play, players=self._settings.concurrency, samples=samples, groups=None)
+        return self._run(jobs, running, players=self._settings.concurrency, samples=samples, groups=None)
 
-    async def _play(
-        self, jobs: Jobs, play: _Play, *, players: int, samples: int, groups: int | None
+    async def _run(
+        self, jobs: Jobs, running: _Running, *, players: int, samples: int, groups: int | None
     ) -> AsyncGenerator[Group]:
         finished: asyncio.Queue[Trajectory | asyncio.Task[None]] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._player(jobs, play, finished)) for _ in range(players)]
+        tasks = [asyncio.create_task(self._player(jobs, running, finished)) for _ in range(players)]
         for task in tasks:
             task.add_done_callback(finished.put_nowait)
         # What exists by now (libraries, the model) is not searched for garbage while thousands of trajectories live:
         # those pauses of the event loop are longer than all others.
         gc.freeze()
         try:
-            async for group in self._grouped(finished, samples, play.greedy_sample, groups):
+            async for group in self._grouped(finished, samples, running.greedy_sample, groups):
                 yield group
         finally:
             gc.unfreeze()
@@ -292,23 +297,23 @@ class Driver:
     async def _player(
         self,
         jobs: Jobs,
-        play: _Play,
+        running: _Running,
         finished: asyncio.Queue[Trajectory | asyncio.Task[None]],
     ) -> None:
         try:
             while (job := await jobs.next()) is not None:
-                async with self._admission if play.rounds is None else nullcontext():
-                    await play.turnstile.enter()
-                    trajectory = await self._trajectory(job, play)
+                async with self._admission if running.rounds is None else nullcontext():
+                    await running.fair_yield.wait()
+                    trajectory = await self._trajectory(job, running)
                     self._admission.ended(trajectory.length, trajectory.seconds)
                     finished.put_nowait(trajectory)
         finally:
-            if play.rounds is not None:
-                play.rounds.leave()
+            if running.rounds is not None:
+                running.rounds.leave()
 
-    async def _trajectory(self, job: Job, play: _Play) -> Trajectory:
+    async def _trajectory(self, job: Job, running: _Running) -> Trajectory:
         """One trajectory; what failed outside the policy starts afresh, a bounded number of times."""
-        trajectory = await self._attempt(job, play)
+        trajectory = await self._attempt(job, running)
         if trajectory.ended is not Ended.INFRASTRUCTURE_FAILURE:
             return trajectory
         try:
@@ -318,14 +323,14 @@ class Driver:
                 with attempt:
                     # The first attempt is over; only what fails pays for the retry's machinery.
                     if attempt.num > 1:
-                        trajectory = await self._attempt(job, play)
+                        trajectory = await self._attempt(job, running)
                     if trajectory.ended is Ended.INFRASTRUCTURE_FAILURE:
                         raise _InfrastructureFailureError(trajectory)
         except _InfrastructureFailureError as failure:
             return failure.trajectory
         return trajectory
 
-    async def _attempt(self, job: Job, play: _Play) -> Trajectory:
+    async def _attempt(self, job: Job, running: _Running) -> Trajectory:
         loop = asyncio.get_running_loop()
         began = loop.time()
         # Zero-padded, so that the order of names is the order of requests, samples and turns.
@@ -333,7 +338,7 @@ class Driver:
         draft = _Draft(job=job, name=name)
         episode = self._environment.episode(job.request.problem)
         try:
-            ended = await self._converse(draft, episode, play)
+            ended = await self._converse(draft, episode, running)
         except EngineError:
             ended = Ended.INFRASTRUCTURE_FAILURE
         except NoAnswerError as error:
@@ -342,30 +347,30 @@ class Driver:
         finally:
             self._engine.release(draft.name)
             await episode.close()
-        return await self._rewarded(draft.finish(ended, loop.time() - began), play)
+        return await self._rewarded(draft.finish(ended, loop.time() - began), running)
 
-    async def _rewarded(self, trajectory: Trajectory, play: _Play) -> Trajectory:
+    async def _rewarded(self, trajectory: Trajectory, running: _Running) -> Trajectory:
         """With the reward of ``reward.function`` where there is one; one that takes too long leaves no data."""
         if self._reward is None or trajectory.no_data:
             return trajectory
-        said = tuple(Said(origin=segment.origin, text=segment.text) for segment in trajectory.segments)
+        turns = tuple(Message(role=_ROLES[segment.origin], text=segment.text) for segment in trajectory.segments)
         conversation = Conversation(
-            turns=said, ended=trajectory.ended, answer=trajectory.answer, environment_reward=trajectory.reward
+            turns=turns, ended=trajectory.ended, answer=trajectory.answer, environment_reward=trajectory.reward
         )
         try:
             value = await self._reward(trajectory.problem, conversation, trajectory.verdict)
         except TimeoutError as error:
             logger.warning("problem %s: %s", trajectory.problem.id, error)
             return replace(trajectory, ended=Ended.INFRASTRUCTURE_FAILURE)
-        await play.turnstile.enter()
+        await running.fair_yield.wait()
         return trajectory.with_reward(value)
 
-    async def _converse(self, draft: _Draft, episode: Episode, play: _Play) -> Ended:
+    async def _converse(self, draft: _Draft, episode: Episode, running: _Running) -> Ended:
         draft.prompt_ids = draft.context = self._encode_prompt(await answer_of(episode.start(), self._settings))
         while True:
-            completion, text, full = await self._turn(draft, episode, play)
+            completion, text, full = await self._turn(draft, episode, running)
             step = await answer_of(episode.step(text), self._settings)
-            await play.turnstile.enter()
+            await running.fair_yield.wait()
             reward = 0.0 if step.ended is not None and step.ended.is_no_data else step.reward
             draft.segments.append(
                 Segment(
@@ -400,7 +405,7 @@ class Driver:
             return Ended.TOKEN_LIMIT
         return Ended.DEADLINE if spent(draft.calls, self._settings) else None
 
-    async def _turn(self, draft: _Draft, episode: Episode, play: _Play) -> tuple[Completion, str, bool]:
+    async def _turn(self, draft: _Draft, episode: Episode, running: _Running) -> tuple[Completion, str, bool]:
         """One turn's tokens and text; True if the trajectory's token limit cut it.
 
         Where the engine stopped at a string that does not complete the turn, the same turn goes on from the exact ids.
@@ -413,19 +418,19 @@ class Driver:
         part = 0
         while True:
             request_id = f"{draft.name}-{turn:04d}-{part:06d}"
-            if play.rounds is not None:
-                await play.rounds.wait(request_id)
+            if running.rounds is not None:
+                await running.rounds.wait(request_id)
             taken = len(merged.token_ids) if merged else 0
             piece = await self._engine.generate(
                 draft.context,
                 Sampling(
-                    max_tokens=limit - taken, stop=episode.stop, temperature=play.temperature_of(draft.job.sample)
+                    max_tokens=limit - taken, stop=episode.stop, temperature=running.temperature_of(draft.job.sample)
                 ),
                 trajectory_id=draft.name,
                 request_id=request_id,
                 seed=sampling_key(self._seed, job.step, job.request.index, job.sample, turn, part),
             )
-            await play.turnstile.enter()
+            await running.fair_yield.wait()
             draft.context += piece.token_ids
             merged = piece if merged is None else _joined(merged, piece)
             text = self._codec.decode(merged.token_ids)

@@ -9,7 +9,7 @@ from collections import deque
 _WIDTH = 16
 
 
-class Turnstile:
+class FairYield:
     """Lets at most 16 tasks pass in one iteration of the event loop, first come, first served.
 
     Without it, all that a batch of completions wakes (decoding, parsing, starting programs) runs in one iteration,
@@ -21,7 +21,7 @@ class Turnstile:
         self._passed = 0
         self._armed = False
 
-    async def enter(self) -> None:
+    async def wait(self) -> None:
         """Return when it is this task's turn."""
         if self._passed < _WIDTH and not self._queue:
             self._passed += 1

@@ -54,7 +54,7 @@ class OnDemandSource:
         try:
             async with asyncio.timeout_at(deadline):
                 requests = [await self._queue.next() for _ in range(count)]
-                async for group in self._driver.play(
+                async for group in self._driver.run(
                     requests, step=step, group_size=self._settings.group_size, greedy=self._greedy
                 ):
                     played.append(group)
@@ -163,7 +163,7 @@ class BackgroundSource:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _produce(self, driver: Driver, greedy: bool) -> None:
-        playing = driver.play_on(self, group_size=self._settings.group_size, greedy=greedy)
+        playing = driver.run_jobs(self, group_size=self._settings.group_size, greedy=greedy)
         async with contextlib.aclosing(playing) as groups:
             async for group in groups:
                 self._done[group.index] = group

@@ -34,10 +34,10 @@ class RewardError(EnvironmentContractError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Said:
-    """What the model wrote in one turn, or what it was shown after it."""
+class Message:
+    """One message of a conversation: a turn of the model (``assistant``), or the observation after it (``tool``)."""
 
-    origin: Literal["model", "observation"]
+    role: Literal["assistant", "tool"]
     text: str
 
 
@@ -45,7 +45,7 @@ class Said:
 class Conversation:
     """A finished trajectory as text. ``environment_reward`` is what the environment gave for it, over all turns."""
 
-    turns: tuple[Said, ...]
+    turns: tuple[Message, ...]
     ended: Ended
     answer: str | None
     environment_reward: float

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from agentrl_envs.episode import EnvironmentLookupError
-from agentrl_envs.rewards import Conversation, Reward, RewardError, Said
+from agentrl_envs.rewards import Conversation, Message, Reward, RewardError
 from agentrl_envs.types import Ended, Problem, Verdict
 
 PROBLEM = Problem(id="toy-3", statement="2 + 3?", answer="5", source="toy")
 CONVERSATION = Conversation(
-    turns=(Said(origin="model", text="\\boxed{5}"),), ended=Ended.ANSWERED, answer="5", environment_reward=1.0
+    turns=(Message(role="assistant", text="\\boxed{5}"),), ended=Ended.ANSWERED, answer="5", environment_reward=1.0
 )
 LET_GO = threading.Event()
 NUMBER = 5

@@ -147,7 +147,7 @@ def test_an_endpoint_is_evaluated_through_a_kill(endpoint: Endpoint, tmp_path: P
     assert "Traceback" not in done.stderr
 
 
-def test_an_endpoint_that_is_down_is_said_after_its_patience(tmp_path: Path) -> None:
+def test_an_endpoint_that_is_down_is_said_after_its_retry_deadline(tmp_path: Path) -> None:
     data = write_problems(tmp_path)
     command = agentrl("eval", "--base-url", "http://127.0.0.1:9/v1", "--benchmarks", "aime24", "--data-dir", str(data))
     done = subprocess.run(

@@ -60,7 +60,7 @@ async def train(schedule: str, *, steps: int, oversampling: float) -> tuple[list
             played.append(list(batch.played))
             await asyncio.sleep(50.0)
             await worker.settle()
-            engine.hold()
+            engine.pause()
             engine.resume(step + 1)
             worker.installed(step + 1)
             worker.confirm(batch)

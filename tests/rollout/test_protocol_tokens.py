@@ -105,7 +105,7 @@ async def play_in(
     await environment.open()
     try:
         (group,) = [
-            group async for group in driver.play([RolloutRequest(index=0, problem=PROBLEM)], step=0, group_size=1)
+            group async for group in driver.run([RolloutRequest(index=0, problem=PROBLEM)], step=0, group_size=1)
         ]
     finally:
         await environment.close()

@@ -29,7 +29,7 @@ def ended_after(
         gate.set()
         loop.call_at(held[0], gate.clear)
         loop.call_at(held[1], gate.set)
-        pulse = Pulse("here", told, gate, patience=300.0)
+        pulse = Pulse("here", told, gate, stall_deadline=300.0)
         try:
             async with pulse.watched():
                 await asyncio.sleep(lasts)
@@ -47,7 +47,7 @@ def test_a_request_lasts_as_long_as_its_server_computes() -> None:
     assert ended_after(lambda now: int(now / 200), lasts=86_400.0) == 86_400.0
 
 
-def test_a_server_that_computes_nothing_is_stalled_after_its_patience() -> None:
+def test_a_server_that_computes_nothing_is_stalled_after_its_stall_deadline() -> None:
     assert -330.0 <= ended_after(lambda now: 7, lasts=86_400.0) <= -300.0
     assert -1330.0 <= ended_after(lambda now: min(int(now), 1000), lasts=86_400.0) <= -1300.0
 
@@ -91,7 +91,7 @@ def test_a_request_that_follows_at_once_is_watched_afresh() -> None:
         async def told() -> int:
             return 7
 
-        pulse = Pulse("here", told, gate, patience=300.0)
+        pulse = Pulse("here", told, gate, stall_deadline=300.0)
         for _ in range(20):
             async with pulse.watched():
                 await asyncio.sleep(200.0)

@@ -87,7 +87,7 @@ def test_new_weights_under_a_request_show_in_its_versions() -> None:
         one = engine()
         task = asyncio.create_task(turn(one, 30))
         await asyncio.sleep(1.0)
-        one.hold()
+        one.pause()
         await asyncio.sleep(5.0)
         one.resume(version=1)
         return await task

@@ -271,12 +271,12 @@ async def test_weights_change_under_running_requests(kv: str) -> None:
         while not all(request.sampled for request in engine._futures) or len(engine._futures) < len(tasks):
             await asyncio.sleep(0.001)
         requests = list(engine._futures)  # one may end before it is held
-        engine.hold()
+        engine.pause()
         await engine.update_weights(new.state_dict().items(), 3)
         counts = [len(request.sampled) for request in requests]
         await asyncio.sleep(0.05)
         assert counts == [len(request.sampled) for request in requests]  # held
-        engine.go_on()
+        engine.resume()
         answers = await asyncio.gather(*tasks)
     both = 0
     for prompt, answer in zip([*asked, asked[0]], answers, strict=True):

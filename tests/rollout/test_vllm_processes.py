@@ -201,16 +201,16 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     wait_for(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes))
 
 
-@pytest.mark.parametrize("who", ["parent", "server", "warden is told"])
+@pytest.mark.parametrize("who", ["parent", "server", "supervisor is told"])
 def test_a_server_ends_whole_whoever_ends_first(tmp_path: Path, who: str) -> None:
     command = [sys.executable, "-c", FAMILY, str(tmp_path / "pids")]
     parent = subprocess.Popen([sys.executable, "-c", PARENT, *command])
     try:
         server, child = family(tmp_path / "pids")
-        warden = server.parent()
-        assert warden is not None
-        {"parent": parent.kill, "server": server.kill, "warden is told": warden.terminate}[who]()
-        assert_gone([server, child, warden])
+        supervisor = server.parent()
+        assert supervisor is not None
+        {"parent": parent.kill, "server": server.kill, "supervisor is told": supervisor.terminate}[who]()
+        assert_gone([server, child, supervisor])
     finally:
         parent.kill()
         parent.wait()
@@ -231,7 +231,7 @@ def test_the_last_words_of_a_server_are_those_that_tell(tmp_path: Path) -> None:
     server.stop()
 
 
-def test_a_warden_whose_parent_is_gone_starts_nothing_that_stays(tmp_path: Path) -> None:
+def test_a_supervisor_whose_parent_is_gone_starts_nothing_that_stays(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     command = [sys.executable, "-c", FAMILY, str(tmp_path / "pids")]

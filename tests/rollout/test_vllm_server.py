@@ -35,7 +35,7 @@ from agentrl.rollout.engines.base import Completion, Sampling
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.engines.vllm.engine import VLLMEngine
 from agentrl.rollout.engines.vllm.replica import Replica
-from agentrl.training.worker.managed_engine import VLLMHost
+from agentrl.training.worker.managed_engine import ManagedVLLM
 from agentrl.weights.exports import write_export
 from agentrl.weights.sources import ParameterSource
 from agentrl.weights.verify import Probe
@@ -83,7 +83,7 @@ def codec_of(policy: Path) -> TextCodec:
     return TextCodec(read_tokenizer(policy))
 
 
-def host_of(policy: Path, address: str, *overrides: str) -> VLLMHost:
+def managed_of(policy: Path, address: str, *overrides: str) -> ManagedVLLM:
     settings = load_settings(
         None,
         None,
@@ -91,7 +91,7 @@ def host_of(policy: Path, address: str, *overrides: str) -> VLLMHost:
          *overrides],
         command="eval",
     )  # fmt: skip
-    return VLLMHost(settings, codec_of(policy), str(policy), policy.parent)
+    return ManagedVLLM(settings, codec_of(policy), str(policy), policy.parent)
 
 
 @torch.inference_mode()
@@ -158,7 +158,7 @@ def requests_of(address: str) -> float:
 
 
 async def test_log_probabilities_are_those_of_transformers(policy: Path, address: str) -> None:
-    model, host = read_model(policy, FLOAT32).eval(), host_of(policy, address)
+    model, host = read_model(policy, FLOAT32).eval(), managed_of(policy, address)
     reference = TransformersEngine(model, codec_of(policy), load_settings().rollout)
     engine = host.engine
     await engine.open()
@@ -175,7 +175,7 @@ async def test_log_probabilities_are_those_of_transformers(policy: Path, address
 
 async def test_its_count_of_tokens_grows_while_a_turn_is_sampled(policy: Path, address: str) -> None:
     """What tells a slow server from a dead one."""
-    host = host_of(policy, address)
+    host = managed_of(policy, address)
     replica = Replica(address)
     await host.engine.open()
     try:
@@ -195,7 +195,7 @@ async def test_its_count_of_tokens_grows_while_a_turn_is_sampled(policy: Path, a
 
 
 async def test_a_turn_ends_behind_its_stop_string_with_all_that_was_sampled(policy: Path, address: str) -> None:
-    codec, host = codec_of(policy), host_of(policy, address)
+    codec, host = codec_of(policy), managed_of(policy, address)
     await host.engine.open()
     try:
         free = await turn(host.engine, (9, 9), "free", seed=11, max_tokens=200)
@@ -237,14 +237,14 @@ async def probe_of(model: Any, codec: TextCodec) -> Probe:
 async def test_weights_change_under_running_requests_and_are_verified(
     policy: Path, address: str, tmp_path: Path, kv: str
 ) -> None:
-    codec, host = codec_of(policy), host_of(policy, address, f"rollout.kv_on_update={kv}")
+    codec, host = codec_of(policy), managed_of(policy, address, f"rollout.kv_on_update={kv}")
     await host.engine.open()
     try:
         old, new = changed(read_model(policy, FLOAT32), 1), changed(read_model(policy, FLOAT32), 2)
         probes = {id(model): await probe_of(model, codec) for model in (old, new)}
 
         async def install(model: Any, version: int) -> None:
-            await host.hold(blank=False)
+            await host.pause(zero_weights=False)
             folder = write_export(tmp_path, model.named_parameters(), version)
             assert await host.install(str(folder), version, probes[id(model)]) is None
 
@@ -313,7 +313,7 @@ def small_step(policy: Path) -> tuple[dict[str, Tensor], Any]:
 async def test_what_arrives_wrong_is_named_at_once_and_the_probe_alone_sees_little_of_it(
     policy: Path, address: str, tmp_path: Path
 ) -> None:
-    codec, host = codec_of(policy), host_of(policy, address)
+    codec, host = codec_of(policy), managed_of(policy, address)
     await host.engine.open()
     try:
         old, model = small_step(policy)
@@ -323,7 +323,7 @@ async def test_what_arrives_wrong_is_named_at_once_and_the_probe_alone_sees_litt
         assert largest_difference(list(before.log_probs), after.log_probs) < 1e-3
 
         async def transfer(tensors: dict[str, Tensor], probe: Probe) -> str | None:
-            await host.hold(blank=False)
+            await host.pause(zero_weights=False)
             return await host.install(str(write_export(tmp_path, tensors.items(), 20)), 20, probe)
 
         for damage, names in ((stale, [DOWN]), (perturbed, [DOWN]), (swapped, [GATE, UP]), (missing, [DOWN])):
@@ -349,14 +349,14 @@ async def test_what_arrives_wrong_is_named_at_once_and_the_probe_alone_sees_litt
 
 
 async def test_scores_that_do_not_move_are_caught_without_checksums(policy: Path, address: str, tmp_path: Path) -> None:
-    codec, host = codec_of(policy), host_of(policy, address, "rollout.vllm.probe_bound=100")
+    codec, host = codec_of(policy), managed_of(policy, address, "rollout.vllm.probe_bound=100")
     await host.engine.open()
     try:
         old, model = small_step(policy)
         directory = str(write_export(tmp_path, old.items(), 30))
         before, after = await probe_of(read_model(policy, FLOAT32), codec), await probe_of(model, codec)
         for version, probe, problem in ((30, before, None), (31, after, "did not change at all")):
-            await host.hold(blank=False)
+            await host.pause(zero_weights=False)
             said = await host.install(directory, version, replace(probe, checksums={}))
             assert said == problem or (problem and problem in str(said))
     finally:

@@ -69,7 +69,7 @@ async def scores_minus_three(replica: Replica) -> str | None:
 
 async def test_a_server_that_comes_back_gets_the_present_weights_first() -> None:
     async with fakes(CODEC, 2) as (first, second), opened([first, second]) as engine:
-        await engine.hold()
+        await engine.pause()
         await engine.install(Path("/weights/3"), 3)
         engine.admit(scores_minus_three)
         await first.die()
@@ -83,7 +83,7 @@ async def test_a_server_that_comes_back_gets_the_present_weights_first() -> None
 
 async def test_a_server_that_comes_back_with_other_weights_stays_out() -> None:
     async with fakes(CODEC, 2) as (first, second), opened([first, second]) as engine:
-        await engine.hold()
+        await engine.pause()
         await engine.install(Path("/weights/3"), 3)
         engine.admit(scores_minus_three)
         await first.die()
@@ -96,7 +96,7 @@ async def test_a_server_that_comes_back_with_other_weights_stays_out() -> None:
 
 async def test_without_files_a_server_that_comes_back_waits_for_the_next_transfer() -> None:
     async with fakes(CODEC, 2) as (first, second), opened([first, second]) as engine:
-        await engine.hold()
+        await engine.pause()
         await engine.install(None, 1)
         engine.admit()
         await first.die()
@@ -106,7 +106,7 @@ async def test_without_files_a_server_that_comes_back_waits_for_the_next_transfe
         await eventually(lambda: engine._members[0].stale)
         assert not is_up(engine, 0)
         assert engine.targets() == [(first.address, 2), (second.address, 2)]
-        await engine.hold()
+        await engine.pause()
         await engine.install(None, 2)
         engine.admit()
         assert is_up(engine, 0)
@@ -184,7 +184,7 @@ async def test_a_request_that_fails_everywhere_says_how_often_and_why() -> None:
 
 async def test_a_refused_version_of_weights_is_garbage_after_an_update() -> None:
     async with fakes(CODEC) as (server,), opened([server], request_retries=0) as engine:
-        await engine.hold()
+        await engine.pause()
         await engine.install(Path("/weights/3"), 3)
         engine.admit()
         server.on_generate = lambda body: (200, {"choices": [sampled([1, 2, 3, 4], version="2")]})
@@ -260,7 +260,7 @@ async def test_no_token_comes_while_weights_change_and_nobody_is_to_blame() -> N
         server.awake.clear()
         waiting = asyncio.create_task(ask(engine))
         await eventually(lambda: len(server.bodies) == 1)
-        await engine.hold()
+        await engine.pause()
         looks = server.calls.count("/metrics")
         await asyncio.sleep(0.4)  # twice what is too long for a server that could compute
         assert server.calls.count("/metrics") <= looks + 1
@@ -304,7 +304,7 @@ async def test_no_server_left_ends_the_run_and_not_the_trajectory() -> None:
 async def test_weights_change_while_requests_are_held(kv: str, running: str) -> None:
     async with fakes(CODEC, 2) as servers, opened(servers, kv=kv) as engine:
         await ask(engine, name="before")
-        await engine.hold()
+        await engine.pause()
         waiting = asyncio.create_task(ask(engine, name="new"))
         await engine.install(Path("/weights/1"), 1)
         await asyncio.sleep(0.05)
@@ -335,7 +335,7 @@ async def test_a_request_that_runs_while_weights_change_carries_both_versions() 
         server.on_generate = across
         task = asyncio.create_task(ask(engine))
         await eventually(lambda: len(server.bodies) == 1)
-        await engine.hold()
+        await engine.pause()
         await engine.install(Path("/weights/1"), 1)
         engine.admit()
         assert (await task).version_spans == ((0, 1), (1, 3))
@@ -344,7 +344,7 @@ async def test_a_request_that_runs_while_weights_change_carries_both_versions() 
 async def test_servers_sleep_while_the_trainer_has_the_gpus() -> None:
     async with fakes(CODEC) as (server,), opened([server]) as engine:
         await engine.sleep()
-        await engine.hold()
+        await engine.pause()
         await engine.install(None, 1)
         engine.admit()
         assert server.controls_called()[-6:] == [
@@ -360,7 +360,7 @@ async def test_servers_sleep_while_the_trainer_has_the_gpus() -> None:
 
 async def test_a_server_that_dies_while_weights_change_is_left_behind() -> None:
     async with fakes(CODEC, 2) as (first, second), opened([first, second]) as engine:
-        await engine.hold()
+        await engine.pause()
         await first.die()
         await engine.install(Path("/weights/1"), 1)
         engine.admit()
@@ -368,4 +368,4 @@ async def test_a_server_that_dies_while_weights_change_is_left_behind() -> None:
         assert await engine.health() == f"vLLM 0.32.0, 1 servers, 1 down: {second.address}; version 1"
         await second.die()
         with pytest.raises(WorldError, match="no vLLM server is left to take the weights"):
-            await engine.hold()
+            await engine.pause()

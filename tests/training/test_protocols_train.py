@@ -27,7 +27,7 @@ SHOWN = Demonstration(
 )
 REWARDS = """
 def halves(problem, conversation, verdict):
-    assert conversation.turns[0].origin == "model" and conversation.environment_reward in (0.0, 1.0)
+    assert conversation.turns[0].role == "assistant" and conversation.environment_reward in (0.0, 1.0)
     return 0.5 * len(conversation.turns[0].text)
 
 

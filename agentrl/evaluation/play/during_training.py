@@ -63,7 +63,7 @@ async def evaluate_policy(
         problems = [problem for problem in problems if problem.setup]
         environment = FalsifiedEnvironment(environment, seed)
     requests = [RolloutRequest(index=index, problem=problem) for index, problem in enumerate(problems)]
-    played = driver_for(environment).play(requests, step=step, group_size=samples, temperature=temperature)
+    played = driver_for(environment).run(requests, step=step, group_size=samples, temperature=temperature)
     groups = sorted([group async for group in played], key=lambda group: group.index)
     return score_groups(groups, step=step, samples=samples, falsified=falsified)
 

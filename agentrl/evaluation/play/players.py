@@ -64,7 +64,7 @@ class TokenPlayer:
         if len(by_index) < len(samples):
             raise AssertionError("two samples have one index: a sample was asked for twice")
         requests = [RolloutRequest(index=index, problem=sample.problem) for index, sample in by_index.items()]
-        played = cast("AsyncGenerator[Group, None]", self._driver.play(requests, step=0, group_size=1))
+        played = cast("AsyncGenerator[Group, None]", self._driver.run(requests, step=0, group_size=1))
         async with aclosing(played) as groups:
             async for group in groups:
                 (trajectory,) = group.trajectories

@@ -176,7 +176,7 @@ class Evaluation:
         n = self._settings.evaluation.samples
         total = n * sum(len(one.problems) for one in self._sets)
         display = _Display(self._console, index, total)
-        patience = _Patience(max(_FAILURES_IN_A_ROW, 2 * engine.concurrency), log.path)
+        failure_limit = _FailureLimit(max(_FAILURES_IN_A_ROW, 2 * engine.concurrency), log.path)
         falsified = {one.name for one in self._sets if one.falsified}
         with display:
             for attempt in range(self._settings.rollout.retries + 1):
@@ -193,10 +193,10 @@ class Evaluation:
                             log.append(transcript)
                             index.add(transcript)
                             display.update(transcript)
-                            patience.see(transcript)
+                            failure_limit.see(transcript)
 
 
-class _Patience:
+class _FailureLimit:
     """Ends an evaluation that does nothing but fail."""
 
     def __init__(self, most: int, path: Path) -> None:

@@ -29,7 +29,7 @@ import stamina
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.play.text_messages import (
     AgainError,
-    Said,
+    MessageDelta,
     error_message,
     first_choice,
     listed_models,
@@ -332,7 +332,7 @@ class TextEngine:
             choice = first_choice(event)
             if choice is None:
                 continue
-            said = Said.of(choice)
+            said = MessageDelta.of(choice)
             pieces += bool(said.text or said.thought)
             reason = said.reason if reason is None else reason
             before, text, thought = len(text), text + said.text, thought + said.thought
@@ -348,7 +348,7 @@ class TextEngine:
         choice = first_choice(answer)
         if choice is None:
             raise AgainError(f"an answer without a choice: {json.dumps(answer)[:200]}")
-        said = Said.of(choice)
+        said = MessageDelta.of(choice)
         usage = answer.get("usage") or {}
         cut = _complete(said.text, 0, sampling)
         if cut is not None:

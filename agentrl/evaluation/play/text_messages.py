@@ -24,15 +24,15 @@ class AgainError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Said:
-    """A piece of a turn: what was written, and what was thought where the endpoint keeps that apart."""
+class MessageDelta:
+    """A piece of a turn: its text, and its reasoning where the endpoint separates the two."""
 
     text: str
     thought: str
     reason: str | None
 
     @classmethod
-    def of(cls, choice: Mapping[str, Any]) -> Said:
+    def of(cls, choice: Mapping[str, Any]) -> MessageDelta:
         """Out of a choice, streamed or whole. A refusal in words of its own is text, for want of any other."""
         message = choice.get("delta") or choice.get("message") or choice
         text = message.get("content") if "content" in message else message.get("text")

@@ -126,12 +126,12 @@ class TransformersEngine:
         """Log-probabilities at temperature 1 of ``token_ids[1:]``, each given the tokens before it."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, token_ids)
 
-    def hold(self) -> None:
-        """Let no request go on until :meth:`go_on`; a forward that runs is finished first by what comes next."""
+    def pause(self) -> None:
+        """Let no request go on until :meth:`resume`; a forward that runs is finished first by what comes next."""
         self._open.clear()
 
-    def go_on(self) -> None:
-        """Undo :meth:`hold`."""
+    def resume(self) -> None:
+        """Undo :meth:`pause`."""
         self._open.set()
 
     async def rest(self) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
 
 
-class TransformersHost:
+class ManagedTransformers:
     """A model in this process. ``shared``: it is the very module that is trained, and nothing travels."""
 
     def __init__(self, settings: Settings, model: Any, codec: TextCodec, *, shared: bool) -> None:
@@ -44,27 +44,27 @@ class TransformersHost:
     def target(self) -> TransferTarget | None:
         return None if self._shared else TransferTarget(backend="file")
 
-    async def accept(self, version: int, probe: Probe) -> str | None:
-        return await self._verify(probe)
+    async def verify(self, version: int, probe: Probe) -> str | None:
+        return await self._compare(probe)
 
-    async def hold(self, *, blank: bool) -> None:
+    async def pause(self, *, zero_weights: bool) -> None:
         """Requests under way wait until the new weights are there and right; every parameter comes with a file."""
-        self.engine.hold()
+        self.engine.pause()
 
     async def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
         await self.engine.update_weights(() if directory is None else read_export(Path(directory)), version)
-        problem = None if probe is None else await self._verify(probe)
+        problem = None if probe is None else await self._compare(probe)
         if problem is None:
-            self.engine.go_on()
+            self.engine.resume()
         return problem
 
-    async def _verify(self, probe: Probe) -> str | None:
+    async def _compare(self, probe: Probe) -> str | None:
         self._model.eval()
         told = with_head(await asyncio.to_thread(checksums, self._model.named_parameters()))
         return self.verifier.judge("the engine", probe, told=told, scores=await self.engine.score(probe.token_ids))
 
 
-class VLLMHost:
+class ManagedVLLM:
     """vLLM servers, started here or elsewhere."""
 
     def __init__(self, settings: Settings, codec: TextCodec, policy_path: str, folder: Path) -> None:
@@ -102,11 +102,11 @@ class VLLMHost:
             world_sizes=tuple(workers for _, workers in targets),
         )
 
-    async def accept(self, version: int, probe: Probe) -> str | None:
+    async def verify(self, version: int, probe: Probe) -> str | None:
         """None if servers that nobody has sent weights to hold the policy; Raises SettingsError for another one."""
         if not self.engine.untouched:
             return "its weights are of an earlier run"
-        problem = await self._verify(probe)
+        problem = await self._compare(probe)
         if problem is not None and self._external:
             raise SettingsError(
                 f"{problem}: it serves another policy than model.path, or in another dtype. Start it with the policy "
@@ -114,18 +114,18 @@ class VLLMHost:
             )
         return problem
 
-    async def hold(self, *, blank: bool) -> None:
-        """Requests under way wait. Servers that tell no checksums are zeroed first, on ``blank`` all of them."""
-        await self.engine.hold()
-        await self.engine.blank(all_of_them=blank)
+    async def pause(self, *, zero_weights: bool) -> None:
+        """Requests under way wait. Servers that tell no checksums are zeroed first, on ``zero_weights`` all of them."""
+        await self.engine.pause()
+        await self.engine.zero_weights(all_of_them=zero_weights)
 
     async def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
         if probe is None:
             raise ValueError("weights of servers are never taken without a probe")
         await self.engine.install(None if directory is None else Path(directory), version)
-        return await self._verify(probe)
+        return await self._compare(probe)
 
-    async def _verify(self, probe: Probe) -> str | None:
+    async def _compare(self, probe: Probe) -> str | None:
         """Have every server tell its checksums and score the probe; requests go on if all are right."""
 
         def look(replica: Replica) -> Coroutine[Any, Any, str | None]:
@@ -138,13 +138,13 @@ class VLLMHost:
         return None
 
 
-async def open_host(
+async def open_managed_engine(
     settings: Settings, codec: TextCodec, *, model: Any | None, policy_path: str, folder: Path, shared: bool
-) -> TransformersHost | VLLMHost:
+) -> ManagedTransformers | ManagedVLLM:
     """The engine that the settings name, ready. ``model``: of the transformers engine."""
     if settings.rollout.engine == "transformers":
-        return TransformersHost(settings, model, codec, shared=shared)
-    host = await asyncio.to_thread(VLLMHost, settings, codec, policy_path, folder)
+        return ManagedTransformers(settings, model, codec, shared=shared)
+    host = await asyncio.to_thread(ManagedVLLM, settings, codec, policy_path, folder)
     try:
         await host.engine.open()
     except BaseException:

@@ -204,8 +204,8 @@ def _perform(service: LocalService, request: Request) -> Any:
         case "verify":
             return service.verify(*request.arguments)
         case "pause":
-            (blank,) = request.arguments
-            return service.pause(blank=blank)
+            (zero_weights,) = request.arguments
+            return service.pause(zero_weights=zero_weights)
         case "install":
             return service.install(*request.arguments)
         case "evaluate":

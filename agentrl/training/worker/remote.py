@@ -120,9 +120,9 @@ class RemoteService:
         problem: str | None = self._ask("verify", version, probe, waiting_for="the engine to score the first probe")
         return problem
 
-    def pause(self, *, blank: bool) -> None:
+    def pause(self, *, zero_weights: bool) -> None:
         """Have the engine's requests wait for :meth:`install`."""
-        self._ask("pause", blank, waiting_for="the engine to pause")
+        self._ask("pause", zero_weights, waiting_for="the engine to pause")
 
     def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
         """Have the engine take ``version`` and compare the probe: None if it agrees, or what is wrong."""

@@ -30,7 +30,7 @@ from agentrl.training.step.batching import RankPlan, due, plan_step
 from agentrl.training.step.objective_options import needs
 from agentrl.training.step.objective_settings import ObjectiveSettings
 from agentrl.training.worker.event_loop import Loop, RestingLoop, RunningLoop
-from agentrl.training.worker.managed_engine import open_host
+from agentrl.training.worker.managed_engine import open_managed_engine
 from agentrl.weights.transports import TransferTarget
 from agentrl.weights.verify import Probe, probe_tokens
 from agentrl_envs.episode import Environment
@@ -65,7 +65,7 @@ class RolloutService(Protocol):
     def probe_tokens(self) -> tuple[int, ...]: ...
     def verification(self) -> list[str]: ...
     def verify(self, version: int, probe: Probe) -> str | None: ...
-    def pause(self, *, blank: bool) -> None: ...
+    def pause(self, *, zero_weights: bool) -> None: ...
     def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None: ...
     def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -103,10 +103,12 @@ class LocalService:
         self._batch: RolloutBatch | None = None
         self._run(environment.open())
         self._folder = Path(settings.runs_dir).absolute() / str(settings.name)
-        self._host = self._run(
-            open_host(settings, codec, model=model, policy_path=policy_path, folder=self._folder, shared=shared)
+        self._managed = self._run(
+            open_managed_engine(
+                settings, codec, model=model, policy_path=policy_path, folder=self._folder, shared=shared
+            )
         )
-        self._engine = self._host.engine
+        self._engine = self._managed.engine
         self._driver = self._driver_for(environment, codec)
         self._codec = codec
         self._mixture, self._reports = load_mixture(settings.data.train, seed=settings.seed)
@@ -140,9 +142,9 @@ class LocalService:
 
     def plans(self, step: int) -> list[RankPlan]:
         """Roll out one step and plan it for every rank."""
-        self._host.begin_rollouts()
+        self._managed.begin_rollouts()
         self._batch = self._run(self._worker.next_batch(step))
-        self._finish(self._host.end_rollouts())
+        self._finish(self._managed.end_rollouts())
         return plan_step(
             self._batch,
             self._objective,
@@ -170,7 +172,7 @@ class LocalService:
 
     def transfer_target(self) -> TransferTarget | None:
         """Where weights go; None where the engine shares them."""
-        return self._host.target()
+        return self._managed.target()
 
     def probe_tokens(self) -> tuple[int, ...]:
         """What trainer and engine score to be compared: tokens of the first problems' prompts."""
@@ -178,19 +180,19 @@ class LocalService:
 
     def verification(self) -> list[str]:
         """How transfers are verified, and what was measured for it."""
-        return self._host.verifier.describe()
+        return self._managed.verifier.describe()
 
     def verify(self, version: int, probe: Probe) -> str | None:
         """Whether the engine holds the policy it was started with: None, or what is wrong."""
-        return self._finish(self._arrived(self._host.accept(version, probe), version))
+        return self._finish(self._arrived(self._managed.verify(version, probe), version))
 
-    def pause(self, *, blank: bool) -> None:
-        """Let no request go on until :meth:`install`. ``blank``: zero all parameters, to see what does not arrive."""
-        self._finish(self._host.hold(blank=blank))
+    def pause(self, *, zero_weights: bool) -> None:
+        """Pause all requests until :meth:`install`. ``zero_weights``: zero all parameters, so that gaps show."""
+        self._finish(self._managed.pause(zero_weights=zero_weights))
 
     def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
         """Take the weights of ``version`` and forget what was cached; None if the probe agrees, or what is wrong."""
-        return self._finish(self._arrived(self._host.install(directory, version, probe), version))
+        return self._finish(self._arrived(self._managed.install(directory, version, probe), version))
 
     def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
         """Play the held-out problems with the engine's present weights; None if there are none to play.
@@ -199,7 +201,7 @@ class LocalService:
         """
         if not any(problem.setup or not falsified for problem in self._held_out):
             return None
-        self._host.begin_rollouts()
+        self._managed.begin_rollouts()
         report = self._run(
             evaluate_policy(
                 self._held_out,

@@ -38,7 +38,7 @@ class Receiver(Protocol):
     def probe_tokens(self) -> tuple[int, ...]: ...
     def verification(self) -> list[str]: ...
     def verify(self, version: int, probe: Probe) -> str | None: ...
-    def pause(self, *, blank: bool) -> None: ...
+    def pause(self, *, zero_weights: bool) -> None: ...
     def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None: ...
 
 
@@ -88,7 +88,7 @@ class WeightSender:
             return
         probe = self._score()
         for attempt in range(_ATTEMPTS):
-            problem = self._once(target, version, probe, blank=attempt > 0)
+            problem = self._once(target, version, probe, zero_weights=attempt > 0)
             if problem is None:
                 return
             self._console.warning(f"transfer {attempt + 1} of {_ATTEMPTS} of version {version}: {problem}")
@@ -104,13 +104,13 @@ class WeightSender:
         if self._engine.rank == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _once(self, target: TransferTarget, version: int, probe: Probe, *, blank: bool) -> str | None:
+    def _once(self, target: TransferTarget, version: int, probe: Probe, *, zero_weights: bool) -> str | None:
         if target.backend != "file":
-            self._service.pause(blank=blank)
+            self._service.pause(zero_weights=zero_weights)
             self._native_to(target).send()
             return self._service.install(None, version, self._with_checksums(probe))
         directory = on_every_rank(partial(self._export, version))[0]
-        self._service.pause(blank=blank)
+        self._service.pause(zero_weights=zero_weights)
         return self._service.install(directory, version, self._with_checksums(probe))
 
     def _export(self, version: int) -> str:

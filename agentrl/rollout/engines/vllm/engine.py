@@ -95,7 +95,12 @@ class VLLMEngine:
         self._untouched = True  # the servers hold the weights they were started with
         self._gate = asyncio.Event()  # closed while weights change
         self._pulses = [
-            Pulse(member.replica.address, member.replica.tokens_so_far, self._gate, patience=self._vllm.stall_deadline)
+            Pulse(
+                member.replica.address,
+                member.replica.tokens_so_far,
+                self._gate,
+                stall_deadline=self._vllm.stall_deadline,
+            )
             for member in self._members
         ]
         self._asleep = False
@@ -401,7 +406,7 @@ class VLLMEngine:
             if self._balancer.loads[place].up or member.stale
         ]
 
-    async def hold(self) -> None:
+    async def pause(self) -> None:
         """Let no request begin or go on, so that weights can change. Sleeping servers get room for weights."""
         self._gate.clear()
         if self._asleep:
@@ -410,7 +415,7 @@ class VLLMEngine:
             await self._on_all(lambda replica: replica.pause())
 
     async def install(self, directory: Path | None, version: int) -> None:
-        """The weights of ``version`` lie in ``directory``, or (None) have arrived at the servers; :meth:`hold` first.
+        """The weights of ``version`` lie in ``directory``, or (None) have arrived at the servers; :meth:`pause` first.
 
         Running requests go on; new ones wait for :meth:`admit`.
         """
@@ -448,7 +453,7 @@ class VLLMEngine:
         await self._on_all(look)
         return found
 
-    async def blank(self, *, all_of_them: bool) -> None:
+    async def zero_weights(self, *, all_of_them: bool) -> None:
         """Set parameters to zero before a transfer, so that what does not arrive shows.
 
         Of all servers, or only of those that tell no checksums.
@@ -456,7 +461,7 @@ class VLLMEngine:
 
         async def zero(replica: Replica) -> None:
             if all_of_them or not replica.tells_checksums:
-                await replica.blank()
+                await replica.zero_weights()
 
         await self._on_all(zero)
 

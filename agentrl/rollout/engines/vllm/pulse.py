@@ -1,7 +1,7 @@
 """Whether a server that has requests still computes: slow is not dead, silent is.
 
 A turn may take an hour on a busy server. To limit its time would drop long turns and keep short ones, so what is
-watched is the server: it is stalled where none of its requests got a token for ``patience`` seconds.
+watched is the server: it is stalled where none of its requests got a token for ``stall_deadline`` seconds.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Pulse:
     """
 
     def __init__(
-        self, address: str, tokens: Callable[[], Awaitable[int | None]], gate: asyncio.Event, *, patience: float
+        self, address: str, tokens: Callable[[], Awaitable[int | None]], gate: asyncio.Event, *, stall_deadline: float
     ) -> None:
         self._address = address
         self._tokens = tokens
         self._gate = gate
-        self._patience = patience
+        self._stall_deadline = stall_deadline
         self._limits: set[asyncio.Timeout] = set()
         self._watch: asyncio.Task[None] | None = None
 
@@ -48,7 +48,7 @@ class Pulse:
                 raise
             if self._watch is not None and self._watch.done():
                 self._watch.result()  # a bug in looking
-            raise TooSlowError(f"{self._address} computed no token for {self._patience:g} s") from None
+            raise TooSlowError(f"{self._address} computed no token for {self._stall_deadline:g} s") from None
         finally:
             self._limits.discard(limit)
             if not self._limits and self._watch is not None:
@@ -65,12 +65,12 @@ class Pulse:
             raise
 
     async def _stalled(self) -> None:
-        """Return when no token was computed for ``patience`` seconds in which some could have been."""
+        """Return when no token was computed for ``stall_deadline`` seconds in which some could have been."""
         loop = asyncio.get_running_loop()
         seen: int | None = _NOTHING
         since = loop.time()
-        while seen is None or loop.time() - since < self._patience:
-            await asyncio.sleep(min(_LOOK, self._patience / 4))
+        while seen is None or loop.time() - since < self._stall_deadline:
+            await asyncio.sleep(min(_LOOK, self._stall_deadline / 4))
             held = not self._gate.is_set()
             await self._gate.wait()
             told = await self._look(seen)

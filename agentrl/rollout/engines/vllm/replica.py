@@ -132,7 +132,7 @@ class Replica:
         answer = await self._http.post("/collective_rpc", {"method": "agentrl_checksums"}, seconds=_LONG)
         return read_checksums(answer)
 
-    async def blank(self) -> None:
+    async def zero_weights(self) -> None:
         """Set every parameter to zero, so that what a transfer leaves out shows."""
         await self._http.post("/weight_checker", {"action": "reset"}, seconds=_LONG)
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from agentrl.rollout.fair_yield import Turnstile
+from agentrl.rollout.fair_yield import FairYield
 from agentrl.rollout.rounds import Rounds
 
 
@@ -53,11 +53,11 @@ async def test_who_is_cancelled_at_the_gate_does_not_count_as_waiting() -> None:
 
 
 async def test_few_pass_in_one_iteration_and_all_in_order() -> None:
-    turnstile, passed, iterations = Turnstile(), [], []
+    fair_yield, passed, iterations = FairYield(), [], []
     iteration = 0
 
     async def player(number: int) -> None:
-        await turnstile.enter()
+        await fair_yield.wait()
         passed.append(number)
         iterations.append(iteration)
 
@@ -69,15 +69,15 @@ async def test_few_pass_in_one_iteration_and_all_in_order() -> None:
     assert max(iterations.count(number) for number in set(iterations)) == 16
 
 
-async def test_a_free_turnstile_does_not_suspend() -> None:
-    turnstile = Turnstile()
+async def test_a_free_gate_does_not_suspend() -> None:
+    fair_yield = FairYield()
     with pytest.raises(StopIteration):
-        turnstile.enter().send(None)
+        fair_yield.wait().send(None)
 
 
-async def test_who_is_cancelled_at_the_turnstile_holds_nobody_up() -> None:
-    turnstile = Turnstile()
-    tasks = [asyncio.create_task(turnstile.enter()) for _ in range(60)]
+async def test_who_is_cancelled_at_the_gate_holds_nobody_up() -> None:
+    fair_yield = FairYield()
+    tasks = [asyncio.create_task(fair_yield.wait()) for _ in range(60)]
     await asyncio.sleep(0)
     for task in tasks[16:40]:
         task.cancel()

@@ -16,7 +16,7 @@ from agentrl.models.loading import write_model
 from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec
-from agentrl.training.worker.managed_engine import VLLMHost
+from agentrl.training.worker.managed_engine import ManagedVLLM
 from agentrl.weights.checksums import Checksum
 from agentrl.weights.verify import Probe
 
@@ -33,7 +33,7 @@ def policy(tmp_path: Path) -> Path:
     return tmp_path / "policy"
 
 
-def host(policy: Path, servers: list[FakeVLLM]) -> VLLMHost:
+def host(policy: Path, servers: list[FakeVLLM]) -> ManagedVLLM:
     addresses = ",".join(server.address for server in servers)
     overrides = [
         f"model.path={policy}",
@@ -45,7 +45,7 @@ def host(policy: Path, servers: list[FakeVLLM]) -> VLLMHost:
     overrides += ["rollout.max_response_tokens=100", "rollout.max_turn_tokens=100"]
     for server in servers:
         server.vocabulary = 300
-    return VLLMHost(load_settings(None, None, overrides, command="eval"), CODEC, str(policy), policy.parent)
+    return ManagedVLLM(load_settings(None, None, overrides, command="eval"), CODEC, str(policy), policy.parent)
 
 
 def scored(value: float) -> Any:
@@ -56,7 +56,7 @@ async def test_a_server_of_the_same_policy_is_taken(policy: Path) -> None:
     async with fakes(CODEC) as servers:
         one = host(policy, servers)
         await one.engine.open()
-        assert await one.accept(0, PROBE) is None
+        assert await one.verify(0, PROBE) is None
         await one.engine.close()
 
 
@@ -70,7 +70,7 @@ async def test_a_server_of_another_policy_ends_the_run_before_it_begins(policy: 
             r"0.5 nats on average \(bound 0.01\): it serves another policy than model.path, or in another dtype"
         )
         with pytest.raises(SettingsError, match=message):
-            await one.accept(0, PROBE)
+            await one.verify(0, PROBE)
         await one.engine.close()
 
 
@@ -79,12 +79,12 @@ async def test_a_server_that_earlier_weights_were_sent_to_gets_new_ones(policy: 
         servers[0].version = "7"
         one = host(policy, servers)
         await one.engine.open()
-        assert await one.accept(0, PROBE) == "its weights are of an earlier run"
+        assert await one.verify(0, PROBE) == "its weights are of an earlier run"
         await one.engine.close()
 
 
-async def installed(one: VLLMHost, policy: Path, version: int, probe: Probe) -> str | None:
-    await one.hold(blank=False)
+async def installed(one: ManagedVLLM, policy: Path, version: int, probe: Probe) -> str | None:
+    await one.pause(zero_weights=False)
     return await one.install(str(policy), version, probe)
 
 
@@ -95,7 +95,7 @@ async def test_a_part_that_did_not_arrive_is_named_whatever_the_probe_says(polic
         one = host(policy, servers)
         await one.engine.open()
         start = replace(PROBE, checksums={"a": Checksum(values=3, total=10), "b": Checksum(values=2, total=7)})
-        assert await one.accept(0, start) is None
+        assert await one.verify(0, start) is None
         updated = replace(PROBE, checksums={"a": Checksum(values=3, total=11), "b": Checksum(values=2, total=7)})
         servers[0].checksums = {"a": (3, 11), "b": (2, 7)}
         said = await installed(one, policy, 1, updated)
@@ -114,7 +114,7 @@ async def test_servers_that_tell_no_checksums_are_zeroed_before_every_transfer(p
         servers[1].checksums = {"a": (3, 10)}
         one = host(policy, servers)
         await one.engine.open()
-        assert await one.accept(0, PROBE) is None
+        assert await one.verify(0, PROBE) is None
         assert await installed(one, policy, 1, PROBE) is None
         assert servers[0].controls_called()[-6:-3] == [
             "/pause?mode=keep&clear_cache=false",
@@ -122,7 +122,7 @@ async def test_servers_that_tell_no_checksums_are_zeroed_before_every_transfer(p
             "/collective_rpc",
         ]
         assert "/weight_checker" not in servers[1].calls
-        await one.hold(blank=True)  # something did not arrive
+        await one.pause(zero_weights=True)  # something did not arrive
         assert servers[1].calls[-1] == "/weight_checker"
         await one.engine.close()
 

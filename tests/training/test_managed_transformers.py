@@ -14,7 +14,7 @@ from agentrl.config import load_settings
 from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec
-from agentrl.training.worker.managed_engine import TransformersHost
+from agentrl.training.worker.managed_engine import ManagedTransformers
 from agentrl.weights.exports import write_export
 from agentrl.weights.sources import ParameterSource
 from agentrl.weights.verify import Probe
@@ -49,21 +49,21 @@ def step(model: Any, seed: int) -> None:
 
 
 @pytest.fixture
-async def host() -> AsyncIterator[TransformersHost]:
+async def host() -> AsyncIterator[ManagedTransformers]:
     settings = load_settings(None, None, ["model.dtype=bfloat16"])
-    one = TransformersHost(settings, policy(), TextCodec(TOKENIZER), shared=False)
+    one = ManagedTransformers(settings, policy(), TextCodec(TOKENIZER), shared=False)
     yield one
     await one.engine.close()
 
 
-async def install(host: TransformersHost, folder: Path, tensors: Any, probe: Probe, version: int) -> str | None:
-    await host.hold(blank=False)
+async def install(host: ManagedTransformers, folder: Path, tensors: Any, probe: Probe, version: int) -> str | None:
+    await host.pause(zero_weights=False)
     return await host.install(str(write_export(folder, tensors, version)), version, probe)
 
 
-async def test_an_honest_transfer_is_taken_every_time(host: TransformersHost, tmp_path: Path) -> None:
+async def test_an_honest_transfer_is_taken_every_time(host: ManagedTransformers, tmp_path: Path) -> None:
     model = policy()
-    assert await host.accept(0, probe_of(model)) is None
+    assert await host.verify(0, probe_of(model)) is None
     for version in range(1, 6):
         step(model, version)
         assert await install(host, tmp_path, model.named_parameters(), probe_of(model), version) is None
@@ -72,10 +72,10 @@ async def test_an_honest_transfer_is_taken_every_time(host: TransformersHost, tm
     assert f"checksums of {known} of {known} parameters" in line
 
 
-async def test_a_step_that_did_not_arrive_is_found_at_once(host: TransformersHost, tmp_path: Path) -> None:
+async def test_a_step_that_did_not_arrive_is_found_at_once(host: ManagedTransformers, tmp_path: Path) -> None:
     model = policy()
     before = probe_of(model)
-    assert await host.accept(0, before) is None
+    assert await host.verify(0, before) is None
     step(model, 1)
     after = probe_of(model)
     assert after.log_probs != before.log_probs
@@ -86,10 +86,10 @@ async def test_a_step_that_did_not_arrive_is_found_at_once(host: TransformersHos
 
 
 async def test_one_matrix_that_did_not_arrive_is_named_and_the_probe_alone_is_silent(
-    host: TransformersHost, tmp_path: Path
+    host: ManagedTransformers, tmp_path: Path
 ) -> None:
     model, old = policy(), dict(policy().named_parameters())
-    assert await host.accept(0, probe_of(model)) is None
+    assert await host.verify(0, probe_of(model)) is None
     step(model, 1)
     parts = {name: old[name] if name == DOWN else tensor for name, tensor in model.named_parameters()}
     said = await install(host, tmp_path, parts.items(), probe_of(model), 1)
