@@ -210,7 +210,7 @@ def variance(
 
     lab, drawn = prepare(settings, problems=problems, group_sizes=group_sizes, estimators=estimators, samples=samples)
     quieten_libraries()
-    set_determinism(settings)
+    set_determinism(settings.training)
     set_threads(settings, processes=1)
     variance_command(settings, starting_policy(settings, Console(settings.telemetry)), lab, drawn, output)
 

@@ -9,7 +9,7 @@ AgentRLError
 │       └── SamplerStateError
 ├── WorldError                sandbox, engine, disk or network failed after its retries: one message, exit code 1
 │   └── WorkerLostError       the rollout worker, or a rank, is gone or does not answer (agentrl.training.worker.wire)
-├── FidelityError             trainer and engine disagree on sampled tokens (agentrl.training.step.fidelity)
+├── FidelityError             trainer and engine disagree on sampled tokens (agentrl.training.step.diagnostics)
 └── WeightMismatchError       an engine does not hold the weights it was sent (agentrl.training.worker.transfer)
 
 Everything else is a bug and raises as it is.

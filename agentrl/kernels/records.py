@@ -1,7 +1,8 @@
 """What the kernels return, and the checks on what they are given."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,6 +44,10 @@ class TokenStatistics:
     energy: Tensor
     hidden_norm_squared: Tensor
     full_kl: Tensor | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "TokenStatistics":
+        """The statistics with every field that is given changed."""
+        return replace(self, **{name: change(values) for name, values in vars(self).items() if values is not None})
 
 
 def check_inputs(

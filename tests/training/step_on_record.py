@@ -28,7 +28,7 @@ from agentrl.training.settings import (
 )
 from agentrl.training.step.batching import plan_step
 from agentrl.training.step.critic import Critic
-from agentrl.training.step.fidelity import BOUNDS, FidelityError
+from agentrl.training.step.diagnostics import FIDELITY_BOUNDS, FidelityError
 from agentrl.training.step.objective_settings import ObjectiveSettings
 from agentrl.training.step.reference import Reference
 from agentrl.training.step.trainer import Trainer
@@ -410,7 +410,7 @@ def gate(
         updates=10,
     )
     plan = plan_step(record, settings, budget=WHOLE_GROUPS, ranks=1)[0]
-    trainer = Trainer(engine, settings, temperature=0.8, pad_id=0, fidelity_bound=BOUNDS["float32"])
+    trainer = Trainer(engine, settings, temperature=0.8, pad_id=0, fidelity_bound=FIDELITY_BOUNDS["float32"])
     try:
         metrics = trainer.train(plan)
     except FidelityError as error:

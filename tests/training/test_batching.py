@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from agentrl.rollout.worker import RolloutBatch
 from agentrl.training.settings import AlgorithmSettings, CorrectionSettings
-from agentrl.training.step.batching import MicroBatch, pack, plan_step, split_updates
+from agentrl.training.step.batching import MicroBatch, pack, plan_passes, plan_step, split_updates
 from agentrl.training.step.objective_settings import ObjectiveSettings
-from agentrl.training.step.passes import plan_passes
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
 

@@ -7,67 +7,57 @@ from typing import Any
 
 import pytest
 import torch
+from training.rows import scored_rows
 
 from agentrl.training.engine.meter import Meter
 from agentrl.training.settings import CorrectionSettings
 from agentrl.training.step.correction import Corrector, effective_sample_size
-from agentrl.training.step.scored_rows import ScoredRows
+from agentrl.training.step.rows import LossRows, ScoredRows
 
 
-def evidence(ratios: list[list[float]], *, out: list[tuple[int, int]] = ()) -> ScoredRows:  # type: ignore[assignment]
+def made(ratios: list[list[float]], *, out: list[tuple[int, int]] = ()) -> ScoredRows:  # type: ignore[assignment]
     """Rows whose tokens the trainer finds ``ratios`` times as likely as the engine; those in ``out`` have no loss."""
     log_probs = torch.tensor(ratios, dtype=torch.float64).log() - 3
     mask = torch.ones_like(log_probs, dtype=torch.bool)
     left = mask.clone()
     for row, place in out:
         left[row, place] = False
-    rows = torch.arange(len(ratios))
-    return ScoredRows(
-        rewards=torch.zeros_like(log_probs),
-        response_mask=mask,
-        loss_mask=left,
-        groups=rows,
-        samples=rows * 0,
-        truncated=rows < 0,
-        rollout_log_probs=torch.full_like(log_probs, -3.0),
-        log_probs=log_probs,
-        sum_pi_squared=log_probs.exp(),
-        energy=log_probs.exp(),
-        hidden_norm_squared=log_probs.exp(),
-    )
+    return scored_rows(log_probs, rollout_log_probs=torch.full_like(log_probs, -3.0), loss_mask=left)
 
 
 def correct(rows: ScoredRows, meter: Meter | None = None, **settings: Any) -> Any:
     meter = meter or Meter(torch.device("cpu"))
-    return Corrector(CorrectionSettings(**settings)).correct(rows, meter=meter, counted=True)
+    return Corrector(CorrectionSettings(**settings)).correct(rows, meter=meter)
 
 
 def test_nothing_is_weighed_unless_asked() -> None:
-    result = correct(evidence([[1.5, 0.5]]))
-    assert (result.weights, result.energy_weights) == (None, None)
-    rejected = correct(evidence([[1.5, 0.5]], out=[(0, 1)]))
-    assert (rejected.weights, rejected.energy_weights) == (None, None)
-    assert rejected.loss_mask.tolist() == [[True, False]]
+    assert correct(made([[1.5, 0.5]])) is None
+    rows = made([[1.5, 0.5]], out=[(0, 1)])
+    assert correct(rows) is None
+    nothing = torch.zeros(1, 2)
+    left = LossRows(scored=rows, correction=None, advantages=nothing, returns=nothing)
+    assert left.weights is None
+    assert left.loss_mask.tolist() == [[True, False]]
 
 
 def test_truncated_weights_enter_the_loss_and_where_it_is_left_the_energies() -> None:
-    result = correct(evidence([[1.8, 0.6, 1.2]], out=[(0, 2)]), weights="token", weight_high=1.5)
+    result = correct(made([[1.8, 0.6, 1.2]], out=[(0, 2)]), weights="token", weight_high=1.5)
     assert result.weights.tolist() == [pytest.approx([1.5, 0.6, 1.2])]
-    assert result.energy_weights.tolist() == [pytest.approx([1.5, 0.6, 0.0])]
+    assert result.importance_weights.tolist() == [pytest.approx([1.5, 0.6, 0.0])]
 
 
 def test_a_mask_takes_from_the_loss_mask() -> None:
-    result = correct(evidence([[1.8, 0.6, 1.0]], out=[(0, 2)]), ratio_mask="token", ratio_low=0.5, ratio_high=1.5)
+    result = correct(made([[1.8, 0.6, 1.0]], out=[(0, 2)]), ratio_mask="token", ratio_low=0.5, ratio_high=1.5)
     assert result.loss_mask.tolist() == [[False, True, False]]
-    assert result.energy_weights.tolist() == [[0.0, 1.0, 0.0]]
+    assert result.importance_weights.tolist() == [[0.0, 1.0, 0.0]]
 
 
 def test_weights_are_normalised_by_the_sums_of_an_update() -> None:
     corrector = Corrector(CorrectionSettings(weights="token", weight_high=10.0, self_normalize=True))
-    parts = [evidence([[1.0, 3.0]]), evidence([[1.0, 1.0]], out=[(0, 0)])]
+    parts = [made([[1.0, 3.0]]), made([[1.0, 1.0]], out=[(0, 0)])]
     total = torch.stack([corrector.sums(part) for part in parts]).sum(0)
     meter = Meter(torch.device("cpu"))
-    found = [corrector.correct(part, meter=meter, counted=True, normalizer=total).weights for part in parts]
+    found = [corrector.correct(part, meter=meter, normalizer=total).weights for part in parts]
     mean = 5 / 3  # of the weights left to the loss: 1, 3 and 1
     assert torch.cat(found).flatten().tolist() == pytest.approx([1 / mean, 3 / mean, 1 / mean, 1 / mean])
 
@@ -76,8 +66,8 @@ def test_exact_energies_do_not_depend_on_what_shares_a_micro_batch() -> None:
     """Their weights come micro-batch by micro-batch, and one group's rows may lie in several."""
     rows = [[1.0, 3.0], [0.5, 0.5]]
     corrector = Corrector(CorrectionSettings(weights="token", weight_high=10.0, self_normalize=True))
-    together = corrector.energy_weights(evidence(rows))
-    apart = torch.cat([corrector.energy_weights(evidence([row])) for row in rows])
+    together = corrector.energy_weights(made(rows))
+    apart = torch.cat([corrector.energy_weights(made([row])) for row in rows])
     assert (together / together[0, 0]).tolist() == [pytest.approx([1.0, 3.0]), pytest.approx([0.5, 0.5])]
     assert (apart / apart[0, 0]).tolist() == (together / together[0, 0]).tolist()
 

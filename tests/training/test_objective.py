@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from training.rows import scored_rows
 
+from agentrl.algorithms import Correction
 from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings, RewardSettings
-from agentrl.training.step.loss_inputs import LossRows
-from agentrl.training.step.objective import Normalizers, PolicyObjective
+from agentrl.training.step.objective import PolicyObjective
 from agentrl.training.step.objective_settings import ObjectiveSettings
+from agentrl.training.step.rows import LossRows
 
 BEHAVIOUR = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
 BEFORE = torch.tensor([0.35, 0.25, 0.4], dtype=torch.float64)  # the policy before the step's updates
 REFERENCE = torch.tensor([0.2, 0.7, 0.1], dtype=torch.float64)
-ONE = Normalizers(tokens=1, sequences=1)
 
 
 def objective(*, entropy: float = 0.0, **kl: Any) -> PolicyObjective:
@@ -41,19 +43,13 @@ def expected_gradient(made: PolicyObjective, logits: Tensor, *, weights: Tensor,
     total = torch.zeros((), dtype=torch.float64)
     for row, probability in enumerate(BEHAVIOUR.tolist()):
         rows = slice(row, row + 1)
-        own = LossRows(
-            advantages=torch.zeros(1, 1),
-            returns=torch.zeros(1, 1),
-            response_mask=everywhere,
-            loss_mask=everywhere,
-            keys=torch.tensor([row]),
-            log_probs=before[rows],
-            weights=weights[rows, None],
-            reference_log_probs=REFERENCE[rows, None].log(),
-            values=None,
-        )
-        loss = made.loss(column[rows], entropy[rows], own, ONE, beta=1.0, fresh=fresh, full_kl=full[rows])
-        total = total + probability * loss.value
+        nothing = torch.zeros(1, 1)
+        correction = Correction(weights=weights[rows, None], loss_mask=everywhere, metrics={})
+        scored = scored_rows(before[rows], reference_log_probs=REFERENCE[rows, None].log())
+        own = LossRows(scored=scored, correction=correction, advantages=nothing, returns=nothing)
+        statistics = replace(scored.statistics, log_probs=column[rows], entropy=entropy[rows], full_kl=full[rows])
+        value, _ = made.loss(statistics, own, normalizer=None, beta=1.0, fresh=fresh)
+        total = total + probability * value
     return torch.autograd.grad(total, logits)[0]
 
 

@@ -69,7 +69,7 @@ def coldstart_command(settings: Settings, output: Path) -> None:
     """
     _claim(output)
     quieten_libraries()
-    set_determinism(settings)
+    set_determinism(settings.training)
     set_threads(settings, processes=1)
     make_policy(settings, output, Console(settings.telemetry))
 

@@ -28,6 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import nn
+
 from agentrl.errors import SettingsError, WorldError
 from agentrl.telemetry.files import atomic_write, world_errors
 from agentrl.training.engine.checksums import checksums, damaged
@@ -62,7 +64,7 @@ class Saved(Protocol):
 
 
 def save_checkpoint(
-    root: Path, engine: TrainingEngine[Any], state: RunState, *, keep: int, also: Sequence[Saved] = ()
+    root: Path, engine: TrainingEngine[nn.Module], state: RunState, *, keep: int, also: Sequence[Saved] = ()
 ) -> Path:
     """Write ``root/step-N``, complete or not at all, and delete all but the newest ``keep``. Collective.
 
@@ -98,7 +100,7 @@ def save_checkpoint(
 
 
 def open_newest(
-    root: Path, engine: TrainingEngine[Any], *, keep: int, warn: Callable[[str], None]
+    root: Path, engine: TrainingEngine[nn.Module], *, keep: int, warn: Callable[[str], None]
 ) -> tuple[Path, RunState] | None:
     """The newest checkpoint whose files are as they were written, and its state; None where there is none. Collective.
 

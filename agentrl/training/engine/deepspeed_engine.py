@@ -27,7 +27,7 @@ from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl.weights.sharded import read_sharded
 
 _Value = TypeVar("_Value")
-_Module = TypeVar("_Module", bound=nn.Module)
+_Module_co = TypeVar("_Module_co", bound=nn.Module, covariant=True)
 
 
 def learning_rate_factor(step: int, settings: OptimizerSettings, total: int) -> float:
@@ -156,7 +156,7 @@ def swap_between_ranks(values: Tensor, sent: list[int], received: list[int]) -> 
     return result
 
 
-class TrainingEngine(Generic[_Module]):
+class TrainingEngine(Generic[_Module_co]):
     """A module under DeepSpeed, a policy or another. ``backward`` accumulates; ``step`` clips, updates and clears.
 
     Gradients are averaged over ranks by DeepSpeed: a loss that is normalised over all ranks is multiplied by
@@ -165,7 +165,7 @@ class TrainingEngine(Generic[_Module]):
 
     def __init__(
         self,
-        module: _Module,
+        module: _Module_co,
         *,
         optimizer: OptimizerSettings,
         training: TrainingSettings,

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import torch
 
 from agentrl.errors import SettingsError
-
-if TYPE_CHECKING:
-    from agentrl.config import Settings
+from agentrl.training.settings import TrainingSettings
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _DETERMINISTIC = (":4096:8", ":16:8")
 
 
-def set_determinism(settings: Settings) -> None:
+def set_determinism(settings: TrainingSettings) -> None:
     """Have torch use deterministic algorithms where that is set. To be called before CUDA starts.
 
     cuBLAS reads its workspace's form when it starts; torch raises at the first product if it is another one. Processes
     that are started from this one inherit it. Raises SettingsError if the environment asks for another form.
     """
-    if not settings.training.deterministic:
+    if not settings.deterministic:
         return
     form = os.environ.setdefault(_WORKSPACE, _DETERMINISTIC[0])
     if form not in _DETERMINISTIC:

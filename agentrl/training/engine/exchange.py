@@ -40,14 +40,21 @@ class Exchange:
         self._their_lengths = swap_between_ranks(self._lengths, self._rows_out, self._rows_in)
 
     def there(self, parts: Sequence[_Record]) -> _Record:
-        """From a dataclass of tensors [b, T] or [b] of each micro-batch: the rows at home here, [R, longest] or [R].
+        """As :meth:`column` for every field of a dataclass of tensors.
 
         A field is None in all records of all ranks or in none.
         """
         first: Any = parts[0]
         columns = {item.name: [getattr(part, item.name) for part in parts] for item in fields(first)}
-        sent = {name: None if values[0] is None else self._column(values) for name, values in columns.items()}
+        sent = {name: None if values[0] is None else self.column(values) for name, values in columns.items()}
         return type(parts[0])(**sent)
+
+    def column(self, parts: Sequence[Tensor]) -> Tensor:
+        """From a tensor [b, T] or [b] of each micro-batch: the rows at home here, [R, longest] or [R]."""
+        if parts[0].dim() == 1:
+            return swap_between_ranks(torch.cat(list(parts))[self._order], self._rows_out, self._rows_in)
+        flat = _flat(_stacked(parts)[self._order], self._lengths)
+        return _padded(swap_between_ranks(flat, self._tokens_out, self._tokens_in), self._their_lengths)
 
     def back(self, values: Tensor) -> list[Tensor]:
         """What was made of the rows at home here [R, longest]: the own rows' part for each micro-batch, [b, T]."""
@@ -58,12 +65,6 @@ class Exchange:
         parts = own.split([rows for rows, _ in self._shapes])
         # Padding by a copy: a view would keep every micro-batch's memory alive.
         return [_widened(part, width) for part, (_, width) in zip(parts, self._shapes, strict=True)]
-
-    def _column(self, parts: Sequence[Tensor]) -> Tensor:
-        if parts[0].dim() == 1:
-            return swap_between_ranks(torch.cat(list(parts))[self._order], self._rows_out, self._rows_in)
-        flat = _flat(_stacked(parts)[self._order], self._lengths)
-        return _padded(swap_between_ranks(flat, self._tokens_out, self._tokens_in), self._their_lengths)
 
 
 def _lengths(mask: Tensor) -> Tensor:

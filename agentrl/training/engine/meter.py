@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
 
@@ -45,18 +44,18 @@ class Meter:
         """Keep the smallest of those that weigh something."""
         self._extreme(self._smallest, name, -self._number(value), weight)
 
-    def mean_of(self, name: str, engine: TrainingEngine[Any]) -> float:
+    def mean_of(self, name: str, engine: TrainingEngine[nn.Module]) -> float:
         """One mean so far, over all ranks; 0 if nothing weighs. Collective."""
         pair = torch.stack([self._sums[name], self._weights[name]])
         total, weight = engine.all_reduce(pair).tolist()
         return float(total / weight) if weight else 0.0
 
-    def largest_of(self, name: str, engine: TrainingEngine[Any]) -> float:
+    def largest_of(self, name: str, engine: TrainingEngine[nn.Module]) -> float:
         """One maximum so far, over all ranks; 0 if nothing weighs. Collective."""
         value = float(engine.all_reduce_largest(self._largest[name].clone()))
         return 0.0 if value == -math.inf else value
 
-    def reduce(self, engine: TrainingEngine[Any]) -> dict[str, float]:
+    def reduce(self, engine: TrainingEngine[nn.Module]) -> dict[str, float]:
         """Everything over all ranks; a mean of nothing and an extreme of nothing are left out. Collective."""
         sums = self._reduced(self._sums, engine.all_reduce)
         weights = self._reduced(self._weights, engine.all_reduce)

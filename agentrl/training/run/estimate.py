@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agentrl.training.engine.deepspeed_engine import deepspeed_stage
-from agentrl.training.step.objective_options import needs
-from agentrl.training.step.objective_settings import ObjectiveSettings
-from agentrl.training.step.passes import PassPlan, plan_passes
+from agentrl.training.step.batching import PassPlan, plan_passes
+from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 
 if TYPE_CHECKING:
     from agentrl.config import Settings

@@ -16,8 +16,7 @@ from agentrl.problems.sources import FILE_KINDS, load_source
 from agentrl.rollout.engines.vllm.servers import policy_servers
 from agentrl.rollout.environment import build_reward, chat_format, needs_chat_format
 from agentrl.training.coldstart.train import read_cold_demonstrations
-from agentrl.training.step.objective_options import loss_options, needs
-from agentrl.training.step.objective_settings import ObjectiveSettings
+from agentrl.training.step.objective_settings import ObjectiveSettings, loss_options, needs
 from agentrl_envs.registry import resolve_environment
 
 if TYPE_CHECKING:

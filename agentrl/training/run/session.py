@@ -30,9 +30,8 @@ from agentrl.training.run.outcome import Export, evaluation_record, finish_run
 from agentrl.training.run.signals import INTERRUPTED
 from agentrl.training.step.batching import due
 from agentrl.training.step.critic import open_critic
-from agentrl.training.step.fidelity import BOUNDS
-from agentrl.training.step.objective_options import needs
-from agentrl.training.step.objective_settings import ObjectiveSettings
+from agentrl.training.step.diagnostics import FIDELITY_BOUNDS
+from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 from agentrl.training.step.reference import read_reference, reference_path
 from agentrl.training.step.trainer import Trainer
 from agentrl.training.worker.service import InterruptedRunError, LocalService, RolloutService
@@ -91,15 +90,27 @@ class Session:
             bfloat16=settings.model.dtype == "bfloat16",
             updates=updates,
         )
-        self._reference_path = reference_path(settings, path)
-        self._critic = open_critic(settings, path, updates=updates) if "values" in needs(objective).inputs else None
+        self._reference_path = reference_path(settings.kl, path)
+        self._critic = None
+        if "values" in needs(objective).inputs:
+            parts = (settings.critic, settings.model, settings.optimizer, settings.training)
+            self._critic = open_critic(*parts, start=path, updates=updates)
+        reference = None
+        if self._reference_path is not None:
+            reference = read_reference(
+                self._reference_path,
+                settings.kl,
+                settings.model,
+                settings.training,
+                temperature=settings.rollout.temperature,
+            )
         self._trainer = Trainer(
             self._engine,
             objective,
             temperature=settings.rollout.temperature,
             pad_id=codec.pad_id,
-            fidelity_bound=BOUNDS[settings.model.dtype],
-            reference=None if self._reference_path is None else read_reference(settings, self._reference_path),
+            fidelity_bound=FIDELITY_BOUNDS[settings.model.dtype],
+            reference=reference,
             critic=self._critic,
         )
         self._make_room()

@@ -70,7 +70,7 @@ def _open_run(settings: Settings, resume: bool) -> RunDirectory:
 def run_rank(settings: Settings, run: RunDirectory | None, *, resume: bool) -> int:
     """One training rank from start to end. ``run`` is rank 0's; other ranks say nothing on the console."""
     quieten_libraries()
-    set_determinism(settings)
+    set_determinism(settings.training)
     rank, world = start_distributed(deadline=settings.training.collective_deadline)
     set_threads(settings, processes=computing_processes(settings, ranks=world))
     torch.manual_seed(settings.seed)

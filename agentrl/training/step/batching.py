@@ -1,15 +1,19 @@
-"""Packing trajectories into micro-batches by a token budget, equal in number on all ranks."""
+"""The plan of a step: which passes it takes, and its trajectories packed into micro-batches, equally many on all ranks.
+
+One forward can serve statistics, advantages and the backward pass when everything an advantage needs lies in one
+micro-batch and the loss mask is known beforehand. Otherwise a statistics pass comes first.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from agentrl.algorithms import LOSSES
 from agentrl.rollout.worker import RolloutBatch
-from agentrl.training.step.objective_settings import ObjectiveSettings
-from agentrl.training.step.passes import PassPlan, plan_passes
+from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 from agentrl.trajectory import Group, Row, Trajectory
 
 
@@ -30,6 +34,20 @@ class UpdatePlan:
     tokens: int
     sequences: int
     model_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassPlan:
+    """``one_forward`` or the ``reasons`` why a statistics pass is needed."""
+
+    one_forward: bool
+    reasons: tuple[str, ...]
+
+    def describe(self) -> str:
+        """One line for the console and ``--dry-run``."""
+        if self.one_forward:
+            return "one forward for statistics, advantages and backward (micro-batches of whole groups)"
+        return "a statistics pass, then the training pass: " + "; ".join(self.reasons)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,3 +187,35 @@ def _at_least(bins: list[list[Sequence[Trajectory]]], ranks: int) -> list[list[S
         half = (len(largest) + 1) // 2
         bins[place : place + 1] = [largest[:half], largest[half:]]
     return bins
+
+
+def plan_passes(settings: ObjectiveSettings, *, group_tokens: int, budget: int) -> PassPlan:
+    """Decide from the settings; ``group_tokens`` is the largest group's padded size, ``budget`` a micro-batch's.
+
+    Raises SettingsError if the estimator cannot have the settings' options.
+    """
+    reasons = list(_reasons(settings))
+    if group_tokens > budget:
+        reasons.append(
+            f"a group of {group_tokens} tokens does not fit one micro-batch (training.micro_batch_tokens={budget})"
+        )
+    return PassPlan(one_forward=not reasons, reasons=tuple(reasons))
+
+
+def _reasons(settings: ObjectiveSettings) -> Iterator[str]:
+    algorithm, correction = settings.algorithm, settings.correction
+    needed = needs(settings)
+    if algorithm.updates_per_step > 1:
+        yield f"{algorithm.updates_per_step} updates on the same trajectories need the log-probabilities before"
+    if needed.step_wide:
+        yield needed.reason
+    if "values" in needed.inputs:
+        yield "the critic's values are those before its update"
+    if "trajectory_energy" in needed.inputs:
+        yield "exact energies take a forward and a backward of their own"
+    if LOSSES.traits(algorithm.loss).step_wide:
+        yield f"the loss {algorithm.loss} selects tokens over the whole step"
+    if correction.self_normalize:
+        yield "self-normalised weights take the mean over the whole step (correction.self_normalize)"
+    if correction.masks:
+        yield "the loss mask depends on the log-probabilities (correction.ratio_mask, correction.divergence_mask)"

@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from agentrl.algorithms import aggregate, value_loss
+from agentrl.models.settings import ModelSettings
 from agentrl.models.value import ValueModel
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_for_training
-from agentrl.training.settings import CriticSettings
-from agentrl.training.step.loss_inputs import LossRows
+from agentrl.training.settings import CriticSettings, OptimizerSettings, TrainingSettings
+from agentrl.training.step.rows import LossRows
 from agentrl.trajectory import Batch
-
-if TYPE_CHECKING:
-    from agentrl.config import Settings
 
 _FOLDER = "critic"
 
 
-def open_critic(settings: Settings, start: str, *, updates: int) -> Critic:
+def open_critic(
+    settings: CriticSettings,
+    model: ModelSettings,
+    optimizer: OptimizerSettings,
+    training: TrainingSettings,
+    *,
+    start: str,
+    updates: int,
+) -> Critic:
     """A critic on this rank, its transformer that of ``critic.path`` or of the policy ``start``."""
-    model = ValueModel(read_for_training(settings.critic.path or start, settings.model, settings.training))
     engine = TrainingEngine(
-        model,
-        optimizer=settings.optimizer.model_copy(update={"learning_rate": settings.critic.learning_rate}),
-        training=settings.training,
-        bfloat16=settings.model.dtype == "bfloat16",
+        ValueModel(read_for_training(settings.path or start, model, training)),
+        optimizer=optimizer.model_copy(update={"learning_rate": settings.learning_rate}),
+        training=training,
+        bfloat16=model.dtype == "bfloat16",
         updates=updates,
     )
-    return Critic(engine, settings.critic)
+    return Critic(engine, settings)
 
 
 class Critic:
@@ -47,15 +51,13 @@ class Critic:
         values = self._forward(batch)
         return values[:, :-1], values.gather(1, batch.response_lengths[:, None])[:, 0]
 
-    def backward(self, batch: Batch, targets: LossRows, *, tokens: int) -> dict[str, Tensor]:
+    def backward(self, rows: LossRows, *, tokens: int) -> dict[str, Tensor]:
         """Add the gradient of this micro-batch's part of the loss, the mean over the update's ``tokens``.
 
-        Returns what was measured: means over the model tokens of ``targets``.
+        Returns metrics, means over the model tokens of ``rows``.
         """
-        mask = targets.response_mask
-        loss = value_loss(
-            self._forward(batch)[:, :-1], targets.returns, mask, old_values=targets.values, clip=self._clip
-        )
+        mask, now = rows.response_mask, self._forward(rows.scored.batch)[:, :-1]
+        loss = value_loss(now, rows.returns, mask, old_values=rows.scored.values, clip=self._clip)
         value = aggregate(loss.per_token, mask, "token_mean", normalizer=tokens)
         self.engine.backward(value * self.engine.world_size)
         return loss.metrics | {"loss": torch.where(mask, loss.per_token.detach(), 0.0).sum() / mask.sum().clamp(min=1)}

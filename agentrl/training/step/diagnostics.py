@@ -1,49 +1,53 @@
-"""What a step measures while it trains, summed over micro-batches and ranks."""
+"""What a step measures while it trains, summed over micro-batches and ranks, and the fidelity gate.
+
+The gate: the engine and the trainer must be the same policy.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from agentrl.algorithms import HeadVarianceAccumulator, diagonal_proxy, mismatch_metrics
+from agentrl.errors import AgentRLError
 from agentrl.models.head import FusedHead
 from agentrl.training.engine.meter import Meter
-from agentrl.trajectory import Batch
+from agentrl.training.step.rows import LossRows
 from agentrl.weights.sources import gathered
 
 Reduce = Callable[[Tensor], Tensor]
 
+FIDELITY_BOUNDS = {"float32": 1e-3, "bfloat16": 3e-2}
+"""Mean absolute difference (nats) by the dtype of the weights. In float32 the mean of each trajectory is held to it."""
+
 _FROM_MISMATCH = {"policy/kl_engine_k1": "kl_k1", "policy/kl_engine_k3": "kl_k3"}
 
 
-def measure_forward(
-    meter: Meter, batch: Batch, statistics: dict[str, Tensor], advantages: Tensor, counted: bool, *, version: int
-) -> None:
-    """The first forward, of ``version``, over a micro-batch's trajectories; not ``counted`` if they weigh nothing.
+def measure_forward(meter: Meter, rows: LossRows, *, version: int) -> None:
+    """The first forward, of ``version``, over a micro-batch's trajectories.
 
     ``policy/engine_abs_diff`` is of the tokens that this version sampled: on them trainer and engine must agree.
     Turns under which the weights changed are left out: their keys and values may be of both. ``..._max`` is the mean
     of the one trajectory that is furthest off.
     """
-    mask = batch.response_mask & counted
-    tokens, rows = mask.sum(), mask.any(-1).sum()
+    mask, batch, statistics = rows.response_mask, rows.scored.batch, rows.scored.statistics
+    tokens, trajectories = mask.sum(), mask.any(-1).sum()
     meter.total("policy/tokens", tokens)
     for name in ("entropy", "sum_pi_squared", "energy"):
-        meter.mean(f"policy/{name}", _mean(statistics[name], mask), tokens)
-    mismatch = mismatch_metrics(statistics["log_probs"], batch.rollout_log_probs, mask)
+        meter.mean(f"policy/{name}", _mean(getattr(statistics, name), mask), tokens)
+    mismatch = mismatch_metrics(statistics.log_probs, batch.rollout_log_probs, mask)
     for name, key in _FROM_MISMATCH.items():
         meter.mean(name, mismatch[key], tokens)
     fresh = mask & (batch.versions == version) & ~of_several_versions(batch.versions)
-    difference = torch.where(fresh, (statistics["log_probs"] - batch.rollout_log_probs).abs().double(), 0.0)
+    difference = torch.where(fresh, (statistics.log_probs - batch.rollout_log_probs).abs().double(), 0.0)
     own, counts = difference.sum(-1), fresh.sum(-1)  # [B]
     meter.mean("policy/engine_abs_diff", own.sum() / counts.sum().clamp(min=1), counts.sum())
     meter.largest("policy/engine_abs_diff_max", (own / counts.clamp(min=1)).max(), counts.sum())
-    meter.mean("policy/log_ppl_gap", mismatch["log_ppl_gap"], rows)
-    proxies = diagonal_proxy(statistics["energy"], advantages, mask)
-    meter.mean("variance/diagonal_proxy", proxies.sum() / rows.clamp(min=1), rows)
+    meter.mean("policy/log_ppl_gap", mismatch["log_ppl_gap"], trajectories)
+    proxies = diagonal_proxy(statistics.energy, rows.advantages, mask)
+    meter.mean("variance/diagonal_proxy", proxies.sum() / trajectories.clamp(min=1), trajectories)
 
 
 def of_several_versions(versions: Tensor) -> Tensor:
@@ -92,21 +96,22 @@ class HeadExactMonitor:
                 weight, bias=bias, temperature=done.temperature(temperature), cap=done.output_cap
             )
 
-    def add(self, batch: Batch, hidden: Tensor, advantages: Tensor) -> None:
+    def add(self, rows: LossRows, hidden: Tensor) -> None:
         """Whole groups: ``hidden`` [N, D] of the model tokens in row-major order."""
-        rows, columns = batch.response_mask.nonzero(as_tuple=True)
+        batch = rows.scored.batch
+        places, columns = batch.response_mask.nonzero(as_tuple=True)
         self._accumulator.update(
             hidden=hidden,
-            targets=batch.response_ids[rows, columns],
-            advantages=advantages[rows, columns],
-            rows=rows,
+            targets=batch.response_ids[places, columns],
+            advantages=rows.advantages[places, columns],
+            rows=places,
             groups=batch.groups,
         )
 
     def metrics(self, reduce: Reduce) -> dict[str, float]:
         """P, S and Var over the groups of all ranks. Collective."""
         own = self._accumulator
-        total: Any = reduce(own.gradient_sum)
+        total = reduce(own.gradient_sum)
         power, groups = reduce(torch.stack([own.power_sum, torch.tensor(float(own.groups)).to(own.power_sum)])).tolist()
         if not groups:
             return {}
@@ -116,3 +121,21 @@ class HeadExactMonitor:
         if groups > 1:
             metrics["variance/head_exact_var"] = (mean_power - signal) / (groups - 1)
         return metrics
+
+
+class FidelityError(AgentRLError):
+    """Training log-probabilities differ from the engine's on tokens the trained version sampled."""
+
+
+def check_fidelity(mean_difference: float, bound: float, *, worst: float | None = None) -> None:
+    """Raise unless the mean absolute difference of log-probabilities is within ``bound`` (nats).
+
+    ``worst`` is that mean of the trajectory that is furthest off; None where rounding alone may move one that far.
+    """
+    for difference, where in ((mean_difference, "on average"), (worst, "on average over one trajectory")):
+        if difference is not None and not difference <= bound:  # NaN included
+            raise FidelityError(
+                f"the training forward and the engine disagree on the log-probability of sampled tokens by "
+                f"{difference:.3g} nats {where} (bound {bound:g}). Possible causes: another temperature, template or "
+                "tokenizer on one side, weights that were not transferred, or another dtype. The step was not applied."
+            )

@@ -2,63 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from agentrl.algorithms import LOSSES, aggregate, kl_penalty, loss_normalizer, policy_loss, step_selection
+from agentrl.kernels import TokenStatistics
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.engine.exchange import Exchange
-from agentrl.training.step.loss_inputs import LossRows
-from agentrl.training.step.objective_options import loss_options
-from agentrl.training.step.objective_settings import ObjectiveSettings
+from agentrl.training.step.objective_settings import ObjectiveSettings, loss_options
+from agentrl.training.step.rows import LossRows
 
 # As the losses clamp the logarithm of a ratio.
 _LOG_RATIO_LIMIT = 20.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Normalizers:
-    """What the loss mask of one update leaves, over all ranks."""
-
-    tokens: int
-    sequences: int
-
-    @classmethod
-    def over_ranks(cls, targets: Sequence[LossRows], engine: TrainingEngine[Any]) -> Normalizers:
-        """Counted. Collective."""
-        modes = ("token_mean", "seq_mean_token_mean")
-        own = [sum(int(loss_normalizer(part.loss_mask, mode)) for part in targets) for mode in modes]
-        tokens, sequences = engine.all_reduce(torch.tensor(own, dtype=torch.int64, device=engine.device)).tolist()
-        return cls(tokens=tokens, sequences=sequences)
-
-    def of(self, mode: str) -> int | None:
-        """The count that an aggregation divides by; None if by nothing."""
-        if mode == "token_sum":
-            return None
-        return self.tokens if mode == "token_mean" else self.sequences
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loss:
-    """``value``: a micro-batch's part of the step's loss. ``metrics``: means over the loss mask's tokens."""
-
-    value: Tensor
-    metrics: dict[str, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Candidates:
-    """What a selection over the whole step looks at."""
-
-    log_probs: Tensor
-    old_log_probs: Tensor
-    advantages: Tensor
-    loss_mask: Tensor
-    keys: Tensor
 
 
 class PolicyObjective:
@@ -73,101 +30,100 @@ class PolicyObjective:
         self._kl_estimator = settings.kl.resolved_estimator if settings.kl.in_loss else None
         self.selects = LOSSES.traits(settings.algorithm.loss).step_wide
 
+    def normalizer(self, tokens: int, sequences: int) -> int | None:
+        """What the aggregation divides an update's sum by, from what its loss mask leaves over all ranks."""
+        return {"token_mean": tokens, "token_sum": None}.get(self._mode, sequences)
+
+    def normalizer_over_ranks(self, rows: Sequence[LossRows], engine: TrainingEngine[nn.Module]) -> int | None:
+        """As :meth:`normalizer`, counted. Collective."""
+        modes = ("token_mean", "seq_mean_token_mean")
+        own = [sum(int(loss_normalizer(part.loss_mask, mode)) for part in rows) for mode in modes]
+        tokens, sequences = engine.all_reduce(torch.tensor(own, dtype=torch.int64, device=engine.device)).tolist()
+        return self.normalizer(tokens, sequences)
+
     def loss(
         self,
-        log_probs: Tensor,
-        entropy: Tensor,
-        targets: LossRows,
-        normalizers: Normalizers,
+        statistics: TokenStatistics,
+        rows: LossRows,
         *,
+        normalizer: int | None,
         beta: float,
         fresh: bool,
         selected: Tensor | None = None,
-        full_kl: Tensor | None = None,
-    ) -> Loss:
-        """``log_probs``, ``entropy`` and ``full_kl`` [B, T] carry the graph.
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The part of the step's loss that is these rows', and metrics, means over the tokens of their loss mask.
 
-        ``fresh``: they are those that the targets are made of, so every ratio is 1. ``selected``: this micro-batch's
-        rows of :meth:`selection`.
+        ``statistics``, each [B, T], carry the graph. ``fresh``: they are those that ``rows`` were scored with, so every
+        ratio is 1. ``selected``: this micro-batch's rows of :meth:`selection`.
 
         A penalty that is read off the sampled token is weighed as the policy loss is, by what the present policy would
         sample it over what sampled it: with ratio = p / p_behaviour, E_behaviour[ratio f(y)] = E_p[f(y)] at every
         prefix. The entropy and the exact KL take no ratio: given the prefix they do not depend on the sampled token,
         so a ratio would add noise, and a truncated one, whose mean is below 1, a bias.
         """
-        mask = targets.loss_mask
+        mask, log_probs = rows.loss_mask, statistics.log_probs
         made = policy_loss(
             self._algorithm.loss,
             log_probs=log_probs,
-            old_log_probs=None if fresh else targets.log_probs,
-            advantages=targets.advantages,
+            old_log_probs=None if fresh else rows.scored.log_probs,
+            advantages=rows.advantages,
             loss_mask=mask,
-            response_mask=targets.response_mask,
-            weights=targets.weights,
+            response_mask=rows.response_mask,
+            weights=rows.weights,
             selected=selected,
             **self._options,
         )
-        value = self._aggregated(made.per_token, mask, normalizers)
-        metrics = made.metrics
+        value = self._aggregated(made.per_token, mask, normalizer)
         if self._algorithm.entropy_coefficient:
-            bonus = self._aggregated(entropy, mask, normalizers)
+            bonus = self._aggregated(statistics.entropy, mask, normalizer)
             value = value - self._algorithm.entropy_coefficient * bonus
-        if self._kl_estimator is not None and targets.reference_log_probs is not None:
-            ratio = None if self._kl_estimator == "full" else _ratio(log_probs, targets, fresh=fresh)
-            reference = targets.reference_log_probs
-            penalty = kl_penalty(log_probs, reference, self._kl_estimator, mask=mask, full=full_kl, ratio=ratio)
-            value = value + beta * self._aggregated(penalty, mask, normalizers)
-        return Loss(value=value, metrics=metrics)
+        reference = rows.scored.reference_log_probs
+        if self._kl_estimator is not None and reference is not None:
+            ratio = None if self._kl_estimator == "full" else _ratio(log_probs, rows, fresh=fresh)
+            penalty = kl_penalty(
+                log_probs, reference, self._kl_estimator, mask=mask, full=statistics.full_kl, ratio=ratio
+            )
+            value = value + beta * self._aggregated(penalty, mask, normalizer)
+        return value, made.metrics
 
     @torch.no_grad()
     def selection(
-        self, log_probs: Sequence[Tensor], targets: Sequence[LossRows], engine: TrainingEngine[Any], *, seed: int
+        self, log_probs: Sequence[Tensor], rows: Sequence[LossRows], engine: TrainingEngine[nn.Module], *, seed: int
     ) -> list[Tensor]:
         """Which tokens of one update the loss selects, on rank 0: [B, T] bool for each micro-batch. Collective.
 
         ``log_probs`` are those of the weights that the update starts from.
         """
-        own = [_candidates(now, part) for now, part in zip(log_probs, targets, strict=True)]
-        masks = [item.loss_mask for item in own]
+
+        def counted(values: Iterable[Tensor]) -> list[Tensor]:
+            return [value if part.scored.counted else value[:0] for value, part in zip(values, rows, strict=True)]
+
+        masks = counted(part.loss_mask for part in rows)
         exchange = Exchange(masks, torch.zeros(sum(map(len, masks)), dtype=torch.int64, device=engine.device))
-        whole = exchange.there(own)
         chosen = step_selection(
             self._algorithm.loss,
-            log_probs=whole.log_probs,
-            old_log_probs=whole.old_log_probs,
-            advantages=whole.advantages,
-            loss_mask=whole.loss_mask,
-            keys=whole.keys,
+            log_probs=exchange.column(counted(log_probs)),
+            old_log_probs=exchange.column(counted(part.scored.log_probs for part in rows)),
+            advantages=exchange.column(counted(part.advantages for part in rows)),
+            loss_mask=exchange.column(masks),
+            keys=exchange.column(counted(part.scored.keys for part in rows)),
             seed=seed,
             **self._options,
         )
-        parts = zip(exchange.back(chosen), targets, strict=True)
-        return [part if len(part) else torch.zeros_like(target.loss_mask) for part, target in parts]
+        parts = zip(exchange.back(chosen), rows, strict=True)
+        return [own if len(own) else torch.zeros_like(part.loss_mask) for own, part in parts]
 
-    def _aggregated(self, per_token: Tensor, mask: Tensor, normalizers: Normalizers) -> Tensor:
-        normalizer = normalizers.of(self._mode)
+    def _aggregated(self, per_token: Tensor, mask: Tensor, normalizer: int | None) -> Tensor:
         return aggregate(per_token, mask, self._mode, normalizer=normalizer, length=self._length)
 
 
-def _candidates(log_probs: Tensor, targets: LossRows) -> _Candidates:
-    """Without rows for a dummy."""
-    rows = len(log_probs) * int(targets.response_mask.any())
-    return _Candidates(
-        log_probs=log_probs[:rows],
-        old_log_probs=targets.log_probs[:rows],
-        advantages=targets.advantages[:rows],
-        loss_mask=targets.loss_mask[:rows],
-        keys=targets.keys[:rows],
-    )
-
-
-def _ratio(log_probs: Tensor, targets: LossRows, *, fresh: bool) -> Tensor | None:
+def _ratio(log_probs: Tensor, rows: LossRows, *, fresh: bool) -> Tensor | None:
     """Of the present policy to the one that sampled [B, T], detached; None where every ratio is 1.
 
     From the policy before the step's updates on it is the rollout correction's weight, bounded as the settings say.
     """
     if fresh:
-        return targets.weights
-    log_ratio = torch.where(targets.loss_mask, log_probs.detach() - targets.log_probs, 0.0)
+        return rows.weights
+    log_ratio = torch.where(rows.loss_mask, log_probs.detach() - rows.scored.log_probs, 0.0)
     ratio = log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()
-    return ratio if targets.weights is None else ratio * targets.weights
+    return ratio if rows.weights is None else ratio * rows.weights

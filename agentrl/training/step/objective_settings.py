@@ -1,16 +1,42 @@
-"""The settings that say what a step minimises, put together and resolved."""
+"""The settings that say what a step minimises, resolved to the options of the chosen estimator and loss."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-from agentrl.algorithms import AlgorithmError, UnknownNameError, check_aggregation, default_aggregation
+from agentrl.algorithms import (
+    ESTIMATORS,
+    LOSSES,
+    AlgorithmError,
+    EstimatorNeeds,
+    UnknownNameError,
+    check_aggregation,
+    default_aggregation,
+    estimator_needs,
+)
 from agentrl.errors import SettingsError
+from agentrl.rollout.settings import RolloutSettings
 from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings, RewardSettings
 
-if TYPE_CHECKING:
-    from agentrl.config import Settings
+_ESTIMATOR_KEYS = ("gamma", "lam", "leave_one_out", "tail", "energy", "normalize")
+_LOSS_KEYS = ("clip_low", "clip_high", "dual_clip")
+_LABORATORY_INPUTS = ("cross_energy",)
+
+
+class ObjectiveSections(Protocol):
+    """The sections of a run's settings that say what a step minimises."""
+
+    @property
+    def algorithm(self) -> AlgorithmSettings: ...
+    @property
+    def reward(self) -> RewardSettings: ...
+    @property
+    def kl(self) -> KLSettings: ...
+    @property
+    def correction(self) -> CorrectionSettings: ...
+    @property
+    def rollout(self) -> RolloutSettings: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +50,7 @@ class ObjectiveSettings:
     response_tokens: int
 
     @classmethod
-    def of(cls, settings: Settings) -> ObjectiveSettings:
+    def of(cls, settings: ObjectiveSections) -> ObjectiveSettings:
         """From the settings of a run."""
         return cls(
             algorithm=settings.algorithm,
@@ -62,3 +88,60 @@ class ObjectiveSettings:
     def overlong_limit(self) -> int:
         """Model tokens from which the soft penalty for length is full."""
         return self.reward.overlong_limit or self.response_tokens
+
+
+def estimator_options(settings: ObjectiveSettings) -> dict[str, Any]:
+    """Options of ``algorithm.estimator``; a setting that it does not know and that was changed is an error."""
+    algorithm = settings.algorithm
+    options = _options(algorithm, "estimator", ESTIMATORS, _ESTIMATOR_KEYS, algorithm.estimator_options)
+    if "loss_aggregation" in ESTIMATORS.option_names(algorithm.estimator):
+        # An optimal baseline weighs tokens as the loss does (docs/formulas.md 4).
+        options.setdefault("loss_aggregation", settings.aggregation)
+    return options
+
+
+def loss_options(settings: ObjectiveSettings) -> dict[str, Any]:
+    """Options of ``algorithm.loss``, as :func:`estimator_options`."""
+    return _options(settings.algorithm, "loss", LOSSES, _LOSS_KEYS, settings.algorithm.loss_options)
+
+
+def needs(settings: ObjectiveSettings) -> EstimatorNeeds:
+    """What the estimator asks of the trainer. Raises SettingsError for what no trainer can give."""
+    name = settings.algorithm.estimator
+    found = estimator_needs(name, **estimator_options(settings))
+    missing = sorted(found.inputs.intersection(_LABORATORY_INPUTS))
+    if missing:
+        raise SettingsError(
+            f"algorithm.estimator={name}: it needs {', '.join(missing)}, which training does not compute: it is for "
+            "the variance laboratory alone"
+        )
+    return found
+
+
+def _options(
+    settings: AlgorithmSettings, kind: str, registry: Any, keys: tuple[str, ...], further: dict[str, Any]
+) -> dict[str, Any]:
+    name = getattr(settings, kind)
+    try:
+        known = set(registry.option_names(name))
+    except UnknownNameError as error:
+        raise SettingsError(f"algorithm.{kind}={name}: {error}") from error
+    changed = {key: getattr(settings, key) for key in keys if _is_changed(settings, key)}
+    for key, value in changed.items():
+        if key not in known:
+            raise SettingsError(
+                f"algorithm.{key}={value}: the {kind} {name!r} has no such option; "
+                f"it has: {', '.join(sorted(known)) or 'none'}"
+            )
+        if key in further:
+            raise SettingsError(f"algorithm.{key}={value} and algorithm.{kind}_options.{key}={further[key]}: give one")
+    options = changed | further
+    try:
+        registry[name].make_options(f"{kind} {name!r}", options)
+    except AlgorithmError as error:
+        raise SettingsError(f"algorithm.{kind}={name}: {error}") from error
+    return options
+
+
+def _is_changed(settings: AlgorithmSettings, key: str) -> bool:
+    return bool(getattr(settings, key) != AlgorithmSettings.model_fields[key].default)

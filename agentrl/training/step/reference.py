@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +11,11 @@ from torch import Tensor, nn
 from agentrl.algorithms import AdaptiveKL, FixedKL, KLController
 from agentrl.models.head import ReferenceHead
 from agentrl.models.policy import PolicyModel, scatter_tokens
+from agentrl.models.settings import ModelSettings
 from agentrl.training.engine.deepspeed_engine import frozen, read_for_training
-from agentrl.training.settings import KLSettings
+from agentrl.training.settings import KLSettings, TrainingSettings
 from agentrl.trajectory import Batch
 from agentrl.weights.sources import gathered
-
-if TYPE_CHECKING:
-    from agentrl.config import Settings
 
 
 def kl_controller(settings: KLSettings) -> KLController:
@@ -26,14 +23,6 @@ def kl_controller(settings: KLSettings) -> KLController:
     if settings.controller == "fixed":
         return FixedKL(settings.coefficient)
     return AdaptiveKL(settings.coefficient, target=settings.target, horizon=settings.horizon)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReferenceReading:
-    """What the reference policy says of a batch."""
-
-    log_probs: Tensor  # [B, T] of the sampled tokens, 0 off model tokens
-    head: ReferenceHead | None  # for the divergence over the vocabulary, of the model tokens in row-major order
 
 
 class Reference:
@@ -60,8 +49,11 @@ class Reference:
         self.over_vocabulary = over_vocabulary
 
     @torch.no_grad()
-    def read(self, batch: Batch) -> ReferenceReading:
-        """One forward. Collective under ZeRO-3."""
+    def read(self, batch: Batch) -> tuple[Tensor, ReferenceHead | None]:
+        """Log-probabilities [B, T] of the sampled tokens, 0 off model tokens, by one forward. Collective under ZeRO-3.
+
+        The second value, of the model tokens in row-major order, is for the divergence over the whole vocabulary.
+        """
         statistics, hidden = self._forward(
             batch.input_ids,
             batch.prompt_lengths,
@@ -72,11 +64,10 @@ class Reference:
         )
         log_probs = scatter_tokens(statistics.log_probs, batch.response_mask)
         if self._weight is None or hidden is None:
-            return ReferenceReading(log_probs=log_probs, head=None)
+            return log_probs, None
         self._weight = self._weight.to(hidden.device, hidden.dtype)
         self._bias = None if self._bias is None else self._bias.to(hidden.device, hidden.dtype)
-        head = ReferenceHead(hidden=hidden, weight=self._weight, bias=self._bias, logit_map=self._logit_map)
-        return ReferenceReading(log_probs=log_probs, head=head)
+        return log_probs, ReferenceHead(hidden=hidden, weight=self._weight, bias=self._bias, logit_map=self._logit_map)
 
 
 def _copied(head: nn.Linear) -> tuple[Tensor, Tensor | None]:
@@ -84,24 +75,23 @@ def _copied(head: nn.Linear) -> tuple[Tensor, Tensor | None]:
         return weight.clone(), None if bias is None else bias.clone()
 
 
-def reference_path(settings: Settings, start: str) -> str | None:
-    """Where the reference policy lies, ``start`` being the policy that training starts from; None without a penalty."""
-    if settings.kl.coefficient == 0.0:
-        return None
-    return settings.kl.reference or start
+def reference_path(settings: KLSettings, start: str) -> str | None:
+    """The path of the reference policy: by default the policy ``start`` of the run. None without a penalty."""
+    return None if settings.coefficient == 0.0 else settings.reference or start
 
 
-def read_reference(settings: Settings, path: str) -> Reference:
+def read_reference(
+    path: str, settings: KLSettings, model: ModelSettings, training: TrainingSettings, *, temperature: float
+) -> Reference:
     """The reference policy on this rank. Raises SettingsError as reading a model does."""
     policy = PolicyModel(
-        read_for_training(path, settings.model, settings.training),
-        backend=settings.training.head_backend,
-        share_prompts=settings.training.share_prompts,
+        read_for_training(path, model, training),
+        backend=training.head_backend,
+        share_prompts=training.share_prompts,
     )
-    bfloat16 = settings.model.dtype == "bfloat16"
     return Reference(
         policy,
-        lambda module: frozen(module, settings.training, bfloat16=bfloat16),
-        temperature=settings.rollout.temperature,
-        over_vocabulary=settings.kl.over_vocabulary,
+        lambda module: frozen(module, training, bfloat16=model.dtype == "bfloat16"),
+        temperature=temperature,
+        over_vocabulary=settings.over_vocabulary,
     )

@@ -17,31 +17,28 @@ from agentrl.training.engine.meter import Meter
 from agentrl.training.step.batching import MicroBatch, RankPlan, UpdatePlan
 from agentrl.training.step.correction import effective_sample_size
 from agentrl.training.step.critic import Critic
-from agentrl.training.step.diagnostics import HeadExactMonitor, measure, measure_forward, measure_loss
-from agentrl.training.step.fidelity import check_fidelity
-from agentrl.training.step.loss_inputs import LossRowMaker, LossRows, Part
-from agentrl.training.step.objective import Normalizers, PolicyObjective
+from agentrl.training.step.diagnostics import (
+    HeadExactMonitor,
+    check_fidelity,
+    measure,
+    measure_forward,
+    measure_loss,
+)
+from agentrl.training.step.loss_rows import LossRowMaker
+from agentrl.training.step.objective import PolicyObjective
 from agentrl.training.step.objective_settings import ObjectiveSettings
-from agentrl.training.step.reference import Reference, ReferenceReading, kl_controller
-from agentrl.training.step.scored_rows import ScoredRows
+from agentrl.training.step.reference import Reference, kl_controller
+from agentrl.training.step.rows import LossRows, ScoredRows
 from agentrl.trajectory import Batch
-
-_DETACHED = ("log_probs", "entropy", "sum_pi_squared", "energy", "hidden_norm_squared")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Scored:
-    """A micro-batch with what one forward says of it: each statistic [B, T], zero off model tokens."""
+class _Forward:
+    """One forward of the policy over a micro-batch."""
 
-    batch: Batch
-    flat: TokenStatistics
-    hidden: Tensor | None
-    statistics: dict[str, Tensor]  # detached
-    reference: ReferenceReading | None  # only where the forward needed it
-
-    def grid(self, name: str) -> Tensor:
-        """A statistic [B, T] connected to the graph."""
-        return scatter_tokens(getattr(self.flat, name), self.batch.response_mask)
+    statistics: TokenStatistics  # each [B, T], zero off model tokens, connected to the graph
+    hidden: Tensor | None  # [N, D] of the model tokens
+    reference_log_probs: Tensor | None  # [B, T], only where the forward needed the reference policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +74,7 @@ class Trainer:
         self._fidelity_bound = settings.algorithm.fidelity_bound or fidelity_bound
         # In coarser dtypes rounding alone moves short trajectories far.
         self._exact = next(engine.module.parameters()).dtype == torch.float32
-        self._targets = LossRowMaker(settings)
+        self._rows = LossRowMaker(settings)
         self._objective = PolicyObjective(settings)
         self._reference = reference
         self._critic = critic
@@ -123,56 +120,48 @@ class Trainer:
     # -- passes ---------------------------------------------------------------------------------------------------
 
     def _one_forward(self, step: _Step, update: UpdatePlan) -> None:
-        """Micro-batches of whole groups: the forward that is back-propagated also gives the targets."""
-        normalizers = Normalizers(tokens=update.tokens, sequences=update.sequences)
+        """Micro-batches of whole groups: the forward that is back-propagated also gives the advantages."""
+        normalizer = self._objective.normalizer(update.tokens, update.sequences)
         for micro in update.micro_batches:
-            scored = self._score(micro, step, keep_hidden=step.monitor is not None)
-            evidence = self._evidence(scored, step)
-            targets = self._targets.make(evidence, beta=step.beta, meter=step.meter, counted=not micro.dummy)
-            self._account(step, scored, targets, counted=not micro.dummy)
-            self._backward(step, scored, targets, normalizers, fresh=True)
+            forward, scored = self._score(micro, step)
+            rows = self._rows.make(scored, beta=step.beta, meter=step.meter)
+            self._account(step, rows, forward.hidden)
+            self._backward(step, forward.statistics, rows, normalizer, fresh=True)
         self._update(step)
 
     def _two_passes(self, step: _Step) -> None:
         """A statistics pass over the whole step, then the updates."""
-        targets = self._statistics_pass(step)
-        done = 0
-        for number, update in enumerate(step.plan.updates):
-            part = targets[done : done + len(update.micro_batches)]
-            self._train_update(step, update, part, fresh=number == 0)
-            done += len(part)
+        for number, (update, rows) in enumerate(zip(step.plan.updates, self._statistics_pass(step), strict=True)):
+            self._train_update(step, update, rows, fresh=number == 0)
 
-    def _statistics_pass(self, step: _Step) -> list[LossRows]:
-        """LossRows of every micro-batch of all updates, their groups those of all ranks; nothing else of it stays."""
-        numbered = [
-            (number, micro) for number, update in enumerate(step.plan.updates) for micro in update.micro_batches
-        ]
-        micros = [micro for _, micro in numbered]
+    def _statistics_pass(self, step: _Step) -> list[list[LossRows]]:
+        """The rows of every micro-batch of each update, their groups those of all ranks."""
         with torch.no_grad():
-            scored = [self._score(micro, step, keep_hidden=step.monitor is not None) for micro in micros]
-            parts = [
-                Part(evidence=self._evidence(item, step), update=number, counted=not micro.dummy)
-                for item, (number, micro) in zip(scored, numbered, strict=True)
-            ]
-            targets = self._targets.make_over_ranks(
-                parts, step.plan.homes, self._engine, beta=step.beta, meter=step.meter
+            pairs = [[self._score(micro, step) for micro in update.micro_batches] for update in step.plan.updates]
+            rows = self._rows.make_over_ranks(
+                [[scored for _, scored in update] for update in pairs],
+                step.plan.homes,
+                self._engine,
+                beta=step.beta,
+                meter=step.meter,
             )
-        for micro, item, own in zip(micros, scored, targets, strict=True):
-            self._account(step, item, own, counted=not micro.dummy)
-        return targets
+        for own, update in zip(rows, pairs, strict=True):
+            for part, (forward, _) in zip(own, update, strict=True):
+                self._account(step, part, forward.hidden)
+        return rows
 
-    def _train_update(self, step: _Step, update: UpdatePlan, targets: Sequence[LossRows], *, fresh: bool) -> None:
+    def _train_update(self, step: _Step, update: UpdatePlan, rows: Sequence[LossRows], *, fresh: bool) -> None:
         """``fresh``: the weights are still those of the statistics pass."""
-        normalizers = Normalizers.over_ranks(targets, self._engine)
-        selected: Sequence[Tensor | None] = [None] * len(targets)
+        normalizer = self._objective.normalizer_over_ranks(rows, self._engine)
+        selected: Sequence[Tensor | None] = [None] * len(rows)
         if self._objective.selects:
-            now = [part.log_probs for part in targets] if fresh else self._rescored(step, update)
-            selected = self._objective.selection(now, targets, self._engine, seed=step.plan.step)
-        for micro, own, chosen in zip(update.micro_batches, targets, selected, strict=True):
-            scored = self._score(micro, step)
-            self._backward(step, scored, own, normalizers, fresh=False, selected=chosen)
+            now = [part.scored.log_probs if fresh else self._rescored(part) for part in rows]
+            selected = self._objective.selection(now, rows, self._engine, seed=step.plan.step)
+        for own, chosen in zip(rows, selected, strict=True):
+            statistics = self._forward(own.scored.batch).statistics
+            self._backward(step, statistics, own, normalizer, fresh=False, selected=chosen)
             if self._critic is not None:
-                measured = self._critic.backward(scored.batch, own, tokens=update.model_tokens)
+                measured = self._critic.backward(own, tokens=update.model_tokens)
                 measure(step.meter, "critic", measured, own.response_mask.sum())
         self._update(step)
 
@@ -191,12 +180,10 @@ class Trainer:
 
     # -- pieces ---------------------------------------------------------------------------------------------------
 
-    def _score(self, micro: MicroBatch, step: _Step, *, keep_hidden: bool = False) -> _Scored:
-        batch = Batch.from_rows(micro.rows, pad_id=self._pad_id, no_loss=step.plan.no_loss)
-        batch = batch.to(self._engine.device)
-        reading = None
+    def _forward(self, batch: Batch, *, keep_hidden: bool = False) -> _Forward:
+        reference_log_probs = head = None
         if self._reference is not None and self._reference.over_vocabulary:
-            reading = self._reference.read(batch)
+            reference_log_probs, head = self._reference.read(batch)
         flat, hidden = self._engine(
             batch.input_ids,
             batch.prompt_lengths,
@@ -204,79 +191,74 @@ class Trainer:
             batch.response_mask,
             temperature=self._temperature,
             keep_hidden=keep_hidden,
-            reference=None if reading is None else reading.head,
+            reference=head,
         )
-        names = _DETACHED if flat.full_kl is None else (*_DETACHED, "full_kl")
-        detached = {name: scatter_tokens(getattr(flat, name).detach(), batch.response_mask) for name in names}
-        return _Scored(batch=batch, flat=flat, hidden=hidden, statistics=detached, reference=reading)
+        statistics = flat.map(lambda values: scatter_tokens(values, batch.response_mask))
+        return _Forward(statistics=statistics, hidden=hidden, reference_log_probs=reference_log_probs)
 
-    def _evidence(self, scored: _Scored, step: _Step) -> ScoredRows:
-        """What is known before the update. Collective under ZeRO-3."""
-        batch = scored.batch
+    def _score(self, micro: MicroBatch, step: _Step) -> tuple[_Forward, ScoredRows]:
+        """A forward, and what is known of its rows before the update. Collective under ZeRO-3."""
+        batch = Batch.from_rows(micro.rows, pad_id=self._pad_id, no_loss=step.plan.no_loss)
+        batch = batch.to(self._engine.device)
+        forward = self._forward(batch, keep_hidden=step.monitor is not None)
         values = final = greedy = None
-        reading = scored.reference
-        if reading is None and self._reference is not None:
-            reading = self._reference.read(batch)
+        reference_log_probs = forward.reference_log_probs
+        if reference_log_probs is None and self._reference is not None:
+            reference_log_probs, _ = self._reference.read(batch)
         if self._critic is not None:
             values, final = self._critic.values(batch)
         if step.plan.greedy_returns:
             returns = [step.plan.greedy_returns[group] for group in batch.groups.tolist()]
             greedy = torch.tensor(returns, device=batch.rewards.device)
-        evidence = ScoredRows.of(
-            batch,
-            scored.statistics,
-            reference_log_probs=None if reading is None else reading.log_probs,
-            full_kl=scored.statistics.get("full_kl"),
+        scored = ScoredRows(
+            batch=batch,
+            statistics=forward.statistics.map(Tensor.detach),
+            counted=not micro.dummy,
+            reference_log_probs=reference_log_probs,
             values=values,
             final_values=final,
             greedy_returns=greedy,
         )
-        if not self._targets.needs_exact_energy:
-            return evidence
+        return forward, self._with_exact_energy(scored)
+
+    def _with_exact_energy(self, scored: ScoredRows) -> ScoredRows:
+        if not self._rows.needs_exact_energy:
+            return scored
         exact = self._engine.module.trajectory_energies(
-            batch.input_ids,
-            batch.prompt_lengths,
-            batch.response_mask,
-            importance_weights=self._targets.energy_weights(evidence),
+            scored.batch.input_ids,
+            scored.batch.prompt_lengths,
+            scored.batch.response_mask,
+            importance_weights=self._rows.energy_weights(scored),
             temperature=self._temperature,
         )
-        return replace(evidence, trajectory_energy=exact)
+        return replace(scored, trajectory_energy=exact)
 
-    def _rescored(self, step: _Step, update: UpdatePlan) -> list[Tensor]:
+    @torch.no_grad()
+    def _rescored(self, rows: LossRows) -> Tensor:
         """Log-probabilities [B, T] of the weights as they are now."""
-        with torch.no_grad():
-            return [self._score(micro, step).statistics["log_probs"] for micro in update.micro_batches]
+        return self._forward(rows.scored.batch).statistics.log_probs
 
     def _backward(
         self,
         step: _Step,
-        scored: _Scored,
-        targets: LossRows,
-        normalizers: Normalizers,
+        statistics: TokenStatistics,
+        rows: LossRows,
+        normalizer: int | None,
         *,
         fresh: bool,
         selected: Tensor | None = None,
     ) -> None:
         """Add the gradient of this micro-batch's part of the loss; the parts of all ranks sum to the step's."""
-        loss = self._objective.loss(
-            scored.grid("log_probs"),
-            scored.grid("entropy"),
-            targets,
-            normalizers,
-            beta=step.beta,
-            fresh=fresh,
-            selected=selected,
-            full_kl=None if scored.flat.full_kl is None else scored.grid("full_kl"),
+        value, metrics = self._objective.loss(
+            statistics, rows, normalizer=normalizer, beta=step.beta, fresh=fresh, selected=selected
         )
-        measure_loss(step.meter, loss.value.detach(), loss.metrics, targets.loss_mask)
-        self._engine.backward(loss.value * self._engine.world_size)
+        measure_loss(step.meter, value.detach(), metrics, rows.loss_mask)
+        self._engine.backward(value * self._engine.world_size)
 
-    def _account(self, step: _Step, scored: _Scored, targets: LossRows, *, counted: bool) -> None:
-        measure_forward(
-            step.meter, scored.batch, scored.statistics, targets.advantages, counted, version=step.plan.version
-        )
-        if counted and step.monitor is not None and scored.hidden is not None:
-            step.monitor.add(scored.batch, scored.hidden, targets.advantages)
+    def _account(self, step: _Step, rows: LossRows, hidden: Tensor | None) -> None:
+        measure_forward(step.meter, rows, version=step.plan.version)
+        if rows.scored.counted and step.monitor is not None and hidden is not None:
+            step.monitor.add(rows, hidden)
 
     def _monitor(self, plan: RankPlan) -> HeadExactMonitor | None:
         if not plan.head_exact:

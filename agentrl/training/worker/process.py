@@ -246,7 +246,7 @@ def main() -> None:
     door = socket.socket(fileno=int(sys.argv[3]))
     startup: Startup = first.recv()
     quieten_libraries()
-    set_determinism(startup.settings)
+    set_determinism(startup.settings.training)
     # Where the ranks rest while this process works, it may use every core.
     resting = startup.settings.rollout.schedule == "synchronous"
     set_threads(

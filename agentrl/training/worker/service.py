@@ -27,8 +27,7 @@ from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.worker import RolloutBatch, RolloutWorker
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.step.batching import RankPlan, due, plan_step
-from agentrl.training.step.objective_options import needs
-from agentrl.training.step.objective_settings import ObjectiveSettings
+from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 from agentrl.training.worker.event_loop import Loop, RestingLoop, RunningLoop
 from agentrl.training.worker.managed_engine import open_managed_engine
 from agentrl.weights.transports import TransferTarget

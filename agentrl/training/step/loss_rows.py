@@ -1,0 +1,189 @@
+"""From scored rows to loss rows: the rewards that are trained on, what enters the loss, and the advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from functools import reduce
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.algorithms import ESTIMATORS, AdvantageInputs, Correction, compute_advantages, reward_kl
+from agentrl.algorithms.estimators.normalization import Moments
+from agentrl.algorithms.kl import kl_penalty
+from agentrl.algorithms.rewards import add_at_last_token, overlong_penalty
+from agentrl.training.engine.deepspeed_engine import TrainingEngine
+from agentrl.training.engine.exchange import Exchange
+from agentrl.training.engine.meter import Meter
+from agentrl.training.step.correction import Corrector
+from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_options, needs
+from agentrl.training.step.rows import LossRows, ScoredRows
+
+
+class LossRowMaker:
+    """Makes the loss rows of a micro-batch of whole groups, or of all micro-batches of the step.
+
+    ``beta`` weighs the KL penalty.
+    """
+
+    def __init__(self, settings: ObjectiveSettings) -> None:
+        """Raises SettingsError if the estimator or the correction cannot have these settings."""
+        self._settings = settings
+        self._estimator = settings.algorithm.estimator
+        self._estimator_options = estimator_options(settings)
+        self._corrector = Corrector(settings.correction)
+        self.needs_exact_energy = "trajectory_energy" in needs(settings).inputs
+
+    def energy_weights(self, scored: ScoredRows) -> Tensor:
+        """What multiplies each token's gradient in an exact energy [B, T], up to a factor common to an update."""
+        return self._corrector.energy_weights(scored)
+
+    def make(self, scored: ScoredRows, *, beta: float, meter: Meter) -> LossRows:
+        """Of whole groups alone."""
+        correction = self._corrector.correct(scored, meter=meter)
+        inputs = self._inputs(scored, correction, beta=beta, meter=meter)
+        made = compute_advantages(self._estimator, inputs, **self._estimator_options)
+        return LossRows(scored=scored, correction=correction, advantages=made.advantages, returns=made.returns)
+
+    def make_over_ranks(
+        self,
+        updates: Sequence[Sequence[ScoredRows]],
+        homes: Mapping[int, int],
+        engine: TrainingEngine[nn.Module],
+        *,
+        beta: float,
+        meter: Meter,
+    ) -> list[list[LossRows]]:
+        """Of every micro-batch of each update, their groups spread over micro-batches and ranks. Collective.
+
+        ``homes`` names the rank that receives all rows of a group; an estimator that sees the whole step receives
+        everything on rank 0.
+        """
+        every = [scored for update in updates for scored in update]
+        corrections = [
+            self._corrector.correct(scored, meter=meter, normalizer=normalizer)
+            for update, normalizer in zip(updates, self._normalizers(updates, engine), strict=True)
+            for scored in update
+        ]
+        inputs = []
+        for scored, correction in zip(every, corrections, strict=True):
+            own = self._inputs(scored, correction, beta=beta, meter=meter)
+            inputs.append(own if scored.counted else _without_rows(own))
+        advantages, returns = self._advantages(inputs, homes, engine)
+        made = [_loss_rows(*parts) for parts in zip(every, corrections, advantages, returns, strict=True)]
+        if every[0].values is not None:
+            meter.mean("critic/explained_variance", explained_variance(made, engine), 1.0)
+        following = iter(made)
+        return [[next(following) for _ in update] for update in updates]
+
+    def _advantages(
+        self, inputs: Sequence[AdvantageInputs], homes: Mapping[int, int], engine: TrainingEngine[nn.Module]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Advantages and returns of each micro-batch, computed on the ranks where the groups are whole. Collective."""
+        groups = torch.cat([item.groups for item in inputs])
+        step_wide = ESTIMATORS[self._estimator].step_wide
+        places = [0 if step_wide else homes[group] for group in groups.tolist()]
+        exchange = Exchange([item.response_mask for item in inputs], torch.tensor(places).to(groups))
+        made = compute_advantages(
+            self._estimator, exchange.there(inputs), step_sum=engine.total, **self._estimator_options
+        )
+        return exchange.back(made.advantages), exchange.back(made.returns)
+
+    def _normalizers(
+        self, updates: Sequence[Sequence[ScoredRows]], engine: TrainingEngine[nn.Module]
+    ) -> Sequence[Tensor | None]:
+        """What normalises the correction's weights of each update [2], if anything does. Collective."""
+        if not self._corrector.normalizes:
+            return [None] * len(updates)
+        sums = torch.zeros(len(updates), 2, dtype=torch.float64, device=engine.device)
+        for number, update in enumerate(updates):
+            for scored in update:
+                if scored.counted:
+                    sums[number] += self._corrector.sums(scored)
+        return engine.all_reduce(sums).unbind()
+
+    def _inputs(
+        self, scored: ScoredRows, correction: Correction | None, *, beta: float, meter: Meter
+    ) -> AdvantageInputs:
+        batch, statistics = scored.batch, scored.statistics
+        rewards = self._with_length_penalty(scored, meter)
+        return AdvantageInputs(
+            rewards=self._with_kl_penalty(scored, rewards, beta, meter),
+            response_mask=batch.response_mask,
+            groups=batch.groups,
+            log_probs=statistics.log_probs,
+            sum_pi_squared=statistics.sum_pi_squared,
+            token_energy=statistics.energy,
+            hidden_norm_squared=statistics.hidden_norm_squared,
+            importance_weights=None if correction is None else correction.importance_weights,
+            loss_mask=batch.loss_mask if correction is None else correction.loss_mask,
+            trajectory_energy=scored.trajectory_energy,
+            values=scored.values,
+            bootstrap_values=_bootstrap(scored),
+            greedy_returns=scored.greedy_returns,
+        )
+
+    def _with_length_penalty(self, scored: ScoredRows, meter: Meter) -> Tensor:
+        """Rewards with the soft penalty for overlong responses on the last model token."""
+        settings, batch = self._settings.reward, scored.batch
+        if not settings.overlong_buffer:
+            return batch.rewards
+        penalties = settings.overlong_factor * overlong_penalty(
+            batch.response_mask.sum(-1), max_length=self._settings.overlong_limit, buffer=settings.overlong_buffer
+        )
+        rows = len(penalties) * int(scored.counted)
+        meter.mean("reward/overlong_penalty", penalties.mean(), rows)
+        meter.mean("reward/overlong_share", (penalties < 0).double().mean(), rows)
+        return add_at_last_token(batch.rewards, batch.response_mask, penalties)
+
+    def _with_kl_penalty(self, scored: ScoredRows, rewards: Tensor, beta: float, meter: Meter) -> Tensor:
+        """Rewards with the KL penalty if that is its place; the mean penalty is measured wherever it is."""
+        reference, mask, exact = scored.reference_log_probs, scored.batch.response_mask, scored.statistics.full_kl
+        if reference is None:
+            return rewards
+        estimator = self._settings.kl.resolved_estimator
+        penalty = kl_penalty(scored.log_probs, reference, estimator, mask=mask, full=exact)
+        tokens = mask.sum()
+        meter.mean("kl/mean", penalty.double().sum() / tokens, tokens * int(scored.counted))
+        if self._settings.kl.placement == "loss":
+            return rewards
+        return reward_kl(rewards, scored.log_probs, reference, mask, beta=beta, estimator=estimator, full=exact).rewards
+
+
+def _loss_rows(scored: ScoredRows, correction: Correction | None, advantages: Tensor, returns: Tensor) -> LossRows:
+    if not scored.counted:
+        advantages = returns = torch.zeros_like(scored.batch.rewards)
+    return LossRows(scored=scored, correction=correction, advantages=advantages, returns=returns)
+
+
+def _without_rows(inputs: AdvantageInputs) -> AdvantageInputs:
+    given = {item.name: getattr(inputs, item.name) for item in fields(inputs)}
+    return replace(inputs, **{name: value[:0] for name, value in given.items() if value is not None})
+
+
+def explained_variance(rows: Sequence[LossRows], engine: TrainingEngine[nn.Module]) -> Tensor:
+    """1 - Var(returns - values) / Var(returns) over the step's model tokens: 1 at best, 0 for a constant. Collective.
+
+    0 if nothing varies. The rows have values.
+    """
+
+    def spread(values: Sequence[Tensor]) -> Tensor:
+        every = [
+            Moments.of(item.double(), part.response_mask)
+            for item, part in zip(values, rows, strict=True)
+            if bool(part.response_mask.any())
+        ]
+        nothing = Moments.nothing(rows[0].returns.double())
+        return reduce(Moments.merge, every, nothing).over_step(engine.total).squares
+
+    missed = spread([part.returns - part.scored.values for part in rows if part.scored.values is not None])
+    whole = spread([part.returns for part in rows])
+    return torch.where(whole > 0, 1 - missed / torch.where(whole > 0, whole, 1.0), 0.0)
+
+
+def _bootstrap(scored: ScoredRows) -> Tensor | None:
+    """The value after the last token where a limit ended the trajectory, else 0 [B]."""
+    if scored.final_values is None:
+        return None
+    return torch.where(scored.batch.truncated, scored.final_values, 0.0)
