@@ -1,7 +1,6 @@
 """Algorithms: pure functions on tensors, from rewards to the loss. torch and the standard library only."""
 
 from agentrl.algorithms.advantages import compute_advantages
-from agentrl.algorithms.controllers import AdaptiveKL, FixedKL, KLController
 from agentrl.algorithms.correction import (
     DIVERGENCE_LEVELS,
     DIVERGENCES,
@@ -34,7 +33,16 @@ from agentrl.algorithms.estimators import (
 from agentrl.algorithms.estimators.baselines import TAILS
 from agentrl.algorithms.estimators.energy import ENERGIES, cross_energy, logit_proxy_energy
 from agentrl.algorithms.estimators.normalization import NORMALIZATIONS
-from agentrl.algorithms.kl import KL_ESTIMATORS, REWARD_KL_ESTIMATORS, RewardKL, kl_penalty, reward_kl
+from agentrl.algorithms.kl import (
+    KL_ESTIMATORS,
+    REWARD_KL_ESTIMATORS,
+    AdaptiveKL,
+    FixedKL,
+    KLController,
+    RewardKL,
+    kl_penalty,
+    reward_kl,
+)
 from agentrl.algorithms.losses import (
     LOSSES,
     ClipCovarianceOptions,

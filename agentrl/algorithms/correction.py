@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.bounds import check_order, check_positive, check_range
 from agentrl.algorithms.errors import InvalidInputError, InvalidOptionError, check_choice
 from agentrl.algorithms.mismatch import mismatch_metrics, perplexity_metrics
 from agentrl.algorithms.registry import Entry
-from agentrl.algorithms.validation import as_mask, check_finite
+from agentrl.algorithms.validation import as_mask, check_finite, check_order, check_positive, check_range
 
 RATIO_LEVELS = ("token", "sequence", "geometric")
 WEIGHT_BOUNDS = ("truncate", "icepop")

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.bounds import check_positive
 from agentrl.algorithms.errors import InvalidInputError, MissingInputError
-from agentrl.algorithms.validation import as_mask, check_finite
+from agentrl.algorithms.validation import as_mask, check_finite, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.errors import InvalidInputError
-from agentrl.algorithms.segments import relabel, segment_sum
+from agentrl.algorithms.estimators.segments import relabel, segment_sum
 from agentrl.kernels.softcap import cap_and_temper, cap_slope
 
 _BLOCK_ELEMENTS = 1 << 23

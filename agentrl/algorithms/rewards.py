@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.bounds import check_positive
 from agentrl.algorithms.errors import InvalidInputError, InvalidOptionError
-from agentrl.algorithms.validation import as_mask
+from agentrl.algorithms.validation import as_mask, check_positive
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: float, buffer: float) -> Tensor:

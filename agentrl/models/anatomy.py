@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from agentrl.errors import SettingsError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _DIVISORS = ("logits_scaling",)  # Granite
 _FACTORS = ("logit_scale",)  # Cohere
@@ -59,7 +62,7 @@ PLAIN = LogitMap()
 class Anatomy:
     """The parts; all belong to the model itself."""
 
-    backbone: Any  # gives the states after the last norm
+    backbone: nn.Module  # gives the states after the last norm
     head: nn.Linear
     logit_map: LogitMap
 
@@ -68,7 +71,7 @@ class Anatomy:
         return self.logit_map(self.head(hidden))
 
 
-def take_apart(causal_lm: Any) -> Anatomy:
+def take_apart(causal_lm: PreTrainedModel) -> Anatomy:
     """The parts of a model, found by the accessors of `transformers`, and checked to be all there is.
 
     The model itself is asked for the logits of hidden states and of a head's output that are made up here, in float32:
@@ -90,7 +93,7 @@ def take_apart(causal_lm: Any) -> Anatomy:
     return parts
 
 
-def _declared(config: Any) -> LogitMap:
+def _declared(config: PreTrainedConfig) -> LogitMap:
     """What the configuration says, in the names that `transformers` has for it; None there means nothing is done."""
     text = config.get_text_config()
     scale = 1.0
@@ -103,7 +106,7 @@ def _declared(config: Any) -> LogitMap:
 
 
 @torch.no_grad()
-def _difference(causal_lm: Any, parts: Anatomy) -> str | None:
+def _difference(causal_lm: PreTrainedModel, parts: Anatomy) -> str | None:
     """What the model does with hidden states and its head's output that ``parts`` do not; None if nothing."""
     if not parts.logit_map.scale > 0:
         return f"multiplies its head's output by {parts.logit_map.scale}"
@@ -115,7 +118,7 @@ def _difference(causal_lm: Any, parts: Anatomy) -> str | None:
     given: list[Tensor] = []
     taken: list[Tensor] = []
 
-    def transformer(*args: Any, **kwargs: Any) -> Any:
+    def transformer(*args: object, **kwargs: object) -> _Output:
         given.extend(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value is not ids)
         return _Output(hidden)
 
@@ -146,12 +149,12 @@ class _Output:
     def __getattr__(self, name: str) -> None:
         return None
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int) -> Tensor:
         return (self.last_hidden_state,)[index]
 
 
 @contextmanager
-def _in_place_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def _in_place_of(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
     module.forward = forward  # type: ignore[method-assign]
     try:
         yield

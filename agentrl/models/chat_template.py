@@ -10,10 +10,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import SettingsError
 from agentrl_envs.protocols.chat import ChatFormat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+Tool = Mapping[str, Any]  # a JSON schema of a function
 
 # Private use: no template and no problem holds them.
 _PROBLEM, _CALL, _RESPONSE = ("\ue000the problem\ue000", "\ue000the call\ue000", "\ue000the response\ue000")
@@ -21,7 +27,7 @@ _CALL_FORM = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 def read_chat_format(
-    tokenizer: Any, *, name: str, tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase, *, name: str, tools: Sequence[Tool], options: Mapping[str, Any]
 ) -> ChatFormat:
     """The template of the model ``name`` for conversations with ``tools``; ``options`` are variables of the template.
 
@@ -68,14 +74,14 @@ class _Template:
     """Renders conversations and cuts them at their place-holders."""
 
     def __init__(
-        self, tokenizer: Any, name: str, tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+        self, tokenizer: PreTrainedTokenizerBase, name: str, tools: Sequence[Tool], options: Mapping[str, Any]
     ) -> None:
         self.name = name
         self._tokenizer = tokenizer
-        self._tools = [dict(tool) for tool in tools]
+        self._tools: list[Any] = [dict(tool) for tool in tools]
         self._options = dict(options)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Message]) -> str:
         """The conversation up to where the model's next turn begins."""
         from jinja2 import TemplateError
 
@@ -93,7 +99,7 @@ class _Template:
             ) from error
         return str(rendered)
 
-    def pieces(self, messages: Sequence[Mapping[str, Any]], places: Sequence[str]) -> list[str]:
+    def pieces(self, messages: Sequence[Message], places: Sequence[str]) -> list[str]:
         """What stands around the place-holders, which must stand there in this order and each as often."""
         rendered = self.render(messages)
         pieces = []
@@ -111,9 +117,7 @@ class _Template:
         return pieces
 
 
-def _check_calls(
-    template: _Template, user: Mapping[str, Any], told: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
-) -> None:
+def _check_calls(template: _Template, user: Message, told: Message, tools: Sequence[Tool]) -> None:
     """Raise SettingsError unless the template writes a call as the protocol reads it."""
     name = str(tools[0]["function"]["name"])
     wanted = {"name": name, "arguments": {"place": _CALL}}
@@ -131,7 +135,7 @@ def _check_calls(
         )
 
 
-def _turn_end(tokenizer: Any, text: str) -> str:
+def _turn_end(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """The special token that ``text`` begins with: what the model itself writes at its turn's end."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return max((token for token in special if text.startswith(token)), key=len, default="")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _CHANCES = ("drop", "jitter")
 """What the names of probabilities in configurations and modules hold: attention_dropout, resid_pdrop, layerdrop, ..."""
 
 
-def switch_off_dropout(model: Any) -> None:
+def switch_off_dropout(model: PreTrainedModel) -> None:
     """Set every probability of dropout to 0, of modules, of functions that modules call, and in the configuration.
 
     Evaluation mode would not do: gradient checkpointing works in training mode alone, which DeepSpeed switches on.
@@ -22,7 +25,7 @@ def switch_off_dropout(model: Any) -> None:
     _clear_config(model.config)
 
 
-def _clear_config(config: Any) -> None:
+def _clear_config(config: PreTrainedConfig) -> None:
     _clear(vars(config))
     for name in config.sub_configs:
         part = getattr(config, name, None)
@@ -30,7 +33,7 @@ def _clear_config(config: Any) -> None:
             _clear_config(part)
 
 
-def _clear(values: dict[str, Any]) -> None:
+def _clear(values: dict[str, object]) -> None:
     for name, value in values.items():
         if isinstance(value, float) and any(chance in name for chance in _CHANCES):
             values[name] = 0.0

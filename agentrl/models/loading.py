@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +13,9 @@ from agentrl.errors import SettingsError
 from agentrl.models.dropout import switch_off_dropout
 from agentrl.models.settings import ModelSettings
 from agentrl.models.tiny import tiny_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -39,7 +43,7 @@ def read_model(path: str | Path, settings: ModelSettings) -> Any:
     return finish_model(model, settings)
 
 
-def empty_model(path: str | Path, settings: ModelSettings) -> Any:
+def empty_model(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
     """The same model before its weights are read, made where the caller's context says; then see `finish_model`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -49,7 +53,7 @@ def empty_model(path: str | Path, settings: ModelSettings) -> Any:
     )
 
 
-def finish_model(model: Any, settings: ModelSettings) -> Any:
+def finish_model(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
     """What is done to every model that was made, whatever way; returns it."""
     check_attention_cap(model.config)
     switch_off_dropout(model)
@@ -58,7 +62,7 @@ def finish_model(model: Any, settings: ModelSettings) -> Any:
     return model
 
 
-def read_config(settings: ModelSettings) -> Any | None:
+def read_config(settings: ModelSettings) -> PreTrainedConfig | None:
     """The model's configuration without its weights; None if it cannot be read here (no such file, no network)."""
     from transformers import AutoConfig
 
@@ -70,7 +74,7 @@ def read_config(settings: ModelSettings) -> Any | None:
         return None
 
 
-def check_attention_cap(config: Any) -> None:
+def check_attention_cap(config: PreTrainedConfig) -> None:
     """Raise SettingsError for capped attention scores under `sdpa`, which leaves the cap out without a word."""
     # Not every architecture's configuration has it.
     cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
@@ -81,7 +85,7 @@ def check_attention_cap(config: Any) -> None:
         )
 
 
-def attends_to_everything(config: Any) -> bool:
+def attends_to_everything(config: PreTrainedConfig) -> bool:
     """Whether every layer attends to the whole context: no sliding window, no linear attention."""
     # Not every architecture's configuration has these two.
     kinds = getattr(config, "layer_types", None)
@@ -89,7 +93,13 @@ def attends_to_everything(config: Any) -> bool:
 
 
 def write_model(
-    directory: Path, *, model: Any, tokenizer: Any, title: str, body: str, state: dict[str, Any] | None = None
+    directory: Path,
+    *,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    title: str,
+    body: str,
+    state: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Export model, tokenizer and model card so that `transformers` loads the directory."""
     model.save_pretrained(directory, state_dict=state)
@@ -97,7 +107,7 @@ def write_model(
     (directory / "README.md").write_text(_CARD.format(title=title, body=body))
 
 
-def model_fingerprint(named_tensors: Any) -> str:
+def model_fingerprint(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """A digest of names, shapes and values of parameters; equal exactly when the weights are."""
     digest = hashlib.sha256()
     for name, tensor in sorted(named_tensors, key=lambda item: item[0]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,16 @@ from agentrl.models.head import FusedHead, ReferenceHead
 from agentrl.models.loading import attends_to_everything
 from agentrl.models.shared_prompts import response_hidden
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class PolicyModel(nn.Module):
     """A causal language model of `transformers` whose head is a :class:`FusedHead`."""
 
     def __init__(
         self,
-        causal_lm: Any,
+        causal_lm: PreTrainedModel,
         *,
         backend: Backend = "auto",
         share_prompts: bool = False,
@@ -53,7 +56,7 @@ class PolicyModel(nn.Module):
         return head
 
     @property
-    def backbone(self) -> Any:
+    def backbone(self) -> nn.Module:
         """The transformer, which gives the states after the last norm."""
         return self.causal_lm.get_decoder()
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
-def response_hidden(backbone: Any, input_ids: Tensor, prompt_lengths: Tensor, response_ids: Tensor) -> Tensor:
+def response_hidden(backbone: nn.Module, input_ids: Tensor, prompt_lengths: Tensor, response_ids: Tensor) -> Tensor:
     """Hidden states [B, T, D] that predict ``response_ids`` [B, T], as one forward of ``input_ids`` [B, S] gives them.
 
     Each distinct prompt goes through ``backbone`` once; its keys and values then stand before every response that

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from agentrl.models.settings import TinyModelSettings
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config
+
 EOS = "<|endoftext|>"
 
 
-def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> Any:
+def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> PreTrainedTokenizerBase:
     """A byte-level BPE of ``vocabulary_size`` tokens in which digits and newlines stand alone.
 
     Single digits let a small model copy and compute numbers; an isolated newline keeps fences regular.
@@ -38,7 +41,7 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary_size: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS)
 
 
-def tiny_config(settings: TinyModelSettings, *, vocabulary_size: int | None = None, eos_id: int = 0) -> Any:
+def tiny_config(settings: TinyModelSettings, *, vocabulary_size: int | None = None, eos_id: int = 0) -> Qwen2Config:
     """The Qwen2 configuration of the embedded policy."""
     from transformers import Qwen2Config
 
@@ -58,7 +61,7 @@ def tiny_config(settings: TinyModelSettings, *, vocabulary_size: int | None = No
     )
 
 
-def build_tiny_model(settings: TinyModelSettings, tokenizer: Any, *, seed: int) -> Any:
+def build_tiny_model(settings: TinyModelSettings, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedModel:
     """A freshly initialised Qwen2 model (tied embeddings, float32) for ``tokenizer``."""
     from transformers import Qwen2ForCausalLM
 

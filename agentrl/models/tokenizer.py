@@ -7,11 +7,14 @@ import uuid
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
 from agentrl_envs.protocols.marked_text import Mark, MarkedText, Part, parts_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _CHARACTERS = 0x100
 
@@ -42,7 +45,9 @@ class TextCodec:
     its unknown token for what it lacks.
     """
 
-    def __init__(self, tokenizer: Any, *, turn_end: str = "", generation_ends: Iterable[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, turn_end: str = "", generation_ends: Iterable[int] = ()
+    ) -> None:
         """``turn_end``: the special token with which a chat template ends a turn of the model.
 
         ``generation_ends``: see :func:`read_generation_ends`. Raises ValueError where ``turn_end`` is not one token.
@@ -67,7 +72,7 @@ class TextCodec:
         self.prefix_ids: tuple[int, ...] = self._prefix(tokenizer)
         self._table: list[bytes] | None = None
 
-    def _prefix(self, tokenizer: Any) -> tuple[int, ...]:
+    def _prefix(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
         """What the model's own tokenizer puts before any text (a BOS token for Llama, nothing for Qwen)."""
         whole, text = tuple(tokenizer("a", add_special_tokens=True)["input_ids"]), self.encode("a")
         places = range(len(whole) - len(text) + 1)
@@ -156,7 +161,7 @@ def _without_added_tokens(backend: dict[str, Any]) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(backend))
 
 
-def read_tokenizer(path: str | Path) -> Any:
+def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a directory or Hugging Face id."""
     from transformers import AutoTokenizer
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class ValueModel(nn.Module):
@@ -14,7 +17,7 @@ class ValueModel(nn.Module):
     The head starts at zero, so every value does.
     """
 
-    def __init__(self, causal_lm: Any) -> None:
+    def __init__(self, causal_lm: PreTrainedModel) -> None:
         super().__init__()
         self.backbone = causal_lm.get_decoder()
         self.value_head = nn.Linear(causal_lm.config.hidden_size, 1, dtype=causal_lm.dtype)

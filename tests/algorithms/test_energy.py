@@ -11,9 +11,8 @@ from agentrl.algorithms import (
     compute_advantages,
     logit_proxy_energy,
     records,
-    segments,
 )
-from agentrl.algorithms.estimators import energy
+from agentrl.algorithms.estimators import energy, segments
 from agentrl.kernels.backends.running import running_sum
 
 

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from agentrl.algorithms.bounds import check_flag, check_positive, check_range
 from agentrl.algorithms.errors import check_choice
 from agentrl.algorithms.estimators.baselines import TAILS
 from agentrl.algorithms.estimators.energy import ENERGIES
 from agentrl.algorithms.estimators.normalization import NORMALIZATIONS
 from agentrl.algorithms.losses.aggregation import AGGREGATIONS
+from agentrl.algorithms.validation import check_flag, check_positive, check_range
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ import torch
 from agentrl.algorithms.estimators.inputs import EstimatorInputs
 from agentrl.algorithms.estimators.options import DiscountedOptions, GaeOptions
 from agentrl.algorithms.estimators.registry import register_estimator
+from agentrl.algorithms.estimators.segments import reward_to_go
 from agentrl.algorithms.records import Advantages
-from agentrl.algorithms.segments import reward_to_go
 
 
 @register_estimator("reinforce_pp", options=DiscountedOptions)

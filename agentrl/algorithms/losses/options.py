@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from agentrl.algorithms.bounds import check_fraction, check_order, check_positive, check_range, is_number
 from agentrl.algorithms.errors import InvalidOptionError
+from agentrl.algorithms.validation import check_fraction, check_order, check_positive, check_range, is_number
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
@@ -35,6 +35,7 @@ from agentrl.telemetry.files import atomic_write, world_errors
 from agentrl.training.engine.checksums import checksums, damaged
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, from_rank_zero, on_every_rank
 
+_Value = TypeVar("_Value")
 _STATE = "state.json"
 _NAME = re.compile(r"step-(\d{6,})|\.step-(\d{6,})\.partial")
 
@@ -175,10 +176,10 @@ def check_reference(checkpoint: Path, state: RunState, path: str | None) -> None
         )
 
 
-def _writing(root: Path, work: Callable[[], Any]) -> list[Any]:
+def _writing(root: Path, work: Callable[[], _Value]) -> list[_Value]:
     """What ``work`` gives on every rank; an OSError of one of them is a WorldError on all."""
 
-    def guarded() -> Any:
+    def guarded() -> _Value:
         with world_errors(root, "write a checkpoint to"):
             return work()
 
@@ -203,7 +204,7 @@ def _damage(checkpoint: Path, part: int, parts: int) -> list[str]:
     return damaged(checkpoint, body["files"], part=part, parts=parts)
 
 
-def _digest(body: Any) -> str:
+def _digest(body: object) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed
@@ -25,6 +25,9 @@ from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import ModelSettings
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl.weights.sharded import read_sharded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _Value = TypeVar("_Value")
 _Module_co = TypeVar("_Module_co", bound=nn.Module, covariant=True)
@@ -283,7 +286,7 @@ class TrainingEngine(Generic[_Module_co]):
             torch.cuda.set_rng_state(state["cuda"])
 
 
-def read_for_training(path: str | Path, model: ModelSettings, training: TrainingSettings) -> Any:
+def read_for_training(path: str | Path, model: ModelSettings, training: TrainingSettings) -> PreTrainedModel:
     """A causal language model for this rank: at ZeRO-3 its shard alone. Collective there."""
     world_size = torch.distributed.get_world_size()
     if training.zero_stage < 3 or world_size == 1:

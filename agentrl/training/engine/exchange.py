@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any, TypeVar
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed
@@ -12,7 +12,10 @@ from torch import Tensor
 
 from agentrl.training.engine.deepspeed_engine import swap_between_ranks
 
-_Record = TypeVar("_Record")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_Record = TypeVar("_Record", bound="DataclassInstance")
 
 
 class Exchange:
@@ -44,10 +47,10 @@ class Exchange:
 
         A field is None in all records of all ranks or in none.
         """
-        first: Any = parts[0]
-        columns = {item.name: [getattr(part, item.name) for part in parts] for item in fields(first)}
-        sent = {name: None if values[0] is None else self.column(values) for name, values in columns.items()}
-        return type(parts[0])(**sent)
+        columns = {item.name: [getattr(part, item.name) for part in parts] for item in fields(parts[0])}
+        return replace(
+            parts[0], **{name: self.column(values) for name, values in columns.items() if values[0] is not None}
+        )
 
     def column(self, parts: Sequence[Tensor]) -> Tensor:
         """From a tensor [b, T] or [b] of each micro-batch: the rows at home here, [R, longest] or [R]."""

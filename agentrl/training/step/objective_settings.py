@@ -15,6 +15,7 @@ from agentrl.algorithms import (
     default_aggregation,
     estimator_needs,
 )
+from agentrl.algorithms.registry import Registry
 from agentrl.errors import SettingsError
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings, RewardSettings
@@ -119,7 +120,11 @@ def needs(settings: ObjectiveSettings) -> EstimatorNeeds:
 
 
 def _options(
-    settings: AlgorithmSettings, kind: str, registry: Any, keys: tuple[str, ...], further: dict[str, Any]
+    settings: AlgorithmSettings,
+    kind: str,
+    registry: Registry[Any],
+    keys: tuple[str, ...],
+    further: dict[str, Any],
 ) -> dict[str, Any]:
     name = getattr(settings, kind)
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,11 +79,11 @@ class Trainer:
         self._critic = critic
         self._kl = kl_controller(settings.kl)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, dict[str, float]]:
         """What a checkpoint keeps beside the engines, JSON-able."""
         return {} if self._reference is None else {"kl": self._kl.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
         """Continue from a :meth:`state_dict`."""
         if self._reference is not None:
             self._kl.load_state_dict(state["kl"])
