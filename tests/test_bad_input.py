@@ -259,7 +259,8 @@ def test_a_group_of_one_is_a_warning_that_says_what_happens() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be stripped of its capabilities to see what is refused")
 def test_a_sandbox_that_cannot_isolate_is_refused_and_its_name_can_be_used_again() -> None:
     stripped = (
-        "import errno, os, sys\nfrom agentrl_sandbox.runner import bpf, kernel, seccomp\n"
+        "import errno, os, sys\nfrom agentrl_sandbox.runner import kernel\n"
+        "from agentrl_sandbox.runner.isolation import bpf, seccomp\n"
         "kernel.drop_capabilities()\nkernel.no_new_privileges()\n"
         "machine = {'x86_64': 0xC000003E, 'aarch64': 0xC00000B7}[os.uname().machine]\n"
         "no_landlock = bpf.decide(machine, {444: bpf.fail(errno.ENOSYS)}, 444, bpf.allow())\n"

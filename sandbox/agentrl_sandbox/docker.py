@@ -12,18 +12,17 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import docker
 from docker.errors import DockerException, ImageNotFound, NotFound
 
-from agentrl_sandbox.errors import BusyError, ClosedError, StartError, UnisolatedError
-from agentrl_sandbox.service.pool.messages import LIMITS
-from agentrl_sandbox.service.pool.pool import RunnerPool, failure
-from agentrl_sandbox.settings import SandboxSettings
-from agentrl_sandbox.types import PROPERTIES, Execution, Isolation
+from agentrl_sandbox.call import Call, CallSandbox
+from agentrl_sandbox.errors import BusyError, ClosedError, StartError, unisolated
+from agentrl_sandbox.service.pool.pool import RunnerPool
+from agentrl_sandbox.settings import LIMITS, SandboxSettings
+from agentrl_sandbox.types import Execution, Isolation, failed_execution
 
 _SOCKETS = "/run/agentrl"
 _START_SECONDS = 120.0
@@ -38,7 +37,7 @@ CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID")
 """What a runner needs to give each slot its own user, and to clean up after it; as in compose.yaml."""
 
 
-class DockerSandbox:
+class DockerSandbox(CallSandbox):
     """One container, replaced when it dies. Made by ``open_docker``."""
 
     def __init__(self, settings: SandboxSettings, client: docker.DockerClient) -> None:
@@ -74,39 +73,19 @@ class DockerSandbox:
             waiting.cancel()
         missing = self.isolation.missing
         if missing and not self._settings.allow_unisolated:
-            meanings = "; ".join(f"{name} ({PROPERTIES[name]})" for name in missing)
-            raise UnisolatedError(f"{self._image} does not isolate programs: missing {meanings}", missing=missing)
+            why = "Set allow_unisolated=true to run programs without them"
+            raise unisolated(f"{self._image} does not isolate programs", missing, why)
         self._keeping = asyncio.create_task(self._keep(ending))
 
-    async def execute(
-        self,
-        program: str,
-        *,
-        timeout: float | None = None,
-        stdin: str = "",
-        session: str | None = None,
-        request_id: str | None = None,
-        files: Mapping[str, bytes] | None = None,
-        fetch_files: Sequence[str] = (),
-        echo: bool = False,
-    ) -> Execution:
-        """See ``Sandbox``."""
+    async def run(self, call: Call, request_id: str | None = None) -> Execution:
+        """See ``Sandbox.execute``."""
         if self._closed:
             raise ClosedError("the sandbox was closed")
         started = time.monotonic()
         try:
-            return await self._pool.execute(
-                program,
-                timeout=timeout,
-                stdin=stdin,
-                session=session,
-                request_id=request_id,
-                files=files,
-                fetch_files=fetch_files,
-                echo=echo,
-            )
+            return await self._pool.run(call, request_id)
         except (BusyError, ClosedError) as error:  # closed while it waited
-            return failure(str(error), started)
+            return failed_execution(str(error), started)
 
     async def open_session(self) -> str:
         """See ``Sandbox``. Raises BusyError."""
@@ -145,7 +124,7 @@ class DockerSandbox:
 
     def _run_container(self) -> None:
         settings = self._settings
-        environment = {f"SANDBOX_{name.upper()}": str(getattr(settings, name)) for name in LIMITS}
+        environment = {f"SANDBOX_{name.upper()}": str(getattr(settings, name)) for name in ("timeout", *LIMITS)}
         environment["SANDBOX_WORKERS"] = str(settings.concurrency)
         environment["SANDBOX_ALLOW_UNISOLATED"] = str(settings.allow_unisolated)
         memory = (settings.memory_mb + settings.scratch_mb) * settings.concurrency + _SPARE_MB

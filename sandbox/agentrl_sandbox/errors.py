@@ -15,6 +15,8 @@ SandboxError
 
 from __future__ import annotations
 
+from agentrl_sandbox.types import PROPERTIES
+
 
 class SandboxError(Exception):
     """Base of this package's errors."""
@@ -26,6 +28,12 @@ class UnisolatedError(SandboxError):
     def __init__(self, message: str, *, missing: tuple[str, ...]) -> None:
         super().__init__(message)
         self.missing = missing
+
+
+def unisolated(where: str, missing: tuple[str, ...], why: str) -> UnisolatedError:
+    """The error that names the missing properties and their meanings; ``why`` says the reason and the fix."""
+    meanings = "; ".join(f"{name} ({PROPERTIES[name]})" for name in missing)
+    return UnisolatedError(f"{where}: missing {meanings}. {why}", missing=missing)
 
 
 class StartError(SandboxError):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from agentrl_sandbox.call import Call, to_base64
 from agentrl_sandbox.errors import BusyError, SandboxError
 from agentrl_sandbox.http import HttpSandbox
 from agentrl_sandbox.types import Execution, Outcome
@@ -17,29 +17,18 @@ _KILLED = 128  # a shell's way to tell a signal
 class FusionSandbox(HttpSandbox):
     """``POST /run_code`` of SandboxFusion or of anything compatible. It knows no sessions and no identifiers."""
 
-    async def execute(
-        self,
-        program: str,
-        *,
-        timeout: float | None = None,
-        stdin: str = "",
-        session: str | None = None,
-        request_id: str | None = None,
-        files: Mapping[str, bytes] | None = None,
-        fetch_files: Sequence[str] = (),
-        echo: bool = False,
-    ) -> Execution:
-        """See ``Sandbox``; ``request_id`` says nothing to this interface. Raises SandboxError for sessions and echo."""
-        if session is not None or echo:
+    async def run(self, call: Call, request_id: str | None = None) -> Execution:
+        """Run a program. The interface ignores ``request_id``. Raises SandboxError for sessions and echo."""
+        if call.session is not None or call.echo:
             raise SandboxError("SandboxFusion's interface knows neither sessions nor echo")
-        seconds = self._settings.timeout if timeout is None else timeout
+        seconds = self._settings.timeout if call.timeout is None else call.timeout
         body = {
-            "code": program,
+            "code": call.program,
             "language": "python",
             "run_timeout": seconds,
-            "stdin": stdin,
-            "files": {name: base64.b64encode(content).decode("ascii") for name, content in (files or {}).items()},
-            "fetch_files": list(fetch_files),
+            "stdin": call.stdin,
+            "files": to_base64(call.files),
+            "fetch_files": call.fetch_files,
         }
         started = time.monotonic()
 

@@ -11,11 +11,12 @@ import random
 import ssl
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import httpx
 
+from agentrl_sandbox.call import Call, CallSandbox, checked_timeout, to_base64
 from agentrl_sandbox.errors import (
     BusyError,
     ClosedError,
@@ -24,11 +25,11 @@ from agentrl_sandbox.errors import (
     SessionForkError,
     SessionLimitError,
     StartError,
-    UnisolatedError,
     UnknownSessionError,
+    unisolated,
 )
-from agentrl_sandbox.settings import SandboxSettings
-from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome
+from agentrl_sandbox.settings import LIMITS, SandboxSettings
+from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome, failed_execution
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -38,16 +39,12 @@ _CONNECT_SECONDS = 10.0
 _READ_TIMEOUT_SECONDS = 600.0  # beyond a program's time: what the service may keep a call in its queue
 _IDLE_SECONDS = 30.0  # after which an unused connection is closed; the service keeps it longer
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
-_LIMITS = (
-    *("memory_mb", "max_processes", "scratch_mb", "output_limit", "flood_limit"),
-    *("fetch_limit", "max_sessions", "session_idle_timeout"),
-)
 _ERRORS: dict[str, type[SandboxError]] = {
     error.__name__: error for error in (UnknownSessionError, SessionLimitError, SessionForkError)
 }
 
 
-class HttpSandbox:
+class HttpSandbox(CallSandbox):
     """Calls to a service. Made by ``open_http``."""
 
     def __init__(self, settings: SandboxSettings) -> None:
@@ -79,59 +76,35 @@ class HttpSandbox:
         self._isolation = _isolation(state)
         missing = self._isolation.missing
         if missing and not self._settings.allow_unisolated:
-            meanings = "; ".join(f"{name} ({PROPERTIES[name]})" for name in missing)
-            raise UnisolatedError(
-                f"the sandbox at {self._settings.url} does not isolate programs: missing {meanings}. Fix it there, or "
-                "set allow_unisolated=true to run the programs without it",
-                missing=missing,
-            )
+            why = "Fix it there, or set allow_unisolated=true to run programs without them"
+            raise unisolated(f"the sandbox at {self._settings.url} does not isolate programs", missing, why)
         self._check_limits(state)
         if (first := await self.execute("pass")).outcome is not Outcome.OK:
             raise StartError(f"the sandbox at {self._settings.url} cannot run programs: {first.stderr}")
 
-    async def execute(
-        self,
-        program: str,
-        *,
-        timeout: float | None = None,
-        stdin: str = "",
-        session: str | None = None,
-        request_id: str | None = None,
-        files: Mapping[str, bytes] | None = None,
-        fetch_files: Sequence[str] = (),
-        echo: bool = False,
-    ) -> Execution:
+    async def run(self, call: Call, request_id: str | None = None) -> Execution:
         """See ``Sandbox``. Tries again while the service is busy or absent, then it is an infrastructure failure.
 
         Raises ClosedError, UnknownSessionError, RefusedError, and ValueError for impossible arguments.
         """
         if self._closed:
             raise ClosedError("the sandbox was closed")
-        seconds = self._settings.timeout if timeout is None else timeout
-        if not 0 < seconds <= 3600:
-            raise ValueError(f"timeout must be above 0 and at most 3600 seconds, not {seconds}")
+        seconds = checked_timeout(self._settings.timeout if call.timeout is None else call.timeout)
         body = {
-            "program": program,
+            "program": call.program,
             "timeout": seconds,
-            "stdin": stdin,
+            "stdin": call.stdin,
             "request_id": request_id or uuid.uuid4().hex,
-            "files": {name: base64.b64encode(content).decode("ascii") for name, content in (files or {}).items()},
-            "fetch_files": list(fetch_files),
-            "echo": echo,
+            "files": to_base64(call.files),
+            "fetch_files": call.fetch_files,
+            "echo": call.echo,
         }
-        path = "/v1/execute" if session is None else f"/v1/sessions/{session}/execute"
+        path = "/v1/execute" if call.session is None else f"/v1/sessions/{call.session}/execute"
         started = time.monotonic()
         try:
             return await self._call("POST", path, body, seconds, _execution)
         except (BusyError, ClosedError) as error:  # closed while it ran
-            return Execution(
-                outcome=Outcome.INFRASTRUCTURE_FAILURE,
-                stdout="",
-                stderr=str(error),
-                exit_code=None,
-                seconds=time.monotonic() - started,
-                truncated=False,
-            )
+            return failed_execution(str(error), started)
 
     async def open_session(self) -> str:
         """See ``Sandbox``. Raises BusyError when the service had no room for too long."""
@@ -264,7 +237,7 @@ class HttpSandbox:
 
     def _check_limits(self, state: Mapping[str, Any]) -> None:
         """A limit that the user set here must be the service's: it cannot be changed from here."""
-        for name in self._settings.model_fields_set & set(_LIMITS):
+        for name in self._settings.model_fields_set & set(LIMITS):
             wanted, there = getattr(self._settings, name), state.get("limits", {}).get(name)
             if there is None:
                 raise StartError(

@@ -10,6 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 _URL = re.compile(r"local://|docker://[^\s/]\S*|https?://[^\s/?#@]+/?")
 
 
+LIMITS = (
+    *("memory_mb", "max_processes", "scratch_mb", "output_limit", "flood_limit"),
+    *("fetch_limit", "max_sessions", "session_idle_timeout"),
+)
+"""The settings that limit programs and sessions. A service has its own, which its clients can only compare."""
+
+
 class SandboxSettings(BaseModel):
     """Where programs run and what each of them may use."""
 

@@ -7,6 +7,7 @@ True
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -41,6 +42,18 @@ class Execution:
     seconds: float
     truncated: bool
     files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def failed_execution(why: str, started: float) -> Execution:
+    """A run that the sandbox failed to complete; ``started`` is a time of ``time.monotonic``."""
+    return Execution(
+        outcome=Outcome.INFRASTRUCTURE_FAILURE,
+        stdout="",
+        stderr=why,
+        exit_code=None,
+        seconds=time.monotonic() - started,
+        truncated=False,
+    )
 
 
 PROPERTIES: Mapping[str, str] = {

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from agentrl_sandbox.check.case import Case
-from agentrl_sandbox.check.report import line, summary
+from agentrl_sandbox.check.command import line, summary
 from agentrl_sandbox.check.suite import CASES, run_case, run_suite
 from agentrl_sandbox.client import Execution, Outcome, SandboxSettings
 

@@ -9,29 +9,30 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import agentrl_sandbox
+from agentrl_sandbox.call import Call, CallSandbox, checked_timeout
 from agentrl_sandbox.errors import (
     ClosedError,
     SandboxError,
     SessionForkError,
     SessionLimitError,
     StartError,
-    UnisolatedError,
+    unisolated,
 )
 from agentrl_sandbox.file_names import check_files, check_names
 from agentrl_sandbox.local.fork_server import ForkServerProcess, ServerGoneError, ServerRefusedError
 from agentrl_sandbox.local.probes import probe
 from agentrl_sandbox.local.session_book import SessionBook
 from agentrl_sandbox.local.standby import ForkServers, first_user
-from agentrl_sandbox.once import Once, digest
+from agentrl_sandbox.once import Once
 from agentrl_sandbox.runner.config import RunnerConfig
 from agentrl_sandbox.runner.program.order import Order
-from agentrl_sandbox.settings import SandboxSettings
-from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome
+from agentrl_sandbox.settings import LIMITS, SandboxSettings
+from agentrl_sandbox.types import Execution, Isolation, failed_execution
 
 _LIBRARIES = ("numpy", "sympy", "mpmath", "scipy", "networkx", "pandas")
 _FIX = (
@@ -41,7 +42,7 @@ _FIX = (
 )
 
 
-class LocalSandbox:
+class LocalSandbox(CallSandbox):
     """A fork server and what is needed to bring it back. Made by ``open_local``."""
 
     def __init__(self, settings: SandboxSettings, config: RunnerConfig, server: ForkServerProcess) -> None:
@@ -61,42 +62,29 @@ class LocalSandbox:
         """What the probes found when the sandbox opened."""
         return self._isolation
 
-    async def execute(
-        self,
-        program: str,
-        *,
-        timeout: float | None = None,
-        stdin: str = "",
-        session: str | None = None,
-        request_id: str | None = None,
-        files: Mapping[str, bytes] | None = None,
-        fetch_files: Sequence[str] = (),
-        echo: bool = False,
-    ) -> Execution:
+    async def run(self, call: Call, request_id: str | None = None) -> Execution:
         """Run a program and give its end; see ``Sandbox.execute``. Cancelling kills it, and the session it runs in.
 
         Raises ClosedError, UnknownSessionError, ValueError for an impossible timeout or file name, and RuntimeError in
         another event loop.
         """
         self._check_open()
-        seconds = self._settings.timeout if timeout is None else timeout
-        if not 0 < seconds <= 3600:
-            raise ValueError(f"timeout must be above 0 and at most 3600 seconds, not {seconds}")
-        check_files(files or {}, self._settings.scratch_mb << 20)
-        check_names(fetch_files)
+        seconds = checked_timeout(self._settings.timeout if call.timeout is None else call.timeout)
+        check_files(call.files, self._settings.scratch_mb << 20)
+        check_names(call.fetch_files)
         order = Order(
             identifier=next(self._identifiers),
             timeout=seconds,
-            source=program.encode("utf-8", "surrogatepass"),
-            stdin=stdin.encode("utf-8", "surrogatepass"),
-            echo=echo,
-            files=tuple((files or {}).items()),
-            fetch=tuple(dict.fromkeys(fetch_files)),
+            source=call.program.encode("utf-8", "surrogatepass"),
+            stdin=call.stdin.encode("utf-8", "surrogatepass"),
+            echo=call.echo,
+            files=tuple(call.files.items()),
+            fetch=tuple(dict.fromkeys(call.fetch_files)),
         )
         if request_id is None:
-            return await self._run(order, session)
-        header, blobs = replace(order, identifier=0).to_frame()
-        return await self._once.run((request_id, digest((header, session), *blobs)), lambda: self._run(order, session))
+            return await self._run(order, call.session)
+        key = request_id, replace(call, timeout=seconds, fetch_files=order.fetch).digest()
+        return await self._once.run(key, lambda: self._run(order, call.session))
 
     async def open_session(self) -> str:
         """Start an interpreter that keeps its state; see ``Sandbox.open_session``."""
@@ -157,7 +145,8 @@ class LocalSandbox:
         mode, layers = self._config.isolate, self._servers.layers
         self._isolation = await probe(self, mode=mode, layers=layers, settings=self._settings)
         if self._isolation.missing and not self._settings.allow_unisolated:
-            raise unisolated(self._isolation.missing, why="; ".join(("a probe program got through", *reasons)))
+            why = f"{'; '.join(('a probe program got through', *reasons))}. Fix: {_FIX}"
+            raise unisolated("the sandbox cannot isolate programs here", self._isolation.missing, why)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -185,11 +174,11 @@ class LocalSandbox:
             server = server or await self._servers.living()
             return await server.run(order)
         except (ServerGoneError, StartError) as error:
-            return _failure(str(error), started)
+            return failed_execution(str(error), started)
         except TimeoutError:
             assert server is not None
             await server.close()
-            return _failure("the sandbox's server was silent long past the program's deadline", started)
+            return failed_execution("the sandbox's server was silent long past the program's deadline", started)
 
     def keep_standby(self) -> None:
         """Start a second server in the background, where the settings ask for one."""
@@ -241,14 +230,6 @@ async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None
     return sandbox
 
 
-def unisolated(missing: tuple[str, ...], *, why: str) -> UnisolatedError:
-    """The error that names what is missing, why, and the fix."""
-    meanings = "; ".join(f"{name} ({PROPERTIES[name]})" for name in missing)
-    return UnisolatedError(
-        f"the sandbox cannot isolate programs here: missing {meanings}. {why}. Fix: {_FIX}", missing=missing
-    )
-
-
 def runner_config(settings: SandboxSettings, mode: str) -> RunnerConfig:
     """What the server needs to know."""
     libraries: list[str] = []
@@ -260,29 +241,11 @@ def runner_config(settings: SandboxSettings, mode: str) -> RunnerConfig:
     prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(os.path.realpath(sys.executable)).parent))
     return RunnerConfig(
         isolate=mode,
-        memory_mb=settings.memory_mb,
-        max_processes=settings.max_processes,
-        scratch_mb=settings.scratch_mb,
-        output_limit=settings.output_limit,
-        flood_limit=settings.flood_limit,
-        fetch_limit=settings.fetch_limit,
-        max_sessions=settings.max_sessions,
-        session_idle_timeout=settings.session_idle_timeout,
+        **{name: getattr(settings, name) for name in LIMITS},
         workers=settings.concurrency,
         library_paths=tuple(dict.fromkeys(libraries)),
         package_path=str(package.parent),
         readable=(*dict.fromkeys(libraries), *prefixes, str(package)),
         client_pid=os.getpid(),
         first_user=first_user(settings, 0),
-    )
-
-
-def _failure(why: str, started: float) -> Execution:
-    return Execution(
-        outcome=Outcome.INFRASTRUCTURE_FAILURE,
-        stdout="",
-        stderr=why,
-        exit_code=None,
-        seconds=time.monotonic() - started,
-        truncated=False,
     )

@@ -8,34 +8,11 @@ from __future__ import annotations
 
 import re
 
-BARE_MODULES = (
-    "math",
-    "cmath",
-    "random",
-    "itertools",
-    "functools",
-    "collections",
-    "fractions",
-    "decimal",
-    "operator",
-    "string",
-    "re",
-    "time",
-    "heapq",
-    "bisect",
-    "copy",
-    "numbers",
-    "statistics",
-    "datetime",
-    "json",
-    "typing",
-    "enum",
-    "abc",
-    "io",
-    "contextlib",
-    "dataclasses",
-    "types",
-)
+_BARE_MODULES = """
+math cmath random itertools functools collections fractions decimal operator string re time heapq bisect copy numbers
+statistics datetime json typing enum abc io contextlib dataclasses types
+"""
+BARE_MODULES = tuple(_BARE_MODULES.split())
 """Modules the bare interpreter has imported already."""
 
 _FREE_MODULES = frozenset(BARE_MODULES) | {"sys", "os", "__future__", "signal", "gc", "errno", "resource", "ctypes"}

@@ -32,9 +32,8 @@ from agentrl_sandbox.runner.isolation import rootfs
 from agentrl_sandbox.runner.isolation.lockdown import has_own_users, layers
 from agentrl_sandbox.runner.isolation.memory_use import usage
 from agentrl_sandbox.runner.program.capture import Capture
-from agentrl_sandbox.runner.program.launch import launch
 from agentrl_sandbox.runner.program.order import Order
-from agentrl_sandbox.runner.program.program import Ending, Program, done_frame, judge
+from agentrl_sandbox.runner.program.program import Ending, Program, done_frame, judge, launch
 from agentrl_sandbox.runner.program.watch import Watch
 from agentrl_sandbox.runner.routing import needs_science
 from agentrl_sandbox.runner.sessions.manager import SessionManager

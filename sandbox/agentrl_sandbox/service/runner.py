@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from agentrl_sandbox.call import Call
 from agentrl_sandbox.errors import (
     SandboxError,
     SessionForkError,
@@ -28,7 +29,6 @@ from agentrl_sandbox.errors import (
 from agentrl_sandbox.local.sandbox import open_local
 from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.service.pool import messages
-from agentrl_sandbox.service.pool.call import Call
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import Sandbox
 from agentrl_sandbox.wire import FrameBuffer, FrameError, pack

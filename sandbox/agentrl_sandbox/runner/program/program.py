@@ -8,11 +8,15 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl_sandbox.runner.config import RunnerConfig
 from agentrl_sandbox.runner.program import fetched
 from agentrl_sandbox.runner.program.capture import Capture
 from agentrl_sandbox.runner.program.child import OUT_OF_MEMORY, STARTED
 from agentrl_sandbox.runner.program.interpreter import UNCAUGHT
+from agentrl_sandbox.runner.program.order import Order
 from agentrl_sandbox.types import Outcome
+
+_STATUS_LIMIT = 4096
 
 
 @dataclass(kw_only=True, slots=True)
@@ -61,6 +65,41 @@ class Ending:
     outcome: Outcome
     exit_code: int | None
     why: str = field(default="")
+
+
+def launch(order: Order, config: RunnerConfig, kind: str, slot: int) -> tuple[Program, list[int]]:
+    """The program, its deadline running, and the descriptors for the child, which the caller closes.
+
+    They are the memory file, stdout, stderr, outside sessions the status pipe, and the file to fetch into if any.
+    """
+    files = [order.to_memory_file()]
+    limits = [config.output_limit, config.output_limit] + ([] if order.session is not None else [_STATUS_LIMIT])
+    captures = []
+    for limit in limits:
+        read, write = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(read, False)
+        captures.append(Capture(read, limit))
+        files.append(write)
+    fetched_file = -1
+    if order.fetch:
+        fetched_file = fetched.create(config.fetch_limit, order.fetch)
+        files.append(os.dup(fetched_file))
+    now = time.monotonic()
+    program = Program(
+        identifier=order.identifier,
+        slot=slot,
+        zygote=kind,
+        session=order.session,
+        started=now,
+        deadline=now + order.timeout,
+        cpu_limit=int(order.timeout) + 1,
+        stdout=captures[0],
+        stderr=captures[1],
+        status=captures[2] if len(captures) > 2 else None,
+        fetch=order.fetch,
+        fetched_file=fetched_file,
+    )
+    return program, files
 
 
 def judge(program: Program, status: int, cpu_seconds: float) -> Ending:

@@ -22,9 +22,8 @@ from typing import Any
 from agentrl_sandbox.runner.config import RunnerConfig
 from agentrl_sandbox.runner.isolation.lockdown import reaches_session_init
 from agentrl_sandbox.runner.isolation.memory_use import Usage
-from agentrl_sandbox.runner.program.launch import launch
 from agentrl_sandbox.runner.program.order import Order
-from agentrl_sandbox.runner.program.program import judge_exit
+from agentrl_sandbox.runner.program.program import judge_exit, launch
 from agentrl_sandbox.runner.program.watch import Watch
 from agentrl_sandbox.runner.sessions.session import Fork, ServerSession, SessionFamily, State
 from agentrl_sandbox.runner.sessions.session_process import DONE

@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
+from agentrl_sandbox.call import Call, ImpossibleCallError
 from agentrl_sandbox.errors import (
     BusyError,
     ClosedError,
@@ -32,7 +33,6 @@ from agentrl_sandbox.service.gateway.bodies import (
     execution_json,
 )
 from agentrl_sandbox.service.gateway.metrics import CONTENT_TYPE, Metrics
-from agentrl_sandbox.service.pool.call import Call, ImpossibleCallError
 from agentrl_sandbox.service.pool.pool import RunnerPool
 from agentrl_sandbox.types import Execution
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from agentrl_sandbox.service.pool.call import Call
+from agentrl_sandbox.call import Call, to_base64
 from agentrl_sandbox.types import Execution, Outcome
 
 
@@ -32,11 +32,6 @@ def from_base64(value: object) -> bytes:
         return base64.b64decode(value, validate=True)
     except binascii.Error as error:
         raise Base64Error(f"not base64: {error}") from error
-
-
-def to_base64(files: dict[str, bytes]) -> dict[str, str]:
-    """Contents as JSON carries them."""
-    return {name: base64.b64encode(content).decode("ascii") for name, content in files.items()}
 
 
 Text = Annotated[str, PlainValidator(_any_text), WithJsonSchema({"type": "string"})]
@@ -122,7 +117,7 @@ def execution_json(execution: Execution) -> dict[str, Any]:
         "exit_code": execution.exit_code,
         "seconds": execution.seconds,
         "truncated": execution.truncated,
-        "files": to_base64(dict(execution.files)),
+        "files": to_base64(execution.files),
     }
 
 

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from agentrl_sandbox.service.gateway.bodies import Base64Error, Path, Text, from_base64, to_base64
-from agentrl_sandbox.service.pool.call import Call, ImpossibleCallError
+from agentrl_sandbox.call import Call, ImpossibleCallError, to_base64
+from agentrl_sandbox.service.gateway.bodies import Base64Error, Path, Text, from_base64
 from agentrl_sandbox.types import Execution, Outcome
 
 Run = Callable[[Call], Awaitable[Execution]]
@@ -117,7 +117,7 @@ async def run_code(request: RunCodeRequest, run: Run) -> RunCodeResponse:
         status=_status(result),
         message=execution.stderr if result.status == "Error" else "",
         run_result=result,
-        files=to_base64(dict(execution.files)),
+        files=to_base64(execution.files),
     )
 
 

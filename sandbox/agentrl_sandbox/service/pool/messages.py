@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentrl_sandbox.errors import StartError
-from agentrl_sandbox.settings import SandboxSettings
+from agentrl_sandbox.settings import LIMITS, SandboxSettings
 from agentrl_sandbox.types import Execution, Isolation, Outcome
 from agentrl_sandbox.wire import Frame, FrameError
 
@@ -27,12 +27,7 @@ MAX_FRAME = 64 << 20
 MAX_ANSWER = MAX_FRAME // 2
 """Bytes of a program's output and files that a runner sends."""
 
-LIMITS = (
-    *("timeout", "memory_mb", "max_processes", "scratch_mb", "output_limit", "flood_limit"),
-    *("fetch_limit", "max_sessions", "session_idle_timeout"),
-)
-"""The settings of a runner that its users should know."""
-
+_TOLD = ("timeout", *LIMITS)  # the settings that a runner announces
 _LONGEST_ENCODING = 3  # bytes of U+FFFD, which stands for a byte that is no UTF-8
 _NOTES = 1024  # bytes at most that say what was left out, and why
 _Identifier = Annotated[int, Field(ge=1)]
@@ -125,7 +120,7 @@ def hello(settings: SandboxSettings, isolation: Isolation) -> dict[str, Any]:
         "workers": settings.concurrency,
         "mode": isolation.mode,
         "layers": dict(isolation.layers),
-        "limits": {name: float(getattr(settings, name)) for name in LIMITS},
+        "limits": {name: float(getattr(settings, name)) for name in _TOLD},
     }
 
 

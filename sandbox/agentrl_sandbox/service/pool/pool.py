@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from agentrl_sandbox.call import Call, CallSandbox, ImpossibleCallError
 from agentrl_sandbox.errors import ClosedError, UnknownSessionError
 from agentrl_sandbox.once import Once
-from agentrl_sandbox.service.pool.call import Call, ImpossibleCallError
 from agentrl_sandbox.service.pool.link import NotSentError, RunnerGoneError, RunnerLink
 from agentrl_sandbox.service.pool.messages import RefusedMessage
 from agentrl_sandbox.service.pool.queue import Queue
 from agentrl_sandbox.service.pool.runner_registry import RunnerRegistry
 from agentrl_sandbox.service.pool.sessions import PoolSessions
-from agentrl_sandbox.types import Execution, Isolation, Outcome
+from agentrl_sandbox.types import Execution, Isolation, failed_execution
 from agentrl_sandbox.wire import FrameError
 
 
-class RunnerPool:
+class RunnerPool(CallSandbox):
     """Sends each program to the runner with the fewest in flight; a session stays with its runner.
 
     ``queue_limit`` calls may wait, each for ``queue_seconds`` at most.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        queue_limit: int,
-        queue_seconds: float,
-    ) -> None:
+    def __init__(self, directory: Path, *, queue_limit: int, queue_seconds: float) -> None:
         self.registry = RunnerRegistry(directory, self._on_change)
         self.queue = Queue(self.registry.links.values, limit=queue_limit, seconds=queue_seconds)
         self.sessions = PoolSessions(self.registry.links.values)
@@ -69,30 +62,6 @@ class RunnerPool:
         if request_id is None:
             return await self._run(call)
         return await self._once.run((request_id, call.digest()), lambda: self._run(call))
-
-    async def execute(
-        self,
-        program: str,
-        *,
-        timeout: float | None = None,
-        stdin: str = "",
-        session: str | None = None,
-        request_id: str | None = None,
-        files: Mapping[str, bytes] | None = None,
-        fetch_files: Sequence[str] = (),
-        echo: bool = False,
-    ) -> Execution:
-        """See ``Sandbox`` and ``run``."""
-        call = Call(
-            program=program,
-            timeout=timeout,
-            stdin=stdin,
-            session=session,
-            files=files or {},
-            fetch_files=tuple(fetch_files),
-            echo=echo,
-        )
-        return await self.run(call, request_id)
 
     async def open_session(self) -> str:
         """See ``Sandbox``. Raises BusyError too."""
@@ -141,7 +110,7 @@ async def _run_at(link: RunnerLink, call: Call) -> Execution:
     except NotSentError:
         raise
     except RunnerGoneError as error:
-        return failure(str(error), started)
+        return failed_execution(str(error), started)
     except FrameError as error:
         raise ImpossibleCallError(str(error)) from error
     if isinstance(answer, Execution):
@@ -150,16 +119,6 @@ async def _run_at(link: RunnerLink, call: Call) -> Execution:
         raise ImpossibleCallError(answer.why)
     if isinstance(answer, RefusedMessage) and answer.kind == "unknown_session":
         raise UnknownSessionError(answer.why)
-    return failure(answer.why if isinstance(answer, RefusedMessage) else "an answer to another question", started)
-
-
-def failure(why: str, started: float) -> Execution:
-    """A run that says nothing of its program; ``started`` is of ``time.monotonic``."""
-    return Execution(
-        outcome=Outcome.INFRASTRUCTURE_FAILURE,
-        stdout="",
-        stderr=why,
-        exit_code=None,
-        seconds=time.monotonic() - started,
-        truncated=False,
+    return failed_execution(
+        answer.why if isinstance(answer, RefusedMessage) else "an answer to another question", started
     )

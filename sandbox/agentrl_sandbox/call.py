@@ -1,8 +1,10 @@
-"""One program to run, as it travels from the gateway to a runner."""
+"""One program to run: the arguments of ``Sandbox.execute`` as a record, and as a frame on its way to a runner."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +13,12 @@ from agentrl_sandbox.types import Execution, Sandbox
 
 
 class ImpossibleCallError(ValueError):
-    """A call's arguments cannot be: a timeout out of bounds, a path outside the scratch directory, a size."""
+    """A call's arguments are invalid: the timeout, the path of a file, or the size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """The arguments of ``Sandbox.execute`` without ``request_id``; what they mean is said there."""
+    """The arguments of ``Sandbox.execute`` without ``request_id``, which describes them."""
 
     program: str
     timeout: float | None = None
@@ -27,7 +29,7 @@ class Call:
     echo: bool = False
 
     def digest(self) -> bytes:
-        """What tells it from another call with the same ``request_id``."""
+        """A hash of all arguments, to tell apart calls with the same ``request_id``."""
         header, blobs = self.frame()
         return digest(header, *blobs)
 
@@ -68,3 +70,47 @@ class Call:
             fetch_files=tuple(header["fetch_files"]),
             echo=header["echo"],
         )
+
+
+class CallSandbox(ABC):
+    """The ``execute`` of ``Sandbox``, for sandboxes that take its arguments as one ``Call``."""
+
+    async def execute(
+        self,
+        program: str,
+        *,
+        timeout: float | None = None,
+        stdin: str = "",
+        session: str | None = None,
+        request_id: str | None = None,
+        files: Mapping[str, bytes] | None = None,
+        fetch_files: Sequence[str] = (),
+        echo: bool = False,
+    ) -> Execution:
+        """See ``Sandbox.execute`` and ``run``."""
+        call = Call(
+            program=program,
+            timeout=timeout,
+            stdin=stdin,
+            session=session,
+            files=files or {},
+            fetch_files=tuple(fetch_files),
+            echo=echo,
+        )
+        return await self.run(call, request_id)
+
+    @abstractmethod
+    async def run(self, call: Call, request_id: str | None = None) -> Execution:
+        """Run one program. Equal calls with one ``request_id`` share a run."""
+
+
+def checked_timeout(seconds: float) -> float:
+    """``seconds``, if a program may run for so long. Raises ValueError."""
+    if not 0 < seconds <= 3600:
+        raise ValueError(f"timeout must be above 0 and at most 3600 seconds, not {seconds}")
+    return seconds
+
+
+def to_base64(files: Mapping[str, bytes]) -> dict[str, str]:
+    """The contents of files as JSON carries them."""
+    return {name: base64.b64encode(content).decode("ascii") for name, content in files.items()}
