@@ -26,6 +26,21 @@ if not torch.cuda.is_available():
 hypothesis.settings.register_profile("agentrl", deadline=None)
 hypothesis.settings.load_profile("agentrl")
 
+GROUP = "xdist_group"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give tests that share a module's fixture to one worker of pytest-xdist: it is made once."""
+    for item in items:
+        if isinstance(item, pytest.Function) and _shares_with_its_module(item) and not item.get_closest_marker(GROUP):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+def _shares_with_its_module(item: pytest.Function) -> bool:
+    """Whether a fixture of these tests, not of a plugin, has the scope of a module."""
+    known = item._fixtureinfo.name2fixturedefs
+    return any(fixture.scope == "module" and fixture.baseid for name in known for fixture in known[name])
+
 
 @pytest.fixture(scope="session")
 def vllm_here() -> None:

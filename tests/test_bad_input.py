@@ -48,7 +48,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
     """Runs the command line, which must refuse, and returns the message."""
 
-    def run(*arguments: str) -> str:
+    def run(*arguments: str, started: bool = False) -> str:
+        """``started``: there is a run already."""
         monkeypatch.setattr(sys, "argv", ["agentrl", *arguments])
         with pytest.raises(SystemExit) as stop:
             main()
@@ -58,7 +59,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         assert shown.err.startswith("error: ")
         assert shown.err.count("error: ") == 1
         assert "Traceback" not in shown.err
-        assert not Path("runs").exists() or arguments[0] != "train" or "--resume" in arguments or _untouched()
+        assert started or not Path("runs").exists() or arguments[0] != "train" or "--resume" in arguments or _untouched()
         return shown.err.removeprefix("error: ").rstrip("\n")
 
     return run
@@ -219,11 +220,11 @@ def agentrl(*arguments: str, code: int = 2, **environment: str) -> str:
     return done.stderr + done.stdout if code == 0 else done.stderr
 
 
-def test_resume_with_other_settings_says_which_and_loses_nothing() -> None:
+def test_resume_with_other_settings_says_which_and_loses_nothing(refused: Refused) -> None:
     Path("bin").mkdir()  # no compiler on PATH: none is needed, also not for DeepSpeed's operators
     agentrl("train", *SHORT, "name=one", code=0, PATH=str(Path("bin").absolute()), CXX="/nowhere/c++")
     before = {path: path.read_bytes() for path in Path("runs/one").rglob("*") if path.is_file()}
-    said = agentrl("train", "--resume", "name=one", "optimizer.learning_rate=0.5", "training.steps=2")
+    said = refused("train", "--resume", "name=one", "optimizer.learning_rate=0.5", "training.steps=2")
     assert "runs/one was started with other settings (saved -> asked for now):" in said
     assert "optimizer.learning_rate: 0.0" in said
     assert "-> 0.5" in said
@@ -233,8 +234,9 @@ def test_resume_with_other_settings_says_which_and_loses_nothing() -> None:
     agentrl("train", "--resume", "name=one", "training.steps=2", *smaller, code=0)
     trained = [json.loads(line) for line in Path("runs/one/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in trained if "groups/trained" in row] == [1, 2]
-    said = agentrl("train", *SHORT, "name=one")
-    assert "the run directory runs/one is not empty" in said
+    assert "the run directory runs/one is not empty" in refused(
+        "train", *SHORT, "optimizer.warmup_steps=0", "name=one", started=True
+    )
 
 
 def test_long_prompts_are_skipped_counted_and_said() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shared import made_once
 
 collect_ignore = ["runs_that_are_stopped.py", "stopping_env.py"]
 """What the runs of test_signals.py import, with this folder on their path."""
@@ -19,6 +21,20 @@ collect_ignore = ["runs_that_are_stopped.py", "stopping_env.py"]
 SMALL = ["--config", "tiny", "model.tiny.hidden_size=48", "model.tiny.layers=2", "coldstart.count=1024"]
 DEADLINE = 900.0
 
+_ENDED = "-- ended with {} --"
+_ONE_BY_ONE = f"""
+import json, sys
+from agentrl.cli import main
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["agentrl", *arguments]
+    code = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code or 0
+    sys.stderr.flush()
+    print({_ENDED!r}.format(code), flush=True)
+"""
 
 _SHORT = [
     "rollout.problems_per_step=3",
@@ -52,14 +68,10 @@ class CommandLine:
 
     def start(self, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
         """A command in a process group of its own, with changes to its environment variables."""
-        quiet = {"OMP_NUM_THREADS": "1"}
-        places = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-        path = {"PYTHONPATH": os.pathsep.join(place for place in places if place)}
-        whole = os.environ | quiet | path | (environment or {})
         process = subprocess.Popen(
             [sys.executable, "-m", "agentrl.cli", *arguments],
             cwd=self.folder,
-            env=whole,
+            env=self._environment() | (environment or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -68,12 +80,33 @@ class CommandLine:
         self._started.append(process)
         return process
 
+    def _environment(self) -> dict[str, str]:
+        places = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        path = os.pathsep.join(place for place in places if place)
+        return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
     def run(self, *arguments: str, code: int = 0, environment: dict[str, str] | None = None) -> str:
         """A command to its end; what it said. Its exit code must be ``code``."""
         process = self.start(*arguments, environment=environment)
         said = process.communicate(timeout=DEADLINE)[0]
         assert process.returncode == code, said
         return said
+
+    def run_each(self, *commands: list[str]) -> list[tuple[int, str]]:
+        """Commands one after another in one process, which loads libraries once: each one's exit code and output."""
+        done = subprocess.run(
+            [sys.executable, "-c", _ONE_BY_ONE, json.dumps(commands)],
+            cwd=self.folder,
+            env=self._environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=DEADLINE,
+        )
+        assert done.returncode == 0, done.stdout
+        *parts, rest = re.split(_ENDED.format(r"(\d+)") + "\n", done.stdout)
+        assert rest == "", rest
+        return [(int(code), said) for said, code in zip(parts[::2], parts[1::2], strict=True)]
 
     def simpletir(self, policy: Path, *overrides: str) -> list[str]:
         """The arguments of four steps with the real environment."""
@@ -116,24 +149,30 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) ->
 @pytest.fixture(scope="session")
 def cold_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made by ``agentrl coldstart`` from demonstrations, in a few seconds; right now and then."""
-    folder = tmp_path_factory.mktemp("cold-policy")
-    CommandLine(folder).run("coldstart", "--output", "policy", *SMALL, "coldstart.steps=120", "coldstart.batch_size=24")
-    return folder / "policy"
+    steps = ["coldstart.steps=120", "coldstart.batch_size=24"]
+    made = made_once(
+        tmp_path_factory,
+        "cold-policy",
+        lambda folder: CommandLine(folder).run("coldstart", "--output", "policy", *SMALL, *steps),
+    )
+    return made / "policy"
 
 
 @pytest.fixture(scope="session")
 def random_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An untrained tiny policy with its tokenizer."""
+    return made_once(tmp_path_factory, "random-policy", write_random_policy) / "policy"
+
+
+def write_random_policy(folder: Path) -> None:
     from agentrl.models.loading import write_model
     from agentrl.models.settings import TinyModelSettings
     from agentrl.models.tiny import build_tiny_model, train_tokenizer
 
     settings = TinyModelSettings(vocabulary_size=300, hidden_size=32, layers=2, heads=2, intermediate_size=48)
     tokenizer = train_tokenizer(["1 + 1 = 2\n"], vocabulary_size=settings.vocabulary_size)
-    folder = tmp_path_factory.mktemp("random-policy") / "policy"
     model = build_tiny_model(settings, tokenizer, seed=5)
-    write_model(folder, model=model, tokenizer=tokenizer, title="random", body="Untrained.")
-    return folder
+    write_model(folder / "policy", model=model, tokenizer=tokenizer, title="random", body="Untrained.")
 
 
 @pytest.fixture

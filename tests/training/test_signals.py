@@ -185,8 +185,8 @@ def test_a_rank_that_fails_alone_ends_the_others(tmp_path: Path, random_policy: 
 
 
 def test_rollouts_may_take_longer_than_a_collective(tmp_path: Path, random_policy: Path) -> None:
-    # Two turns of 11 s: in the evaluations, the plan of step 1, and the batch that is under way when step 1 is trained.
-    slow = ["training.collective_deadline=20", "environment.kwargs.seconds=11", "training.steps=2"]
+    # Two turns of 7 s: in the evaluations, the plan of step 1, and the batch that is under way when step 1 is trained.
+    slow = ["training.collective_deadline=13", "environment.kwargs.seconds=7", "training.steps=2"]
     ranks = Ranks(tmp_path, random_policy, "rollout.schedule=overlapped", *WEIGHED, *slow, runs={"long": []}, count=2)
     codes = ranks.end()
     said = ranks.said()
