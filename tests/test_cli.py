@@ -39,10 +39,10 @@ class Recorder:
 def work(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     for package, name, function in (
-        ("agentrl.training", "run", "train"),
-        ("agentrl.training", "dry_run", "dry_run"),
-        ("agentrl.training", "policy", "coldstart_command"),
-        ("agentrl.evaluation", "run", "evaluate_command"),
+        ("agentrl.training.run", "start", "train"),
+        ("agentrl.training.run", "dry_run", "dry_run"),
+        ("agentrl.training.coldstart", "policy", "coldstart_command"),
+        ("agentrl.evaluation.play", "run", "evaluate_command"),
     ):
         full = f"{package}.{name}"
         if not isinstance(sys.modules.get(full), _Scripted):
