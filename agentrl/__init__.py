@@ -1,3 +1,29 @@
-"""Multi-turn tool-integrated reinforcement learning for language-model agents."""
+"""Multi-turn tool-integrated reinforcement learning for language-model agents.
+
+What users add by name is registered by decorators: ``register_estimator``, ``register_loss``, ``register_environment``,
+``register_protocol``, ``register_tool`` and ``register_reward``. They are imported when they are used.
+"""
+
+import importlib
 
 __version__ = "0.1.0"
+
+_FACE = {
+    "register_environment": "agentrl_envs.registry",
+    "register_estimator": "agentrl.algorithms",
+    "register_loss": "agentrl.algorithms",
+    "register_protocol": "agentrl_envs.registry",
+    "register_reward": "agentrl_envs.registry",
+    "register_tool": "agentrl_envs.registry",
+}
+__all__ = ["__version__", *_FACE]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _FACE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_FACE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -305,10 +305,11 @@ def _load(
 
 def _errors_of_other_packages() -> tuple[type[Exception], ...]:
     """The errors that are the user's in packages below the trainer; imported only when something has gone wrong."""
-    from agentrl_envs.episode import EnvironmentContractError, EnvironmentLookupError
+    from agentrl_envs.episode import EnvironmentContractError
+    from agentrl_envs.registry import PluginError
     from agentrl_sandbox.client import SandboxError
 
-    return (EnvironmentContractError, EnvironmentLookupError, SandboxError)
+    return (EnvironmentContractError, PluginError, SandboxError)
 
 
 def _fail(error: Exception, code: int) -> None:

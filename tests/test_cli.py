@@ -175,7 +175,10 @@ def test_a_bug_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch, work: Recorde
         (["train", "rollout.grup_size=8"], "error: unknown key rollout.grup_size (value 8) (command line); nearest"),
         (["train", "--config", "nowhere.yaml"], "error: no config file 'nowhere.yaml'"),
         (["train", "--num-processes", "0"], "error: training.num_processes=0 (command line): valid is a whole number"),
-        (["train", "--env", "simpletr"], 'error: env="simpletr": no such environment; nearest: simpletir'),
+        (
+            ["train", "--env", "simpletr"],
+            "error: env=\"simpletr\": unknown environment 'simpletr'; did you mean 'simpletir'?",
+        ),
         (["train", "--resume"], "error: --resume: there is no run in runs"),
         (["coldstart", "--model", "/nope", "--output", "o"], "error: coldstart.demonstrations is not set"),
         (["eval", "--model", "/nope"], "error: model.path='/nope': there is no such directory"),

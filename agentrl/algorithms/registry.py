@@ -1,10 +1,11 @@
-"""A table of named functions with typed options, filled by a decorator."""
+"""Tables of named functions with typed options, filled by decorators."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
-from agentrl.algorithms.errors import AlgorithmError, UnknownNameError
+from agentrl.algorithms.errors import UnknownNameError
+from agentrl_envs.registry import Registry
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,32 +31,11 @@ class Entry(Generic[F]):
         return self.options(**given)
 
 
-class Registry(Generic[F]):
-    """Names -> entries. `kind` is what an entry is called in messages."""
+E = TypeVar("E", bound=Entry[Any])
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self._entries: dict[str, Entry[F]] = {}
 
-    def register(self, name: str, options: type = NoOptions) -> Callable[[F], F]:
-        """Decorator: add a function under `name`. AlgorithmError if the name is taken by another function."""
-
-        def add(function: F) -> F:
-            if name in self._entries:
-                raise AlgorithmError(f"{self.kind} {name!r} is already registered")
-            self._entries[name] = Entry(function, options)
-            return function
-
-        return add
-
-    def __getitem__(self, name: str) -> Entry[F]:
-        if name not in self._entries:
-            raise UnknownNameError(self.kind, name, self._entries)
-        return self._entries[name]
-
-    def names(self) -> tuple[str, ...]:
-        """All names, sorted."""
-        return tuple(sorted(self._entries))
+class OptionsRegistry(Registry[E]):
+    """Names -> entries with options."""
 
     def option_names(self, name: str) -> tuple[str, ...]:
         """The options that the entry takes."""

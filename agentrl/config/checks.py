@@ -13,13 +13,6 @@ from agentrl.config.settings import Settings
 from agentrl.errors import SettingsError
 from agentrl_envs.settings import SimpleTIRSettings
 
-GROUP_ESTIMATORS = frozenset(
-    {"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "gpg", "opo", "ogb", "eob"}
-    | {"otb", "tir_otb", "otb_isolated", "otb_total", "otb_cross"}
-)
-"""Estimators whose baseline comes from the other trajectories of the group (`ESTIMATORS[name].group_based`, which is
-not read here: settings are checked without torch)."""
-
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -214,7 +207,9 @@ def _group_of_one(settings: Settings) -> Iterator[str]:
     name = settings.algorithm.estimator
     if settings.rollout.group_size > 1 or name == "remax":  # whose greedy rollout gives variance
         return
-    if name not in GROUP_ESTIMATORS:
+    from agentrl.algorithms import ESTIMATORS  # needs torch: groups of one are rare, and settings are read without it
+
+    if name not in ESTIMATORS.names() or not ESTIMATORS[name].group_based:
         if settings.algorithm.drop_zero_variance:
             yield (
                 "rollout.group_size=1: every group is a single trajectory without variance, so "

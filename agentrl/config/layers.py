@@ -9,7 +9,6 @@ preset, so that a bare ``--resume`` continues with exactly the settings the run 
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from agentrl.config.messages import settings_error, show, unknown_key
 from agentrl.config.overlays import Layer, interpolate, overlay_chain, parse_yaml
 from agentrl.config.settings import SIMPLETIR, Settings, settings_model
 from agentrl.errors import SettingsError
-from agentrl_envs.registry import environment_names
+from agentrl_envs.registry import ENVIRONMENTS, UnknownNameError, did_you_mean
 
 PRESET = "tiny"
 COMMAND_LINE = "command line"
@@ -91,8 +90,7 @@ def find_run(merged: Mapping[str, Any]) -> Path:
         return max(found, key=lambda path: ((path / "config.yaml").stat().st_mtime_ns, path.name))
     if runs / str(name) not in found:
         names = sorted(path.name for path in found)
-        near = difflib.get_close_matches(str(name), names, n=1)
-        hint = f"; did you mean {near[0]}?" if near else f"; runs there: {', '.join(names) or 'none'}"
+        hint = did_you_mean(str(name), names) or f"; runs there: {', '.join(names) or 'none'}"
         raise SettingsError(f"--resume: name={name!r} is not a run in {runs}{hint}")
     return runs / str(name)
 
@@ -198,12 +196,10 @@ def _validate(below: Sequence[Layer], top: Sequence[Override], command: Command)
 
 
 def _check_env(env: Any) -> None:
-    known = environment_names()
-    if isinstance(env, str) and (env in known or env.count(":") == 1):
-        return
-    near = difflib.get_close_matches(str(env), known, n=1)
-    hint = f"; nearest: {near[0]}" if near else ""
-    raise SettingsError(f"env={show(env)}: no such environment{hint}; valid: {', '.join(known)}, or module:Class")
+    try:
+        ENVIRONMENTS.check(str(env))
+    except UnknownNameError as error:
+        raise SettingsError(f"env={show(env)}: {error}") from error
 
 
 def _next_name(runs: Path, stem: str) -> str:

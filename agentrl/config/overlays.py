@@ -6,7 +6,6 @@ text, and a key that stands twice in one mapping is an error.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from typing import Any
 import yaml
 
 from agentrl.errors import SettingsError
+from agentrl_envs.registry import did_you_mean
 
 _VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}")
 
@@ -96,8 +96,7 @@ def find_config(name: str) -> Path:
     if found is not None:
         return found
     shipped = list(shipped_configs())
-    near = difflib.get_close_matches(path.stem, shipped, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = did_you_mean(path.stem, shipped)
     raise SettingsError(f"no config file {name!r}{hint} (shipped: {', '.join(shipped)}; or the path of a YAML file)")
 
 

@@ -21,6 +21,7 @@ from agentrl.training.settings import (
     TrainingSettings,
 )
 from agentrl_envs.grading.settings import GraderSettings
+from agentrl_envs.registry import ENVIRONMENTS
 from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
 from agentrl_sandbox.settings import SandboxSettings
 
@@ -57,7 +58,10 @@ class Settings(BaseModel):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="the run's directory in runs_dir; none: a free one",
     )
-    env: str = Field(SIMPLETIR, description="environment: simpletir, reasoning, an installed name, or module:Class")
+    env: str = Field(
+        SIMPLETIR,
+        description=f"environment: {', '.join(ENVIRONMENTS.own)}, a registered or installed name, or module:Class",
+    )
     seed: int = Field(0, ge=0, lt=2**31, description="of problems, sampling, cold start and evaluation")
     runs_dir: str = Field("runs", min_length=1, description="where run directories are made")
     model: ModelSettings = ModelSettings()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from agentrl.errors import SettingsError
 from agentrl.evaluation.settings import PRESETS
-from agentrl.problems.errors import did_you_mean
+from agentrl_envs.registry import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)

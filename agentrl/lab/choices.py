@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.algorithms import ESTIMATORS, AlgorithmError
+from agentrl.algorithms import ESTIMATORS, AlgorithmError, UnknownNameError
 from agentrl.errors import SettingsError
 
 EXCLUDED = {"gae": "it needs a critic trained for this policy, which the laboratory does not have"}
@@ -49,7 +49,7 @@ def _read(text: str) -> Choice:
         options[option] = _value(value)
     try:
         ESTIMATORS[name].make_options(f"estimator {name!r}", options)
-    except (AlgorithmError, TypeError) as error:
+    except (AlgorithmError, UnknownNameError, TypeError) as error:
         raise SettingsError(f"--estimators: {text}: {error}") from error
     return Choice(label=text, name=name, options=options)
 

@@ -46,7 +46,7 @@ def prepare(
 ) -> tuple[LabSettings, list[Problem]]:
     """What the command line's texts mean, checked before a policy is made or anything is sampled.
 
-    Raises SettingsError, ProblemError or EnvironmentLookupError.
+    Raises SettingsError, ProblemError or PluginError.
     """
     resolve_environment(settings.env)  # first: its module may register an estimator
     lab = lab_settings(group_sizes=group_sizes, estimators=estimators, samples=samples)

@@ -9,9 +9,6 @@ ProblemError(SettingsError, ValueError): the command line reports it and ends wi
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-
 from agentrl.errors import SettingsError
 
 
@@ -33,13 +30,3 @@ class EmptyProblemsError(ProblemError):
 
 class SamplerStateError(ProblemError):
     """A saved sampler position that belongs to other sources or another seed."""
-
-
-def did_you_mean(value: str, valid: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` for the nearest valid name, or ``""`` when none is near.
-
-    >>> did_you_mean("ad", ["add", "subtract"])
-    "; did you mean 'add'?"
-    """
-    near = difflib.get_close_matches(value, list(valid), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

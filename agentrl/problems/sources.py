@@ -18,13 +18,13 @@ from agentrl.problems.errors import (
     ProblemError,
     ProblemFieldError,
     ProblemFileError,
-    did_you_mean,
 )
 from agentrl.problems.fields import problem_of, statement_of
 from agentrl.problems.masking import MaskedSplit, split_by_masked_statement
 from agentrl.problems.mixture import FiniteSource, Mixture, ProblemSource
 from agentrl.problems.rows import Row, read_hub, read_jsonl, read_parquet
 from agentrl.problems.settings import BUILTIN, DEFAULT_SPLIT, ProblemSourceSettings
+from agentrl_envs.registry import did_you_mean
 from agentrl_envs.types import Problem
 
 GENERATORS = ("arithmetic",)

@@ -8,7 +8,7 @@ from agentrl.models.chat_template import read_chat_format
 from agentrl.models.tokenizer import TextCodec, read_generation_ends
 from agentrl_envs.episode import Environment
 from agentrl_envs.protocols.chat import ChatFormat
-from agentrl_envs.registry import OWN, resolve_environment
+from agentrl_envs.registry import ENVIRONMENTS, resolve_environment
 from agentrl_envs.rewards import Reward
 from agentrl_envs.settings import GymnasiumSettings, SimpleTIRSettings
 from agentrl_envs.tools import load_tools
@@ -23,7 +23,7 @@ def build_environment(settings: Settings, chat: ChatFormat | None = None) -> Env
     ``chat``: of the model that plays, by :func:`chat_format`.
     """
     factory = resolve_environment(settings.env)
-    if settings.env in OWN:
+    if settings.env in ENVIRONMENTS.own:
         return factory(settings.environment, settings.sandbox, settings.grader, chat=chat)
     return factory(GymnasiumSettings(**(settings.environment.model_extra or {})))
 
@@ -45,7 +45,7 @@ def chat_format(settings: Settings, tokenizer: Any, name: str) -> ChatFormat | N
 
 
 def build_reward(settings: Settings) -> Reward | None:
-    """The user's reward. Raises EnvironmentLookupError where ``reward.function`` leads to none."""
+    """The user's reward. Raises PluginError where ``reward.function`` leads to none."""
     reward = settings.reward
     return None if reward.function is None else Reward(reward.function, deadline=reward.deadline)
 

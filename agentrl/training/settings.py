@@ -20,9 +20,8 @@ class AlgorithmSettings(_Settings):
 
     estimator: str = Field(
         "tir_otb",
-        description="rule that gives advantages: tir_otb, otb, otb_isolated, otb_total, ogb, eob, opo, grpo, dr_grpo, "
-        "rloo, gpg, reinforce_pp, reinforce_pp_baseline, remax (plays each problem once more, greedily), gae (trains a "
-        "critic) or a registered one",
+        description="rule that computes advantages, by name (docs/estimators.md lists them); remax plays each problem "
+        "once more, greedily, and gae trains a critic",
     )
     gamma: float = Field(1.0, gt=0, le=1, description="discount of later rewards, per token")
     lam: float = Field(1.0, ge=0, le=1, description="how far gae looks ahead of the critic: 0 one token, 1 to the end")
@@ -40,8 +39,7 @@ class AlgorithmSettings(_Settings):
     )
     loss: str = Field(
         "reinforce",
-        description="reinforce, ppo, dual_clip, gspo, cispo, gmpo, sapo, dppo_tv, dppo_kl, clip_cov, kl_cov or a "
-        "registered one",
+        description="policy loss, by name (docs/losses.md lists them)",
     )
     clip_low: float | None = Field(
         None, ge=0, description="lower bound of the loss's clipping (ppo: ratios below 1 - clip_low); none: its own"
@@ -91,9 +89,9 @@ class RewardSettings(_Settings):
 
     function: str | None = Field(
         None,
-        pattern=r"^[^:\s]+:[^:\s]+$",
-        json_schema_extra={"form": "module:function"},
-        description="module:function that gives a trajectory's reward; none: the environment does",
+        pattern=r"^[^:\s]+(:[^:\s]+)?$",
+        json_schema_extra={"form": "module:function or a registered name"},
+        description="function that computes a trajectory's reward; null: the environment's own reward",
     )
     deadline: float = Field(30.0, gt=0, description="seconds reward.function may take; then the trajectory is no data")
 

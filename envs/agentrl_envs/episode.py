@@ -2,7 +2,9 @@
 
 AgentRLEnvError
 ├── EpisodeUsageError        a call out of order: a bug of the caller
-├── EnvironmentLookupError   no such environment (a user's setting)
+├── registry.PluginError     what a user named cannot be found, imported or used
+│   ├── registry.UnknownNameError
+│   └── registry.NameTakenError
 ├── EnvironmentContractError a user's environment, tool or reward that does not keep its contract
 │   ├── tools.ToolError
 │   └── rewards.RewardError
@@ -22,10 +24,6 @@ class AgentRLEnvError(Exception):
 
 class EpisodeUsageError(AgentRLEnvError, RuntimeError):
     """An episode was stepped before its start, after its end or after it was closed."""
-
-
-class EnvironmentLookupError(AgentRLEnvError, LookupError):
-    """An environment's name leads nowhere."""
 
 
 class EnvironmentContractError(AgentRLEnvError, TypeError):

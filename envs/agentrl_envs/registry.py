@@ -1,48 +1,157 @@
-"""Find an environment by name: one of our own, an entry point of the group ``agentrl.envs``, or ``module:Class``."""
+"""Everything that users add by name: environments, protocols, tools and rewards, and the class of all such tables.
+
+A name is one of ours, one that was registered, an entry point of an installed package, or ``module:attribute``. The
+standard library is all that this module imports, and what a name stands for is imported when it is asked for, so
+settings are checked without it. Estimators and losses are in tables of the same class (`agentrl.algorithms`).
+"""
 
 from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Mapping
-from importlib.metadata import EntryPoint, entry_points
-from typing import cast
+import importlib
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import entry_points
+from typing import Any, Generic, TypeVar, cast
 
-from agentrl_envs.episode import Environment, EnvironmentLookupError
-from agentrl_envs.plugins import import_attribute
+from agentrl_envs.episode import AgentRLEnvError, Environment
 
-GROUP = "agentrl.envs"
-
-OWN: Mapping[str, str] = {
-    "simpletir": "agentrl_envs.simpletir:SimpleTIREnvironment",
-    "reasoning": "agentrl_envs.reasoning:ReasoningEnvironment",
-}
-"""The environments of this package. They take their settings, the sandbox's, the grader's, and ``chat``."""
-
+Item = TypeVar("Item")
 EnvironmentFactory = Callable[..., Environment]
 
 
-def environment_names() -> tuple[str, ...]:
-    """Our own names and the installed ones, sorted."""
-    return tuple(sorted({*OWN, *(entry.name for entry in entry_points(group=GROUP))}))
+class PluginError(AgentRLEnvError, LookupError):
+    """What a user named cannot be found or imported, or is not what it must be."""
+
+
+class UnknownNameError(PluginError, ValueError):
+    """A name that is not registered; the message gives the nearest one and all of them."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], *, owner: str = "", paths: bool = False) -> None:
+        names = sorted(known)
+        valid = ", ".join(names + ["module:attribute"] * paths) or "none"
+        of = f" of {owner}" if owner else ""
+        super().__init__(f"unknown {kind} {name!r}{of}{did_you_mean(name, names)} (known: {valid})")
+
+
+class NameTakenError(PluginError, ValueError):
+    """Something else is registered under this name."""
+
+
+class Registry(Generic[Item]):
+    """Names and what they stand for. ``kind`` is what an entry is called in messages.
+
+    ``own``: names of this package as ``module:attribute``. ``group``: the entry points of installed packages, "" for
+    none. With ``paths`` a name may be ``module:attribute``.
+    """
+
+    def __init__(
+        self, kind: str, *, own: Mapping[str, str] | None = None, group: str = "", paths: bool = False
+    ) -> None:
+        self.kind = kind
+        self.own = own or {}
+        self._group = group
+        self._paths = paths
+        self._entries: dict[str, Item] = {}
+
+    def add(self, name: str, item: Item) -> None:
+        """Add an entry. Raises `NameTakenError` if there is one of this name."""
+        if name in self._entries or name in self.own:
+            raise NameTakenError(f"{self.kind} {name!r} is already registered")
+        self._entries[name] = item
+
+    def names(self) -> tuple[str, ...]:
+        """Every name, sorted; entry points by their names."""
+        return tuple(sorted({*self.own, *self._entries, *self._installed()}))
+
+    def check(self, name: str) -> None:
+        """Raise `UnknownNameError` for a name that is none. A ``module:attribute`` is not imported."""
+        if not (name in self.names() or (self._paths and name.count(":") == 1)):
+            raise UnknownNameError(self.kind, name, self.names(), paths=self._paths)
+
+    def __getitem__(self, name: str) -> Item:
+        self.check(name)
+        if name in self._entries:
+            return self._entries[name]
+        path = self.own.get(name) or self._installed().get(name, name)
+        return cast(Item, import_attribute(path, self.kind))
+
+    def _installed(self) -> dict[str, str]:
+        return {entry.name: entry.value for entry in entry_points(group=self._group)} if self._group else {}
+
+
+ENVIRONMENTS: Registry[EnvironmentFactory] = Registry(
+    "environment",
+    own={
+        "simpletir": "agentrl_envs.simpletir:SimpleTIREnvironment",
+        "reasoning": "agentrl_envs.reasoning:ReasoningEnvironment",
+    },
+    group="agentrl.envs",
+    paths=True,
+)
+"""Classes and functions that make an `Environment`. Ours take their settings, the sandbox's, the grader's, ``chat``."""
+
+PROTOCOLS: Registry[Any] = Registry(
+    "protocol",
+    own={name: f"agentrl_envs.protocols.factory:{name}" for name in ("simpletir", "retool", "torl", "hermes")},
+    group="agentrl.protocols",
+    paths=True,
+)
+"""Functions that make a `Protocol`: `agentrl_envs.protocols.factory.ProtocolFactory`."""
+
+TOOLS: Registry[Any] = Registry(
+    "tool", own={"python": "agentrl_envs.tools:PYTHON_SCHEMA"}, group="agentrl.tools", paths=True
+)
+"""Tools by their names in ``environment.tools``: objects or classes as `agentrl_envs.tools.Tool` says."""
+
+REWARDS: Registry[Any] = Registry("reward", group="agentrl.rewards", paths=True)
+"""Reward functions by their names in ``reward.function``: `agentrl_envs.rewards.RewardFunction`."""
+
+
+def _decorator(registry: Registry[Any], name: str) -> Callable[[Item], Item]:
+    def add(item: Item) -> Item:
+        registry.add(name, item)
+        return item
+
+    return add
+
+
+def register_environment(name: str) -> Callable[[Item], Item]:
+    """Decorator: ``--env NAME`` means this class or function."""
+    return _decorator(ENVIRONMENTS, name)
+
+
+def register_protocol(name: str) -> Callable[[Item], Item]:
+    """Decorator: ``environment.protocol=NAME`` means the protocol that this function makes."""
+    return _decorator(PROTOCOLS, name)
+
+
+def register_tool(name: str) -> Callable[[Item], Item]:
+    """Decorator: NAME in ``environment.tools`` means this tool."""
+    return _decorator(TOOLS, name)
+
+
+def register_reward(name: str) -> Callable[[Item], Item]:
+    """Decorator: ``reward.function=NAME`` means this function."""
+    return _decorator(REWARDS, name)
 
 
 def resolve_environment(name: str) -> EnvironmentFactory:
     """The factory behind a name: called with settings it gives an `Environment`.
 
     A gymnasium environment class comes back as a factory of `GymnasiumEnvironment` around it (its one argument:
-    `GymnasiumSettings`). Raises `EnvironmentLookupError` that names the valid names and the nearest.
+    `GymnasiumSettings`). Raises `PluginError`, and `UnknownNameError` that names the valid names and the nearest.
     """
-    path = OWN.get(name, name)
-    found = import_attribute(path, "environment") if ":" in path else _entry_point(name).load()
+    found: object = ENVIRONMENTS[name]
     if not callable(found):
-        raise EnvironmentLookupError(
-            f"environment {name!r} is a {type(found).__name__}, expected a class or a function"
-        )
+        raise PluginError(f"environment {name!r} is a {type(found).__name__}, expected a class or a function")
     return _class_factory(name, found) if isinstance(found, type) else cast(EnvironmentFactory, found)
 
 
 def _class_factory(name: str, found: type) -> EnvironmentFactory:
+    if name in ENVIRONMENTS.own:
+        return found
     import gymnasium
 
     if issubclass(found, gymnasium.Env):
@@ -51,18 +160,45 @@ def _class_factory(name: str, found: type) -> EnvironmentFactory:
         return functools.partial(GymnasiumEnvironment, found)
     missing = [method for method in ("open", "episode", "close", "describe") if not hasattr(found, method)]
     if missing:
-        raise EnvironmentLookupError(
+        raise PluginError(
             f"environment {name!r}: {found.__qualname__} is neither a gymnasium.Env nor an agentrl Environment "
             f"(it lacks {', '.join(missing)})"
         )
     return cast(EnvironmentFactory, found)
 
 
-def _entry_point(name: str) -> EntryPoint:
-    by_name = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if name in by_name:
-        return by_name[name]
-    names = environment_names()
-    nearest = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    raise EnvironmentLookupError(f"no environment named {name!r}{hint} (valid: {', '.join(names)}, or module:Class)")
+def import_attribute(path: str, kind: str) -> object:
+    """What ``module:attribute`` names. Raises `PluginError` that says what was looked for."""
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
+        raise PluginError(f"{kind} {path!r} is not written module:attribute")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise PluginError(f"{kind} {path!r}: there is no module {error.name!r}") from error
+    except (Exception, SystemExit) as error:
+        raise PluginError(
+            f"{kind} {path!r}: importing module {module_name!r} raised {describe_error(error)}"
+        ) from error
+    try:
+        return functools.reduce(getattr, attribute.split("."), module)
+    except AttributeError as error:
+        hint = did_you_mean(attribute, dir(module))
+        raise PluginError(f"{kind} {path!r}: module {module_name!r} has no {attribute!r}{hint}") from error
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` for the nearest known name, or ``""`` when none is near.
+
+    >>> did_you_mean("ad", ["add", "subtract"])
+    "; did you mean 'add'?"
+    """
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def describe_error(error: BaseException) -> str:
+    """The error's type, message and place: an error that is reported without a traceback has no other."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    place = "".join(f" ({frame.filename}:{frame.lineno})" for frame in last)
+    return f"{type(error).__name__}: {error}{place}"

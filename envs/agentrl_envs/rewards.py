@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from agentrl_envs.adapters.blocking import BlockingCalls
-from agentrl_envs.episode import EnvironmentContractError, EnvironmentLookupError
-from agentrl_envs.plugins import describe_error, import_attribute
+from agentrl_envs.episode import EnvironmentContractError
+from agentrl_envs.registry import REWARDS, PluginError, describe_error
 from agentrl_envs.types import Ended, Problem, Verdict
 
 _THREADS = 32  # plain functions that run at once
@@ -63,15 +63,15 @@ class Reward:
     """A reward function with its deadline."""
 
     def __init__(self, path: str, *, deadline: float) -> None:
-        """``path`` is ``module:function``. Raises `EnvironmentLookupError` where that leads to no function."""
-        found = import_attribute(path, "reward.function")
+        """``path`` is ``module:function`` or a registered name. Raises `PluginError` where that is no function."""
+        found = REWARDS[path]
         if not callable(found):
-            raise EnvironmentLookupError(
+            raise PluginError(
                 f"reward.function {path!r} is a {type(found).__name__}, expected a function "
                 "(problem, conversation, verdict) -> float"
             )
         if not _takes(found, 3):
-            raise EnvironmentLookupError(
+            raise PluginError(
                 f"reward.function {path!r} cannot be called with (problem, conversation, verdict): it takes "
                 f"{inspect.signature(found)}"
             )

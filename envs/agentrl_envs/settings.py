@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-ToolProtocol = Literal["simpletir", "retool", "torl", "hermes"]
+from agentrl_envs.registry import PROTOCOLS
+
+
+def _known_protocol(name: str) -> str:
+    PROTOCOLS.check(name)
+    return name
+
 
 _SIMPLETIR = (
     "Work through the problem below step by step. You may write Python to help you: every program is executed, and "
@@ -54,8 +60,10 @@ class SimpleTIRSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    protocol: ToolProtocol = Field(
-        "simpletir", description="how programs, outputs and answers are written; hermes needs a chat template"
+    protocol: Annotated[str, AfterValidator(_known_protocol)] = Field(
+        "simpletir",
+        json_schema_extra={"form": f"one of {', '.join(PROTOCOLS.own)} or module:function"},
+        description="how programs, outputs and answers are written; hermes needs a model with a chat template",
     )
     max_turns: int = Field(default=10, ge=1, description="turns of the model in one episode")
     instruction: str | None = Field(
@@ -80,7 +88,7 @@ class SimpleTIRSettings(BaseModel):
     @property
     def shown_instruction(self) -> str:
         """The instruction that the model is shown."""
-        return INSTRUCTIONS[self.protocol] if self.instruction is None else self.instruction
+        return INSTRUCTIONS.get(self.protocol, "") if self.instruction is None else self.instruction
 
 
 class ReasoningSettings(BaseModel):

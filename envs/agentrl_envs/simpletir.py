@@ -203,7 +203,7 @@ class SimpleTIREnvironment:
         chat: ChatFormat | None = None,
         sandbox: Sandbox | None = None,
     ) -> None:
-        """Raises `EnvironmentLookupError` for tools that are none, and `EpisodeUsageError` where ``chat`` lacks."""
+        """Raises `PluginError` for tools that are none, and `EpisodeUsageError` where ``chat`` lacks."""
         self.settings = settings or SimpleTIRSettings()
         self._tools = load_tools(self.settings.tools) if self.settings.protocol == "hermes" else NO_TOOLS
         self._protocol = make_protocol(self.settings, chat=chat, tools=self._tools)
@@ -244,7 +244,7 @@ class SimpleTIREnvironment:
     def describe(self) -> list[str]:
         """The protocol's limits, the sandbox's isolation and how answers are graded."""
         settings = self.settings
-        title = TITLES[settings.protocol]
+        title = TITLES.get(settings.protocol, settings.protocol)
         lines = [f"{title}: up to {settings.max_turns} turns, {settings.execution_timeout:g} s a program"]
         if self._tools.schemas:
             lines.append(f"tools: {', '.join(schema.name for schema in self._tools.schemas)}")

@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from agentrl_envs.episode import EnvironmentContractError, EnvironmentLookupError
-from agentrl_envs.plugins import describe_error, import_attribute
+from agentrl_envs.episode import EnvironmentContractError
+from agentrl_envs.registry import TOOLS, PluginError, describe_error
 
 PYTHON = "python"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
@@ -113,7 +113,7 @@ NO_TOOLS = ToolSet((), {})
 
 
 def load_tools(names: Sequence[str]) -> ToolSet:
-    """The tools that ``environment.tools`` names. Raises `EnvironmentLookupError` for what is no tool."""
+    """The tools that ``environment.tools`` names. Raises `PluginError` for what is no tool."""
     schemas: list[ToolSchema] = []
     own: dict[str, Tool] = {}
     for name in names:
@@ -124,7 +124,7 @@ def load_tools(names: Sequence[str]) -> ToolSet:
             schema = ToolSchema(name=tool.name, description=tool.description, parameters=tool.parameters)
             own[tool.name] = tool
         if any(schema.name == other.name for other in schemas):
-            raise EnvironmentLookupError(f"environment.tools: two tools are called {schema.name!r}")
+            raise PluginError(f"environment.tools: two tools are called {schema.name!r}")
         schemas.append(schema)
     return ToolSet(tuple(schemas), own)
 
@@ -141,13 +141,11 @@ async def call_tool(tool: Tool, arguments: Mapping[str, Any]) -> str:
 
 
 def _load(path: str) -> Tool:
-    if ":" not in path:
-        raise EnvironmentLookupError(f"environment.tools {path!r} is no tool; valid: {PYTHON}, or module:attribute")
-    found = import_attribute(path, "environment.tools")
+    found = TOOLS[path]
     tool: Any = found() if inspect.isclass(found) else found
     problem = _lack(tool)
     if problem is not None:
-        raise EnvironmentLookupError(f"environment.tools {path!r} is no tool: {problem}")
+        raise PluginError(f"environment.tools {path!r} is no tool: {problem}")
     checked: Tool = tool
     return checked
 

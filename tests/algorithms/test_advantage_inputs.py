@@ -18,6 +18,7 @@ from agentrl.algorithms import (
     estimator_needs,
     register_estimator,
 )
+from agentrl_envs.registry import NameTakenError
 
 
 def inputs(**changes: object) -> AdvantageInputs:
@@ -161,9 +162,10 @@ def test_names_and_options_that_do_not_exist_bring_the_nearest(estimator, option
 
 
 def test_every_error_is_an_algorithm_error_and_a_value_error():
-    for error in (UnknownNameError, InvalidOptionError, MissingInputError, InvalidInputError):
+    for error in (InvalidOptionError, MissingInputError, InvalidInputError):
         assert issubclass(error, AlgorithmError)
     assert issubclass(AlgorithmError, ValueError)
+    assert issubclass(UnknownNameError, ValueError)
 
 
 def test_the_registered_estimators_and_their_options_are_known():
@@ -204,7 +206,7 @@ def test_user_code_adds_an_estimator_by_a_decorator_once(own_registries):
         return Advantages(advantages=total, returns=total, baselines=torch.zeros_like(total))
 
     assert compute_advantages("plain", inputs()).advantages.tolist() == [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
-    with pytest.raises(AlgorithmError, match="already registered"):
+    with pytest.raises(NameTakenError, match="already registered"):
         register_estimator("plain")(lambda inputs, options: None)
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from agentrl.algorithms import (
     AGGREGATIONS,
     LOSSES,
-    AlgorithmError,
     InvalidInputError,
     InvalidOptionError,
     LossInputs,
@@ -22,6 +21,7 @@ from agentrl.algorithms import (
     policy_loss,
     register_loss,
 )
+from agentrl_envs.registry import NameTakenError
 
 
 def run(name: str, ratios: list[float], advantages: list[float], **options: float) -> tuple[PolicyLoss, Tensor]:
@@ -362,5 +362,5 @@ def test_user_code_adds_a_loss_by_a_decorator(own_registries):
 
     loss, _ = run("squared", [1.0], [1.0])
     assert float(loss.per_token.detach()) == 0.25
-    with pytest.raises(AlgorithmError, match="already registered"):
+    with pytest.raises(NameTakenError, match="already registered"):
         register_loss("ppo")(lambda inputs, options: (inputs.log_probs, {}))

@@ -11,7 +11,6 @@ from agentrl.config import (
     load_settings,
     settings_warnings,
 )
-from agentrl.config.checks import GROUP_ESTIMATORS
 
 
 @pytest.mark.parametrize(
@@ -106,12 +105,6 @@ def test_a_group_of_one_without_a_baseline_of_its_group() -> None:
     assert said.startswith("rollout.group_size=1: every group is a single trajectory without variance")
     assert settings_warnings(load_settings(overrides=[*one, "algorithm.drop_zero_variance=false"])) == []
     assert settings_warnings(load_settings(overrides=["rollout.group_size=1", "algorithm.estimator=remax"])) == []
-
-
-def test_the_group_estimators_are_those_that_say_so() -> None:
-    from agentrl.algorithms import ESTIMATORS
-
-    assert {name for name in ESTIMATORS.names() if ESTIMATORS[name].group_based} == GROUP_ESTIMATORS
 
 
 def test_an_inexact_penalty_in_the_reward_is_said() -> None:

@@ -262,7 +262,12 @@ def test_every_known_key_is_its_own_nearest() -> None:
         ("=3", "'=3': settings are given as key=value"),
         ("rollout..x=3", "'rollout..x=3': settings are given as key=value"),
         ("rollout.temperature=[1", "rollout.temperature='[1', line 1, column 3: not valid YAML"),
-        ("env=simpletr", 'env="simpletr": no such environment; nearest: simpletir; valid: reasoning, simpletir, or'),
+        ("env=simpletr", "env=\"simpletr\": unknown environment 'simpletr'; did you mean 'simpletir'? (known: "),
+        (
+            "environment.protocol=retol",
+            "environment.protocol (command line): unknown protocol 'retol'; did you mean 'retool'? "
+            "(known: hermes, retool, simpletir, torl, module:attribute)",
+        ),
     ],
 )
 def test_bad_values(override: str, expected: str) -> None:
@@ -275,7 +280,7 @@ def test_everything_wrong_is_said_at_once() -> None:
 
 
 def test_forms_and_sizes_are_told_in_words() -> None:
-    assert refused("reward.function=good").endswith("valid is module:function or null")
+    assert refused("reward.function='a b'").endswith("valid is module:function or a registered name or null")
     assert refused("environment.tools=[]").endswith("valid is a list of at least 1 value")
     assert "accuracy_range=[0.9, 0.1] needs 0 <= low < high <= 1" in refused("algorithm.accuracy_range=[0.9,0.1]")
 
@@ -298,7 +303,7 @@ def test_bad_files(tmp_path: Path, text: str, expected: str) -> None:
 
 def test_a_missing_config_is_answered_with_the_shipped_ones(tmp_path: Path) -> None:
     message = refused(config_file="word_problem.yaml")
-    assert "no config file 'word_problem.yaml'; did you mean word_problems?" in message
+    assert "no config file 'word_problem.yaml'; did you mean 'word_problems'?" in message
     assert "simpletir_7b" in message
     (tmp_path / "latin.yaml").write_bytes(b"name: \xe9\n")
     assert "cannot read the config file" in refused(config_file="latin.yaml")
@@ -421,7 +426,7 @@ def test_resume_lets_the_allowed_keys_change_and_names_the_others() -> None:
 def test_resume_of_nothing() -> None:
     assert "there is no run in runs" in refused(resume=True)
     saved_run(name="first")
-    assert "name='frist' is not a run in runs; did you mean first?" in refused("name=frist", resume=True)
+    assert "name='frist' is not a run in runs; did you mean 'first'?" in refused("name=frist", resume=True)
 
 
 def test_a_model_inside_a_run_knows_the_runs_config() -> None:

@@ -15,12 +15,11 @@ from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
 from agentrl_envs.episode import (
     Environment,
     EnvironmentContractError,
-    EnvironmentLookupError,
     Episode,
     EpisodeUsageError,
 )
 from agentrl_envs.reasoning import ReasoningEnvironment
-from agentrl_envs.registry import environment_names, resolve_environment
+from agentrl_envs.registry import ENVIRONMENTS, PluginError, resolve_environment
 from agentrl_envs.settings import GymnasiumSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment
 from agentrl_envs.spaces import UnicodeText
@@ -165,7 +164,7 @@ async def test_a_step_that_hangs_is_no_data(problem: Problem) -> None:
 
 
 def test_our_own_environments_are_found_by_name() -> None:
-    assert {"simpletir", "reasoning"} <= set(environment_names())
+    assert {"simpletir", "reasoning"} <= set(ENVIRONMENTS.names())
     assert resolve_environment("simpletir") is SimpleTIREnvironment
     assert resolve_environment("reasoning") is ReasoningEnvironment
 
@@ -173,7 +172,10 @@ def test_our_own_environments_are_found_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("simpeltir", "no environment named 'simpeltir'; did you mean 'simpletir'? .valid: .*simpletir"),
+        (
+            "simpeltir",
+            "unknown environment 'simpeltir'; did you mean 'simpletir'? .known: .*simpletir, module:attribute",
+        ),
         ("agentrl_envs.nowhere:Env", "no module 'agentrl_envs.nowhere'"),
         (f"{__name__}:GessEnv", "has no 'GessEnv'; did you mean 'GuessEnv'"),
         (f"{__name__}:Nothing", r"neither a gymnasium.Env nor .* lacks open, episode, close, describe"),
@@ -181,5 +183,5 @@ def test_our_own_environments_are_found_by_name() -> None:
     ],
 )
 def test_a_wrong_name_is_told_the_right_ones(name: str, message: str) -> None:
-    with pytest.raises(EnvironmentLookupError, match=message.replace("?", r"\?")):
+    with pytest.raises(PluginError, match=message.replace("?", r"\?")):
         resolve_environment(name)

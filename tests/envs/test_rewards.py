@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl_envs.episode import EnvironmentLookupError
+from agentrl_envs.registry import PluginError
 from agentrl_envs.rewards import Conversation, Message, Reward, RewardError
 from agentrl_envs.types import Ended, Problem, Verdict
 
@@ -136,14 +136,14 @@ async def test_a_deadline_is_kept(name: str) -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("nowhere:reward", "reward.function 'nowhere:reward': there is no module 'nowhere'"),
+        ("nowhere:reward", "reward 'nowhere:reward': there is no module 'nowhere'"),
         (f"{__name__}:lenth", "has no 'lenth'; did you mean 'length'"),
         (f"{__name__}:NUMBER", "is a int, expected a function"),
-        ("length", "'length' leads nowhere; valid: module:attribute"),
+        ("length", "unknown reward 'length' (known: module:attribute)"),
         (f"{__name__}:of_one_argument", "cannot be called with (problem, conversation, verdict): it takes (problem: "),
-        ("raising_module:reward", "module 'raising_module' cannot be imported, it raises RuntimeError: at import ("),
-        ("exiting_module:reward", "module 'exiting_module' cannot be imported, it raises SystemExit: 5 ("),
-        ("wrong_module:reward", "module 'wrong_module' cannot be imported, it raises SyntaxError: "),
+        ("raising_module:reward", "importing module 'raising_module' raised RuntimeError: at import ("),
+        ("exiting_module:reward", "importing module 'exiting_module' raised SystemExit: 5 ("),
+        ("wrong_module:reward", "importing module 'wrong_module' raised SyntaxError: "),
     ],
 )
 def test_what_is_no_function_is_said(path: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +151,6 @@ def test_what_is_no_function_is_said(path: str, message: str, tmp_path: Path, mo
     (tmp_path / "exiting_module.py").write_text("raise SystemExit(5)\n")
     (tmp_path / "wrong_module.py").write_text("def reward(:\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(EnvironmentLookupError) as caught:
+    with pytest.raises(PluginError) as caught:
         Reward(path, deadline=1.0)
     assert message in str(caught.value)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from envs_chat import CHAT
 
-from agentrl_envs.episode import EnvironmentLookupError
 from agentrl_envs.grading import GraderSettings
+from agentrl_envs.registry import PluginError
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment, SimpleTIREpisode
 from agentrl_envs.tools import ToolError, ToolSchema, load_tools
@@ -78,7 +78,7 @@ def test_tools_are_found_by_name() -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("pyton",), "'pyton' is no tool; valid: python, or module:attribute"),
+        (("pyton",), "unknown tool 'pyton'; did you mean 'python'? (known: python, module:attribute)"),
         (("nowhere:Tool",), "there is no module 'nowhere'"),
         ((f"{HERE}:Lokup",), "has no 'Lokup'; did you mean 'Lookup'"),
         ((f"{HERE}:NUMBER",), "is no tool: it lacks name, description, parameters, call"),
@@ -89,7 +89,7 @@ def test_tools_are_found_by_name() -> None:
     ],
 )
 def test_what_is_no_tool_is_said(names: tuple[str, ...], message: str) -> None:
-    with pytest.raises(EnvironmentLookupError) as caught:
+    with pytest.raises(PluginError) as caught:
         load_tools(names)
     assert message in str(caught.value)
 

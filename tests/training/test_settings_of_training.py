@@ -18,8 +18,7 @@ from agentrl.training.run.estimate import estimate_memory, planned_passes
 from agentrl.training.run.launch import launch
 from agentrl.training.run.start import train
 from agentrl.training.settings import AlgorithmSettings
-from agentrl.training.step.objective_options import estimator_options, loss_options, needs
-from agentrl.training.step.objective_settings import ObjectiveSettings
+from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_options, loss_options, needs
 
 
 def objective(**algorithm: Any) -> ObjectiveSettings:

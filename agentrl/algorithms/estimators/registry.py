@@ -9,9 +9,9 @@ Add one with the decorator; its options are the fields of a frozen dataclass:
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 
-from agentrl.algorithms.errors import AlgorithmError, MissingInputError, UnknownNameError
+from agentrl.algorithms.errors import MissingInputError, UnknownNameError
 from agentrl.algorithms.records import AdvantageInputs, Advantages
-from agentrl.algorithms.registry import Entry, NoOptions, Registry
+from agentrl.algorithms.registry import Entry, NoOptions, OptionsRegistry
 
 EstimatorFunction = Callable[..., Advantages]  # (EstimatorInputs, options record) -> Advantages
 
@@ -70,7 +70,7 @@ class EstimatorEntry(Entry[EstimatorFunction]):
                 raise MissingInputError(f"estimator {name!r} needs {what}")
 
 
-class EstimatorRegistry(Registry[EstimatorFunction]):
+class EstimatorRegistry(OptionsRegistry[EstimatorEntry]):
     """Names -> estimators."""
 
     def register(
@@ -85,7 +85,7 @@ class EstimatorRegistry(Registry[EstimatorFunction]):
         """Decorator: add an estimator under `name`.
 
         `requires` names the fields of AdvantageInputs that must be given. Without `step_wide` the function sees some
-        whole groups at a time, never a part of one. AlgorithmError if the name is taken, UnknownNameError if a required
+        whole groups at a time, never a part of one. NameTakenError if the name is taken, UnknownNameError if a required
         input does not exist.
         """
         needed = frozenset(requires)
@@ -93,20 +93,12 @@ class EstimatorRegistry(Registry[EstimatorFunction]):
             if each not in _INPUTS:
                 raise UnknownNameError("input", each, _INPUTS, owner=f"AdvantageInputs, required by estimator {name!r}")
 
-        def add(function: EstimatorFunction) -> EstimatorFunction:
-            if name in self._entries:
-                raise AlgorithmError(f"{self.kind} {name!r} is already registered")
-            self._entries[name] = EstimatorEntry(
-                function, options, requires=needed, step_wide=step_wide, group_based=group_based
-            )
+        def register(function: EstimatorFunction) -> EstimatorFunction:
+            entry = EstimatorEntry(function, options, requires=needed, step_wide=step_wide, group_based=group_based)
+            self.add(name, entry)
             return function
 
-        return add
-
-    def __getitem__(self, name: str) -> EstimatorEntry:
-        entry = super().__getitem__(name)
-        assert isinstance(entry, EstimatorEntry)
-        return entry
+        return register
 
 
 ESTIMATORS = EstimatorRegistry("estimator")

@@ -7,7 +7,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from agentrl.algorithms.losses.aggregation import AGGREGATIONS
-from agentrl.algorithms.registry import NoOptions, Registry
+from agentrl.algorithms.registry import Entry, NoOptions, OptionsRegistry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,31 +60,31 @@ class LossTraits:
         return self.selection is not None
 
 
-class LossRegistry(Registry[LossFunction]):
-    """A registry whose entries have LossTraits."""
+@dataclass(frozen=True)
+class LossEntry(Entry[LossFunction]):
+    """A registered loss."""
 
-    def __init__(self) -> None:
-        super().__init__("loss")
-        self._traits: dict[str, LossTraits] = {}
+    traits: LossTraits
+
+
+class LossRegistry(OptionsRegistry[LossEntry]):
+    """Names -> losses."""
 
     def register(self, name: str, options: type = NoOptions, traits: LossTraits | None = None) -> Callable[[F], F]:
-        """Decorator: add a loss under `name`. AlgorithmError if the name is taken."""
-        add = super().register(name, options)
+        """Decorator: add a loss under `name`. NameTakenError if the name is taken."""
 
-        def add_with_traits(function: F) -> F:
-            add(function)
-            self._traits[name] = LossTraits() if traits is None else traits
+        def register(function: F) -> F:
+            self.add(name, LossEntry(function, options, LossTraits() if traits is None else traits))
             return function
 
-        return add_with_traits
+        return register
 
     def traits(self, name: str) -> LossTraits:
         """The traits of a loss; UnknownNameError if there is none of that name."""
-        self[name]
-        return self._traits[name]
+        return self[name].traits
 
 
-LOSSES = LossRegistry()
+LOSSES = LossRegistry("loss")
 register_loss = LOSSES.register
 
 SEQUENCE_MEAN = ("seq_mean_token_mean",)

@@ -14,7 +14,8 @@ from typing import Literal
 
 from agentrl.problems.demonstrations.demonstration import Demonstration
 from agentrl.problems.demonstrations.exercises import FAMILIES, ExerciseFamily, Numbers
-from agentrl.problems.errors import EmptyProblemsError, ProblemError, did_you_mean
+from agentrl.problems.errors import EmptyProblemsError, ProblemError
+from agentrl_envs.registry import did_you_mean
 from agentrl_envs.types import Problem
 
 Split = Literal["train", "heldout"]

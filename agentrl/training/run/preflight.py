@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def check_inputs(settings: Settings) -> list[str]:
-    """One line for each problem file that was read. Raises SettingsError, ProblemError or EnvironmentLookupError."""
+    """One line for each problem file that was read. Raises SettingsError, ProblemError or PluginError."""
     resolve_environment(settings.env)  # first: its module may register an estimator or a loss
     build_reward(settings)
     _check_template(settings)

@@ -15,7 +15,7 @@ from agentrl.algorithms import (
     default_aggregation,
     estimator_needs,
 )
-from agentrl.algorithms.registry import Registry
+from agentrl.algorithms.registry import OptionsRegistry
 from agentrl.errors import SettingsError
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings, RewardSettings
@@ -122,7 +122,7 @@ def needs(settings: ObjectiveSettings) -> EstimatorNeeds:
 def _options(
     settings: AlgorithmSettings,
     kind: str,
-    registry: Registry[Any],
+    registry: OptionsRegistry[Any],
     keys: tuple[str, ...],
     further: dict[str, Any],
 ) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def _options(
     options = changed | further
     try:
         registry[name].make_options(f"{kind} {name!r}", options)
-    except AlgorithmError as error:
+    except (AlgorithmError, UnknownNameError) as error:
         raise SettingsError(f"algorithm.{kind}={name}: {error}") from error
     return options
 

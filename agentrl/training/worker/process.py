@@ -31,11 +31,12 @@ from agentrl.training.coldstart.policy import computing_processes, quieten_libra
 from agentrl.training.engine.determinism import set_determinism
 from agentrl.training.worker.service import InterruptedRunError, LocalService
 from agentrl.training.worker.wire import Caller, Failure, Reply, Request, Startup
-from agentrl_envs.episode import EnvironmentContractError, EnvironmentLookupError
+from agentrl_envs.episode import EnvironmentContractError
+from agentrl_envs.registry import PluginError
 from agentrl_sandbox.client import SandboxError
 
 # Errors that end the run with their message alone, and the exit code of those that carry none.
-_REPORTED = (AgentRLError, EnvironmentContractError, EnvironmentLookupError, SandboxError)
+_REPORTED = (AgentRLError, EnvironmentContractError, PluginError, SandboxError)
 _USERS = 2
 # Seconds for ranks to connect, and for this process to end in order once a rank is gone.
 _CONNECT = 600.0

@@ -1,0 +1,97 @@
+"""One table for each thing that users add by name."""
+
+from __future__ import annotations
+
+import pytest
+
+import agentrl
+from agentrl_envs.protocols.factory import make_protocol
+from agentrl_envs.protocols.torl import ToRLProtocol
+from agentrl_envs.registry import (
+    ENVIRONMENTS,
+    PROTOCOLS,
+    REWARDS,
+    TOOLS,
+    NameTakenError,
+    PluginError,
+    Registry,
+    UnknownNameError,
+    resolve_environment,
+)
+from agentrl_envs.rewards import Reward
+from agentrl_envs.settings import SimpleTIRSettings
+from agentrl_envs.simpletir import SimpleTIREnvironment
+from agentrl_envs.tools import load_tools
+
+
+@pytest.fixture(autouse=True)
+def _own_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for registry in (ENVIRONMENTS, PROTOCOLS, REWARDS, TOOLS):
+        monkeypatch.setattr(registry, "_entries", {})
+
+
+def test_what_a_user_registers_is_found_by_its_name() -> None:
+    @agentrl.register_environment("mine")
+    class Mine(SimpleTIREnvironment):
+        pass
+
+    @agentrl.register_protocol("plain")
+    def plain(settings: SimpleTIRSettings, chat: object, tools: object) -> ToRLProtocol:
+        return ToRLProtocol(instruction=settings.shown_instruction, observation_limit=7)
+
+    @agentrl.register_tool("six")
+    class Six:
+        name, description, parameters = "six", "Always six.", {"type": "object"}
+
+        async def call(self, arguments: object) -> str:
+            return "6"
+
+    @agentrl.register_reward("zero")
+    def zero(problem: object, conversation: object, verdict: object) -> float:
+        return 0.0
+
+    assert resolve_environment("mine") is Mine
+    assert make_protocol(SimpleTIRSettings(protocol="plain")) == ToRLProtocol(instruction="", observation_limit=7)
+    assert list(load_tools(("python", "six")).own) == ["six"]
+    assert Reward("zero", deadline=1.0)._function is zero
+
+
+def test_our_names_and_the_registered_ones_are_listed_together() -> None:
+    assert PROTOCOLS.names() == ("hermes", "retool", "simpletir", "torl")
+    agentrl.register_protocol("again")(object)
+    assert PROTOCOLS.names() == ("again", "hermes", "retool", "simpletir", "torl")
+
+
+@pytest.mark.parametrize("name", ["simpletir", "new"])
+def test_a_name_is_given_once(name: str) -> None:
+    registry = Registry[object]("thing", own={"simpletir": "json:loads"})
+    registry.add("new", 5)
+    with pytest.raises(NameTakenError, match=f"thing '{name}' is already registered"):
+        registry.add(name, 6)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_and_all() -> None:
+    registry = Registry[object]("thing", own={"loads": "json:loads"})
+    with pytest.raises(UnknownNameError, match=r"^unknown thing 'lods'; did you mean 'loads'\? \(known: loads\)$"):
+        registry["lods"]
+    with pytest.raises(UnknownNameError, match=r"^unknown thing 'json:dumps' \(known: loads\)$"):
+        registry["json:dumps"]
+
+
+def test_a_path_is_imported_where_paths_are_names() -> None:
+    import json
+
+    registry = Registry[object]("thing", paths=True)
+    assert registry["json:dumps"] is json.dumps
+    with pytest.raises(PluginError, match="thing 'json:' is not written module:attribute"):
+        registry["json:"]
+
+
+def test_the_face_of_the_package_registers_estimators_and_losses() -> None:
+    from agentrl.algorithms import register_estimator, register_loss
+
+    assert agentrl.register_estimator is register_estimator
+    assert agentrl.register_loss is register_loss
+    assert set(dir(agentrl)) >= {f"register_{kind}" for kind in ("environment", "protocol", "tool", "reward")}
+    with pytest.raises(AttributeError, match="no attribute 'register_nothing'"):
+        agentrl.register_nothing  # noqa: B018
