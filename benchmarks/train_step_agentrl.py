@@ -25,7 +25,7 @@ from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distr
 from agentrl.training.run.session import Session
 from agentrl.training.run.start import quieten_libraries
 from agentrl.training.step.trainer import Trainer
-from agentrl.training.worker.service import LocalService
+from agentrl.training.worker.local import LocalService
 from agentrl_envs.types import Ended, Problem, Step
 
 LONGEST_PROMPT = 40  # tokens

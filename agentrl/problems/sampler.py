@@ -9,11 +9,21 @@ from __future__ import annotations
 import itertools
 from array import array
 from random import Random
-from typing import Any
+from typing import TypedDict
 
 from agentrl.problems.errors import SamplerStateError
 from agentrl.problems.mixture import Mixture, ProblemSource
 from agentrl_envs.types import Problem
+
+
+class SamplerState(TypedDict):
+    """A position. ``sources`` lets :meth:`ProblemSampler.load_state_dict` refuse other problems."""
+
+    seed: int
+    drawn: int
+    positions: list[int]
+    weights: list[float]
+    sources: list[str]
 
 
 class ProblemSampler:
@@ -52,8 +62,8 @@ class ProblemSampler:
             if source.size is not None
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position, JSON-able. ``sources`` lets :meth:`load_state_dict` refuse other problems."""
+    def state_dict(self) -> SamplerState:
+        """The position."""
         return {
             "seed": self._seed,
             "drawn": self._drawn,
@@ -62,16 +72,16 @@ class ProblemSampler:
             "sources": [source.identity for source in self._mixture.sources],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: SamplerState) -> None:
         """Go on exactly where ``state`` was saved. Raises SamplerStateError when it belongs to other problems."""
-        ours = self.state_dict()
-        missing = sorted(set(ours) - set(state))
+        ours, saved = dict[str, object](self.state_dict()), dict[str, object](state)
+        missing = sorted(ours.keys() - saved.keys())
         if missing:
             raise SamplerStateError(f"saved sampler position lacks {', '.join(missing)}")
         for key in ("seed", "sources", "weights"):
-            if state[key] != ours[key]:
+            if saved[key] != ours[key]:
                 raise SamplerStateError(
-                    f"saved sampler position belongs to other {key}: saved {state[key]!r}, now {ours[key]!r}"
+                    f"saved sampler position belongs to other {key}: saved {saved[key]!r}, now {ours[key]!r}"
                 )
         self._drawn = int(state["drawn"])
         self._positions = [int(position) for position in state["positions"]]

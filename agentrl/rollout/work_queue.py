@@ -6,10 +6,10 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from agentrl.errors import SettingsError
-from agentrl.problems.sampler import ProblemSampler
+from agentrl.problems.sampler import ProblemSampler, SamplerState
 from agentrl_envs.types import Problem
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,23 @@ class RolloutRequest:
 
     index: int
     problem: Problem
+
+
+class RequestState(TypedDict):
+    """A request in a checkpoint; ``problem`` by its fields."""
+
+    index: int
+    problem: dict[str, Any]
+
+
+class QueueState(TypedDict):
+    """A work queue in a checkpoint. ``queue`` holds the requests that are not trained, ``drawn`` a problem taken from
+    the sampler and not yet measured."""
+
+    sampler: SamplerState
+    next_index: int
+    drawn: dict[str, Any] | None
+    queue: list[RequestState]
 
 
 class WorkQueue:
@@ -73,9 +90,11 @@ class WorkQueue:
         skipped, self._skipped = self._skipped, 0
         return skipped
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> QueueState:
         """The sampler's position and what was taken from it and is not trained, JSON-able; at any moment."""
-        rows = [{"index": request.index, "problem": asdict(request.problem)} for request in self._all_untrained()]
+        rows: list[RequestState] = [
+            {"index": request.index, "problem": asdict(request.problem)} for request in self._all_untrained()
+        ]
         return {
             "sampler": self._sampler.state_dict(),
             "next_index": self._next_index,
@@ -83,7 +102,7 @@ class WorkQueue:
             "queue": rows,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: QueueState) -> None:
         """Continue where :meth:`state_dict` was taken."""
         self._sampler.load_state_dict(state["sampler"])
         self._next_index = state["next_index"]

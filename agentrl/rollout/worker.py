@@ -6,7 +6,6 @@ import asyncio
 import math
 import random
 from dataclasses import dataclass
-from typing import Any
 
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.rollout.driver import Driver
@@ -16,7 +15,7 @@ from agentrl.rollout.schedule import Schedule
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.sources import BackgroundSource, OnDemandSource, RolloutSource
 from agentrl.rollout.staleness import VersionClock
-from agentrl.rollout.work_queue import WorkQueue
+from agentrl.rollout.work_queue import QueueState, WorkQueue
 from agentrl.trajectory import Group
 
 
@@ -129,11 +128,11 @@ class RolloutWorker:
         if self._source is not None:
             await self._source.close()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> QueueState:
         """The sampler's position and the queue, JSON-able."""
         return self._queue.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: QueueState) -> None:
         """Continue where :meth:`state_dict` was taken; what was issued and not trained is issued first."""
         self._queue.load_state_dict(state)
 

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich import box
 from rich.console import Console as RichConsole
@@ -71,7 +71,7 @@ class RunProgress:
     ) -> None:
         self.close()
 
-    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that ``step`` steps are done; ``metrics`` is the step's row of ``metrics.jsonl``."""
         self._times.append((time.monotonic(), step))
         reward = metrics.get("reward/mean")
@@ -91,7 +91,7 @@ class RunProgress:
         return (self._total - step) * (last_time - first_time) / (last_step - first_step)
 
 
-def describe(metrics: Mapping[str, Any], average_reward: float | None) -> str:
+def describe(metrics: Mapping[str, float], average_reward: float | None) -> str:
     """The figures of one step in words; what is missing is left out.
 
     >>> describe({"reward/mean": 0.5, "tokens_per_s": 5210.0, "policy/entropy": 0.31}, 0.4)

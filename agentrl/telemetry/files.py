@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from safetensors import SafetensorError
 
@@ -64,7 +64,7 @@ def take_lock(path: Path, busy: str, *, deadline: float) -> int:
         return lock
 
 
-def json_line(row: Mapping[str, Any]) -> bytes:
+def json_line(row: Mapping[str, object]) -> bytes:
     """One JSON object and its newline. Raises ValueError for what JSON cannot say (NaN, infinity, objects)."""
     return json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from agentrl.telemetry.files import atomic_write
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Row = Mapping[str, Any]
+Row = Mapping[str, float]
 
 BLUE, ORANGE, GREEN, RED, VIOLET, GREY = "#2563a8", "#d9762b", "#2f8f5b", "#bf3b3b", "#7a55a3", "#8a8f98"
 CYCLE = (BLUE, ORANGE, GREEN, VIOLET, RED, GREY, "#b59a2c", "#3aa6a6")
@@ -49,7 +49,7 @@ def draw_plots(rows: Iterable[Row], folder: Path) -> list[Path]:
     return files
 
 
-def series(rows: Iterable[Row], key: str) -> tuple[list[int], list[float]]:
+def series(rows: Iterable[Row], key: str) -> tuple[list[float], list[float]]:
     """Steps and values of ``key`` in the rows that have it."""
     found = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
     return [step for step, _ in found], [value for _, value in found]

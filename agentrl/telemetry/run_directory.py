@@ -36,6 +36,7 @@ from agentrl.telemetry.files import (
     world_errors,
 )
 from agentrl.telemetry.frames import frame_is_whole
+from agentrl.telemetry.records import Metrics, Summary
 
 
 class RunDirectory:
@@ -113,17 +114,17 @@ class RunDirectory:
         """Write the file ``name`` whole."""
         atomic_write(self.path / name, lambda out: _write_all(out, text.encode()))
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
+    def write_summary(self, summary: Summary) -> None:
         """Write ``summary.json`` whole."""
         self.write_text("summary.json", json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
-    def append_metrics(self, row: Mapping[str, Any]) -> None:
+    def append_metrics(self, row: Mapping[str, float]) -> None:
         """Append one row, durable on return. ``row`` has an integer ``step`` and finite numbers; else ValueError."""
         if not isinstance(row.get("step"), int):
             raise ValueError(f"a metrics row needs an integer 'step': {dict(row)!r}")
         append_line(self.metrics_file, json_line(row))
 
-    def metrics(self) -> Iterator[dict[str, Any]]:
+    def metrics(self) -> Iterator[Metrics]:
         """The rows in the order they were written; a torn last line is left out.
 
         Raises WorldError that names file and line when any other line is damaged.
@@ -139,7 +140,7 @@ class RunDirectory:
         """Where the trajectories of ``step`` lie."""
         return self.trajectories / f"{step:08d}.jsonl.zst"
 
-    def write_trajectories(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
+    def write_trajectories(self, step: int, rows: Iterable[Mapping[str, object]]) -> Path:
         """Write the trajectories of one step, compressed, one JSON object a line; the file appears whole."""
         import zstandard
 

@@ -31,7 +31,9 @@ from typing import Any, Protocol, TypeVar
 from torch import nn
 
 from agentrl.errors import SettingsError, WorldError
+from agentrl.rollout.work_queue import QueueState
 from agentrl.telemetry.files import atomic_write, world_errors
+from agentrl.telemetry.records import EvaluationRecord
 from agentrl.training.engine.checksums import checksums, damaged
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, from_rank_zero, on_every_rank
 
@@ -50,8 +52,8 @@ class RunState:
     step: int
     updates: int
     ranks: int
-    worker: dict[str, Any]
-    evaluations: list[dict[str, Any]]
+    worker: QueueState
+    evaluations: list[EvaluationRecord]
     rows: int
     trainer: dict[str, Any] = field(default_factory=dict)
     reference: str | None = None

@@ -17,14 +17,14 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from agentrl.telemetry.files import world_errors
+from agentrl.telemetry.records import BestRecord, EvaluationRecord
 
 _RECORD = "best.json"
 
 
-def best_evaluation(evaluations: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord | None:
     """The highest avg@k on held-out problems, the earlier of equals; what was shown falsified does not count.
 
     >>> one, two = {"step": 0, "mean": 0.5, "falsified": False}, {"step": 9, "mean": 0.5, "falsified": False}
@@ -32,7 +32,7 @@ def best_evaluation(evaluations: Sequence[dict[str, Any]]) -> dict[str, Any] | N
     0
     """
     held_out = [item for item in evaluations if not item["falsified"]]
-    return max(held_out, key=lambda item: float(item["mean"]), default=None)  # of equals the first
+    return max(held_out, key=lambda item: item["mean"], default=None)  # of equals the first
 
 
 class BestPolicy:
@@ -43,7 +43,7 @@ class BestPolicy:
         self._checkpoints = run / "checkpoints"
         self.path = self._checkpoints / "best"
 
-    def write(self, evaluation: dict[str, Any], export: Callable[[Path], None]) -> None:
+    def write(self, evaluation: EvaluationRecord, export: Callable[[Path], None]) -> None:
         """Have ``export`` write the policy of ``evaluation``; it waits for :meth:`settle`. WorldError if it cannot."""
         waiting = self._waiting(evaluation["step"])
         partial = self._checkpoints / f"{waiting.name}.partial"
@@ -55,7 +55,7 @@ class BestPolicy:
             shutil.rmtree(waiting, ignore_errors=True)
             partial.rename(waiting)
 
-    def settle(self, best: dict[str, Any] | None) -> None:
+    def settle(self, best: EvaluationRecord | None) -> None:
         """Keep the export of ``best``, the best evaluation that is saved; remove all others."""
         with world_errors(self.path, "put the best policy in"):
             if best is not None and self._waiting(best["step"]).is_dir():
@@ -66,19 +66,19 @@ class BestPolicy:
             for other in self._checkpoints.glob(".best-*"):
                 shutil.rmtree(other)
 
-    def holds(self, best: dict[str, Any] | None) -> bool:
+    def holds(self, best: EvaluationRecord | None) -> bool:
         """Whether the export in place is that of ``best``."""
         record = self.path / _RECORD
         return best is not None and record.is_file() and bool(json.loads(record.read_text())["step"] == best["step"])
 
-    def record(self, evaluations: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    def record(self, evaluations: Sequence[EvaluationRecord]) -> BestRecord | None:
         """The best evaluation, and where in the run directory its policy lies (``policy``; None: it was not kept)."""
         best = best_evaluation(evaluations)
         if best is None:
             return None
-        return best | {"policy": self.path.relative_to(self._run).as_posix() if self.holds(best) else None}
+        return {**best, "policy": self.path.relative_to(self._run).as_posix() if self.holds(best) else None}
 
-    def line(self, record: dict[str, Any]) -> str:
+    def line(self, record: BestRecord) -> str:
         """What a user is told of :meth:`record`."""
         score = f"best evaluation: step {record['step']}, avg@{record['k']} {record['mean']:.3f}"
         if record["policy"] is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from agentrl.evaluation.play.during_training import EvaluationReport
 from agentrl.models.loading import write_model
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.plots import draw_plots
+from agentrl.telemetry.records import EvaluationRecord
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.run.best import BestPolicy
 
@@ -20,9 +21,20 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
 
 
-def evaluation_record(report: EvaluationReport) -> dict[str, Any]:
-    """An evaluation as it stands in checkpoints and in ``summary.json``: JSON-able, without trajectories."""
-    return {"step": report.step, "falsified": report.falsified, "k": report.samples, **asdict(report.overall)}
+def evaluation_record(report: EvaluationReport) -> EvaluationRecord:
+    """An evaluation as checkpoints and ``summary.json`` hold it."""
+    score = report.overall
+    return {
+        "step": report.step,
+        "falsified": report.falsified,
+        "k": report.samples,
+        "mean": score.mean,
+        "this_benchmark": {"low": score.this_benchmark.low, "high": score.this_benchmark.high},
+        "problems_like_these": {"low": score.problems_like_these.low, "high": score.problems_like_these.high},
+        "problems": score.problems,
+        "samples": score.samples,
+        "problems_without_samples": score.problems_without_samples,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +68,7 @@ def finish_run(
     *,
     export: Export,
     updates: int,
-    evaluations: list[dict[str, Any]],
+    evaluations: list[EvaluationRecord],
     best: BestPolicy,
 ) -> None:
     """Write everything a run leaves and show its scores."""
@@ -87,7 +99,7 @@ def finish_run(
     )
 
 
-def _table(console: Console, evaluations: list[dict[str, Any]]) -> None:
+def _table(console: Console, evaluations: list[EvaluationRecord]) -> None:
     rows = []
     for item in evaluations:
         name = f"step {item['step']}" + (", observations falsified (reveal families)" if item["falsified"] else "")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +16,7 @@ from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.environment import build_codec, build_environment, chat_format
 from agentrl.telemetry.console import Console, RunProgress
+from agentrl.telemetry.records import EvaluationRecord, Metrics
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.coldstart.policy import starting_policy
 from agentrl.training.engine.checkpoint import (
@@ -34,7 +35,8 @@ from agentrl.training.step.diagnostics import FIDELITY_BOUNDS
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 from agentrl.training.step.reference import read_reference, reference_path
 from agentrl.training.step.trainer import Trainer
-from agentrl.training.worker.service import InterruptedRunError, LocalService, RolloutService
+from agentrl.training.worker.local import LocalService
+from agentrl.training.worker.service import InterruptedRunError, RolloutService
 from agentrl.training.worker.transfer import WeightSender
 from agentrl.weights.sources import full_parameters
 from agentrl_envs.protocols.chat import ChatFormat
@@ -53,7 +55,7 @@ class _Progress:
 
     step: int = 0
     updates: int = 0
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[EvaluationRecord] = field(default_factory=list)
 
 
 class Session:
@@ -125,9 +127,9 @@ class Session:
 
     def _open_service(self, path: str, chat: ChatFormat | None, codec: TextCodec) -> RolloutService:
         if self._world > 1 or self._settings.rollout.schedule != "synchronous":
-            from agentrl.training.worker.remote import RemoteService
+            from agentrl.training.worker.remote import open_remote_service
 
-            return RemoteService(self._settings, path, rank=self.rank, ranks=self._world)
+            return open_remote_service(self._settings, path, rank=self.rank, ranks=self._world)
         served = self._settings.rollout.engine == "vllm"
         shared = self._settings.training.zero_stage <= 2 and not served
         model = self._policy.causal_lm if shared else None
@@ -221,7 +223,7 @@ class Session:
         plan = self._service.plan(step)
         planned = time.monotonic()
         self._take_room()
-        metrics: dict[str, Any] = self._trainer.train(plan)
+        metrics = self._trainer.train(plan)
         updates = self._done.updates + int(metrics["policy/updates"])
         self._make_room()
         trained = time.monotonic()
@@ -241,7 +243,7 @@ class Session:
             progress.update(step, metrics)
         self._warn_of_empty_steps(step, metrics)
 
-    def _commit(self, step: int, updates: int, metrics: dict[str, Any]) -> None:
+    def _commit(self, step: int, updates: int, metrics: Metrics) -> None:
         """The step is done: trajectories and queue at the worker, progress here, its row of metrics.
 
         The only place where a run's state advances. A kill between two lines leaves the checkpoint from before, and
@@ -252,7 +254,7 @@ class Session:
         if self._run is not None:
             self._run.append_metrics(metrics)
 
-    def _warn_of_empty_steps(self, step: int, metrics: dict[str, Any]) -> None:
+    def _warn_of_empty_steps(self, step: int, metrics: Metrics) -> None:
         if metrics["policy/updates"]:
             self._empty_steps = 0
             return

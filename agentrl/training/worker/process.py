@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
-from typing import Any
 
 import torch
 
@@ -29,7 +28,8 @@ from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.environment import environment_and_codec
 from agentrl.training.coldstart.policy import computing_processes, quieten_libraries, set_threads
 from agentrl.training.engine.determinism import set_determinism
-from agentrl.training.worker.service import InterruptedRunError, LocalService
+from agentrl.training.worker.local import LocalService
+from agentrl.training.worker.service import InterruptedRunError
 from agentrl.training.worker.wire import Caller, Failure, Reply, Request, Startup
 from agentrl_envs.episode import EnvironmentContractError
 from agentrl_envs.registry import PluginError
@@ -145,7 +145,7 @@ class Server:
             waiting[rank] = request
             if len(waiting) < len(self._connections):
                 continue
-            if len({(request.name, request.about) for request in waiting.values()}) > 1:
+            if len({(request.name, request.waiting_for) for request in waiting.values()}) > 1:
                 raise RuntimeError(f"the ranks are not at the same place: {waiting}")
             self._carry_out(service, waiting[0])
             waiting.clear()
@@ -153,10 +153,11 @@ class Server:
     def _carry_out(self, service: LocalService, request: Request) -> None:
         """Answer what every rank has asked."""
         try:
-            if request.name == "plan":
-                values = service.plans(int(request.about))
+            values: list[object]
+            if request.name == "plan":  # each rank gets its own
+                values = [*service.plans(**request.arguments)]
             else:
-                values = [_perform(service, request)] * len(self._connections)
+                values = [getattr(service, request.name)(**request.arguments)] * len(self._connections)
         except InterruptedRunError:
             self._tell(self._stopped())
             return
@@ -186,37 +187,9 @@ def _accept(door: socket.socket, key: bytes, arrived: queue.Queue[tuple[Caller, 
             arrived.put((connection.recv(), connection))
 
 
-def _perform(service: LocalService, request: Request) -> Any:
-    match request.name:
-        case "describe":
-            return service.describe()
-        case "settle":
-            return service.settle()
-        case "barrier":
-            return service.barrier(str(request.about))
-        case "confirm":
-            return service.confirm(int(request.about))
-        case "transfer_target":
-            return service.transfer_target()
-        case "probe_tokens":
-            return service.probe_tokens()
-        case "verification":
-            return service.verification()
-        case "verify":
-            return service.verify(*request.arguments)
-        case "pause":
-            (zero_weights,) = request.arguments
-            return service.pause(zero_weights=zero_weights)
-        case "install":
-            return service.install(*request.arguments)
-        case "evaluate":
-            (falsified,) = request.arguments
-            return service.evaluate(int(request.about), falsified=falsified)
-        case "state_dict":
-            return service.state_dict()
-        case "load_state_dict":
-            return service.load_state_dict(*request.arguments)
-    raise RuntimeError(f"no such request: {request.name}")
+class _OwnProcess(LocalService):
+    def describe(self) -> list[str]:
+        return [*super().describe(), f"rollout worker: process {os.getpid()}"]
 
 
 def _make(startup: Startup) -> LocalService:
@@ -228,7 +201,7 @@ def _make(startup: Startup) -> LocalService:
             model = model.to("cuda")
     path = startup.policy_path
     environment, codec = environment_and_codec(settings, read_tokenizer(path), path)
-    return LocalService(
+    return _OwnProcess(
         settings,
         environment=environment,
         model=model,

@@ -16,19 +16,17 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Client, Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from agentrl.errors import SettingsError, WorldError
-from agentrl.evaluation.play.during_training import EvaluationReport
 from agentrl.training.engine.deepspeed_engine import from_rank_zero, gather_from_ranks
-from agentrl.training.step.batching import RankPlan
-from agentrl.training.worker.service import InterruptedRunError
+from agentrl.training.worker.service import CALLS, InterruptedRunError, RolloutService
 from agentrl.training.worker.wire import Caller, Failure, Reply, Request, Startup, WorkerLostError, receive
-from agentrl.weights.transports import TransferTarget
-from agentrl.weights.verify import Probe
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -41,6 +39,14 @@ _END = 30.0
 _LAST_WORDS = 30.0
 
 
+def open_remote_service(settings: Settings, policy_path: str, *, rank: int, ranks: int) -> RolloutService:
+    """The worker in a process of its own, for ``ranks`` ranks; called on every rank at once.
+
+    ``policy_path`` holds the weights to start from. Raises WorldError if the worker does not come up.
+    """
+    return cast("RolloutService", RemoteService(settings, policy_path, rank=rank, ranks=ranks))
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Place:
     """Where the worker listens."""
@@ -50,10 +56,9 @@ class _Place:
 
 
 class RemoteService:
-    """A :class:`~agentrl.training.worker.service.RolloutService` of ``ranks`` ranks; made on every rank at once."""
+    """One rank's connections to the worker's process. Use it through :func:`open_remote_service`."""
 
     def __init__(self, settings: Settings, policy_path: str, *, rank: int, ranks: int) -> None:
-        """``policy_path`` holds the weights to start from. Raises WorldError if the worker does not come up."""
         self._rank = rank
         self._seconds = settings.training.worker_timeout
         self._process: subprocess.Popen[bytes] | None = None
@@ -79,74 +84,14 @@ class RemoteService:
         servers = settings.rollout.vllm.start_deadline if settings.rollout.engine == "vllm" else 0.0
         self._answer("the rollout worker's set-up", _START + servers)
 
-    def describe(self) -> list[str]:
-        """What the worker found."""
-        return [*self._ask("describe", waiting_for="the worker's description"), self._where()]
-
-    def plan(self, step: int) -> RankPlan:
-        """This rank's plan. Raises InterruptedRunError if the run is to stop."""
-        plan: RankPlan = self._ask("plan", about=step, waiting_for=f"the plan of step {step} (training.worker_timeout)")
-        return plan
-
-    def settle(self) -> None:
-        """Return when the weights may change."""
-        self._ask("settle", waiting_for="the batch under way (training.worker_timeout)")
-
-    def barrier(self, place: str) -> None:
-        """Return when every rank has called this."""
-        self._ask("barrier", about=place, waiting_for=f"the other ranks at {place} (training.worker_timeout)")
-
-    def confirm(self, step: int) -> None:
-        """The step is done: its trajectories are written, its groups leave the queue."""
-        self._ask("confirm", about=step, waiting_for=f"the worker to note that step {step} is trained")
-
-    def transfer_target(self) -> TransferTarget | None:
-        """Where the worker's engine takes weights from."""
-        target: TransferTarget | None = self._ask("transfer_target", waiting_for="where the engine's weights go")
-        return target
-
-    def probe_tokens(self) -> tuple[int, ...]:
-        """The tokens of the probe."""
-        tokens: tuple[int, ...] = self._ask("probe_tokens", waiting_for="the prompts of the first problems")
-        return tokens
-
-    def verification(self) -> list[str]:
-        """How the worker verifies transfers."""
-        lines: list[str] = self._ask("verification", waiting_for="how transfers are verified")
-        return lines
-
-    def verify(self, version: int, probe: Probe) -> str | None:
-        """Whether the engine holds the policy it was started with: None, or what is wrong."""
-        problem: str | None = self._ask("verify", version, probe, waiting_for="the engine to score the first probe")
-        return problem
-
-    def pause(self, *, zero_weights: bool) -> None:
-        """Have the engine's requests wait for :meth:`install`."""
-        self._ask("pause", zero_weights, waiting_for="the engine to pause")
-
-    def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
-        """Have the engine take ``version`` and compare the probe: None if it agrees, or what is wrong."""
-        waiting_for = f"the engine to load version {version}"
-        problem: str | None = self._ask("install", directory, version, probe, waiting_for=waiting_for)
-        return problem
-
-    def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
-        """Play the held-out problems. Raises InterruptedRunError if the run is to stop."""
-        waiting_for = f"the evaluation at step {step} (training.worker_timeout)"
-        report: EvaluationReport | None = self._ask("evaluate", falsified, about=step, waiting_for=waiting_for)
-        return report
-
-    def state_dict(self) -> dict[str, Any]:
-        """The worker's position and queue."""
-        state: dict[str, Any] = self._ask("state_dict", waiting_for="the worker's state")
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position."""
-        self._ask("load_state_dict", state, waiting_for="the worker to restore its state")
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Any method of :data:`CALLS`, carried out by the worker."""
+        if name not in CALLS:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}", name=name, obj=self)
+        return partial(self._ask, name)
 
     def interrupt(self) -> None:
-        """Have the worker cancel its rollouts, whichever rank it hears it from. From any thread, once."""
+        """Have the worker cancel its rollouts. From any thread; one rank is enough."""
         self._interrupted.set()
         with contextlib.suppress(OSError):  # a worker that is gone has nothing to cancel
             self._control.send("interrupt")
@@ -175,15 +120,17 @@ class RemoteService:
         talk.send(startup)
         return talk, control
 
-    def _ask(self, name: str, *arguments: Any, about: int | str = "", waiting_for: str) -> Any:
+    def _ask(self, name: str, *args: object, **kwargs: object) -> object:
+        call = CALLS[name]
+        arguments = call.arguments(*args, **kwargs)
+        waiting_for = call.waiting_for.format(**arguments)
         with contextlib.suppress(ConnectionError):  # the worker is gone: its last word may still wait to be read
             if not self._connection.poll():
-                own = arguments if self._rank == 0 else ()
-                self._connection.send(Request(name=name, about=about, arguments=own))
-        stops = self._interrupted if name in ("plan", "settle", "evaluate") else None
-        return self._answer(waiting_for, self._seconds, stops)
+                own = arguments if self._rank == 0 else {}
+                self._connection.send(Request(name=name, waiting_for=waiting_for, arguments=own))
+        return self._answer(waiting_for, self._seconds, self._interrupted if call.interruptible else None)
 
-    def _answer(self, waiting_for: str, seconds: float, stops: threading.Event | None = None) -> Any:
+    def _answer(self, waiting_for: str, seconds: float, stops: threading.Event | None = None) -> object:
         try:
             reply: Reply = receive(self._connection, seconds=seconds, waiting_for=waiting_for, stops=stops)
         except WorkerLostError as error:
@@ -218,10 +165,6 @@ class RemoteService:
                 "checkpoint with --resume)"
             )
         return f" (it ended with exit code {code})"
-
-    def _where(self) -> str:
-        pid = self._process.pid if self._process is not None else 0
-        return f"rollout worker: process {pid}"
 
 
 def _error_of(failure: Failure) -> Exception:

@@ -1,289 +1,138 @@
-"""The rollout worker as the training ranks see it: plans out, weights in.
+"""What training ranks ask of the rollout worker: each call is written here once, with what a rank then waits for.
 
-:class:`LocalService` runs it in this process, between training steps; with several ranks, or rollouts that go on while
-a rank trains, the same object lives in a process of its own (:mod:`agentrl.training.worker.process`), reached by
-:mod:`agentrl.training.worker.remote`.
+:class:`~agentrl.training.worker.local.LocalService` carries the calls out in the process it lives in. With several
+ranks, or rollouts beside training, that is the worker's own process (:mod:`agentrl.training.worker.process`), and
+:class:`~agentrl.training.worker.remote.RemoteService` sends every call there by its name.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Coroutine
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
-from agentrl.evaluation.data.problem_sets import held_out_problems
-from agentrl.evaluation.play.during_training import EvaluationReport, evaluate_policy
-from agentrl.evaluation.play.limits import evaluation_environment, evaluation_rollout
-from agentrl.evaluation.play.players import NucleusEngine
-from agentrl.models.tokenizer import TextCodec
-from agentrl.problems.sampler import ProblemSampler
-from agentrl.problems.sources import load_mixture
-from agentrl.rollout.driver import Driver
-from agentrl.rollout.environment import build_reward
-from agentrl.rollout.filters import FilterRules
-from agentrl.rollout.worker import RolloutBatch, RolloutWorker
-from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.step.batching import RankPlan, due, plan_step
-from agentrl.training.step.objective_settings import ObjectiveSettings, needs
-from agentrl.training.worker.event_loop import Loop, RestingLoop, RunningLoop
-from agentrl.training.worker.managed_engine import open_managed_engine
+from agentrl.evaluation.play.during_training import EvaluationReport
+from agentrl.rollout.work_queue import QueueState
+from agentrl.training.step.batching import RankPlan
 from agentrl.weights.transports import TransferTarget
-from agentrl.weights.verify import Probe, probe_tokens
-from agentrl_envs.episode import Environment
+from agentrl.weights.verify import Probe
 
-if TYPE_CHECKING:
-    from agentrl.config import Settings
-
-_Result = TypeVar("_Result")
-# Problems whose prompts make up the probe.
-_PROBE_PROBLEMS = 8
+_Method = TypeVar("_Method", bound=Callable[..., object])
 
 
 class InterruptedRunError(Exception):
-    """The run was asked to stop (SIGTERM, Ctrl-C): raised by ``plan`` and ``evaluate`` alone, on all ranks at once."""
+    """The run was asked to stop (SIGTERM, Ctrl-C). Raised by interruptible calls alone, on all ranks at once."""
 
 
-class RolloutService(Protocol):
-    """What a training rank asks of the rollout worker. All calls block, under deadlines of the worker's settings.
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A method that can be called in the worker's process. ``waiting_for`` says what a rank waits for meanwhile, as a
+    format of the arguments. ``interruptible``: a request to stop cancels the call."""
 
-    Every rank makes every call, in the same order. A call is carried out when all ranks have made it, as rank 0 made
-    it, and returns, or raises, the same on all of them. So whatever takes long is waited for outside of collectives,
-    and all ranks learn at one place that the run is to stop: before a step and in an evaluation. A step whose plan is
-    handed out is finished. What concerns weights is called by :class:`agentrl.training.worker.transfer.WeightSender`.
-    """
+    signature: inspect.Signature
+    waiting_for: str
+    interruptible: bool
 
-    def describe(self) -> list[str]: ...
-    def plan(self, step: int) -> RankPlan: ...
-    def settle(self) -> None: ...
-    def barrier(self, place: str) -> None: ...
-    def confirm(self, step: int) -> None: ...
-    def transfer_target(self) -> TransferTarget | None: ...
-    def probe_tokens(self) -> tuple[int, ...]: ...
-    def verification(self) -> list[str]: ...
-    def verify(self, version: int, probe: Probe) -> str | None: ...
-    def pause(self, *, zero_weights: bool) -> None: ...
-    def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None: ...
-    def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-    def interrupt(self) -> None: ...
-    def close(self) -> None: ...
+    def arguments(self, *args: object, **kwargs: object) -> dict[str, Any]:
+        """The arguments of a call by their names, defaults included."""
+        bound = self.signature.bind(None, *args, **kwargs)  # None: self
+        bound.apply_defaults()
+        return {name: value for name, value in bound.arguments.items() if name != "self"}
 
 
-class LocalService:
-    """The worker in this process.
+CALLS: dict[str, Call] = {}
+"""The calls that can be sent to the worker's process, by method."""
 
-    Its event loop rests while the ranks train if ``rollout.schedule`` is ``synchronous``, and always runs otherwise.
-    """
 
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        environment: Environment,
-        model: Any | None,
-        codec: TextCodec,
-        policy_path: str,
-        ranks: int,
-        shared: bool,
-    ) -> None:
-        """``environment`` is opened here. ``shared``: ``model`` is the very module that is trained.
-
-        Servers are started from ``policy_path``; then no ``model`` is needed.
-        """
-        self._settings = settings
-        self._ranks = ranks
-        self._environment = environment
-        self._loop: Loop = RestingLoop() if settings.rollout.schedule == "synchronous" else RunningLoop()
-        self._interrupted = False
-        self._batch: RolloutBatch | None = None
-        self._run(environment.open())
-        self._folder = Path(settings.runs_dir).absolute() / str(settings.name)
-        self._managed = self._run(
-            open_managed_engine(
-                settings, codec, model=model, policy_path=policy_path, folder=self._folder, shared=shared
-            )
+def _call(waiting_for: str, *, interruptible: bool = False) -> Callable[[_Method], _Method]:
+    def register(method: _Method) -> _Method:
+        CALLS[method.__name__] = Call(
+            signature=inspect.signature(method), waiting_for=waiting_for, interruptible=interruptible
         )
-        self._engine = self._managed.engine
-        self._driver = self._driver_for(environment, codec)
-        self._codec = codec
-        self._mixture, self._reports = load_mixture(settings.data.train, seed=settings.seed)
-        self._held_out = held_out_problems(settings)
-        self._objective = ObjectiveSettings.of(settings)
-        algorithm = settings.algorithm
-        self._worker = RolloutWorker(
-            driver=self._driver,
-            sampler=ProblemSampler(self._mixture, seed=settings.seed),
-            settings=settings.rollout,
-            rules=FilterRules(
-                void_turns=algorithm.void_turns,
-                accuracy_range=algorithm.accuracy_range,
-                drop_zero_variance=algorithm.drop_zero_variance,
-            ),
-            greedy="greedy_returns" in needs(self._objective).inputs,
-            last_step=settings.training.steps,
-        )
+        return method
 
-    def describe(self) -> list[str]:
-        """What was found: the environment, the engine, the problems."""
-        engine = self._finish(self._engine.health())
-        return [*self._environment.describe(), engine, *(report.describe() for report in self._reports)]
+    return register
 
-    def plan(self, step: int) -> RankPlan:
-        """Roll out one step and plan it for this process, the only rank."""
-        return self.plans(step)[0]
 
-    def barrier(self, place: str) -> None:
-        """This process is the only rank: nobody is waited for."""
+class WeightReceiver(Protocol):
+    """The part of the service that :class:`agentrl.training.worker.transfer.WeightSender` calls."""
 
-    def plans(self, step: int) -> list[RankPlan]:
-        """Roll out one step and plan it for every rank."""
-        self._managed.begin_rollouts()
-        self._batch = self._run(self._worker.next_batch(step))
-        self._finish(self._managed.end_rollouts())
-        return plan_step(
-            self._batch,
-            self._objective,
-            budget=self._settings.training.micro_batch_tokens,
-            ranks=self._ranks,
-        )
-
-    def settle(self) -> None:
-        """Return when the weights may change: at once if the run is to stop.
-
-        Where a batch must be of one version (``rollout.schedule=overlapped``) it is waited for.
-        """
-        with contextlib.suppress(InterruptedRunError):
-            self._run(self._worker.settle())
-
-    def confirm(self, step: int) -> None:
-        """The step is done: its trajectories are written, its groups leave the queue. Raises WorldError for files."""
-        if self._batch is None or self._batch.step != step:
-            raise RuntimeError(f"step {step} is confirmed but was not the last one planned")
-        if due(step, self._settings.telemetry.trajectories_every):
-            rows = (item.to_record() for group in self._batch.played for item in group.everyone)
-            RunDirectory(self._folder).write_trajectories(step, rows)
-        self._finish(self._confirmed(self._batch))
-        self._batch = None
-
+    @_call("where the engine's weights go")
     def transfer_target(self) -> TransferTarget | None:
-        """Where weights go; None where the engine shares them."""
-        return self._managed.target()
+        """Where to send weights; None if the engine shares them with the trainer."""
 
+    @_call("the prompts of the first problems")
     def probe_tokens(self) -> tuple[int, ...]:
-        """What trainer and engine score to be compared: tokens of the first problems' prompts."""
-        return self._finish(self._probe_tokens())
+        """The tokens that trainer and engine both score: prompts of the first problems."""
 
+    @_call("how transfers are verified")
     def verification(self) -> list[str]:
-        """How transfers are verified, and what was measured for it."""
-        return self._managed.verifier.describe()
+        """How transfers are verified, and the noise that was measured for it."""
 
+    @_call("the engine to score the first probe")
     def verify(self, version: int, probe: Probe) -> str | None:
         """Whether the engine holds the policy it was started with: None, or what is wrong."""
-        return self._finish(self._arrived(self._managed.verify(version, probe), version))
 
+    @_call("the engine to pause")
     def pause(self, *, zero_weights: bool) -> None:
-        """Pause all requests until :meth:`install`. ``zero_weights``: zero all parameters, so that gaps show."""
-        self._finish(self._managed.pause(zero_weights=zero_weights))
+        """Pause all requests until :meth:`install`. ``zero_weights``: zero all weights, so that gaps show."""
 
+    @_call("the engine to load version {version}")
     def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
-        """Take the weights of ``version`` and forget what was cached; None if the probe agrees, or what is wrong."""
-        return self._finish(self._arrived(self._managed.install(directory, version, probe), version))
+        """Load ``version``, drop caches and resume requests. None if the probe agrees, or what is wrong."""
 
+
+class RolloutService(WeightReceiver, Protocol):
+    """The rollout worker. All calls block, for at most ``training.worker_timeout`` seconds.
+
+    Every rank makes every call, in the same order. A call is carried out once all ranks have made it, with rank 0's
+    arguments, and returns or raises the same on all of them. So nothing slow is waited for within a collective, and
+    all ranks learn at one place that the run is to stop: in an interruptible call. A step whose plan was handed out is
+    finished.
+    """
+
+    @_call("the worker's description")
+    def describe(self) -> list[str]:
+        """The environment, the engine and the problems, for the console."""
+
+    @_call("the plan of step {step} (training.worker_timeout)", interruptible=True)
+    def plan(self, step: int) -> RankPlan:
+        """Roll out a step; this rank's part of it."""
+
+    @_call("the batch under way (training.worker_timeout)", interruptible=True)
+    def settle(self) -> None:
+        """Return when the weights may change: after the batch under way if it must be of one policy version.
+
+        Returns at once if the run is to stop.
+        """
+
+    @_call("the other ranks at {place} (training.worker_timeout)")
+    def barrier(self, place: str) -> None:
+        """Return when every rank is at ``place``."""
+
+    @_call("the worker to note that step {step} is trained")
+    def confirm(self, step: int) -> None:
+        """The step is trained: write its trajectories and remove its groups from the work queue."""
+
+    @_call("the evaluation at step {step} (training.worker_timeout)", interruptible=True)
     def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
         """Play the held-out problems with the engine's present weights; None if there are none to play.
 
-        With ``falsified`` observations those that reveal a value by execution are played. The report has no groups.
+        With ``falsified`` observations, only problems that reveal a value by execution are played. The report has no
+        groups.
         """
-        if not any(problem.setup or not falsified for problem in self._held_out):
-            return None
-        self._managed.begin_rollouts()
-        report = self._run(
-            evaluate_policy(
-                self._held_out,
-                environment=evaluation_environment(self._environment, self._settings),
-                driver_for=self._evaluation_driver,
-                step=step,
-                samples=self._settings.evaluation.samples,
-                temperature=self._settings.evaluation.temperature,
-                seed=self._settings.seed,
-                falsified=falsified,
-            )
-        )
-        return replace(report, groups=())
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._finish(self._saved())
+    @_call("the worker's state")
+    def state_dict(self) -> QueueState:
+        """The position in the problems and the work queue."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._worker.load_state_dict(state)
+    @_call("the worker to restore its state")
+    def load_state_dict(self, state: QueueState) -> None:
+        """Continue from a saved position."""
 
     def interrupt(self) -> None:
-        """Cancel rollouts that are waited for, now and from now on; from any thread. What was begun is finished."""
-        if not self._interrupted:  # what is cancelled cleans up, and is not cancelled once more
-            self._interrupted = True
-            self._loop.interrupt()
+        """Cancel interruptible calls, now and from now on. From any thread."""
 
     def close(self) -> None:
-        """Release rollouts under way, engine, environment and event loop."""
-        self._finish(self._worker.close())
-        self._finish(self._engine.close())
-        self._finish(self._environment.close())
-        self._loop.close()
-
-    async def _probe_tokens(self) -> tuple[int, ...]:
-        problems = ProblemSampler(self._mixture, seed=self._settings.seed).next(_PROBE_PROBLEMS)
-        prompts = [await self._driver.prompt(problem) for problem in problems]
-        return probe_tokens(prompts, longest=self._settings.rollout.max_prompt_tokens)
-
-    async def _confirmed(self, batch: RolloutBatch) -> None:
-        self._worker.confirm(batch)
-
-    async def _saved(self) -> dict[str, Any]:
-        return self._worker.state_dict()
-
-    async def _arrived(self, transfer: Coroutine[Any, Any, str | None], version: int) -> str | None:
-        """What is wrong with a transfer; if nothing, the worker's tokens are of ``version`` from now on."""
-        problem = await transfer
-        if problem is None:
-            self._worker.installed(version)
-        return problem
-
-    def _driver_for(self, environment: Environment, codec: TextCodec) -> Driver:
-        return Driver(
-            environment=environment,
-            engine=self._engine,
-            codec=codec,
-            settings=self._settings.rollout,
-            seed=self._settings.seed,
-            deterministic=self._settings.training.deterministic,
-            reward=build_reward(self._settings),
-        )
-
-    def _evaluation_driver(self, environment: Environment) -> Driver:
-        """As for training, with the limits and the sampling of evaluation, and the environment's own rewards."""
-        return Driver(
-            environment=environment,
-            engine=NucleusEngine(self._engine, self._settings.evaluation.top_p),
-            codec=self._codec,
-            settings=evaluation_rollout(self._settings),
-            seed=self._settings.seed,
-            deterministic=self._settings.training.deterministic,
-            label="evaluation-",
-        )
-
-    def _finish(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """As :meth:`_run`, but not to be interrupted: what happens to weights is over soon and not done by halves."""
-        return self._loop.run(work, interruptible=False)
-
-    def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        if self._interrupted:
-            work.close()
-            raise InterruptedRunError
-        try:
-            return self._loop.run(work, interruptible=True)
-        except asyncio.CancelledError:
-            raise InterruptedRunError from None
+        """Release the worker's rollouts, engine and environment."""

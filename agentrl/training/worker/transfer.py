@@ -10,7 +10,6 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -18,6 +17,7 @@ from agentrl.errors import AgentRLError
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import world_errors
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, on_every_rank
+from agentrl.training.worker.service import WeightReceiver
 from agentrl.weights.exports import write_export
 from agentrl.weights.native import NativeTransfer, open_native
 from agentrl.weights.sources import ParameterSource
@@ -31,23 +31,12 @@ class WeightMismatchError(AgentRLError):
     """An engine does not hold the weights that were sent to it, twice."""
 
 
-class Receiver(Protocol):
-    """What the sender asks of the rollout worker."""
-
-    def transfer_target(self) -> TransferTarget | None: ...
-    def probe_tokens(self) -> tuple[int, ...]: ...
-    def verification(self) -> list[str]: ...
-    def verify(self, version: int, probe: Probe) -> str | None: ...
-    def pause(self, *, zero_weights: bool) -> None: ...
-    def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None: ...
-
-
 class WeightSender:
     """Sends a policy's weights; collective over ranks under ZeRO-3, and for what all must agree on."""
 
     def __init__(
         self,
-        service: Receiver,
+        service: WeightReceiver,
         engine: TrainingEngine,
         *,
         folder: Path,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
 
 
-PATIENCE = 60.0
-"""Seconds for the worker to cancel its rollouts: it waits for nobody but programs and requests that end."""
+STOP_TIMEOUT = 60.0
+"""Seconds for the worker to cancel its rollouts, which waits for running programs and requests alone."""
 
 # Seconds between two looks whether a wait is to end.
 _LOOK = 0.5
@@ -41,14 +42,11 @@ class Caller:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A call of the method ``name`` of the service, which all ranks make, about the same thing: a step, a place.
-
-    ``arguments`` are rank 0's.
-    """
+    """A call of the service's method ``name``. All ranks make it, waiting for the same; ``arguments`` are rank 0's."""
 
     name: str
-    about: int | str = ""
-    arguments: tuple[Any, ...] = ()
+    waiting_for: str
+    arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +62,7 @@ class Failure:
 class Reply:
     """The method's value, or why there is none."""
 
-    value: Any = None
+    value: object = None
     failure: Failure | None = None
 
 
@@ -78,11 +76,11 @@ def receive(
     seconds: float,
     waiting_for: str,
     stops: threading.Event | None = None,
-    patience: float = PATIENCE,
+    stop_timeout: float = STOP_TIMEOUT,
 ) -> Any:
     """The next message. Raises WorkerLostError when the other end is gone or ``seconds`` have passed.
 
-    Once ``stops`` is set the other end is to answer within ``patience`` seconds.
+    Once ``stops`` is set the other end is to answer within ``stop_timeout`` seconds.
     """
     began = time.monotonic()
     deadline = began + seconds
@@ -90,9 +88,9 @@ def receive(
     try:
         while not connection.poll(min(_LOOK, max(0.0, deadline - time.monotonic()))):
             if stops is not None and stops.is_set() and not stopping:
-                stopping, deadline = True, min(deadline, time.monotonic() + patience)
+                stopping, deadline = True, min(deadline, time.monotonic() + stop_timeout)
             if time.monotonic() >= deadline:
-                told = f" ({patience:g} s of them since it was asked to stop)" if stopping else ""
+                told = f" ({stop_timeout:g} s of them since it was asked to stop)" if stopping else ""
                 raise WorkerLostError(f"waited {time.monotonic() - began:.0f} s in vain for {waiting_for}{told}")
         return connection.recv()
     except (EOFError, ConnectionError) as error:

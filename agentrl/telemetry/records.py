@@ -1,0 +1,48 @@
+"""The JSON records of a run that checkpoints, ``metrics.jsonl`` and ``summary.json`` hold."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+Metrics = dict[str, float]
+"""A row of ``metrics.jsonl``: finite numbers by name, with the integer ``step``."""
+
+
+class IntervalRecord(TypedDict):
+    """A 95 % confidence interval."""
+
+    low: float
+    high: float
+
+
+class EvaluationRecord(TypedDict):
+    """The score of one evaluation during training: avg@k at a step, with both intervals."""
+
+    step: int
+    falsified: bool
+    k: int
+    mean: float
+    this_benchmark: IntervalRecord
+    problems_like_these: IntervalRecord
+    problems: int
+    samples: int
+    problems_without_samples: int
+
+
+class BestRecord(EvaluationRecord):
+    """The best evaluation. ``policy``: its policy's directory in the run directory; None if it was not kept."""
+
+    policy: str | None
+
+
+class Summary(TypedDict):
+    """``summary.json``. ``evaluations`` holds the evaluations' rows of ``metrics.jsonl``, ``scores`` their records."""
+
+    agentrl: str
+    steps: int
+    updates: int
+    seed: int
+    train_seconds: float
+    evaluations: list[Metrics]
+    scores: list[EvaluationRecord]
+    best: BestRecord | None

@@ -1,0 +1,238 @@
+"""The rollout worker, in the process that this is made in: environment, engine, event loop and rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from agentrl.evaluation.data.problem_sets import held_out_problems
+from agentrl.evaluation.play.during_training import EvaluationReport, evaluate_policy
+from agentrl.evaluation.play.limits import evaluation_environment, evaluation_rollout
+from agentrl.evaluation.play.players import NucleusEngine
+from agentrl.models.tokenizer import TextCodec
+from agentrl.problems.sampler import ProblemSampler
+from agentrl.problems.sources import load_mixture
+from agentrl.rollout.driver import Driver
+from agentrl.rollout.environment import build_reward
+from agentrl.rollout.filters import FilterRules
+from agentrl.rollout.work_queue import QueueState
+from agentrl.rollout.worker import RolloutBatch, RolloutWorker
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.training.step.batching import RankPlan, due, plan_step
+from agentrl.training.step.objective_settings import ObjectiveSettings, needs
+from agentrl.training.worker.event_loop import Loop, RestingLoop, RunningLoop
+from agentrl.training.worker.managed_engine import open_managed_engine
+from agentrl.training.worker.service import InterruptedRunError
+from agentrl.weights.transports import TransferTarget
+from agentrl.weights.verify import Probe, probe_tokens
+from agentrl_envs.episode import Environment
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
+
+_Result = TypeVar("_Result")
+# Problems whose prompts make up the probe.
+_PROBE_PROBLEMS = 8
+
+
+class LocalService:
+    """Carries out the calls of a :class:`~agentrl.training.worker.service.RolloutService`.
+
+    The event loop rests while the ranks train if ``rollout.schedule`` is ``synchronous``, and always runs otherwise.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        environment: Environment,
+        model: Any | None,
+        codec: TextCodec,
+        policy_path: str,
+        ranks: int,
+        shared: bool,
+    ) -> None:
+        """``environment`` is opened here. ``shared``: ``model`` is the very module that is trained.
+
+        Servers are started from ``policy_path``; then no ``model`` is needed.
+        """
+        self._settings = settings
+        self._ranks = ranks
+        self._environment = environment
+        self._loop: Loop = RestingLoop() if settings.rollout.schedule == "synchronous" else RunningLoop()
+        self._interrupted = False
+        self._batch: RolloutBatch | None = None
+        self._run(environment.open())
+        self._folder = Path(settings.runs_dir).absolute() / str(settings.name)
+        self._managed = self._run(
+            open_managed_engine(
+                settings, codec, model=model, policy_path=policy_path, folder=self._folder, shared=shared
+            )
+        )
+        self._engine = self._managed.engine
+        self._driver = self._driver_for(environment, codec)
+        self._codec = codec
+        self._mixture, self._reports = load_mixture(settings.data.train, seed=settings.seed)
+        self._held_out = held_out_problems(settings)
+        self._objective = ObjectiveSettings.of(settings)
+        algorithm = settings.algorithm
+        self._worker = RolloutWorker(
+            driver=self._driver,
+            sampler=ProblemSampler(self._mixture, seed=settings.seed),
+            settings=settings.rollout,
+            rules=FilterRules(
+                void_turns=algorithm.void_turns,
+                accuracy_range=algorithm.accuracy_range,
+                drop_zero_variance=algorithm.drop_zero_variance,
+            ),
+            greedy="greedy_returns" in needs(self._objective).inputs,
+            last_step=settings.training.steps,
+        )
+
+    def describe(self) -> list[str]:
+        engine = self._finish(self._engine.health())
+        return [*self._environment.describe(), engine, *(report.describe() for report in self._reports)]
+
+    def plan(self, step: int) -> RankPlan:
+        """Roll out one step and plan it for this process, the only rank."""
+        return self.plans(step)[0]
+
+    def barrier(self, place: str) -> None:
+        """This process is the only rank: nobody is waited for."""
+
+    def plans(self, step: int) -> list[RankPlan]:
+        """Roll out one step and plan it for every rank."""
+        self._managed.begin_rollouts()
+        self._batch = self._run(self._worker.next_batch(step))
+        self._finish(self._managed.end_rollouts())
+        return plan_step(
+            self._batch,
+            self._objective,
+            budget=self._settings.training.micro_batch_tokens,
+            ranks=self._ranks,
+        )
+
+    def settle(self) -> None:
+        with contextlib.suppress(InterruptedRunError):
+            self._run(self._worker.settle())
+
+    def confirm(self, step: int) -> None:
+        """Raises WorldError if the trajectories cannot be written."""
+        if self._batch is None or self._batch.step != step:
+            raise RuntimeError(f"step {step} is confirmed but was not the last one planned")
+        if due(step, self._settings.telemetry.trajectories_every):
+            rows = (item.to_record() for group in self._batch.played for item in group.everyone)
+            RunDirectory(self._folder).write_trajectories(step, rows)
+        self._finish(self._confirmed(self._batch))
+        self._batch = None
+
+    def transfer_target(self) -> TransferTarget | None:
+        return self._managed.target()
+
+    def probe_tokens(self) -> tuple[int, ...]:
+        return self._finish(self._probe_tokens())
+
+    def verification(self) -> list[str]:
+        return self._managed.verifier.describe()
+
+    def verify(self, version: int, probe: Probe) -> str | None:
+        return self._finish(self._arrived(self._managed.verify(version, probe), version))
+
+    def pause(self, *, zero_weights: bool) -> None:
+        self._finish(self._managed.pause(zero_weights=zero_weights))
+
+    def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
+        return self._finish(self._arrived(self._managed.install(directory, version, probe), version))
+
+    def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
+        if not any(problem.setup or not falsified for problem in self._held_out):
+            return None
+        self._managed.begin_rollouts()
+        report = self._run(
+            evaluate_policy(
+                self._held_out,
+                environment=evaluation_environment(self._environment, self._settings),
+                driver_for=self._evaluation_driver,
+                step=step,
+                samples=self._settings.evaluation.samples,
+                temperature=self._settings.evaluation.temperature,
+                seed=self._settings.seed,
+                falsified=falsified,
+            )
+        )
+        return replace(report, groups=())
+
+    def state_dict(self) -> QueueState:
+        return self._finish(self._saved())
+
+    def load_state_dict(self, state: QueueState) -> None:
+        self._worker.load_state_dict(state)
+
+    def interrupt(self) -> None:
+        if not self._interrupted:  # what is cancelled cleans up, and is not cancelled once more
+            self._interrupted = True
+            self._loop.interrupt()
+
+    def close(self) -> None:
+        self._finish(self._worker.close())
+        self._finish(self._engine.close())
+        self._finish(self._environment.close())
+        self._loop.close()
+
+    async def _probe_tokens(self) -> tuple[int, ...]:
+        problems = ProblemSampler(self._mixture, seed=self._settings.seed).next(_PROBE_PROBLEMS)
+        prompts = [await self._driver.prompt(problem) for problem in problems]
+        return probe_tokens(prompts, longest=self._settings.rollout.max_prompt_tokens)
+
+    async def _confirmed(self, batch: RolloutBatch) -> None:
+        self._worker.confirm(batch)
+
+    async def _saved(self) -> QueueState:
+        return self._worker.state_dict()
+
+    async def _arrived(self, transfer: Coroutine[Any, Any, str | None], version: int) -> str | None:
+        """What is wrong with a transfer; if nothing, the worker's tokens are of ``version`` from now on."""
+        problem = await transfer
+        if problem is None:
+            self._worker.installed(version)
+        return problem
+
+    def _driver_for(self, environment: Environment, codec: TextCodec) -> Driver:
+        return Driver(
+            environment=environment,
+            engine=self._engine,
+            codec=codec,
+            settings=self._settings.rollout,
+            seed=self._settings.seed,
+            deterministic=self._settings.training.deterministic,
+            reward=build_reward(self._settings),
+        )
+
+    def _evaluation_driver(self, environment: Environment) -> Driver:
+        """As for training, with the limits and the sampling of evaluation, and the environment's own rewards."""
+        return Driver(
+            environment=environment,
+            engine=NucleusEngine(self._engine, self._settings.evaluation.top_p),
+            codec=self._codec,
+            settings=evaluation_rollout(self._settings),
+            seed=self._settings.seed,
+            deterministic=self._settings.training.deterministic,
+            label="evaluation-",
+        )
+
+    def _finish(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """As :meth:`_run`, but not to be interrupted: what happens to weights is over soon and not done by halves."""
+        return self._loop.run(work, interruptible=False)
+
+    def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        if self._interrupted:
+            work.close()
+            raise InterruptedRunError
+        try:
+            return self._loop.run(work, interruptible=True)
+        except asyncio.CancelledError:
+            raise InterruptedRunError from None
