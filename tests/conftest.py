@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import hypothesis
+import psutil
 import pytest
 
 from agentrl.cli import shorten_spinning
@@ -27,6 +28,12 @@ hypothesis.settings.register_profile("agentrl", deadline=None)
 hypothesis.settings.load_profile("agentrl")
 
 GROUP = "xdist_group"
+WORKER_BYTES = 4 << 30
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """As many as there are processors, unless memory is short: a worker and what its tests start take a few GiB."""
+    return max(1, min(len(os.sched_getaffinity(0)), psutil.virtual_memory().available // WORKER_BYTES))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -221,6 +221,7 @@ def agentrl(*arguments: str, code: int = 2, **environment: str) -> str:
     return done.stderr + done.stdout if code == 0 else done.stderr
 
 
+@pytest.mark.slow
 def test_resume_with_other_settings_says_which_and_loses_nothing(refused: Refused) -> None:
     Path("bin").mkdir()  # no compiler on PATH: none is needed, also not for DeepSpeed's operators
     agentrl("train", *SHORT, "name=one", code=0, PATH=str(Path("bin").absolute()), CXX="/nowhere/c++")
@@ -240,6 +241,7 @@ def test_resume_with_other_settings_says_which_and_loses_nothing(refused: Refuse
     )
 
 
+@pytest.mark.slow
 def test_long_prompts_are_skipped_counted_and_said() -> None:
     long = {"problem": "What is " + " + ".join(["1"] * 400) + "?", "answer": "400"}
     rows("p.jsonl", GOOD, long, {"problem": "What is 2 + 2?", "answer": "4"})
@@ -253,12 +255,14 @@ def test_long_prompts_are_skipped_counted_and_said() -> None:
     assert "problems in a row have prompts over rollout.max_prompt_tokens=256: raise it or shorten them" in said
 
 
+@pytest.mark.slow
 def test_a_group_of_one_is_a_warning_that_says_what_happens() -> None:
     said = agentrl("train", *SHORT, "rollout.group_size=1", "algorithm.drop_zero_variance=false", "name=one", code=0)
     assert "warning: rollout.group_size=1 with the group estimator algorithm.estimator=tir_otb: every group is" in said
     assert json.loads(Path("runs/one/summary.json").read_text())["steps"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be stripped of its capabilities to see what is refused")
 def test_a_sandbox_that_cannot_isolate_is_refused_and_its_name_can_be_used_again() -> None:
     stripped = (

@@ -50,6 +50,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.startswith("https://") or (page.parent / target).exists(), target
 
 
+@pytest.mark.slow
 def test_the_gymnasium_example_runs(tmp_path: Path) -> None:
     example, *_ = blocks("environments.md", "python")
     done = subprocess.run(
@@ -58,6 +59,7 @@ def test_the_gymnasium_example_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_own_environment_trains(tmp_path: Path) -> None:
     *_, example = blocks("environments.md", "python")
     (tmp_path / "mental.py").write_text(example)

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch.utils.cpp_extension
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BIN = Path(sys.executable).parent

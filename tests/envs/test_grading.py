@@ -126,6 +126,7 @@ async def test_answers_out_of_bounds_reach_no_process(grader: Grader, answer: st
     assert grader.worker_pids == ()
 
 
+@pytest.mark.slow
 async def test_an_answer_past_the_deadline_is_wrong_and_its_process_is_gone() -> None:
     grader = Grader(GraderSettings(workers=1, deadline=1.0))
     assert await grader.grade("sqrt(1)/3", "1/2") is Verdict.INCORRECT
@@ -136,6 +137,7 @@ async def test_an_answer_past_the_deadline_is_wrong_and_its_process_is_gone() ->
     await grader.close()
 
 
+@pytest.mark.slow
 async def test_a_gold_answer_that_is_too_slow_itself_is_no_data() -> None:
     grader = Grader(GraderSettings(workers=1, deadline=1.0))
     assert await grader.grade("7", SLOW) is Verdict.GRADER_TIMEOUT
@@ -144,6 +146,7 @@ async def test_a_gold_answer_that_is_too_slow_itself_is_no_data() -> None:
     await grader.close()
 
 
+@pytest.mark.slow
 async def test_the_deadline_counts_processor_time() -> None:
     """A process that is stopped for longer than its deadline, as on a machine with too much to do, still answers."""
     grader = Grader(GraderSettings(workers=1, deadline=2.0))
@@ -159,6 +162,7 @@ async def test_the_deadline_counts_processor_time() -> None:
     await grader.close()
 
 
+@pytest.mark.slow
 async def test_a_process_that_hangs_without_computing_says_nothing_of_the_answer() -> None:
     process = await GradingProcess.start(GraderSettings(hang_deadline=0.5))
     os.kill(process.pid, signal.SIGSTOP)
@@ -171,6 +175,7 @@ async def test_a_process_that_hangs_without_computing_says_nothing_of_the_answer
     await grader.close()
 
 
+@pytest.mark.slow
 async def test_an_answer_on_which_processes_die_is_wrong() -> None:
     grader = Grader(GraderSettings(workers=1, deadline=600.0))
     verdict = asyncio.create_task(grader.grade(SLOW, "7"))
@@ -206,6 +211,7 @@ def memory_is_limited(pid: int) -> bool:
     return re.search(r"Max address space +unlimited", limits) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", ["10**10**10", "-" * 1900 + "5", "(" * 39 + "5", "\\frac" * 390, "1/" * 900 + "1"])
 async def test_hostile_answers_get_a_verdict(answer: str) -> None:
     grader = Grader(GraderSettings(workers=1, deadline=2.0))
@@ -225,6 +231,7 @@ async def test_equal_questions_share_one_comparison() -> None:
     await grader.close()
 
 
+@pytest.mark.slow
 async def test_a_killed_process_is_replaced(grader: Grader) -> None:
     await grader.grade("sqrt(4)/4", "1/2")
     os.kill(grader.worker_pids[0], signal.SIGKILL)
@@ -269,6 +276,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", ["", SLOW], ids=["idle", "busy"])
 def test_no_process_outlives_a_killed_parent(answer: str) -> None:
     with subprocess.Popen([sys.executable, "-c", ORPHAN, answer], stdout=subprocess.PIPE, text=True) as parent:

@@ -84,6 +84,7 @@ GROWING = (
 )
 
 
+@pytest.mark.slow
 async def test_what_grows_is_bounded_before_it_is_calculated() -> None:
     grader = Grader(GraderSettings(workers=1, deadline=3.0))
     verdicts = {answer: await grader.grade(answer, "7") for answer in GROWING}
@@ -91,12 +92,14 @@ async def test_what_grows_is_bounded_before_it_is_calculated() -> None:
     await grader.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["aime24", "aime25", "amc23", "math500", "gsm8k_test"])
 def test_every_gold_answer_verifies_against_itself(graded: Graded, data_dir: Path, name: str) -> None:
     verdicts = graded.check_golds(answers(data_dir / f"{name}.jsonl"))
     assert {gold for gold, verdict in verdicts.items() if verdict is not CORRECT} == set()
 
 
+@pytest.mark.slow
 def test_the_two_empty_answers_of_the_training_problems_are_the_only_errors(graded: Graded, data_dir: Path) -> None:
     golds = answers(data_dir / "math35_train.jsonl")
     verdicts = graded.check_golds(golds)
@@ -209,6 +212,7 @@ def test_what_a_policy_may_print(
     assert graded(printed(execution, stdout), "4") is verdict
 
 
+@pytest.mark.slow
 def test_mutated_answers_neither_crash_nor_pass(data_dir: Path) -> None:
     """A share of ``benchmarks/grading_fuzz.py``; it ends with 1 where a changed answer was found correct."""
     script = Path(__file__).parents[2] / "benchmarks" / "grading_fuzz.py"

@@ -13,6 +13,8 @@ from agentrl_envs.simpletir import SimpleTIREnvironment
 from agentrl_envs.types import Ended, Problem, Step, Verdict
 from agentrl_sandbox.client import SandboxSettings
 
+pytestmark = pytest.mark.slow
+
 Result = TypeVar("Result")
 SUM = Problem(id="sum", statement="What is 2 + 3?", answer="5", source="toy")
 SECRET = Problem(

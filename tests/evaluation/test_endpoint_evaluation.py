@@ -18,6 +18,8 @@ import pytest
 
 from agentrl.evaluation.records.rollout_log import read_rollouts
 
+pytestmark = pytest.mark.slow
+
 NUMBER = re.compile(r"What is (\d+) \+ (\d+)\?")
 
 

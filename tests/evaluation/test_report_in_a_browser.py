@@ -19,7 +19,7 @@ from agentrl.evaluation.records.transcript import Sample, Turn
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")]
 
 
 def dom(page: str, folder: Path) -> str:

@@ -11,6 +11,8 @@ from ranks import finish, start_ranks
 
 from agentrl.kernels import token_statistics
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("sharded_on_ranks.py")
 
 

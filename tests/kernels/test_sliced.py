@@ -109,6 +109,7 @@ def test_gradcheck(monkeypatch, scale):
     assert torch.autograd.gradcheck(outputs, [tensor.requires_grad_() for tensor in (hidden, weight, bias)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @settings(max_examples=25)
 @given(
@@ -135,6 +136,7 @@ def test_any_shape(epilogue, n, d, v, width, elements, seed, scale, temperature)
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 5.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -253,6 +255,7 @@ def test_a_nan_row_touches_no_other_row(epilogue):
         assert getattr(found, name).isnan().tolist() == [False, False, True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 def test_a_vocabulary_of_152_thousand(epilogue):
     hidden, weight, targets = problem(2, 4, 151_937, dtype=torch.float32, scale=2.0)
@@ -336,6 +339,7 @@ def test_gradients_flow_through_log_probs_and_entropy_only(epilogue):
     assert torch.equal(first, torch.autograd.grad(found.log_probs.sum(), hidden)[0])
 
 
+@pytest.mark.slow
 @needs_triton
 @settings(max_examples=40)
 @given(
@@ -427,6 +431,7 @@ def test_extra_memory_on_a_gpu_is_under_300_mb_by_the_shapes_of_all_tensors(monk
     assert 240e6 < backward.peak - weight.grad.nbytes < 300e6
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_compiler_takes_the_kernels_for_gpus():
     """The interpreter allows more than the compiler; no GPU is needed to compile for one."""

@@ -40,7 +40,7 @@ from agentrl.weights.exports import write_export
 from agentrl.weights.sources import ParameterSource
 from agentrl.weights.verify import Probe
 
-pytestmark = [pytest.mark.usefixtures("vllm_here"), pytest.mark.xdist_group("vllm")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("vllm_here"), pytest.mark.xdist_group("vllm")]
 
 START = 900.0
 PROBE = tuple(random.Random(1).randrange(300) for _ in range(64))

@@ -16,6 +16,8 @@ from agentrl.rollout.engines.base import CacheUse, EngineError
 from agentrl.rollout.engines.vllm.engine import VLLMEngine
 from agentrl.rollout.engines.vllm.replica import Replica
 
+pytestmark = pytest.mark.slow
+
 # -- failures -------------------------------------------------------------------------------------------------------
 
 

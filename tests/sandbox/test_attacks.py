@@ -23,7 +23,7 @@ from agentrl_sandbox.client import Outcome
 _BELOW_TMP = any(path.startswith("/tmp/") for path in (sys.prefix, sys.base_prefix, __file__))
 TMP = "/scratch" if _BELOW_TMP else "/tmp"  # an interpreter below /tmp is shown there, and /tmp is read-only
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 with_namespaces = pytest.mark.parametrize("everywhere", ["namespaces"], indirect=True)
 
 

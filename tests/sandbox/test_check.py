@@ -13,6 +13,8 @@ from agentrl_sandbox.check.command import line, summary
 from agentrl_sandbox.check.suite import CASES, run_case, run_suite
 from agentrl_sandbox.client import Execution, Outcome, SandboxSettings
 
+pytestmark = pytest.mark.slow
+
 NEEDS_EVERY_LIBRARY = "has the scientific libraries"
 
 

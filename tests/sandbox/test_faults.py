@@ -40,7 +40,7 @@ def servers() -> list[int]:
     return [pid for pid in children(os.getpid()) if b"agentrl_sandbox" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def until_started(count: int, server: int | None = None) -> None:

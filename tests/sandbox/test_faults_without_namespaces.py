@@ -15,6 +15,7 @@ from sandbox.session_support import until
 from agentrl_sandbox.client import Outcome
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.parametrize("everywhere", ["container", "unprivileged"], indirect=True, scope="module"),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a world without namespaces"),

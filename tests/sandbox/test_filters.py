@@ -14,7 +14,7 @@ from agentrl_sandbox.client import Outcome
 from agentrl_sandbox.runner.isolation.seccomp import DENIED, DENIED_WITHOUT_OWN_USER, MISSING
 from agentrl_sandbox.runner.isolation.syscalls import LAST_KNOWN, MACHINES, number
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 MACHINE = platform.machine()
 NEEDS_MACHINE = pytest.mark.skipif(MACHINE not in MACHINES, reason=f"no system call numbers for {MACHINE}")
 

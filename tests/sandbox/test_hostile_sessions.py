@@ -16,7 +16,7 @@ from agentrl_sandbox.client import (
     UnknownSessionError,
 )
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 FRAME = "import os, struct\nframe = struct.pack('!QB?i', {serial}, 0, False, 0)\n"

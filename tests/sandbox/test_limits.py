@@ -8,7 +8,7 @@ import pytest
 
 from agentrl_sandbox.client import Outcome
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 FULL = (Outcome.ERROR, Outcome.OUTPUT_LIMIT)  # refused by a mount of its own, or ended by the watch
 
 

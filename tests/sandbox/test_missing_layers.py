@@ -9,7 +9,10 @@ import pytest
 
 from agentrl_sandbox.client import Outcome, SandboxSettings, UnisolatedError, UnknownSessionError
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a world without namespaces")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a world without namespaces"),
+]
 MISSING = {
     "container-abi0": {"scratch_only_writes", "no_foreign_reads"},
     "unprivileged-abi0": {"scratch_only_writes", "no_foreign_reads", "no_foreign_signals", "no_tracing"},

@@ -18,7 +18,7 @@ from agentrl_sandbox.client import Execution, Outcome, Sandbox, SandboxSettings,
 from agentrl_sandbox.errors import StartError
 from agentrl_sandbox.local.probes import probe
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 NOTHING = {"landlock": 0, "seccomp": 0, "own_users": 1}
 CUT_SHORT = {"stdout": "", "stderr": "", "exit_code": -9, "seconds": 20.0, "truncated": False}
 

@@ -13,6 +13,8 @@ import agentrl_sandbox
 from agentrl_sandbox.client import SandboxSettings
 from agentrl_sandbox.service.gateway_settings import GatewaySettings
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(agentrl_sandbox.__file__).parents[1]
 SHOWN = ["ok {2: 3, 3: 2, 5: 1}", "42"]
 

@@ -19,7 +19,7 @@ from agentrl_sandbox.client import (
     open_sandbox,
 )
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest.mark.parametrize(

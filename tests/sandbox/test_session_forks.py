@@ -12,7 +12,7 @@ from agentrl_sandbox.client import (
     SessionForkError,
 )
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def test_forks_diverge(sandbox, session):

@@ -11,7 +11,7 @@ from agentrl_sandbox.client import (
     Outcome,
 )
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def test_variables_imports_functions_and_files_stay(sandbox, session):

@@ -7,7 +7,7 @@ from sandbox.programs import LEAVE
 
 from agentrl_sandbox.client import Outcome, UnknownSessionError
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def test_state_and_files_stay_and_branches_diverge(everywhere):

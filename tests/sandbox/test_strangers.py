@@ -14,6 +14,7 @@ import pytest
 from sandbox.session_support import processes_below, until
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.parametrize("everywhere", ["namespaces", "user", "container", "unprivileged"], indirect=True),
 ]

@@ -12,6 +12,8 @@ import pytest
 
 import agentrl_sandbox
 
+pytestmark = pytest.mark.slow
+
 PROGRAMS = {
     "capabilities": "print([l.split()[1] for l in open('/proc/self/status') if l.startswith('Cap')])",
     "processes": (

@@ -17,6 +17,7 @@ from agentrl_sandbox.client import PROPERTIES, Outcome
 
 WORLDS = ["container", "unprivileged"]
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.parametrize("everywhere", WORLDS, indirect=True, scope="module"),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a world without namespaces"),

@@ -11,6 +11,8 @@ from ranks import finish, start_ranks
 
 from .accumulation_on_ranks import CLIP, COUNTS, STAGES
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("accumulation_on_ranks.py")
 
 

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 
 from agentrl.telemetry.run_directory import RunDirectory
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("runs_in_one_process.py")
 NAMES = ("ppo", "ppo_in_two", "dapo", "remax", "eob", "kl_cov")
 TIMINGS = ("time/", "tokens_per_s", "rollout/seconds")

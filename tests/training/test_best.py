@@ -105,6 +105,7 @@ def test_the_summary_says_which_was_best_and_whether_its_policy_is_there(checkpo
     assert best.line(record) == said
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_best_policy(command_line: CommandLine, random_policy: Path) -> None:
     # Two trajectories of two steps are an evaluation, twelve a training step: at step 2 the tally holds 57 to 60.
     run = command_line.folder / "runs" / "chosen"

@@ -132,6 +132,7 @@ def test_ranks_check_every_file_between_them(root: Path) -> None:
     assert sorted(found) == [f"{file} is not what was written" for file in sorted(whole)]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(command_line: CommandLine, random_policy: Path) -> None:
     command_line.run(*command_line.counting(random_policy, "name=hurt", "training.steps=3", "checkpoint.every=1"))
     checkpoints = command_line.folder / "runs" / "hurt" / "checkpoints"
@@ -150,6 +151,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(command_line: Co
 
 
 # The policy's export has 158 kB; the optimizer's state, of which each of two ranks writes half, 360 kB.
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "most", "what"), [(1, 80_000, "the best policy"), (2, 170_000, "a checkpoint")])
 def test_a_full_disk_ends_in_one_message_and_nothing_half_written_stays(
     command_line: CommandLine, random_policy: Path, ranks: int, most: int, what: str

@@ -139,6 +139,7 @@ def test_without_a_model_and_demonstrations_there_is_no_policy(tmp_path: Path, m
         read_cold_demonstrations(settings)
 
 
+@pytest.mark.slow
 def test_the_command_learns_a_file_without_a_compiler(command_line: CommandLine) -> None:
     rows = [
         {"problem": f"{n} + 1?", "answer": str(n + 1), "turns": [{"model": f"\\boxed{{{n + 1}}}"}]} for n in range(8)
@@ -164,6 +165,7 @@ def test_the_command_learns_a_file_without_a_compiler(command_line: CommandLine)
     assert "cold-start step" not in said
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_said_before_the_cold_start(command_line: CommandLine) -> None:
     said = command_line.run("train", *SMALL, "name=x", code=2, environment={"XDG_CACHE_HOME": "/dev/null/cache"})
     assert "error: cannot write the policy to /dev/null/cache/agentrl/coldstart/" in said

@@ -11,6 +11,8 @@ from ranks import finish, start_ranks
 
 from .energies_on_ranks import CASES, batch, make_model
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("energies_on_ranks.py")
 
 

@@ -11,6 +11,8 @@ from ranks import finish, start_ranks
 
 from .exchange_on_ranks import LENGTHS
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("exchange_on_ranks.py")
 GROUPS = len(LENGTHS) // 3
 

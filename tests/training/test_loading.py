@@ -13,6 +13,8 @@ from ranks import finish, start_ranks
 from agentrl.models.loading import read_model
 from agentrl.models.settings import ModelSettings
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("loading_on_ranks.py")
 
 

@@ -10,6 +10,8 @@ import torch
 from kernels.cases import needs_triton
 from ranks import finish, start_ranks
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("step_on_record.py")
 CASES = (
     "token_mean",

@@ -17,6 +17,8 @@ from agentrl.training.coldstart.demonstration_rendering import in_protocol
 from agentrl_envs.protocols.factory import make_protocol
 from agentrl_envs.types import Problem
 
+pytestmark = pytest.mark.slow
+
 PROBLEM = Problem(id="toy", statement="What is 2 + 3?", answer="5", source="toy")
 SHOWN = Demonstration(
     problem=PROBLEM,

@@ -7,9 +7,12 @@ import subprocess
 from pathlib import Path
 
 import psutil
+import pytest
 
 from .conftest import DEADLINE, CommandLine, wait_until
 from .test_schedules import groups_trained
+
+pytestmark = pytest.mark.slow
 
 # The estimator is one that the environment's module registers.
 TWO = ["--num-processes", "2", "rollout.problems_per_step=4", "algorithm.estimator=doubled"]

@@ -12,12 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from agentrl.telemetry.run_directory import RunDirectory
 
 from .conftest import DEADLINE, CommandLine, wait_until
+
+pytestmark = pytest.mark.slow
 
 KEYS = ("scores", "best")
 HEAD = "model.embed_tokens.weight"

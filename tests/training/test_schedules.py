@@ -15,6 +15,8 @@ from agentrl.telemetry.run_directory import RunDirectory
 
 from .conftest import DEADLINE, CommandLine, wait_until
 
+pytestmark = pytest.mark.slow
+
 SLOW = ["environment.kwargs.seconds=0.05", "rollout.concurrency=4", "training.steps=5", "evaluation.every=0"]
 WEIGHED = ["correction.weights=token", "telemetry.trajectories_every=1", "checkpoint.every=1"]
 

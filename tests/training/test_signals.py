@@ -30,6 +30,8 @@ from .test_ranks import assert_all_end, family
 from .test_resume import trajectories, without_timings
 from .test_schedules import groups_trained
 
+pytestmark = pytest.mark.slow
+
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:

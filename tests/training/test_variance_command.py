@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from agentrl.algorithms import ESTIMATORS
 from agentrl.lab.choices import EXCLUDED
 
 from .conftest import CommandLine
+
+pytestmark = pytest.mark.slow
 
 OWN = [
     "env=counting_env:CountingEnv",

@@ -16,7 +16,7 @@ from agentrl.telemetry.run_directory import RunDirectory
 
 from .conftest import DEADLINE, CommandLine, wait_until
 
-pytestmark = [pytest.mark.usefixtures("vllm_here"), pytest.mark.xdist_group("vllm")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("vllm_here"), pytest.mark.xdist_group("vllm")]
 
 STEPS = 3
 SERVED = ["rollout.engine=vllm", "rollout.vllm.replicas=2", f"training.steps={STEPS}", "rollout.concurrency=3"]

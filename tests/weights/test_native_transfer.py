@@ -21,6 +21,8 @@ from torch import nn
 from agentrl.weights.native import ServersClient, default_backend
 from agentrl.weights.sources import ParameterSource
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("record_transfer.py")
 GROUP = 40_000
 

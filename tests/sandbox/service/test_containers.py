@@ -28,7 +28,7 @@ from agentrl_sandbox.client import Outcome, Sandbox, SandboxSettings, StartError
 
 COMPOSE_FILE = Path(agentrl_sandbox.__file__).parents[1] / "compose.yaml"
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 def missing(why: str) -> None:

@@ -10,6 +10,8 @@ from docker.errors import DockerException
 from agentrl_sandbox.client import SandboxSettings, StartError
 from agentrl_sandbox.docker import DockerSandbox
 
+pytestmark = pytest.mark.slow
+
 
 class Engine:
     """Creates containers that cannot be started; ``left`` are those that were not removed."""

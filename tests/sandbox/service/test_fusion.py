@@ -14,6 +14,8 @@ from agentrl_sandbox.service.gateway.fusion import (
     run_jupyter,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def ended(outcome: Outcome, exit_code: int | None, **fields: object) -> Execution:
     given = {"stdout": "out", "stderr": "err", "seconds": 1.5, "truncated": False, "files": {}, **fields}

@@ -17,6 +17,8 @@ from agentrl_sandbox.service.pool import messages
 from agentrl_sandbox.types import PROPERTIES, Isolation
 from agentrl_sandbox.wire import FrameBuffer, FrameError, pack
 
+pytestmark = pytest.mark.slow
+
 HELLO = messages.hello(SandboxSettings(workers=4), Isolation(layers=dict.fromkeys(PROPERTIES, "x"), mode="root"))
 DONE = {"op": "execution", "outcome": "ok", "exit_code": 0, "seconds": 0.1, "truncated": False, "files": []}
 

@@ -21,6 +21,8 @@ from agentrl_sandbox.client import (
     open_sandbox,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def settings(gateway, **fields: object) -> SandboxSettings:
     return SandboxSettings(**{"url": gateway.url, "token": "the-token", "retry_deadline": 30.0, **fields})

@@ -17,6 +17,8 @@ from sandbox.session_support import until
 
 from agentrl_sandbox.client import Outcome, SandboxSettings, open_sandbox
 
+pytestmark = pytest.mark.slow
+
 READY_SECONDS = 90
 
 

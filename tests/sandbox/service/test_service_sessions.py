@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 
 async def opened(gateway) -> str:
     answer = await gateway.client.post("/v1/sessions", json={})
