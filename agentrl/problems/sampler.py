@@ -54,14 +54,6 @@ class ProblemSampler:
         """The next ``count`` problems."""
         return [self._draw() for _ in range(count)]
 
-    def epochs(self) -> dict[str, float]:
-        """Passes over each finite source so far, by its name."""
-        return {
-            source.name: position / source.size
-            for source, position in zip(self._mixture.sources, self._positions, strict=True)
-            if source.size is not None
-        }
-
     def state_dict(self) -> SamplerState:
         """The position."""
         return {

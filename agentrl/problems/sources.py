@@ -109,21 +109,9 @@ def load_source(settings: ProblemSourceSettings, *, seed: int = 0) -> LoadedSour
     return LoadedSource(source=FiniteSource(name, limited), report=report)
 
 
-def load_problems(path: str | Path, *, seed: int = 0) -> list[Problem]:
-    """Every problem of a file or data set, with the defaults of :class:`ProblemSourceSettings`."""
-    source = load_source(ProblemSourceSettings(path=str(path)), seed=seed).source
-    if source.size is None:
-        raise ProblemError(f"{path} never ends; draw from it with a ProblemSampler")
-    return [source.problem(index) for index in range(source.size)]
-
-
-def read_problems(settings: ProblemSourceSettings) -> list[Problem]:
-    """Every row of a file or data set as a problem, in order, repeats included; splits and limits are not applied."""
-    return [problem for _, problem in read_places(settings) if problem is not None]
-
-
 def read_places(settings: ProblemSourceSettings) -> Iterator[tuple[str, Problem | None]]:
-    """`read_problems` with the place of each row; None for a row that ``skip_unanswered`` leaves out."""
+    """Every row's place and problem, repeats included, without splits and limits; None for a row left out by
+    ``skip_unanswered``."""
     path = expand(settings.path)
     name = _name(settings, path)
     return _answered(settings, path, name)

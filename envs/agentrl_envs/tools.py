@@ -10,9 +10,8 @@ A tool of one's own is an object (or a class that is made without arguments) in 
         async def call(self, arguments):
             return CONSTANTS.get(arguments["constant"], "no such constant")
 
-What it returns is what the model reads. What went wrong through the model's fault is a text like any other; what the
-tool raises is a bug of the tool and ends the run. Arguments are checked before the call: they are a JSON object, hold
-what ``required`` names, and are of the ``type`` that ``properties`` say; no other keyword of JSON schema is checked.
+The model reads what it returns. A mistake of the model is a text like any other; what the tool raises is a bug of the
+tool and ends the run. Arguments are checked against ``parameters`` (JSON Schema, draft 2020-12) before the call.
 """
 
 from __future__ import annotations
@@ -23,20 +22,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from jsonschema import Draft202012Validator, SchemaError
+
 from agentrl_envs.episode import EnvironmentContractError
 from agentrl_envs.registry import TOOLS, PluginError, describe_error
 
 PYTHON = "python"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
-}
+_SHOWN_CHARACTERS = 300  # of what is wrong with arguments
 
 
 class ToolError(EnvironmentContractError):
@@ -76,15 +69,11 @@ class ToolSchema:
 
     def refusal(self, arguments: Mapping[str, Any]) -> str | None:
         """Why these arguments cannot be called with; None where they can."""
-        missing = [name for name in self.parameters.get("required", ()) if name not in arguments]
-        if missing:
-            return f"missing argument of {self.name}: {', '.join(missing)}"
-        properties = self.parameters.get("properties", {})
-        for name, value in arguments.items():
-            kind = properties.get(name, {}).get("type")
-            if isinstance(kind, str) and kind in _TYPES and not _is_a(value, kind):
-                return f"argument {name} of {self.name} must be of type {kind}"
-        return None
+        error = next(Draft202012Validator(self.parameters).iter_errors(arguments), None)
+        if error is None:
+            return None
+        place = f"argument {error.json_path.removeprefix('$.')}" if error.absolute_path else "arguments"
+        return f"{place} of {self.name}: {error.message[:_SHOWN_CHARACTERS]}"
 
 
 PYTHON_SCHEMA = ToolSchema(
@@ -160,15 +149,10 @@ def _lack(tool: Any) -> str | None:
         return "its description must be text"
     if not isinstance(tool.parameters, Mapping) or tool.parameters.get("type") != "object":
         return 'its parameters must be a JSON schema with "type": "object"'
+    try:
+        Draft202012Validator.check_schema(tool.parameters)
+    except SchemaError as error:
+        return f"its parameters are not a JSON schema: {error.message}"
     if not inspect.iscoroutinefunction(tool.call):
         return "its call must be an async function (arguments) -> str"
     return None
-
-
-def _is_a(value: Any, kind: str) -> bool:
-    """JSON's view: true and false are no numbers, and a number without a fraction is an integer."""
-    if isinstance(value, bool):
-        return kind == "boolean"
-    if kind == "integer" and isinstance(value, float):
-        return value.is_integer()
-    return isinstance(value, _TYPES[kind])

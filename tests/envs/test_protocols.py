@@ -214,8 +214,8 @@ def test_hermes_a_malformed_call_leaves_the_others() -> None:
         ('{"name": "bash", "arguments": {}}', "no tool 'bash'; there are: python"),
         ('{"name": "python"}', 'needs "arguments"'),
         ('{"name": "python", "arguments": "print(1)"}', 'needs "arguments"'),
-        ('{"name": "python", "arguments": {}}', "missing argument of python: code"),
-        ('{"name": "python", "arguments": {"code": 1}}', "argument code of python must be of type string"),
+        ('{"name": "python", "arguments": {}}', "arguments of python: 'code' is a required property"),
+        ('{"name": "python", "arguments": {"code": 1}}', "argument code of python: 1 is not of type 'string'"),
         ('{"name": "python", "arguments": {"code": "\\ud800"}}', "half of a surrogate pair"),
     ],
 )

@@ -51,6 +51,10 @@ class NoName(Lookup):
     name = "no name"
 
 
+class BadSchema(Lookup):
+    parameters: Mapping[str, Any] = {"type": "object", "properties": {"constant": {"type": "text"}}}
+
+
 class NoSchema(Lookup):
     parameters: Mapping[str, Any] = {"type": "string"}
 
@@ -84,6 +88,7 @@ def test_tools_are_found_by_name() -> None:
         ((f"{HERE}:NUMBER",), "is no tool: it lacks name, description, parameters, call"),
         ((f"{HERE}:NoName",), "its name 'no name' must be letters"),
         ((f"{HERE}:NoSchema",), 'a JSON schema with "type": "object"'),
+        ((f"{HERE}:BadSchema",), "its parameters are not a JSON schema: 'text' is not valid under"),
         ((f"{HERE}:Blocking",), "its call must be an async function"),
         ((f"{HERE}:Lookup", f"{HERE}:instance"), "two tools are called 'lookup'"),
     ],
@@ -99,10 +104,10 @@ def test_what_is_no_tool_is_said(names: tuple[str, ...], message: str) -> None:
     [
         ({"constant": "pi"}, None),
         ({"constant": "pi", "digits": 3.0, "more": []}, None),
-        ({}, "missing argument of lookup: constant"),
-        ({"constant": 3}, "argument constant of lookup must be of type string"),
-        ({"constant": "pi", "digits": True}, "argument digits of lookup must be of type integer"),
-        ({"constant": "pi", "digits": 2.5}, "argument digits of lookup must be of type integer"),
+        ({}, "arguments of lookup: 'constant' is a required property"),
+        ({"constant": 3}, "argument constant of lookup: 3 is not of type 'string'"),
+        ({"constant": "pi", "digits": True}, "argument digits of lookup: True is not of type 'integer'"),
+        ({"constant": "pi", "digits": 2.5}, "argument digits of lookup: 2.5 is not of type 'integer'"),
     ],
 )
 def test_arguments_are_checked_before_the_call(arguments: dict[str, Any], refusal: str | None) -> None:

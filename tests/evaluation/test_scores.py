@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.evaluation.results.scores import Interval, avg_at_k, pass_at_k, pass_at_powers, student_quantile
+from agentrl.evaluation.results.scores import Interval, avg_at_k, pass_at_k, student_quantile
 
 
 def wilson(mean: float, samples: float, quantile: float) -> tuple[float, float]:
@@ -115,15 +115,6 @@ def test_a_scripted_sampler_gives_the_closed_forms():
     assert at_2 == pytest.approx(1 - (0.7**2 + 0.2**2) / 2, abs=0.01)
     at_4 = np.mean([pass_at_k(samples, correct, 4) for correct in runs])
     assert at_4 == pytest.approx(1 - (0.7**4 + 0.2**4) / 2, abs=0.01)
-
-
-def test_pass_at_powers_stops_at_the_fewest_samples():
-    table = pass_at_powers([32, 31, 0], [32, 1, 0])
-    assert list(table) == [1, 2, 4, 8, 16, 31]
-    assert table[1] == pytest.approx((1 + 1 / 31) / 2)
-    assert table[31] == 1.0
-    with pytest.raises(ValueError, match="no problem has a sample"):
-        pass_at_powers([0], [0])
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(6, 2, 3), (5, 0, 2), (5, 5, 5), (7, 1, 7), (6, 4, 3)])

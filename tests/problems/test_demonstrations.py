@@ -1,36 +1,30 @@
-"""The demonstration file: what is written is read back, and what is wrong is said with its line."""
+"""The demonstration file: its rows are read, and what is wrong is said with its line."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
-from agentrl.problems.demonstrations.demonstration import read_demonstrations, write_demonstrations
+from agentrl.problems.demonstrations.demonstration import ShownTurn, read_demonstrations
 from agentrl.problems.demonstrations.loading import load_demonstrations
 from agentrl.problems.errors import EmptyProblemsError, ProblemError, ProblemFileError
+from agentrl_envs.types import Problem
 
 
-def test_written_demonstrations_are_read_back(tmp_path: Path):
-    made = ArithmeticSource(seed=0).demonstrations(40)
+def test_the_documented_schema_is_read(tmp_path: Path):
+    row = {"id": "a-0", "problem": "Box 7?", "answer": "43", "family": "box", "setup": "def open_box(n): ..."}
+    turns = [{"model": "```py\nopen_box(7)\n```", "observation": "\nCode execution result: 48\n"}, {"model": "43"}]
     path = tmp_path / "shown.jsonl"
-    assert write_demonstrations(path, made) == 40
-    read = read_demonstrations(path)
-    assert [shown.turns for shown in read] == [shown.turns for shown in made]
-    assert [replace(shown.problem, source="arithmetic") for shown in read] == [shown.problem for shown in made]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["shown.jsonl"]
-
-
-def test_the_schema_is_the_documented_one(tmp_path: Path):
-    path = tmp_path / "one.jsonl"
-    (made,) = ArithmeticSource(seed=0, families=["box_put"]).demonstrations(1)
-    write_demonstrations(path, [made])
-    row = json.loads(path.read_text(encoding="utf-8"))
-    assert set(row) == {"id", "problem", "answer", "family", "setup", "turns"}
-    assert [set(turn) for turn in row["turns"]] == [{"model", "observation"}] * 2
-    assert row["turns"][0]["observation"].startswith("\nCode execution result: ")
-    assert row["turns"][1]["observation"] == ""
+    path.write_text(json.dumps({**row, "turns": turns}) + "\n", encoding="utf-8")
+    (read,) = read_demonstrations(path)
+    assert read.problem == Problem(
+        id="a-0", statement="Box 7?", answer="43", source="shown", family="box", setup="def open_box(n): ..."
+    )
+    assert read.turns == (
+        ShownTurn(model="```py\nopen_box(7)\n```", observation="\nCode execution result: 48\n"),
+        ShownTurn(model="43"),
+    )
 
 
 GOOD = {"id": "a", "problem": "1+1?", "answer": "2", "turns": [{"model": "\\boxed{2}"}]}

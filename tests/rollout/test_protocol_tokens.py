@@ -219,7 +219,10 @@ async def test_thoughts_stay_in_the_conversation_as_they_were_sampled() -> None:
         ("<tool_call>{not json}</tool_call>", "there must be one JSON object"),
         ('<tool_call>{"name": "python", "arguments": {"code": "1"}}', "is not closed by </tool_call>"),
         ('<tool_call>{"name": "perl", "arguments": {}}</tool_call>', "there is no tool 'perl'; there are: python"),
-        ('<tool_call>{"name": "python", "arguments": {}}</tool_call>', "missing argument of python: code"),
+        (
+            '<tool_call>{"name": "python", "arguments": {}}</tool_call>',
+            "arguments of python: 'code' is a required property",
+        ),
     ],
 )
 async def test_a_malformed_call_is_answered_and_the_episode_goes_on(turn: str, error: str) -> None:

@@ -95,21 +95,6 @@ def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> float:
     return 1.0 - math.fsum(missed) / len(missed)
 
 
-def pass_at_powers(samples: ArrayLike, correct: ArrayLike) -> dict[int, float]:
-    """pass@k for k = 1, 2, 4, ... and the fewest samples that any problem has; problems without any are left out.
-
-    >>> {k: round(share, 3) for k, share in pass_at_powers([6, 6], [1, 3]).items()}
-    {1: 0.333, 2: 0.567, 4: 0.833, 6: 1.0}
-    """
-    n, c = counts_of(samples, correct)
-    kept = n > 0
-    if not kept.any():
-        raise ValueError("no problem has a sample: there is nothing to score")
-    fewest = int(n[kept].min())
-    powers = [1 << exponent for exponent in range(fewest.bit_length())]
-    return {k: pass_at_k(n[kept], c[kept], k) for k in sorted({*powers, fewest})}
-
-
 def counts_of(samples: ArrayLike, correct: ArrayLike) -> tuple[Floats, Floats]:
     """Both as vectors of floats. Raises ValueError on impossible counts."""
     n, c = np.asarray(samples, dtype=np.float64), np.asarray(correct, dtype=np.float64)

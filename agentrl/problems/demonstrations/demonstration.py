@@ -11,8 +11,6 @@ One JSON object a line::
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,21 +63,8 @@ def tokenizer_corpus(demonstrations: Iterable[Demonstration]) -> Iterator[str]:
     return (demonstration.text for demonstration in demonstrations)
 
 
-def write_demonstrations(path: str | Path, demonstrations: Iterable[Demonstration]) -> int:
-    """Write one JSON object a line and return how many; the file appears whole or not at all."""
-    target = Path(path)
-    partial = target.with_name(target.name + ".partial")
-    count = 0
-    with partial.open("w", encoding="utf-8") as out:
-        for demonstration in demonstrations:
-            out.write(json.dumps(_to_row(demonstration), ensure_ascii=False) + "\n")
-            count += 1
-    os.replace(partial, target)
-    return count
-
-
 def read_demonstrations(path: str | Path) -> list[Demonstration]:
-    """Read a file of :func:`write_demonstrations` or of the same schema.
+    """Read a JSONL file of the schema above.
 
     Raises ProblemFileError (missing file, malformed line), ProblemFieldError (a row that is not a demonstration) and
     EmptyProblemsError; messages name file and line.
@@ -89,17 +74,6 @@ def read_demonstrations(path: str | Path) -> list[Demonstration]:
     if not found:
         raise EmptyProblemsError(f"{path}: no demonstrations in this file")
     return found
-
-
-def _to_row(demonstration: Demonstration) -> dict[str, Any]:
-    problem = demonstration.problem
-    row: dict[str, Any] = {"id": problem.id, "problem": problem.statement, "answer": problem.answer}
-    if problem.family:
-        row["family"] = problem.family
-    if problem.setup:
-        row["setup"] = problem.setup
-    row["turns"] = [{"model": turn.model, "observation": turn.observation} for turn in demonstration.turns]
-    return row
 
 
 def _from_row(row: dict[str, Any], place: str, source: str) -> Demonstration:

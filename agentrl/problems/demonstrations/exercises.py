@@ -253,4 +253,3 @@ _ALL = (
 )  # fmt: skip
 
 FAMILIES: Mapping[str, ExerciseFamily] = {family.name: family for family in _ALL}
-REVEAL_FAMILIES: tuple[str, ...] = tuple(family.name for family in _ALL if family.reveals)

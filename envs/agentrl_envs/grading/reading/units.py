@@ -70,7 +70,6 @@ _POWER = r"\s*(?:\^\s*\{?\s*([23])\s*\}?)?"
 _STYLED = re.compile(rf"(?P<rest>.*?[\w}})|\]!%])\s*(?P<words>{_STYLE}(?:\s*{_STYLE})*){_POWER}\s*", re.DOTALL)
 _PLAIN = re.compile(rf"(?P<rest>(?:.*[\d}})%])?)\s*(?<![A-Za-z\\])(?P<words>[A-Za-z][A-Za-z./ -]+){_POWER}", re.DOTALL)
 _DOLLARS = re.compile(r"(?P<sign>[+-]?)\s*\\?\$\s*(?P<rest>[^$]*)|(?P<before>[^$]*?)\s*\\?\$")
-_CURRENCY = re.compile(r"[€£¥]")
 _DEGREES = re.compile(r"(?P<rest>.*[\d})])\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})(?:\s*[CF])?", re.DOTALL)
 _COUNTED = re.compile(r"(?:[-+\d.,/]+|-?\\frac *(?:\{\d+\}\{\d+\}|\d\d)) [a-z]{4,}(?: [a-z]+)*")  # 12 apples
 _INSIDE = re.compile(_STYLE)
