@@ -212,7 +212,8 @@ def variance(
     quieten_libraries()
     set_determinism(settings.training)
     set_threads(settings, processes=1)
-    variance_command(settings, starting_policy(settings, Console(settings.telemetry)), lab, drawn, output)
+    policy = starting_policy(settings, Console(settings.telemetry))
+    variance_command(settings, policy, lab, drawn, output, head_backend=settings.training.head_backend)
 
 
 @app.command(name="serve-policy")

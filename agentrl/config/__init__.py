@@ -4,13 +4,11 @@ from agentrl.config.checks import Command, check_settings, settings_warnings
 from agentrl.config.compare import RESUME_MAY_CHANGE, dump_yaml, may_change_on_resume, resume_conflicts, settings_diff
 from agentrl.config.layers import load_settings, run_config_of
 from agentrl.config.overlays import find_config, shipped_config, shipped_configs
-from agentrl.config.settings import DataSettings, EnvironmentOptions, Settings
+from agentrl.config.settings import Settings
 
 __all__ = [
     "RESUME_MAY_CHANGE",
     "Command",
-    "DataSettings",
-    "EnvironmentOptions",
     "Settings",
     "check_settings",
     "dump_yaml",

@@ -6,8 +6,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl.evaluation.settings import EvaluationSettings
 from agentrl.models.settings import ModelSettings
-from agentrl.problems.settings import ProblemSourceSettings
-from agentrl.rollout.settings import RolloutSettings
+from agentrl.problems.settings import DataSettings
+from agentrl.rollout.settings import RewardSettings, RolloutSettings
 from agentrl.telemetry.settings import TelemetrySettings
 from agentrl.training.settings import (
     AlgorithmSettings,
@@ -17,31 +17,15 @@ from agentrl.training.settings import (
     CriticSettings,
     KLSettings,
     OptimizerSettings,
-    RewardSettings,
     TrainingSettings,
 )
 from agentrl_envs.grading.settings import GraderSettings
 from agentrl_envs.registry import ENVIRONMENTS
-from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
+from agentrl_envs.settings import EnvironmentOptions, ReasoningSettings, SimpleTIRSettings
 from agentrl_sandbox.settings import SandboxSettings
 
 SIMPLETIR = "simpletir"
 REASONING = "reasoning"
-
-
-class DataSettings(BaseModel):
-    """Where the problems come from; several sources of one list are mixed by their weights."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    train: list[ProblemSourceSettings] = Field([], description="what is trained on")
-    eval: list[ProblemSourceSettings] = Field([], description="what is evaluated before, during and after")
-
-
-class EnvironmentOptions(BaseModel):
-    """Keyword arguments of an environment that is not ours; ``model_extra`` holds them as a dictionary."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
 
 
 class Settings(BaseModel):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from agentrl.problems.settings import DataSettings
+from agentrl.rollout.settings import EngineSections, EnvironmentSections
+from agentrl.telemetry.settings import TelemetrySettings
 
 REQUEST_FIELDS = ("system_prompt", "top_k", "min_p", "limit_field", "extra_body")
 """What changes an endpoint's requests beside the sampling that every engine knows."""
@@ -127,3 +131,16 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """``agentrl eval --preset NAME``: values under what else the command line says."""
+
+
+class EvaluationSections(EnvironmentSections, EngineSections, Protocol):
+    """The sections of a run's settings that an evaluation needs."""
+
+    @property
+    def data(self) -> DataSettings: ...
+    @property
+    def evaluation(self) -> EvaluationSettings: ...
+    @property
+    def telemetry(self) -> TelemetrySettings: ...
+    def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self:
+        """The settings with other sections."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from agentrl.errors import SettingsError, WorldError
+from agentrl.kernels import Backend
 from agentrl.lab.choices import Choice, read_choices
 from agentrl.lab.measure import measure
 from agentrl.lab.plots import draw_all
@@ -33,7 +34,7 @@ from agentrl_envs.registry import resolve_environment
 from agentrl_envs.types import Problem
 
 if TYPE_CHECKING:
-    from agentrl.config import Settings
+    from agentrl.lab.settings import LabSections
 
 # A temperature at which the most likely token is all but certain.
 _GREEDY = 1e-4
@@ -42,7 +43,7 @@ _MORE_PROBLEMS, _MORE_SAMPLES = 2.0, 1.1
 
 
 def prepare(
-    settings: Settings, *, problems: str | None, group_sizes: str | None, estimators: str | None, samples: int | None
+    settings: LabSections, *, problems: str | None, group_sizes: str | None, estimators: str | None, samples: int | None
 ) -> tuple[LabSettings, list[Problem]]:
     """What the command line's texts mean, checked before a policy is made or anything is sampled.
 
@@ -88,7 +89,13 @@ def check_lab(lab: LabSettings) -> tuple[Choice, ...]:
 
 
 def variance_command(
-    settings: Settings, model: str, lab: LabSettings, problems: Sequence[Problem], output: Path
+    settings: LabSections,
+    model: str,
+    lab: LabSettings,
+    problems: Sequence[Problem],
+    output: Path,
+    *,
+    head_backend: Backend,
 ) -> list[Line]:
     """Measure with the policy in ``model`` on ``problems`` and write result and pictures to ``output``."""
     choices = check_lab(lab)
@@ -111,7 +118,7 @@ def variance_command(
     console.note(
         f"sampled: {len(played)} problems x {lab.samples} trajectories; measured on {len(groups)} of them{left_out}"
     )
-    policy = PolicyModel(causal_lm, backend=settings.training.head_backend)
+    policy = PolicyModel(causal_lm, backend=head_backend)
     temperature = settings.rollout.temperature
     samples = [
         look_at(policy, group, pad_id=codec.pad_id, temperature=temperature, budget=lab.micro_batch_tokens,
@@ -143,7 +150,7 @@ def variance_command(
     return lines
 
 
-def lab_problems(settings: Settings, lab: LabSettings, given: str | None) -> tuple[LabSettings, list[Problem]]:
+def lab_problems(settings: LabSections, lab: LabSettings, given: str | None) -> tuple[LabSettings, list[Problem]]:
     """What ``--problems`` means: a number of problems of data.train, or a problem file; none: the lab's number."""
     if given is not None and given.isdigit():
         if int(given) < 2:
@@ -161,7 +168,7 @@ def lab_problems(settings: Settings, lab: LabSettings, given: str | None) -> tup
 
 
 async def _play(
-    settings: Settings,
+    settings: LabSections,
     causal_lm: Any,
     environment: Environment,
     codec: TextCodec,
@@ -178,7 +185,7 @@ async def _play(
             codec=codec,
             settings=settings.rollout,
             seed=settings.seed,
-            reward=build_reward(settings),
+            reward=build_reward(settings.reward),
         )
         requests = [RolloutRequest(index=index, problem=problem) for index, problem in enumerate(problems)]
         size = round(lab.samples * _MORE_SAMPLES)

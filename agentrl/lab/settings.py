@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from pydantic import BaseModel, ConfigDict, Field
+
+from agentrl.problems.settings import DataSettings
+from agentrl.rollout.settings import EngineSections, EnvironmentSections, RewardSettings
+from agentrl.telemetry.settings import TelemetrySettings
 
 
 class LabSettings(BaseModel):
@@ -25,3 +31,14 @@ class LabSettings(BaseModel):
     score_memory: int = Field(
         2 << 30, ge=0, description="bytes for one gradient a trajectory, which saves backward passes; 0: none are kept"
     )
+
+
+class LabSections(EnvironmentSections, EngineSections, Protocol):
+    """The sections of a run's settings that a measurement needs."""
+
+    @property
+    def data(self) -> DataSettings: ...
+    @property
+    def reward(self) -> RewardSettings: ...
+    @property
+    def telemetry(self) -> TelemetrySettings: ...

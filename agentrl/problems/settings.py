@@ -80,3 +80,12 @@ class ProblemSourceSettings(BaseModel):
             if wrong:
                 raise ValueError(f"{wrong[0]} belongs to builtin:arithmetic, not to {self.path}")
         return self
+
+
+class DataSettings(BaseModel):
+    """Where the problems come from; several sources of one list are mixed by their weights."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    train: list[ProblemSourceSettings] = Field([], description="what is trained on")
+    eval: list[ProblemSourceSettings] = Field([], description="what is evaluated before, during and after")

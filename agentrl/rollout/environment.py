@@ -14,10 +14,10 @@ from agentrl_envs.settings import GymnasiumSettings, SimpleTIRSettings
 from agentrl_envs.tools import load_tools
 
 if TYPE_CHECKING:
-    from agentrl.config import Settings
+    from agentrl.rollout.settings import EnvironmentSections, RewardSettings
 
 
-def build_environment(settings: Settings, chat: ChatFormat | None = None) -> Environment:
+def build_environment(settings: EnvironmentSections, chat: ChatFormat | None = None) -> Environment:
     """The environment of ``settings.env``, not yet open; a plain gymnasium class gets its options as they are.
 
     ``chat``: of the model that plays, by :func:`chat_format`.
@@ -28,7 +28,7 @@ def build_environment(settings: Settings, chat: ChatFormat | None = None) -> Env
     return factory(GymnasiumSettings(**(settings.environment.model_extra or {})))
 
 
-def chat_format(settings: Settings, tokenizer: Any, name: str) -> ChatFormat | None:
+def chat_format(settings: EnvironmentSections, tokenizer: Any, name: str) -> ChatFormat | None:
     """The chat template of the model ``name`` where the environment's protocol needs one; None where it does not.
 
     Raises SettingsError where it does and there is none that it can speak.
@@ -44,18 +44,17 @@ def chat_format(settings: Settings, tokenizer: Any, name: str) -> ChatFormat | N
     )
 
 
-def build_reward(settings: Settings) -> Reward | None:
+def build_reward(reward: RewardSettings) -> Reward | None:
     """The user's reward. Raises PluginError where ``reward.function`` leads to none."""
-    reward = settings.reward
     return None if reward.function is None else Reward(reward.function, deadline=reward.deadline)
 
 
-def needs_chat_format(settings: Settings) -> bool:
+def needs_chat_format(settings: EnvironmentSections) -> bool:
     """Whether the environment's protocol writes in the model's chat template."""
     return isinstance(settings.environment, SimpleTIRSettings) and settings.environment.protocol == "hermes"
 
 
-def environment_and_codec(settings: Settings, tokenizer: Any, name: str) -> tuple[Environment, TextCodec]:
+def environment_and_codec(settings: EnvironmentSections, tokenizer: Any, name: str) -> tuple[Environment, TextCodec]:
     """What a driver needs beside an engine, for the model ``name``: the environment is not yet open."""
     chat = chat_format(settings, tokenizer, name)
     return build_environment(settings, chat), build_codec(tokenizer, name, chat)

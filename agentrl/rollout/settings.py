@@ -1,10 +1,16 @@
-"""Settings of rollouts: how many trajectories, how long, how sampled and by which engine."""
+"""Settings of rollouts: how many trajectories, how long, how sampled, by which engine and how rewarded."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+if TYPE_CHECKING:
+    from agentrl.models.settings import ModelSettings
+    from agentrl_envs.grading.settings import GraderSettings
+    from agentrl_envs.settings import EnvironmentOptions, ReasoningSettings, SimpleTIRSettings
+    from agentrl_sandbox.client import SandboxSettings
 
 
 class VLLMSettings(BaseModel):
@@ -127,3 +133,75 @@ class RolloutSettings(BaseModel):
     def staleness_bound(self) -> int:
         """Training steps that no token may be older than when it is trained."""
         return {"synchronous": 0, "overlapped": 1, "asynchronous": self.max_staleness}[self.schedule]
+
+
+class RewardSettings(BaseModel):
+    """What a trajectory is worth, and what is added to that before advantages. Filters do not see what is added."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    function: str | None = Field(
+        None,
+        pattern=r"^[^:\s]+(:[^:\s]+)?$",
+        json_schema_extra={"form": "module:function or a registered name"},
+        description="function that computes a trajectory's reward; null: the environment's own reward",
+    )
+    deadline: float = Field(30.0, gt=0, description="seconds reward.function may take; then the trajectory is no data")
+
+    overlong_buffer: int = Field(
+        0,
+        ge=0,
+        description="soft penalty for length (DAPO): 0 up to overlong_limit - overlong_buffer model tokens, then "
+        "falling to -1 at overlong_limit; 0: none",
+    )
+    overlong_limit: int | None = Field(
+        None, ge=1, description="model tokens from which the penalty is full; none: rollout.max_response_tokens"
+    )
+    overlong_factor: float = Field(1.0, ge=0, description="what the penalty is multiplied by")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RewardSettings:
+        if self.overlong_limit is not None and self.overlong_buffer > self.overlong_limit:
+            raise ValueError(
+                f"overlong_buffer={self.overlong_buffer} is above overlong_limit={self.overlong_limit}: the penalty "
+                "cannot begin below 0 tokens"
+            )
+        return self
+
+
+class EnvironmentSections(Protocol):
+    """The sections of a run's settings that say which environment is played."""
+
+    @property
+    def env(self) -> str: ...
+    @property
+    def environment(self) -> SimpleTIRSettings | ReasoningSettings | EnvironmentOptions: ...
+    @property
+    def sandbox(self) -> SandboxSettings: ...
+    @property
+    def grader(self) -> GraderSettings: ...
+
+
+class EngineSections(Protocol):
+    """The sections of a run's settings that say which policy samples, and how."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def model(self) -> ModelSettings: ...
+    @property
+    def rollout(self) -> RolloutSettings: ...
+
+
+class ResponseLimit(Protocol):
+    """The section ``evaluation``, as far as the size of a server depends on it."""
+
+    @property
+    def max_response_tokens(self) -> int | None: ...
+
+
+class ServerSections(EngineSections, Protocol):
+    """The sections of a run's settings that say which servers are needed."""
+
+    @property
+    def evaluation(self) -> ResponseLimit: ...

@@ -84,38 +84,6 @@ class AlgorithmSettings(_Settings):
         return self
 
 
-class RewardSettings(_Settings):
-    """What a trajectory is worth, and what is added to that before advantages. Filters do not see what is added."""
-
-    function: str | None = Field(
-        None,
-        pattern=r"^[^:\s]+(:[^:\s]+)?$",
-        json_schema_extra={"form": "module:function or a registered name"},
-        description="function that computes a trajectory's reward; null: the environment's own reward",
-    )
-    deadline: float = Field(30.0, gt=0, description="seconds reward.function may take; then the trajectory is no data")
-
-    overlong_buffer: int = Field(
-        0,
-        ge=0,
-        description="soft penalty for length (DAPO): 0 up to overlong_limit - overlong_buffer model tokens, then "
-        "falling to -1 at overlong_limit; 0: none",
-    )
-    overlong_limit: int | None = Field(
-        None, ge=1, description="model tokens from which the penalty is full; none: rollout.max_response_tokens"
-    )
-    overlong_factor: float = Field(1.0, ge=0, description="what the penalty is multiplied by")
-
-    @model_validator(mode="after")
-    def _consistent(self) -> RewardSettings:
-        if self.overlong_limit is not None and self.overlong_buffer > self.overlong_limit:
-            raise ValueError(
-                f"overlong_buffer={self.overlong_buffer} is above overlong_limit={self.overlong_limit}: the penalty "
-                "cannot begin below 0 tokens"
-            )
-        return self
-
-
 class KLSettings(_Settings):
     """A penalty for leaving a frozen reference policy."""
 

@@ -112,3 +112,9 @@ class GymnasiumSettings(BaseModel):
     kwargs: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
     threads: int = Field(default=32, ge=1, description="blocking calls (reset, step, close) that may run at once")
     call_deadline: float = Field(default=300.0, gt=0, description="seconds one blocking call may take")
+
+
+class EnvironmentOptions(BaseModel):
+    """Keyword arguments of an environment that is not ours; ``model_extra`` holds them as a dictionary."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)

@@ -12,7 +12,6 @@ import yaml
 from config.support import overlay, refused
 
 from agentrl.config import (
-    EnvironmentOptions,
     Settings,
     dump_yaml,
     load_settings,
@@ -26,7 +25,7 @@ from agentrl.config import (
 from agentrl.config.compare import RESUME_MAY_CHANGE
 from agentrl.config.messages import RENAMED, known_keys, nearest_key
 from agentrl.config.overlays import parse_yaml
-from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
+from agentrl_envs.settings import EnvironmentOptions, ReasoningSettings, SimpleTIRSettings
 
 # Layers
 

@@ -15,6 +15,7 @@ import torch
 from agentrl.kernels import Backend, triton_obstacle
 from agentrl.models.policy import PolicyModel
 from agentrl.models.value import ValueModel
+from agentrl.rollout.settings import RewardSettings
 from agentrl.rollout.worker import RolloutBatch
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, start_distributed
 from agentrl.training.settings import (
@@ -23,7 +24,6 @@ from agentrl.training.settings import (
     CriticSettings,
     KLSettings,
     OptimizerSettings,
-    RewardSettings,
     TrainingSettings,
 )
 from agentrl.training.step.batching import plan_step

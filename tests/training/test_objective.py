@@ -11,7 +11,8 @@ from torch import Tensor
 from training.rows import scored_rows
 
 from agentrl.algorithms import Correction
-from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings, RewardSettings
+from agentrl.rollout.settings import RewardSettings
+from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings
 from agentrl.training.step.objective import PolicyObjective
 from agentrl.training.step.objective_settings import ObjectiveSettings
 from agentrl.training.step.rows import LossRows

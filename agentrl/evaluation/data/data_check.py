@@ -12,10 +12,10 @@ from agentrl.telemetry.console import Console
 from agentrl_envs.grading import Grader
 
 if TYPE_CHECKING:
-    from agentrl.config import Settings
+    from agentrl.evaluation.settings import EvaluationSections
 
 
-def check_data_command(settings: Settings, request: EvaluationRequest) -> list[DataCheck]:
+def check_data_command(settings: EvaluationSections, request: EvaluationRequest) -> list[DataCheck]:
     """Say what is wrong with each benchmark: counts, repeats, ids, and gold answers that do not verify.
 
     Raises SettingsError where anything is.
@@ -33,7 +33,7 @@ def check_data_command(settings: Settings, request: EvaluationRequest) -> list[D
     return checks
 
 
-async def _check(settings: Settings, request: EvaluationRequest) -> list[DataCheck]:
+async def _check(settings: EvaluationSections, request: EvaluationRequest) -> list[DataCheck]:
     grader = Grader(settings.grader)
     try:
         return [await check_benchmark(name, grader, data_dir=request.data_dir) for name in request.benchmarks]

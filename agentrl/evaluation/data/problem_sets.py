@@ -14,7 +14,7 @@ from agentrl.problems.sources import evaluation_set, load_source
 from agentrl_envs.types import Problem
 
 if TYPE_CHECKING:
-    from agentrl.config import Settings
+    from agentrl.evaluation.settings import EvaluationSections
 
 FALSIFIED = " (observations falsified)"
 
@@ -43,7 +43,7 @@ class ProblemSet:
         return {"revision": self.revision, "sha256": self.sha256, "problems": len(self.problems)}
 
 
-def problem_sets(settings: Settings, names: Sequence[str], data_dir: Path | None) -> list[ProblemSet]:
+def problem_sets(settings: EvaluationSections, names: Sequence[str], data_dir: Path | None) -> list[ProblemSet]:
     """The benchmarks of ``names``, or what ``data.eval`` holds out; with ``evaluation.falsified`` once more falsified.
 
     Raises SettingsError where nothing is named, a name comes twice, or a benchmark cannot be had as it must be.
@@ -57,12 +57,12 @@ def problem_sets(settings: Settings, names: Sequence[str], data_dir: Path | None
     return sets + (_falsified(sets) if settings.evaluation.falsified else [])
 
 
-def held_out_problems(settings: Settings) -> list[Problem]:
+def held_out_problems(settings: EvaluationSections) -> list[Problem]:
     """``evaluation.problems`` problems of each source in ``data.eval``."""
     return [problem for one in _held_out(settings) for problem in one.problems]
 
 
-def _held_out(settings: Settings) -> list[ProblemSet]:
+def _held_out(settings: EvaluationSections) -> list[ProblemSet]:
     """A set for each source of ``data.eval``, by its name; a name that comes twice gets a number."""
     found: dict[str, ProblemSet] = {}
     for entry in settings.data.eval:

@@ -10,12 +10,12 @@ from agentrl.evaluation.play.text_engine import TextEngine
 from agentrl.evaluation.records.provenance import chosen_engine
 
 if TYPE_CHECKING:
-    from agentrl.config import Settings
     from agentrl.evaluation.play.players import Player
+    from agentrl.evaluation.settings import EvaluationSections
     from agentrl_envs.episode import Environment
 
 
-async def open_endpoint(settings: Settings) -> OpenedEndpoint:
+async def open_endpoint(settings: EvaluationSections) -> OpenedEndpoint:
     """The endpoint ``evaluation.endpoint``, once it has answered. SettingsError and WorldError say what fails."""
     engine = TextEngine(settings.evaluation.endpoint)
     try:
@@ -31,7 +31,7 @@ class OpenedEndpoint:
     """An endpoint that has answered."""
 
     engine: TextEngine
-    settings: Settings
+    settings: EvaluationSections
 
     @property
     def concurrency(self) -> int:

@@ -22,7 +22,7 @@ from agentrl.rollout.environment import build_codec, build_environment, chat_for
 from agentrl_envs.episode import Environment
 
 if TYPE_CHECKING:
-    from agentrl.config import Settings
+    from agentrl.evaluation.settings import EvaluationSections
 
 
 class OpenedEngine(Protocol):
@@ -53,7 +53,7 @@ class OpenedEngine(Protocol):
     async def close(self) -> None: ...
 
 
-async def open_engine(settings: Settings, folder: Path) -> OpenedEngine:
+async def open_engine(settings: EvaluationSections, folder: Path) -> OpenedEngine:
     """``rollout.engine`` over the model in ``model.path``, open. SettingsError and WorldError say what fails.
 
     ``settings`` have evaluation's limits. ``folder``: for the logs of vLLM servers that are started here.
@@ -84,7 +84,7 @@ async def open_engine(settings: Settings, folder: Path) -> OpenedEngine:
     )
 
 
-def _codec(settings: Settings, path: str) -> TextCodec:
+def _codec(settings: EvaluationSections, path: str) -> TextCodec:
     tokenizer = read_tokenizer(path)
     if settings.evaluation.chat_template:
         return TemplatedCodec(tokenizer, path, generation_ends=read_generation_ends(path))
@@ -96,7 +96,7 @@ def _positions(config: Any | None) -> int | None:
     return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def environment_of(settings: Settings) -> Environment:
+def environment_of(settings: EvaluationSections) -> Environment:
     """The environment of an evaluation, not yet open. An endpoint's template is its own: no protocol writes in it."""
     path = settings.model.path
     if path is None or settings.evaluation.endpoint.url is not None or not needs_chat_format(settings):
@@ -110,7 +110,7 @@ class OpenedModel:
 
     engine: Engine
     codec: TextCodec
-    settings: Settings
+    settings: EvaluationSections
     fingerprint: str
     record: Mapping[str, Any]
     positions: int | None = None

@@ -9,11 +9,11 @@ from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment
 
 if TYPE_CHECKING:
-    from agentrl.config import Settings
+    from agentrl.evaluation.settings import EvaluationSections
     from agentrl.rollout.settings import RolloutSettings
 
 
-def evaluation_rollout(settings: Settings) -> RolloutSettings:
+def evaluation_rollout(settings: EvaluationSections) -> RolloutSettings:
     """``settings.rollout`` with the token limits and the temperature of evaluation."""
     own = settings.evaluation
     rollout = settings.rollout
@@ -28,7 +28,7 @@ def evaluation_rollout(settings: Settings) -> RolloutSettings:
     )
 
 
-def evaluation_settings(settings: Settings) -> Settings:
+def evaluation_settings(settings: EvaluationSections) -> EvaluationSections:
     """``settings`` whose environment and rollouts have the limits of evaluation.
 
     ``evaluation.max_turns`` is for episodes with tools; other environments bring a limit of their own.
@@ -40,7 +40,7 @@ def evaluation_settings(settings: Settings) -> Settings:
     return settings.model_copy(update=update)
 
 
-def evaluation_environment(environment: Environment, settings: Settings) -> Environment:
+def evaluation_environment(environment: Environment, settings: EvaluationSections) -> Environment:
     """An open ``environment`` with evaluation's turns in place of its own; what it shares stays its to close."""
     turns = settings.evaluation.max_turns
     if turns is None or not isinstance(environment, SimpleTIREnvironment):

@@ -32,14 +32,14 @@ from agentrl_envs.grading import Grader
 from agentrl_envs.types import Ended, Verdict
 
 if TYPE_CHECKING:
-    from agentrl.config import Settings
     from agentrl.evaluation.play.engines import OpenedEngine
+    from agentrl.evaluation.settings import EvaluationSections
 
 _DISPLAY_EVERY = (1.0, 15.0)  # seconds between two updates of a live display, and between two plain lines
 _FAILURES_IN_A_ROW = 100
 
 
-def evaluate_command(settings: Settings, request: EvaluationRequest) -> dict[str, Any]:
+def evaluate_command(settings: EvaluationSections, request: EvaluationRequest) -> dict[str, Any]:
     """Evaluate, print the tables and return ``results.json``. Ctrl-C leaves what is finished; the command continues."""
     n = settings.evaluation.samples
     for k in request.ks:
@@ -59,7 +59,7 @@ def evaluate_command(settings: Settings, request: EvaluationRequest) -> dict[str
 
 
 @contextmanager
-def _endpoint(settings: Settings, runner: asyncio.Runner) -> Iterator[OpenedEndpoint | None]:
+def _endpoint(settings: EvaluationSections, runner: asyncio.Runner) -> Iterator[OpenedEndpoint | None]:
     """The endpoint, if one samples: asked before the problems are read and anything heavy is imported."""
     if settings.evaluation.endpoint.url is None:
         yield None
@@ -76,7 +76,7 @@ class Evaluation:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: EvaluationSections,
         sets: Sequence[ProblemSet],
         request: EvaluationRequest,
         output: Path,
@@ -248,7 +248,7 @@ class _Display:
 
 def finish(
     directory: EvaluationDirectory,
-    settings: Settings,
+    settings: EvaluationSections,
     sets: Sequence[ProblemSet],
     request: EvaluationRequest,
     console: Console,
@@ -285,7 +285,7 @@ def _warn_of_unreadable_golds(results: dict[str, Any], console: Console) -> None
 
 async def _results(
     directory: EvaluationDirectory,
-    settings: Settings,
+    settings: EvaluationSections,
     sets: Sequence[ProblemSet],
     index: RolloutIndex,
     ks: Sequence[int],
@@ -297,7 +297,7 @@ async def _results(
         await grader.close()
 
 
-def default_output(settings: Settings, sets: Sequence[ProblemSet]) -> Path:
+def default_output(settings: EvaluationSections, sets: Sequence[ProblemSet]) -> Path:
     """``evaluations/MODEL-DIGEST``: the same command finds the same directory, another one another."""
     endpoint = settings.evaluation.endpoint
     named = endpoint.model or "endpoint" if endpoint.url is not None else str(settings.model.path)

@@ -20,7 +20,7 @@ from agentrl.weights.checksums import checksums, with_head
 from agentrl.weights.verify import Probe, Verifier
 
 if TYPE_CHECKING:
-    from agentrl.config import Settings
+    from agentrl.evaluation.settings import EvaluationSections
 
 # What the servers and the model score to be compared: text of the kind that is played, of no benchmark.
 PROBE = """A farmer has 12 boxes with 25 apples each. He sells 30 % of all apples and gives a quarter of the rest away.
@@ -42,7 +42,7 @@ class _Reference:
     probe: Probe
 
 
-async def open_servers(settings: Settings, codec: TextCodec, folder: Path) -> tuple[VLLMEngine, str]:
+async def open_servers(settings: EvaluationSections, codec: TextCodec, folder: Path) -> tuple[VLLMEngine, str]:
     """The engine over ``rollout.vllm``'s servers, open, and the fingerprint of the model in ``model.path``.
 
     ``folder``: for the logs of servers that are started here. Nothing trains beside an evaluation: ``colocated`` ones
@@ -63,7 +63,7 @@ async def open_servers(settings: Settings, codec: TextCodec, folder: Path) -> tu
     return engine, reference.fingerprint
 
 
-def _awake(settings: Settings) -> Settings:
+def _awake(settings: EvaluationSections) -> EvaluationSections:
     vllm = settings.rollout.vllm
     if vllm.placement != "colocated":
         return settings
@@ -72,7 +72,7 @@ def _awake(settings: Settings) -> Settings:
 
 
 @torch.inference_mode()
-def _read_reference(settings: Settings, path: str, codec: TextCodec) -> _Reference:
+def _read_reference(settings: EvaluationSections, path: str, codec: TextCodec) -> _Reference:
     """Read the model, score the probe, and let go of the model."""
     model = read_model(path, settings.model.model_copy(update={"attention": "sdpa"})).eval()
     token_ids = codec.encode(PROBE)[: settings.rollout.max_prompt_tokens]
@@ -83,7 +83,7 @@ def _read_reference(settings: Settings, path: str, codec: TextCodec) -> _Referen
     return _Reference(fingerprint=model_fingerprint(model.state_dict().items()), probe=probe)
 
 
-async def _verify(settings: Settings, engine: VLLMEngine, probe: Probe) -> None:
+async def _verify(settings: EvaluationSections, engine: VLLMEngine, probe: Probe) -> None:
     """Raise where a server holds another model; one that comes back later must pass the same test."""
     verifier = Verifier(settings.model.dtype, bound=settings.rollout.vllm.probe_bound)
 

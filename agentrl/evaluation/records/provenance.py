@@ -11,7 +11,7 @@ from agentrl.evaluation.settings import REQUEST_FIELDS, EndpointSettings
 from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
 
 if TYPE_CHECKING:
-    from agentrl.config import Settings
+    from agentrl.evaluation.settings import EvaluationSections
 
 _PACKAGES = (
     "agentrl",
@@ -40,7 +40,7 @@ COMPARABLE = (
 
 
 def provenance(
-    settings: Settings,
+    settings: EvaluationSections,
     sets: Sequence[ProblemSet],
     *,
     model: Mapping[str, Any],
@@ -78,7 +78,7 @@ def provenance(
     }
 
 
-def grader_record(settings: Settings) -> dict[str, Any]:
+def grader_record(settings: EvaluationSections) -> dict[str, Any]:
     """The grader's version and what may change a verdict: not how many processes it has."""
     limits = settings.grader.model_dump(mode="json", include={"deadline", "memory_mb", "max_length", "max_depth"})
     return {"math_verify": _version("math-verify"), **limits}
@@ -113,7 +113,7 @@ def _under(key: str, name: str) -> bool:
     return key == name or (name.endswith(".") and key.startswith(name))
 
 
-def _instruction(settings: Settings) -> dict[str, str]:
+def _instruction(settings: EvaluationSections) -> dict[str, str]:
     """What the model is told, where the settings leave that to the protocol."""
     environment = settings.environment
     if isinstance(environment, SimpleTIRSettings | ReasoningSettings):
@@ -126,7 +126,7 @@ def _request(endpoint: EndpointSettings) -> dict[str, Any]:
     return endpoint.model_dump(mode="json", include=set(REQUEST_FIELDS), exclude_defaults=True)
 
 
-def _prompt_format(settings: Settings) -> str:
+def _prompt_format(settings: EvaluationSections) -> str:
     if isinstance(settings.environment, SimpleTIRSettings) and settings.environment.protocol == "hermes":
         return "chat template with tools"
     endpoint = settings.evaluation.endpoint
@@ -135,7 +135,7 @@ def _prompt_format(settings: Settings) -> str:
     return "chat template" if settings.evaluation.chat_template else "plain text"
 
 
-def chosen_engine(settings: Settings) -> dict[str, Any]:
+def chosen_engine(settings: EvaluationSections) -> dict[str, Any]:
     """The engine that ``settings`` name, as far as they know it."""
     endpoint = settings.evaluation.endpoint
     if endpoint.url is not None:

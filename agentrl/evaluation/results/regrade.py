@@ -31,7 +31,7 @@ from agentrl_envs.protocols.base import Protocol
 from agentrl_envs.types import Ended, Verdict
 
 if TYPE_CHECKING:
-    from agentrl.config import Settings
+    from agentrl.evaluation.settings import EvaluationSections
 
 _SHOWN = 20
 _AT_ONCE = 256
@@ -67,7 +67,9 @@ class FunctionGrader:
         """Nothing to release."""
 
 
-def regrade_command(run: Path, settings: Settings, grader: str | None, *, extract: bool = False) -> dict[str, Any]:
+def regrade_command(
+    run: Path, settings: EvaluationSections, grader: str | None, *, extract: bool = False
+) -> dict[str, Any]:
     """Extract if asked to, grade, show, and write ``regraded.json``; returns what stands in it."""
     directory = EvaluationDirectory.existing(run)
     before = directory.results()
@@ -104,7 +106,7 @@ def regrade_command(run: Path, settings: Settings, grader: str | None, *, extrac
 async def _regrade(
     directory: EvaluationDirectory,
     before: dict[str, Any],
-    settings: Settings,
+    settings: EvaluationSections,
     path: str | None,
     protocol: Protocol | None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def check_inputs(settings: Settings) -> list[str]:
     """One line for each problem file that was read. Raises SettingsError, ProblemError or PluginError."""
     resolve_environment(settings.env)  # first: its module may register an estimator or a loss
-    build_reward(settings)
+    build_reward(settings.reward)
     _check_template(settings)
     objective = ObjectiveSettings.of(settings)
     loss_options(objective)  # first: an estimator may ask how its loss weighs tokens

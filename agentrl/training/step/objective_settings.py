@@ -17,8 +17,8 @@ from agentrl.algorithms import (
 )
 from agentrl.algorithms.registry import OptionsRegistry
 from agentrl.errors import SettingsError
-from agentrl.rollout.settings import RolloutSettings
-from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings, RewardSettings
+from agentrl.rollout.settings import RewardSettings, RolloutSettings
+from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings
 
 _ESTIMATOR_KEYS = ("gamma", "lam", "leave_one_out", "tail", "energy", "normalize")
 _LOSS_KEYS = ("clip_low", "clip_high", "dual_clip")

@@ -209,7 +209,7 @@ class LocalService:
             settings=self._settings.rollout,
             seed=self._settings.seed,
             deterministic=self._settings.training.deterministic,
-            reward=build_reward(self._settings),
+            reward=build_reward(self._settings.reward),
         )
 
     def _evaluation_driver(self, environment: Environment) -> Driver:

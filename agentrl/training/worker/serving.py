@@ -28,4 +28,4 @@ def serve_command(settings: Settings, model: str, *, host: str, port: int | None
         served = changeable_policy(model, Path(folder))
         (plan,) = policy_servers(settings, model, served=served, training_gpus=0, backend=backend, host=host, port=port)
         console.note(f"starting vLLM for {model}; this takes minutes")
-        asyncio.run(serve(settings, plan, vocabulary=vocabulary_of(model), say=console.note))
+        asyncio.run(serve(settings.rollout, plan, vocabulary=vocabulary_of(model), say=console.note))

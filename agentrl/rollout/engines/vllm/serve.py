@@ -15,10 +15,10 @@ from agentrl.rollout.engines.vllm.engine import VLLMEngine
 from agentrl.rollout.engines.vllm.server import ServerPlan, ServerProcess
 
 if TYPE_CHECKING:
-    from agentrl.config import Settings
+    from agentrl.rollout.settings import RolloutSettings
 
 
-async def serve(settings: Settings, plan: ServerPlan, *, vocabulary: int, say: Callable[[str], None]) -> None:
+async def serve(settings: RolloutSettings, plan: ServerPlan, *, vocabulary: int, say: Callable[[str], None]) -> None:
     """Start the server, look at it as a run would, print its address, and serve until SIGTERM or Ctrl-C."""
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
@@ -27,9 +27,7 @@ async def serve(settings: Settings, plan: ServerPlan, *, vocabulary: int, say: C
     with tempfile.TemporaryDirectory(prefix="agentrl-serve-") as folder:
         server = ServerProcess(plan, Path(folder) / "server.log")
         codec = TextCodec(read_tokenizer(plan.tokenizer))
-        engine = VLLMEngine(
-            [server], codec, settings.rollout, vocabulary=vocabulary, max_tokens=plan.max_tokens, label=False
-        )
+        engine = VLLMEngine([server], codec, settings, vocabulary=vocabulary, max_tokens=plan.max_tokens, label=False)
         opening = asyncio.create_task(engine.open())
         stopping = asyncio.create_task(asked.wait())
         try:

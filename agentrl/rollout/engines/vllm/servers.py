@@ -14,11 +14,11 @@ from agentrl.rollout.engines.vllm.engine import VLLMEngine
 from agentrl.rollout.engines.vllm.server import ServerPlan, ServerProcess, plan_servers, visible_gpus
 
 if TYPE_CHECKING:
-    from agentrl.config import Settings
+    from agentrl.rollout.settings import ServerSections
 
 
 def server_engine(
-    settings: Settings,
+    settings: ServerSections,
     codec: TextCodec,
     policy_path: str,
     *,
@@ -47,7 +47,7 @@ def server_engine(
 
 
 def policy_servers(
-    settings: Settings,
+    settings: ServerSections,
     policy_path: str,
     *,
     served: str,
@@ -81,7 +81,7 @@ def policy_servers(
     )
 
 
-def longest_request(settings: Settings) -> int:
+def longest_request(settings: ServerSections) -> int:
     """Tokens of the longest sequence that a run asks its servers for: in rollouts, or in evaluations between them."""
     rollout, evaluation = settings.rollout, settings.evaluation
     return rollout.max_prompt_tokens + max(rollout.max_response_tokens, evaluation.max_response_tokens or 0)
