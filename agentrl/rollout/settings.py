@@ -20,40 +20,48 @@ class VLLMSettings(BaseModel):
 
     placement: Literal["colocated", "dedicated", "external"] = Field(
         "dedicated",
-        description="colocated: started here on the training GPUs, asleep while they train; dedicated: started here on "
-        "other GPUs, or on the CPU; external: running at addresses",
+        description="colocated: servers are started on the training GPUs and sleep during training; dedicated: "
+        "servers are started on other GPUs of this machine, or on its CPU; external: servers already run "
+        "at addresses",
     )
-    addresses: list[str] = Field([], description="of external servers, http://HOST:PORT")
-    replicas: int = Field(1, ge=1, description="servers that are started here")
-    tensor_parallel_size: int = Field(1, ge=1, description="GPUs of one server")
+    addresses: list[str] = Field([], description="addresses of external servers, as http://HOST:PORT")
+    replicas: int = Field(1, ge=1, description="number of servers to start")
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs per server")
     devices: list[int] | None = Field(
-        None, description="GPU numbers for the servers; none: those of the training ranks (colocated) or the next ones"
+        None,
+        description="GPU numbers for the servers; null: those of the training ranks (colocated), else the next free "
+        "ones",
     )
     gpu_memory_utilization: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="share of a GPU's memory that a server takes; none: 0.85, and colocated at most what is free "
-        "beside training when the servers start",
+        description="share of a GPU's memory for a server; null: 0.85, and colocated at most what training leaves "
+        "free when the servers start",
     )
-    extra_args: list[str] = Field([], description="further arguments of vLLM's server")
+    extra_args: list[str] = Field([], description="further command-line arguments of vLLM's server")
     transfer: Literal["auto", "nccl", "ipc", "file"] = Field(
-        "auto", description="how weights travel; auto: ipc colocated, nccl to other GPUs, file without GPUs"
+        "auto",
+        description="how weights are sent to servers; auto: ipc if colocated, nccl to other GPUs, file without GPUs",
     )
-    seeded: bool = Field(True, description="give every request its own seed; vLLM samples a little slower with it")
+    seeded: bool = Field(True, description="give each request its own seed; makes sampling by vLLM slightly slower")
     probe_bound: float | None = Field(
-        None, gt=0, description="mean |log-prob difference| on the probe after a transfer; none: measured at the start"
+        None,
+        gt=0,
+        description="largest mean |log-prob difference| on the probe after a transfer; null: measured at the start",
     )
     start_deadline: float = Field(900.0, gt=0, description="seconds a server may take to start")
     stall_deadline: float = Field(
         300.0,
         gt=0,
-        description="seconds in which a server with requests computes no token before others are asked; how long a "
-        "request takes is not limited",
+        description="seconds a server with requests may compute no token before its requests go to another server; "
+        "the duration of a request is not limited",
     )
-    outage_deadline: float = Field(600.0, gt=0, description="seconds without any working server that end the run")
-    request_retries: int = Field(8, ge=0, description="times a request is sent again after a server failed it")
-    restarts: int = Field(3, ge=0, description="times each server that was started here is started again")
+    outage_deadline: float = Field(
+        600.0, gt=0, description="seconds without any working server after which the run ends with an error"
+    )
+    request_retries: int = Field(8, ge=0, description="how often a request is sent again after a server failed it")
+    restarts: int = Field(3, ge=0, description="how often each server that the run has started is restarted")
 
     @model_validator(mode="after")
     def _consistent(self) -> VLLMSettings:
@@ -72,61 +80,75 @@ class RolloutSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     engine: Literal["transformers", "vllm"] = Field(
-        "transformers", description="what samples from the policy: in the rollout worker, or vLLM servers"
+        "transformers", description="what samples from the policy: transformers in the rollout worker, or vLLM servers"
     )
-    problems_per_step: int = Field(128, ge=1, description="groups trained in a step")
-    group_size: int = Field(16, ge=1, description="trajectories of one problem")
-    oversampling: float = Field(1.0, ge=1.0, description="groups generated over groups trained, before filters")
+    problems_per_step: int = Field(128, ge=1, description="groups (problems) trained per step")
+    group_size: int = Field(16, ge=1, description="trajectories per problem")
+    oversampling: float = Field(
+        1.0,
+        ge=1.0,
+        description="groups generated per group trained, before filters. Raise it when filters drop many groups",
+    )
     max_extra_rounds: int = Field(
         0,
         ge=0,
-        description="dynamic sampling: further rounds of rollouts in a step while the filters leave fewer than "
-        "problems_per_step groups",
+        description="dynamic sampling: largest number of further rollout rounds in a step while the filters leave "
+        "fewer than problems_per_step groups",
     )
     schedule: Literal["synchronous", "overlapped", "asynchronous"] = Field(
         "synchronous",
-        description="when rollouts run: between training steps; the next batch while one trains, one step stale; "
-        "always, at most max_staleness steps ahead, weights changing under them",
+        description="when rollouts run. synchronous: between training steps; overlapped: the next batch during "
+        "training, one step stale; asynchronous: always, at most max_staleness steps ahead, while "
+        "weights change under them",
     )
     max_staleness: int = Field(
         1,
         ge=0,
-        description="of schedule=asynchronous: training steps that may lie between the weights which sampled a "
-        "trajectory's oldest token and those that train on it",
+        description="with schedule=asynchronous: how many training steps old the weights that sampled a trajectory's "
+        "oldest token may be when it is trained",
     )
     kv_on_update: Literal["recomputed", "kept"] = Field(
-        "recomputed", description="keys and values of requests that run while weights change"
+        "recomputed",
+        description="whether running requests keep their keys and values when the weights change, or recompute them",
     )
-    temperature: float = Field(1.0, gt=0, description="of sampling, and of the log-probabilities that are trained")
-    max_prompt_tokens: int = Field(2048, ge=1, description="problems with longer prompts are skipped and counted")
-    max_turn_tokens: int = Field(8192, ge=1, description="model tokens in one turn")
-    max_response_tokens: int = Field(8192, ge=1, description="model and observation tokens of a trajectory")
-    concurrency: int = Field(1024, ge=1, description="trajectories in flight, at most")
+    temperature: float = Field(
+        1.0, gt=0, description="sampling temperature, also of the log-probabilities that are trained"
+    )
+    max_prompt_tokens: int = Field(
+        2048, ge=1, description="longest prompt in tokens; problems with longer ones are skipped and counted"
+    )
+    max_turn_tokens: int = Field(8192, ge=1, description="most model tokens in one turn")
+    max_response_tokens: int = Field(
+        8192, ge=1, description="most tokens of a trajectory after its prompt, those of the model and of observations"
+    )
+    concurrency: int = Field(1024, ge=1, description="most trajectories in flight")
     kv_high_watermark: float = Field(
         0.9,
         gt=0,
         le=1,
-        description="share of the engine's KV cache in use above which fewer trajectories are let in; as many as fit "
-        "whatever their length always are",
+        description="share of the engine's KV cache above which fewer trajectories are admitted. As many as fit at "
+        "their maximum length are always admitted. Lower it if trajectories are preempted",
     )
     program_seconds: float | None = Field(
         None,
         gt=0,
-        description="seconds that a trajectory's programs and tools may run together, then it ends as deadline; none: "
-        "only each one's own limit",
+        description="seconds that all programs and tools of a trajectory may run in total; after that it ends as "
+        "deadline. null: only each program's own limit",
     )
     environment_deadline: float = Field(
         3600.0,
         gt=0,
-        description="seconds an environment may take to answer one turn, waiting included; then the trajectory is an "
+        description="seconds an environment may take for one turn, waiting included; after that the trajectory is an "
         "infrastructure failure",
     )
     step_deadline: float = Field(
-        7200.0, gt=0, description="seconds a step's rollouts may take before the run ends with an error"
+        7200.0, gt=0, description="seconds the rollouts of a step may take before the run ends with an error"
     )
-    retries: int = Field(2, ge=0, description="fresh starts of a trajectory that ended by an infrastructure failure")
-    max_batch_tokens: int = Field(65536, ge=64, description="tokens of one forward of the transformers engine")
-    kv_cache_tokens: int = Field(1_048_576, ge=64, description="token slots of the transformers engine's KV cache")
+    retries: int = Field(
+        2, ge=0, description="how often a trajectory that ended by an infrastructure failure is started afresh"
+    )
+    max_batch_tokens: int = Field(65536, ge=64, description="tokens per forward of the transformers engine")
+    kv_cache_tokens: int = Field(1_048_576, ge=64, description="size of the transformers engine's KV cache in tokens")
     vllm: VLLMSettings = VLLMSettings()
 
     @property
@@ -146,18 +168,22 @@ class RewardSettings(BaseModel):
         json_schema_extra={"form": "module:function or a registered name"},
         description="function that computes a trajectory's reward; null: the environment's own reward",
     )
-    deadline: float = Field(30.0, gt=0, description="seconds reward.function may take; then the trajectory is no data")
+    deadline: float = Field(
+        30.0,
+        gt=0,
+        description="seconds reward.function may take; after that the trajectory is excluded from training data",
+    )
 
     overlong_buffer: int = Field(
         0,
         ge=0,
-        description="soft penalty for length (DAPO): 0 up to overlong_limit - overlong_buffer model tokens, then "
-        "falling to -1 at overlong_limit; 0: none",
+        description="soft length penalty (DAPO): 0 up to overlong_limit - overlong_buffer model tokens, then falling "
+        "linearly to -1 at overlong_limit; 0: no penalty",
     )
     overlong_limit: int | None = Field(
-        None, ge=1, description="model tokens from which the penalty is full; none: rollout.max_response_tokens"
+        None, ge=1, description="model tokens from which the length penalty is full; null: rollout.max_response_tokens"
     )
-    overlong_factor: float = Field(1.0, ge=0, description="what the penalty is multiplied by")
+    overlong_factor: float = Field(1.0, ge=0, description="factor on the length penalty")
 
     @model_validator(mode="after")
     def _consistent(self) -> RewardSettings:

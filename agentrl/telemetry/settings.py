@@ -13,8 +13,10 @@ class TelemetrySettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     console: Literal["auto", "plain", "off"] = Field(
-        "auto", description="auto: a live display on a terminal, plain lines elsewhere; off: notes and tables only"
+        "auto",
+        description="auto: a live display on a terminal, plain lines elsewhere; plain: always plain lines; off: "
+        "notes and tables only",
     )
-    plain_every: int = Field(1, ge=1, description="steps between two plain lines")
-    plots: bool = Field(True, description="draw plots/ at the end of a run")
-    trajectories_every: int = Field(1, ge=0, description="steps between two recorded trajectory files; 0: none")
+    plain_every: int = Field(1, ge=1, description="steps between two plain progress lines")
+    plots: bool = Field(True, description="draw plots into plots/ at the end of a run")
+    trajectories_every: int = Field(1, ge=0, description="steps between two recorded trajectory files; 0: record none")
