@@ -16,14 +16,14 @@ from agentrl.algorithms import (
     InvalidOptionError,
     MissingInputError,
     add_at_last_token,
-    controllers,
+    kl,
     overlong_penalty,
     rewards,
     value_loss,
 )
 
 
-@pytest.mark.parametrize("module", [controllers, rewards])
+@pytest.mark.parametrize("module", [kl, rewards])
 def test_the_examples_of_the_docstrings_hold(module):
     result = doctest.testmod(module)
     assert result.attempted > 0

@@ -192,16 +192,20 @@ async def full() -> CacheUse:
 
 async def test_first_come_first_served_and_a_cancelled_one_takes_no_place() -> None:
     admission, order = gate(full), []
+    inside, leave = asyncio.Event(), asyncio.Event()
 
     async def visit(name: int) -> None:
         async with admission:
             order.append(name)
-            await asyncio.sleep(0.01)
+            if len(order) == 2:
+                inside.set()
+            await leave.wait()
 
     visits = [asyncio.create_task(visit(name)) for name in range(8)]
-    await asyncio.sleep(0.005)
+    await asyncio.wait_for(inside.wait(), 60.0)
     assert order == [0, 1]
     visits[2].cancel()
+    leave.set()
     await asyncio.gather(*visits, return_exceptions=True)
     assert order == [0, 1, 3, 4, 5, 6, 7]
 
