@@ -21,18 +21,12 @@ from agentrl.algorithms.errors import (
     MissingInputError,
     UnknownNameError,
 )
-from agentrl.algorithms.estimators import (
-    ESTIMATORS,
-    EstimatorInputs,
-    EstimatorNeeds,
-    ScalarOptions,
-    TokenBaselineOptions,
-    estimator_needs,
-    register_estimator,
-)
 from agentrl.algorithms.estimators.baselines import TAILS
 from agentrl.algorithms.estimators.energy import ENERGIES, cross_energy, logit_proxy_energy
+from agentrl.algorithms.estimators.inputs import EstimatorInputs
 from agentrl.algorithms.estimators.normalization import NORMALIZATIONS
+from agentrl.algorithms.estimators.options import ScalarOptions, TokenBaselineOptions
+from agentrl.algorithms.estimators.registry import ESTIMATORS, EstimatorNeeds, estimator_needs, register_estimator
 from agentrl.algorithms.kl import (
     KL_ESTIMATORS,
     REWARD_KL_ESTIMATORS,
@@ -43,8 +37,9 @@ from agentrl.algorithms.kl import (
     kl_penalty,
     reward_kl,
 )
-from agentrl.algorithms.losses import (
-    LOSSES,
+from agentrl.algorithms.losses.aggregation import AGGREGATIONS, aggregate, loss_normalizer
+from agentrl.algorithms.losses.compute import check_aggregation, default_aggregation, policy_loss, step_selection
+from agentrl.algorithms.losses.options import (
     ClipCovarianceOptions,
     ClipOptions,
     DivergenceClipOptions,
@@ -52,19 +47,11 @@ from agentrl.algorithms.losses import (
     GateOptions,
     KLCovarianceOptions,
     LogClipOptions,
-    LossInputs,
-    LossTraits,
-    PolicyLoss,
     ProbabilityClipOptions,
     SequenceClipOptions,
     WeightClipOptions,
-    check_aggregation,
-    default_aggregation,
-    policy_loss,
-    register_loss,
-    step_selection,
 )
-from agentrl.algorithms.losses.aggregation import AGGREGATIONS, aggregate, loss_normalizer
+from agentrl.algorithms.losses.records import LOSSES, LossInputs, LossTraits, PolicyLoss, register_loss
 from agentrl.algorithms.mismatch import mismatch_metrics, perplexity_metrics
 from agentrl.algorithms.records import AdvantageInputs, Advantages
 from agentrl.algorithms.registry import NoOptions

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.errors import InvalidInputError
-from agentrl.algorithms.estimators import ESTIMATORS, EstimatorEntry, EstimatorInputs
-from agentrl.algorithms.estimators.inputs import blocks_of_groups, take_rows
+from agentrl.algorithms.estimators.inputs import EstimatorInputs, blocks_of_groups, take_rows
 from agentrl.algorithms.estimators.normalization import Moments, normalize_by_group
+from agentrl.algorithms.estimators.registry import ESTIMATORS, EstimatorEntry
 from agentrl.algorithms.records import AdvantageInputs, Advantages
 from agentrl.algorithms.validation import as_mask, check_shapes
 

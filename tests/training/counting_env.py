@@ -9,8 +9,8 @@ from typing import Any
 
 import gymnasium
 
-from agentrl.algorithms import Advantages, register_estimator
-from agentrl.algorithms.estimators import EstimatorInputs, ScalarOptions, rloo
+from agentrl.algorithms import Advantages, EstimatorInputs, ScalarOptions, register_estimator
+from agentrl.algorithms.estimators.scalar import rloo
 from agentrl_envs.spaces import UnicodeText
 
 
