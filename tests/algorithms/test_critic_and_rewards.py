@@ -16,14 +16,14 @@ from agentrl.algorithms import (
     InvalidOptionError,
     MissingInputError,
     add_at_last_token,
-    kl,
     overlong_penalty,
     rewards,
     value_loss,
 )
+from agentrl.algorithms import kl as kl_penalties
 
 
-@pytest.mark.parametrize("module", [kl, rewards])
+@pytest.mark.parametrize("module", [kl_penalties, rewards])
 def test_the_examples_of_the_docstrings_hold(module):
     result = doctest.testmod(module)
     assert result.attempted > 0
