@@ -45,7 +45,7 @@ class TrajectoryError(AssertionError):
 class Segment:
     """A run of tokens of one origin. ``log_probs`` are those of the distribution each model token was sampled from.
 
-    ``version_spans`` are (policy version, number of tokens) in order; ``reward`` stands on the last token.
+    ``version_spans`` are (policy version, number of tokens) in order; ``reward`` is given at the last token.
     """
 
     origin: Literal["model", "observation"]
@@ -122,7 +122,7 @@ class Trajectory:
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """Per response token: a turn's reward stands on its last model token."""
+        """Per response token: a turn's reward is at its last model token."""
         values: list[float] = []
         for segment in self.segments:
             values.extend((0.0,) * (len(segment.token_ids) - 1))
@@ -163,7 +163,7 @@ class Trajectory:
         return self.ended.is_no_data or (self.verdict is not None and self.verdict.is_no_data)
 
     def with_reward(self, reward: float) -> Trajectory:
-        """A copy whose one reward stands on its last model token."""
+        """A copy whose only reward is ``reward``, at its last model token."""
         last = max(place for place, segment in enumerate(self.segments) if segment.origin == "model")
         segments = tuple(
             replace(segment, reward=reward if place == last else 0.0) for place, segment in enumerate(self.segments)
@@ -242,7 +242,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """What training needs of a trajectory, in arrays: about 9 bytes a token, here and between processes.
+    """The parts of a trajectory that training needs, in arrays: about 9 bytes a token, in memory and between processes.
 
     ``P`` prompt and ``T`` response tokens, ``M`` of them the model's, in ``S`` segments; ``V`` version spans.
     """
@@ -254,7 +254,7 @@ class Row:
     token_ids: np.ndarray  # [P + T] int32
     segment_lengths: np.ndarray  # [S] int32, tokens of each segment
     model: np.ndarray  # [S] bool, True where the model sampled the segment
-    segment_rewards: np.ndarray  # [S] float32, each stands on its segment's last token
+    segment_rewards: np.ndarray  # [S] float32, each at its segment's last token
     model_log_probs: np.ndarray  # [M] float32, the engine's
     version_spans: np.ndarray  # [V, 2] int32: policy version, number of model tokens
 
@@ -293,7 +293,7 @@ class Batch:
     """Trajectories as padded tensors. ``B`` rows, ``S`` tokens of prompt and response, ``T`` response positions.
 
     Rows are left aligned (prompt, response, padding), so a causal model needs no attention mask. ``loss_mask`` is the
-    response mask minus what the filters reject.
+    response mask without the rows that the filters reject.
     """
 
     input_ids: Tensor  # [B, S] int64

@@ -28,10 +28,11 @@ class CorrectionOptions:
     `weights`: the ratio of the `token`, of the `sequence` (product over its model tokens) or its `geometric` mean.
     `weight_bound`: `truncate` (TIS) cuts above at `weight_high`; `icepop` puts 0 outside [weight_low, weight_high].
     `self_normalize`: divide by the mean weight of the optimizer step.
-    `ratio_mask` (MIS): keep what has that ratio within [ratio_low, ratio_high]: with 0.5 and 1.5 a ratio of 1.8 is
-    rejected and 0.6 kept (a well-known implementation has it inverted).
-    `divergence_mask`: `k2` log_rho^2 / 2 or `k3` rho - log_rho - 1; keep what has at most `divergence_high` of it, by
-    `divergence_level`: each token by its own, a sequence by the mean or by the largest of its tokens.
+    `ratio_mask` (MIS): keep tokens or sequences whose ratio is within [ratio_low, ratio_high]: with 0.5 and 1.5 a ratio
+    of 1.8 is rejected and 0.6 kept (a well-known implementation has it inverted).
+    `divergence_mask`: `k2` log_rho^2 / 2 or `k3` rho - log_rho - 1; keep tokens or sequences with at most
+    `divergence_high`, by `divergence_level`: each token by its own, a sequence by the mean or by the largest of its
+    tokens.
     """
 
     weights: str | None = None
@@ -76,7 +77,7 @@ _OPTIONS = Entry(function=lambda: None, options=CorrectionOptions)
 class Correction:
     """Detached. `weights` [B, T] multiply the per-token loss after clipping; 0 off the response mask.
 
-    `loss_mask` [B, T] bool: what is left to the loss. `metrics`: see `rollout_correction`.
+    `loss_mask` [B, T] bool: the tokens that remain in the loss. `metrics`: see `rollout_correction`.
     """
 
     weights: Tensor
@@ -102,10 +103,10 @@ def rollout_correction(
     """Weights, loss mask and diagnostics from [B, T] log-probabilities; a row is a whole sequence.
 
     Options: the fields of `CorrectionOptions`. Sequence ratios are over all model tokens (`response_mask`). `loss_mask`
-    (default: the response mask) is what was left before; the result is a part of it. With `self_normalize` the weights
-    are divided by their mean over the step: over the tokens left to the loss (`token`), or over the sequences with
-    such a token (`sequence`, `geometric`). `normalizer` is the sum of `correction_sums` over the step's micro-batches
-    and ranks; without it this call is taken for the whole step.
+    (default: the response mask) is the loss mask before; the result is a subset of it. With `self_normalize` the
+    weights are divided by their mean over the step: over the tokens left to the loss (`token`), or over the sequences
+    with such a token (`sequence`, `geometric`). `normalizer` is the sum of `correction_sums` over the step's
+    micro-batches and ranks; without it this call is taken for the whole step.
 
     Metrics, float64 scalars over the model tokens of this call: those of `mismatch_metrics` and `perplexity_metrics`,
     `rho_min`, `rho_max`, `truncated_fraction` (weight cut or put to 0), `masked_fraction` (rejected here, of the tokens
@@ -152,7 +153,7 @@ def correction_options(**options: object) -> CorrectionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts:
-    """What the correction is made of; everything [B, T], log_rho 0 off the model tokens."""
+    """Intermediate results of the correction; each [B, T], log_rho 0 off the model tokens."""
 
     log_rho: Tensor
     model: Tensor  # the response mask

@@ -73,8 +73,8 @@ class HeadVarianceAccumulator:
     def update(self, *, hidden: Tensor, targets: Tensor, advantages: Tensor, rows: Tensor, groups: Tensor) -> None:
         """Add the groups of a micro-batch of B trajectories with N model tokens in all.
 
-        hidden [N, D], targets [N], advantages [N]; rows [N] says which trajectory 0 .. B-1 a token belongs to and
-        groups [B] which group a trajectory belongs to (its size counts every trajectory, also those without a token
+        hidden [N, D], targets [N], advantages [N]; rows [N] gives the trajectory 0 .. B-1 of a token and
+        groups [B] the group of a trajectory (its size counts every trajectory, also those without a token
         here).
         """
         count = hidden.shape[0]
@@ -90,7 +90,7 @@ class HeadVarianceAccumulator:
         self.groups += total
 
     def result(self) -> HeadVariance:
-        """P, S and Var of what has been added. InvalidInputError if nothing was."""
+        """P, S and Var of the groups added so far. InvalidInputError if there are none."""
         if self.groups == 0:
             raise InvalidInputError("no group was added")
         power = float(self.power_sum) / self.groups

@@ -1,4 +1,4 @@
-"""What can go wrong in the algorithms.
+"""The exceptions of the algorithms.
 
     AlgorithmError (a ValueError)
     ├── InvalidOptionError   an option's value is outside its range
@@ -36,7 +36,7 @@ class MissingInputError(AlgorithmError):
 
 
 class InvalidInputError(AlgorithmError):
-    """A tensor that cannot be what it is said to be."""
+    """A tensor of a wrong shape, dtype or value."""
 
 
 def check_choice(option: str, value: object, choices: Iterable[str | None]) -> None:

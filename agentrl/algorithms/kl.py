@@ -119,7 +119,7 @@ def _value(difference: Tensor, estimator: str, full: Tensor | None) -> Tensor:
 
 
 class KLController(Protocol):
-    """What gives the coefficient of this step and learns how far the policy was from its reference."""
+    """Gives the coefficient of a step and receives the measured KL afterwards."""
 
     beta: float
 
@@ -127,7 +127,7 @@ class KLController(Protocol):
         """Take the mean KL of a step's tokens and how many trajectories the step had."""
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint has to keep."""
+        """The state to keep in a checkpoint."""
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue from a `state_dict`."""
@@ -149,7 +149,7 @@ class FixedKL:
         return {"beta": self.beta}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Nothing: a fixed beta is that of the settings, also after a resume with other settings."""
+        """Does nothing: a fixed beta comes from the settings, also after a resume with other settings."""
 
 
 class AdaptiveKL:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
-    """What an estimator may use. Only the first three are always needed.
+    """The inputs of the estimators. Only the first three are always needed.
 
     Two trajectories of one problem, the second with an observation (0 in the mask) between two turns:
 
@@ -23,7 +23,7 @@ class AdvantageInputs:
 
     Values at positions outside the response mask reach no result, whatever they are.
 
-    Energies count a token with `(importance_weights * loss_mask)^2`; what is missing of the two counts as 1 on every
+    Energies count a token with `(importance_weights * loss_mask)^2`; a missing one of the two counts as 1 on every
     model token. So a token rejected by a zero weight and one rejected by the loss mask give the same baseline. Rewards,
     returns and compact indices are those of the response mask whatever is rejected. `cross_energy` and
     `trajectory_energy` come with the weights already inside, because they do not factor.

@@ -18,7 +18,7 @@ _NOT_FLOATING = ("response_mask", "loss_mask", "groups")
 
 
 def check_shapes(inputs: AdvantageInputs) -> None:
-    """Raise InvalidInputError unless shapes and dtypes are what the record promises."""
+    """Raise InvalidInputError unless shapes and dtypes are those of the record."""
     if inputs.rewards.ndim != 2:
         raise InvalidInputError(f"rewards must be [B, T]; got {tuple(inputs.rewards.shape)}")
     shape = inputs.rewards.shape

@@ -1,4 +1,4 @@
-"""What the kernels return, and the checks on what they are given."""
+"""The result of the kernels, and checks of their inputs."""
 
 import math
 from collections.abc import Callable
@@ -94,5 +94,5 @@ def check_cap(cap: float | None) -> None:
 
 
 def statistics_dtype(hidden: Tensor, head_weight: Tensor) -> torch.dtype:
-    """float64 if either input is, else float32: what everything is accumulated in."""
+    """The dtype of accumulation: float64 if either input is float64, else float32."""
     return torch.float64 if torch.float64 in (hidden.dtype, head_weight.dtype) else torch.float32

@@ -33,7 +33,7 @@ def read_choices(texts: Sequence[str]) -> tuple[Choice, ...]:
     chosen = list(texts) or [name for name in ESTIMATORS.names() if name not in EXCLUDED]
     twice = sorted({text for text in chosen if chosen.count(text) > 1})
     if twice:
-        raise SettingsError(f"--estimators: {', '.join(twice)} stands twice")
+        raise SettingsError(f"--estimators: {', '.join(twice)} is given twice")
     return tuple(_read(text) for text in chosen)
 
 

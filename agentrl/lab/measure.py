@@ -29,7 +29,7 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class GradientMoments:
-    """What one problem says of one estimator at one group size."""
+    """Moments of one estimator's gradient on one problem at one group size."""
 
     variance: float  # of one group's gradient: mean over partitions of sum_m ||g_m - mean g||^2 / (M - 1)
     power: float  # mean ||g_m||^2

@@ -1,4 +1,4 @@
-"""``agentrl variance``: roll out a large sample, measure every estimator on it, say and draw what came out."""
+"""``agentrl variance``: roll out a large sample, measure every estimator on it, report and plot the results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _MORE_PROBLEMS, _MORE_SAMPLES = 2.0, 1.1
 def prepare(
     settings: LabSections, *, problems: str | None, group_sizes: str | None, estimators: str | None, samples: int | None
 ) -> tuple[LabSettings, list[Problem]]:
-    """What the command line's texts mean, checked before a policy is made or anything is sampled.
+    """Settings and problems from the command line's arguments, checked before a policy is made or anything is sampled.
 
     Raises SettingsError, ProblemError or PluginError.
     """
@@ -56,13 +56,13 @@ def prepare(
 
 
 def lab_settings(*, group_sizes: str | None, estimators: str | None, samples: int | None) -> LabSettings:
-    """The command line's texts as settings; what is left out has the model's default. Raises SettingsError."""
+    """Settings from the command line's arguments; an omitted one has its default. Raises SettingsError."""
     given: dict[str, Any] = {}
     if group_sizes is not None:
         parts = [part.strip() for part in group_sizes.split(",")]
         wrong = [part for part in parts if not part.isdigit()]
         if wrong:
-            raise SettingsError(f"--group-sizes: {wrong[0]!r} is no whole number; write them as 4,8,16")
+            raise SettingsError(f"--group-sizes: {wrong[0]!r} is not a whole number; write them as 4,8,16")
         given["group_sizes"] = tuple(map(int, parts))
     if estimators is not None:
         given["estimators"] = tuple(part.strip() for part in estimators.split(",") if part.strip())
@@ -151,7 +151,7 @@ def variance_command(
 
 
 def lab_problems(settings: LabSections, lab: LabSettings, given: str | None) -> tuple[LabSettings, list[Problem]]:
-    """What ``--problems`` means: a number of problems of data.train, or a problem file; none: the lab's number."""
+    """The problems that ``--problems`` selects: a number of them from data.train (default: the setting) or a file."""
     if given is not None and given.isdigit():
         if int(given) < 2:
             raise SettingsError(f"--problems {given}: two problems are the least")

@@ -1,4 +1,4 @@
-"""A large sample of every problem: real rollouts by the driver that trains, and what one forward says of each token."""
+"""A large sample of every problem: rollouts by the trainer's driver, and each token's statistics from one forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the variance laboratory: what is sampled, what is compared, how sure the numbers are."""
+"""Settings of the variance laboratory: the sample, the estimators compared, and the precision of the intervals."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ class LabSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     problems: int = Field(
-        16, ge=2, description="problems, taken from data.train; those with equal rewards are left out"
+        16, ge=2, description="number of problems, taken from data.train; problems with equal rewards are left out"
     )
     samples: int = Field(64, ge=4, description="trajectories of each problem, drawn once; groups are drawn from them")
     group_sizes: tuple[int, ...] = Field((4, 8, 16), description="N; each at most half of the samples")
-    estimators: tuple[str, ...] = Field((), description="names, with options as tir_otb:leave_one_out=true; none: all")
+    estimators: tuple[str, ...] = Field(
+        (), description="names, with options as in tir_otb:leave_one_out=true; by default all"
+    )
     partitions: int = Field(2, ge=1, description="random divisions of the samples into groups, at every group size")
     bootstrap: int = Field(2000, ge=100, description="resamples of the problems behind each 95 % interval")
     drop_zero_variance: bool = Field(
@@ -29,7 +31,9 @@ class LabSettings(BaseModel):
     )
     micro_batch_tokens: int = Field(8192, ge=64, description="tokens of one forward; a group is never split")
     score_memory: int = Field(
-        2 << 30, ge=0, description="bytes for one gradient a trajectory, which saves backward passes; 0: none are kept"
+        2 << 30,
+        ge=0,
+        description="bytes for keeping one gradient per trajectory, which saves backward passes; 0 keeps none",
     )
 
 

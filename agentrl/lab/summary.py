@@ -79,7 +79,7 @@ def summarise(measured: Measurement, *, resamples: int, seed: int) -> list[Line]
 
 def verdicts(lines: Sequence[Line]) -> list[str]:
     """For every group size: which estimator is least noisy, which are within its interval, and how the optimal token
-    baselines fare, said plainly where they do not win."""
+    baselines compare, also where they do not win."""
     said = []
     for size in sorted({line.group_size for line in lines}):
         ranked = [line for line in lines if line.group_size == size]
@@ -133,7 +133,7 @@ def proxy_energies(samples: Sequence[ProblemSample]) -> dict[str, list[Floats]]:
 
 
 def as_records(lines: Sequence[Line]) -> list[dict[str, Any]]:
-    """JSON-able; what is not a number (a scale of 0) is null."""
+    """JSON-able; a value that is not a number (with a scale of 0) becomes null."""
     return [_finite(asdict(line)) for line in lines]
 
 

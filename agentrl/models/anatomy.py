@@ -1,4 +1,4 @@
-"""A causal language model of `transformers` taken apart: transformer, head, what it does to the head's output."""
+"""The parts of a causal language model of `transformers`: transformer, head, and the map from its output to logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EXTREME = 80.0
 
 @dataclass(frozen=True, kw_only=True)
 class LogitMap:
-    """What a model does to its head's output x: z = scale x, or with a cap z = cap tanh(scale x / cap).
+    """A model's map from its head's output x to logits: z = scale x, or with a cap z = cap tanh(scale x / cap).
 
     >>> LogitMap(scale=0.5, cap=2.0)(torch.tensor([2.0, 800.0]))
     tensor([0.9242, 2.0000])
@@ -46,7 +46,7 @@ class LogitMap:
         return logits, None if self.cap is None else 1 - (logits / self.cap).square()
 
     def temperature(self, temperature: float) -> float:
-        """What divides the head's output where ``temperature`` divides the logits."""
+        """The temperature of the head's output that is equivalent to ``temperature`` for the logits."""
         return temperature / self.scale
 
     @property
@@ -67,7 +67,7 @@ class Anatomy:
     logit_map: LogitMap
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What the model makes of hidden states [..., D]: logits [..., V]."""
+        """Logits [..., V] of hidden states [..., D]."""
         return self.logit_map(self.head(hidden))
 
 
@@ -86,7 +86,7 @@ def take_apart(causal_lm: PreTrainedModel) -> Anatomy:
     problem = _difference(causal_lm, parts)
     if problem is not None:
         raise SettingsError(
-            f"model.path: {name} {problem}, so what is trained would be another policy than this model. What is known: "
+            f"model.path: {name} {problem}, so training would use a different policy than this model. Supported: "
             f"logits that are divided ({', '.join(_DIVISORS)}), multiplied ({', '.join(_FACTORS)}) and capped "
             f"({', '.join(_CAPS)}) as its configuration says"
         )
@@ -94,7 +94,7 @@ def take_apart(causal_lm: PreTrainedModel) -> Anatomy:
 
 
 def _declared(config: PreTrainedConfig) -> LogitMap:
-    """What the configuration says, in the names that `transformers` has for it; None there means nothing is done."""
+    """The map that the configuration declares under the names of `transformers`; None there means none."""
     text = config.get_text_config()
     scale = 1.0
     for name in _DIVISORS:
@@ -107,7 +107,7 @@ def _declared(config: PreTrainedConfig) -> LogitMap:
 
 @torch.no_grad()
 def _difference(causal_lm: PreTrainedModel, parts: Anatomy) -> str | None:
-    """What the model does with hidden states and its head's output that ``parts`` do not; None if nothing."""
+    """A difference between the model and ``parts`` in mapping hidden states to logits; None if there is none."""
     if not parts.logit_map.scale > 0:
         return f"multiplies its head's output by {parts.logit_map.scale}"
     device, head = parts.head.weight.device, parts.head
@@ -141,7 +141,7 @@ def _difference(causal_lm: PreTrainedModel, parts: Anatomy) -> str | None:
 
 
 class _Output:
-    """What a transformer returns, read by name or as a tuple: states, and None for whatever else is asked for."""
+    """A transformer's output, read by name or as a tuple: the states, and None for every other name."""
 
     def __init__(self, states: Tensor) -> None:
         self.last_hidden_state = states

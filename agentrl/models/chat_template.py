@@ -1,8 +1,8 @@
-"""A model's chat template as strings: rendered once, in a synthetic conversation, and never over what a model said.
+"""A model's chat template as strings: rendered once, in a synthetic conversation, and never over sampled text.
 
 A template is a program over a whole conversation: it may strip the thoughts of earlier turns, or write the last turn
 otherwise than those before. A trajectory is the tokens that were sampled, so nothing of that may touch it. Hence the
-conversation that is rendered here holds place-holders for all that is said, and what is kept is the text between them.
+conversation that is rendered here has place-holders for all messages, and only the text between them is kept.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _Template:
         return str(rendered)
 
     def pieces(self, messages: Sequence[Message], places: Sequence[str]) -> list[str]:
-        """What stands around the place-holders, which must stand there in this order and each as often."""
+        """The text around the place-holders, all of which must appear, in this order and as often."""
         rendered = self.render(messages)
         pieces = []
         for place in places:
@@ -136,6 +136,6 @@ def _check_calls(template: _Template, user: Message, told: Message, tools: Seque
 
 
 def _turn_end(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """The special token that ``text`` begins with: what the model itself writes at its turn's end."""
+    """The special token that ``text`` begins with, which the model itself writes at the end of a turn."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return max((token for token in special if text.startswith(token)), key=len, default="")

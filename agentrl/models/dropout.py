@@ -1,4 +1,4 @@
-"""No chance in a forward: training, sampling and the statistics between them are of one and the same policy."""
+"""Forwards without randomness: training, sampling and statistics must use the same policy."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _CHANCES = ("drop", "jitter")
-"""What the names of probabilities in configurations and modules hold: attention_dropout, resid_pdrop, layerdrop, ..."""
+"""Parts of the names of probabilities in configurations and modules: attention_dropout, resid_pdrop, layerdrop, ..."""
 
 
 def switch_off_dropout(model: PreTrainedModel) -> None:
     """Set every probability of dropout to 0, of modules, of functions that modules call, and in the configuration.
 
-    Evaluation mode would not do: gradient checkpointing works in training mode alone, which DeepSpeed switches on.
+    Evaluation mode is not enough: gradient checkpointing works in training mode only, which DeepSpeed switches on.
     """
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):

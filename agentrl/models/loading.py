@@ -44,7 +44,7 @@ def read_model(path: str | Path, settings: ModelSettings) -> Any:
 
 
 def empty_model(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
-    """The same model before its weights are read, made where the caller's context says; then see `finish_model`."""
+    """The same model before its weights are read, made under the caller's context; call `finish_model` afterwards."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path)
@@ -54,7 +54,7 @@ def empty_model(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
 
 
 def finish_model(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
-    """What is done to every model that was made, whatever way; returns it."""
+    """Prepare a model for training and sampling; every new model passes here. Returns it."""
     check_attention_cap(model.config)
     switch_off_dropout(model)
     if settings.gradient_checkpointing:
@@ -75,13 +75,13 @@ def read_config(settings: ModelSettings) -> PreTrainedConfig | None:
 
 
 def check_attention_cap(config: PreTrainedConfig) -> None:
-    """Raise SettingsError for capped attention scores under `sdpa`, which leaves the cap out without a word."""
+    """Raise SettingsError for capped attention scores under `sdpa`, which silently leaves the cap out."""
     # Not every architecture's configuration has it.
     cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     if cap is not None and config._attn_implementation == "sdpa":
         raise SettingsError(
             f"model.attention=sdpa cannot cap attention scores (attn_logit_softcapping={cap}) as {config.model_type} "
-            "does: what is trained would be another policy; choose eager or flash_attention_2"
+            "does: training would use a different policy; choose eager or flash_attention_2"
         )
 
 

@@ -23,16 +23,22 @@ class TinyModelSettings(BaseModel):
 
 
 class ModelSettings(BaseModel):
-    """The policy that is trained."""
+    """The policy to train."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: str | None = Field(None, description="directory or Hugging Face id; none: the embedded tiny policy")
-    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="of the weights in training and sampling")
+    path: str | None = Field(
+        None, description="directory or Hugging Face id of the policy; if unset, the embedded tiny policy is used"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="dtype of the weights in training and sampling"
+    )
     gradient_checkpointing: bool = Field(
-        False, description="compute activations again in backward: less memory, slower"
+        False,
+        description="recompute activations in the backward pass: less memory, slower; for models whose activations do not "
+        "fit",
     )
     attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
-        "sdpa", description="implementation in transformers"
+        "sdpa", description="attention implementation of transformers; eager for models that cap attention scores"
     )
     tiny: TinyModelSettings = TinyModelSettings()

@@ -35,14 +35,13 @@ class TextCodec:
     ``<|endoftext|>`` gives the model text and not an end. ``table`` gives each token's bytes; their concatenation
     over a sequence is its text, so stop strings are found without decoding a sequence again.
 
-    Only the marks of a :class:`~agentrl_envs.protocols.marked_text.MarkedText`, which protocols alone set, are encoded
-    with their
-    special tokens. Each part of such a text is encoded on its own, so that what is untrusted cannot change a mark.
+    Only the marks of a :class:`~agentrl_envs.protocols.marked_text.MarkedText`, which protocols alone set, become
+    special tokens. Each part of such a text is encoded on its own, so that untrusted text cannot change a mark.
     ``end_ids`` are the tokens at which a turn ends, for every engine: the tokenizer's, that of ``turn_end``, and
     ``generation_ends``.
 
     Not guaranteed: a tokenizer that cannot write every text (no byte-level alphabet, no byte fallback) still gives
-    its unknown token for what it lacks.
+    its unknown token for a character that it lacks.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class TextCodec:
         self._table: list[bytes] | None = None
 
     def _prefix(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-        """What the model's own tokenizer puts before any text (a BOS token for Llama, nothing for Qwen)."""
+        """The tokens that the tokenizer puts before every text (a BOS token for Llama, nothing for Qwen)."""
         whole, text = tuple(tokenizer("a", add_special_tokens=True)["input_ids"]), self.encode("a")
         places = range(len(whole) - len(text) + 1)
         return whole[: next((place for place in places if whole[place : place + len(text)] == text), 0)]
@@ -83,9 +82,9 @@ class TextCodec:
         return tuple(self._plain.encode(text, add_special_tokens=False).ids)
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """Token ids of a prompt: what the tokenizer starts every text with, then the plain text.
+        """Token ids of a prompt: the tokenizer's prefix of every text, then the plain text.
 
-        Where a protocol has set marks, they say themselves how the text starts.
+        If a protocol has set marks, they determine how the text starts.
         """
         if isinstance(text, MarkedText):
             return self.encode_parts(text.parts)
@@ -143,7 +142,7 @@ def _without_added_tokens(backend: dict[str, Any]) -> Tokenizer:
     """The tokenizer (as its JSON) with no added token, no template, no padding and no truncation.
 
     Some vocabularies hold added tokens as ordinary pieces too (SentencePiece's ``</s>``), which plain text could then
-    spell: those pieces get names that nobody can guess. Runs of blanks stay what they are.
+    spell: those pieces get names that nobody can guess. Runs of blanks do not change.
     """
     contents = {token["content"] for token in backend["added_tokens"] if not token["content"].isspace()}
     backend |= {"added_tokens": [], "post_processor": None, "padding": None, "truncation": None}

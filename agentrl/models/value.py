@@ -25,9 +25,9 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self, input_ids: Tensor, prompt_lengths: Tensor, steps: int) -> Tensor:
-        """Values [B, steps + 1], float32 or wider: at t of what is known before response token t.
+        """Values [B, steps + 1], float32 or wider: at t the value of the state before response token t.
 
-        ``input_ids`` [B, S] left aligned, ``prompt_lengths`` [B]. The value after a response of L tokens stands at L.
+        ``input_ids`` [B, S] left aligned, ``prompt_lengths`` [B]. The value after a response of L tokens is at index L.
         Positions past a row's end are meaningless.
         """
         hidden = self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, S, D]

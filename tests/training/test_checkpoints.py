@@ -129,7 +129,7 @@ def test_ranks_check_every_file_between_them(root: Path) -> None:
     for file in whole:
         flip(folder / file)
     found = [problem for part in range(2) for problem in damaged(folder, whole, part=part, parts=2)]
-    assert sorted(found) == [f"{file} is not what was written" for file in sorted(whole)]
+    assert sorted(found) == [f"{file} has changed since it was written" for file in sorted(whole)]
 
 
 @pytest.mark.slow

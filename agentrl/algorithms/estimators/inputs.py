@@ -1,4 +1,4 @@
-"""What estimators work on: the inputs of some rows, checked, with what every estimator needs derived from them."""
+"""The inputs of estimators: AdvantageInputs of some rows, checked, and quantities derived from them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace

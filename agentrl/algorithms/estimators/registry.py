@@ -1,4 +1,4 @@
-"""The table of estimators, and what each needs: which inputs, and how much of the step at once.
+"""The registry of estimators and their needs: which inputs, and how much of the step at once.
 
 Add one with the decorator; its options are the fields of a frozen dataclass:
 
@@ -34,7 +34,7 @@ _PROVIDERS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatorNeeds:
-    """What an estimator with its options needs of whoever calls it.
+    """The requirements of an estimator with its options.
 
     `inputs`: names of AdvantageInputs beside the three that are always needed; `token_energy` may be replaced by
     log_probs and sum_pi_squared. `step_wide`: the rows of the whole optimizer step, of all ranks, must be in one call;
@@ -63,7 +63,7 @@ class EstimatorEntry(Entry[EstimatorFunction]):
         return EstimatorNeeds(inputs=inputs, step_wide=bool(reason), reason=reason)
 
     def check_inputs(self, name: str, inputs: AdvantageInputs) -> None:
-        """Raise MissingInputError that says what provides the first input that is required and missing."""
+        """Raise MissingInputError for the first required input that is missing; the message names its provider."""
         for required in sorted(self.requires):
             if getattr(inputs, required) is None:
                 what = _PROVIDERS.get(required, required)
@@ -106,7 +106,7 @@ register_estimator = ESTIMATORS.register
 
 
 def estimator_needs(name: str, **options: object) -> EstimatorNeeds:
-    """What the named estimator needs with these options; what is left out has the default of its record.
+    """The requirements of the named estimator with these options; omitted options have their defaults.
 
     >>> estimator_needs("gae").step_wide, sorted(estimator_needs("gae", normalize=None).inputs)
     (True, ['values'])

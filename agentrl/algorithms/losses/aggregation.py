@@ -28,7 +28,7 @@ def aggregate(
     `seq_mean_token_sum_norm`  sum / (sequences * length), `length` a constant of the settings, needed by this mode
     alone
 
-    tokens and sequences count what the mask leaves (sequences with at least one token). `normalizer` replaces that
+    Only tokens in the mask count, and sequences with at least one of them. `normalizer` replaces that
     count by the one of the whole optimizer step, so that the values of micro-batches *add up* to the step's: the sum of
     `loss_normalizer` over all micro-batches and ranks. `token_sum` divides by nothing.
 
@@ -53,7 +53,7 @@ def aggregate(
 
 
 def loss_normalizer(loss_mask: Tensor, mode: str) -> Tensor:
-    """What this part of the step adds to the normalizer of `aggregate`: its tokens, its sequences, or (token_sum) 0."""
+    """This call's contribution to the normalizer of `aggregate`: its tokens, its sequences, or (token_sum) 0."""
     check_choice("aggregation", mode, AGGREGATIONS)
     mask = as_mask("loss_mask", loss_mask)
     if mode == "token_sum":

@@ -1,4 +1,4 @@
-"""The options of the losses: their defaults and what they may be."""
+"""The options of the losses: defaults and valid values."""
 
 import math
 from dataclasses import dataclass

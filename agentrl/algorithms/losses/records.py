@@ -1,4 +1,4 @@
-"""What a policy loss is given, what it gives, and the table of all of them."""
+"""The input and output of a policy loss, and the registry of losses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class PolicyLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """What a loss function sees: masked [B, T] tensors, 0 (ratio 1) where the loss mask is False."""
+    """The input of a loss function: masked [B, T] tensors, 0 (ratio 1) where the loss mask is False."""
 
     log_probs: Tensor  # carries the gradient
     old_log_probs: Tensor  # detached
@@ -47,7 +47,7 @@ F = TypeVar("F", bound=LossFunction)
 
 @dataclass(frozen=True, kw_only=True)
 class LossTraits:
-    """What the trainer has to know of a loss beside its formula."""
+    """Properties of a loss that the trainer needs beside its formula."""
 
     aggregation: str = "token_mean"  # the default
     aggregations: tuple[str, ...] = AGGREGATIONS  # those that give the loss its meaning

@@ -9,7 +9,7 @@ IMPOSSIBLE = -1e4
 
 
 class RowCoefficients(NamedTuple):
-    """What a row needs beside ln p: the gradient is p (offset + slope ln p), but at_target at the target. Each [N]."""
+    """Coefficients of a row's gradient, which is p (offset + slope ln p), but at_target at the target. Each [N]."""
 
     offset: Tensor
     slope: Tensor | None

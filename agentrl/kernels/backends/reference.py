@@ -1,4 +1,4 @@
-"""token_statistics with the full logits [N, V]: slow, large and obvious. What the other backends are tested against."""
+"""token_statistics with the full logits [N, V]: slow, large and obvious. The other backends are tested against it."""
 
 import torch
 from torch import Tensor

@@ -28,7 +28,7 @@ _TILE_ELEMENTS = {"cuda": 1 << 24, "cpu": 1 << 21}  # logits in a tile: 64 MB of
 
 
 class Epilogue(Protocol):
-    """What follows the product of a tile; see `torch_epilogue`, which says what each function does."""
+    """The operations after the product of a tile; `torch_epilogue` documents each function."""
 
     def add_sums(
         self, logits: Tensor, bias: Tensor | None, targets: Tensor, sums: Tensor, temperature: Tensor, *, start: int

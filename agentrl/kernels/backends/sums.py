@@ -1,4 +1,4 @@
-"""What one pass over the vocabulary keeps of a row, slice by slice, and the statistics at its end (docs/formulas.md 2).
+"""The running sums of one pass over the vocabulary, slice by slice, and the statistics at its end (docs/formulas.md 2).
 
 A row's state is six numbers of its raw logits z, the target's left out of all but the last:
 

@@ -1,4 +1,4 @@
-"""What follows the matrix product of a slice of the vocabulary, in torch. The mirror of `triton_epilogue`."""
+"""The operations after the matrix product of a slice of the vocabulary, in torch. Mirrors `triton_epilogue`."""
 
 import torch
 from torch import Tensor

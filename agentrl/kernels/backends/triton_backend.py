@@ -34,7 +34,7 @@ def triton_statistics(
 
 
 def automatic_backend(device: torch.device) -> str:
-    """What the backend `auto` is for tensors of this device."""
+    """The backend that `auto` selects for tensors of this device."""
     return "triton" if device.type == "cuda" and triton_installed() else "chunked"
 
 
@@ -52,7 +52,7 @@ def triton_epilogue(device: torch.device) -> Epilogue:
 
 
 def triton_obstacle(device: torch.device) -> str | None:
-    """What the backend triton lacks for tensors of this device, None if nothing."""
+    """Why the triton backend cannot run on this device; None if it can."""
     if not triton_installed():
         return "needs the package triton, which is not installed"
     if device.type != "cuda" and not _epilogue_module().INTERPRETED:

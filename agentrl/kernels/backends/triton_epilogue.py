@@ -1,4 +1,4 @@
-"""What follows the matrix product of a slice of the vocabulary, in Triton: each logit is read once.
+"""The operations after the matrix product of a slice of the vocabulary, in Triton: each logit is read once.
 
 A program takes one row of the slice into registers. Forward it adds the row to the state of `kernels.sums` (the online
 recurrence), backward it turns the logits into the gradient with respect to them. Sums are in the logits' dtype.

@@ -1,4 +1,4 @@
-"""Hooks that pair what went into each layer with the gradient of what came out, and add up the energies of rows."""
+"""Hooks that pair each layer's input with the gradient of its output, and add up the energies of rows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class LayerEnergies:
                 handle.remove()
 
     def begin_backward(self) -> None:
-        """The forward pass is over: what runs from now on is a recomputation."""
+        """The forward pass is over: any further forward of a layer is a recomputation."""
         self._backward = True
 
     def check_complete(self) -> None:
@@ -115,7 +115,7 @@ class LayerEnergies:
 
 
 class _Site:
-    """One layer and what is known of it so far."""
+    """One layer and the tensors collected for it so far."""
 
     def __init__(self, name: str, module: nn.Module, recomputed: bool) -> None:
         self.name = name

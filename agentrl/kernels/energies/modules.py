@@ -20,9 +20,9 @@ _NORMS = {
     ),
     "Gemma2RMSNorm": "eps",  # multiplies by 1 + weight: the same gradient
 }
-"""RMSNorms, and what they call the number that they add to the mean square."""
+"""RMSNorms, and their name of the number that they add to the mean square."""
 _SCALED_EMBEDDINGS = {"Gemma2TextScaledWordEmbedding": "embed_scale"}
-"""Embeddings that multiply their rows, and what they call the factor."""
+"""Embeddings that multiply their rows, and their name of the factor."""
 _HEADS = ("FusedHead",)  # agentrl.models.FusedHead, a linear layer whose forward gives statistics
 _CHECKPOINTED = "GradientCheckpointingLayer"
 
@@ -39,7 +39,7 @@ class Parts:
 
     @property
     def embedding_scale(self) -> float:
-        """What the embedding multiplies its rows by, in its own precision."""
+        """The factor by which the embedding multiplies its rows, in its own precision."""
         name = _SCALED_EMBEDDINGS.get(type(self.embedding).__name__)
         return 1.0 if name is None else float(getattr(self.embedding, name).to(self.embedding.weight.dtype))
 

@@ -86,7 +86,7 @@ def trajectory_energies(
 def _prepared(
     input_ids: Tensor, mask: Tensor, attention_mask: Tensor | None, weights: Tensor | None, dtype: torch.dtype
 ) -> _Rows:
-    """The rows without what is not attended to, and what counts in them."""
+    """The rows without positions that are not attended to, and the tokens that count in them."""
     if attention_mask is not None:
         order = _left_aligned(attention_mask.bool())
         input_ids, mask = input_ids.gather(1, order), mask.gather(1, order)
@@ -162,7 +162,7 @@ def _head_shares(parts: Parts, hidden: Tensor, rows: _Rows, temperature: float, 
     handle = parts.head.register_forward_pre_hook(inside)
     try:
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-            parts.head(hidden[:1, :1].to(parts.head.weight.dtype))  # what it gives is of no use
+            parts.head(hidden[:1, :1].to(parts.head.weight.dtype))  # the result is not used
     finally:
         handle.remove()
     return shares

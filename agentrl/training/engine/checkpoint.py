@@ -1,4 +1,4 @@
-"""Checkpoints: everything a run needs to go on as if it had never stopped.
+"""Checkpoints: everything a run needs to resume as if it had never stopped.
 
 ::
 
@@ -6,14 +6,14 @@
       engine/           parameters, optimizer, schedule (DeepSpeed)
       random-RANK.pt    the random state of each rank
       critic/           the same of the critic, where there is one
-      state.json        the run's and the rollout worker's position, and every file's checksum; written last: where it
-                        is, all is
-    checkpoints/step-000100.damaged/   one whose files had changed when it was to be resumed from
+      state.json        the position of run and rollout worker, and every file's checksum; written last: a checkpoint
+                        with this file is complete
+    checkpoints/step-000100.damaged/   a checkpoint whose files had changed when a run tried to resume from it
     checkpoints/best/   the policy of the best evaluation (:mod:`agentrl.training.run.best`)
 
 A kill at any moment leaves a complete newest checkpoint: one is written beside the others under a hidden name and is
 complete, and found, before it is renamed. A flipped bit, a truncated or a missing file is found before anything is
-loaded. Not guarded: a machine that loses power before its disk has all.
+loaded. Not covered: a machine that loses power before its disk has written all data.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RunState:
 
 
 class Saved(Protocol):
-    """What writes itself into a directory that exists, on all ranks at once."""
+    """An object that writes itself into an existing directory, on all ranks at once."""
 
     def save(self, directory: Path) -> None: ...
 
@@ -179,7 +179,7 @@ def check_reference(checkpoint: Path, state: RunState, path: str | None) -> None
 
 
 def _writing(root: Path, work: Callable[[], _Value]) -> list[_Value]:
-    """What ``work`` gives on every rank; an OSError of one of them is a WorldError on all."""
+    """The results of ``work`` on every rank; an OSError on one rank is a WorldError on all."""
 
     def guarded() -> _Value:
         with world_errors(root, "write a checkpoint to"):
@@ -202,7 +202,7 @@ def _damage(checkpoint: Path, part: int, parts: int) -> list[str]:
     except (OSError, ValueError, TypeError, KeyError) as error:
         return [f"{_STATE} cannot be read ({type(error).__name__})"]
     if _digest(body) != digest:
-        return [f"{_STATE} is not what was written"]
+        return [f"{_STATE} has changed since it was written"]
     return damaged(checkpoint, body["files"], part=part, parts=parts)
 
 

@@ -1,4 +1,4 @@
-"""Checksums of a directory's files: which of them are no longer what was written."""
+"""Checksums of a directory's files, to find those that changed after they were written."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def checksums(folder: Path, *, part: int = 0, parts: int = 1) -> dict[str, str]:
 
 
 def damaged(folder: Path, expected: Mapping[str, str], *, part: int = 0, parts: int = 1) -> list[str]:
-    """What is wrong with the files that ``expected`` names, one text a file. ``part`` as above."""
+    """One message for each damaged file of ``expected``. ``part`` as above."""
     found = []
     for name in sorted(expected)[part::parts]:
         try:
             if _digest(folder / name) != expected[name]:
-                found.append(f"{name} is not what was written")
+                found.append(f"{name} has changed since it was written")
         except OSError as error:
             found.append(f"{name}: {error.strerror or error}")
     return found

@@ -1,4 +1,4 @@
-"""``training.deterministic``: what a process needs before it computes anything."""
+"""``training.deterministic``: the set-up of a process before it computes anything."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _DETERMINISTIC = (":4096:8", ":16:8")
 
 
 def set_determinism(settings: TrainingSettings) -> None:
-    """Have torch use deterministic algorithms where that is set. To be called before CUDA starts.
+    """Make torch use deterministic algorithms if the setting is on. Call this before CUDA starts.
 
-    cuBLAS reads its workspace's form when it starts; torch raises at the first product if it is another one. Processes
-    that are started from this one inherit it. Raises SettingsError if the environment asks for another form.
+    cuBLAS reads its workspace configuration when it starts; torch raises at the first product if that is not a
+    deterministic one. Child processes inherit it. Raises SettingsError if the environment sets another one.
     """
     if not settings.deterministic:
         return

@@ -1,4 +1,4 @@
-"""Rows that go to the rank that holds their whole group, and what was made of them there, back again."""
+"""Sends rows to the rank that receives their whole group, and the results back."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Exchange:
         return _padded(swap_between_ranks(flat, self._tokens_out, self._tokens_in), self._their_lengths)
 
     def back(self, values: Tensor) -> list[Tensor]:
-        """What was made of the rows at home here [R, longest]: the own rows' part for each micro-batch, [b, T]."""
+        """From results for the rows at home here [R, longest]: those of this rank's own micro-batches, each [b, T]."""
         flat = swap_between_ranks(_flat(values, self._their_lengths), self._tokens_in, self._tokens_out)
         sent = _padded(flat, self._lengths)
         own = torch.empty_like(sent)
@@ -100,7 +100,7 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _widened(values: Tensor, width: int) -> Tensor:
-    """[b, any] -> [b, width], a tensor of its own; what is cut off is padding."""
+    """[b, any] -> [b, width], a new tensor; only padding is cut off."""
     made = values.new_zeros(len(values), width)
     inside = min(width, values.shape[1])
     made[:, :inside] = values[:, :inside]

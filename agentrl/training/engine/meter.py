@@ -16,7 +16,7 @@ Number = Tensor | float
 class Meter:
     """Sums of one rank; :meth:`reduce` gives what holds for all.
 
-    Every rank must add the same names in a step; a micro-batch that weighs nothing adds them with weight 0.
+    Every rank must add the same names in a step; a dummy micro-batch adds them with weight 0.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class Meter:
         self._smallest: dict[str, Tensor] = {}  # negated
 
     def mean(self, name: str, value: Number, weight: Number) -> None:
-        """``value`` is the mean over ``weight`` things: tokens, trajectories, updates."""
+        """``value`` is a mean over ``weight`` items: tokens, trajectories or updates."""
         weight = self._number(weight)
         self._add(self._sums, name, torch.where(weight > 0, self._number(value), 0.0) * weight)
         self._add(self._weights, name, weight)
@@ -37,11 +37,11 @@ class Meter:
         self._add(self._sums, name, self._number(value))
 
     def largest(self, name: str, value: Number, weight: Number = 1.0) -> None:
-        """Keep the largest of those that weigh something."""
+        """Keep the largest value of those with a weight above 0."""
         self._extreme(self._largest, name, self._number(value), weight)
 
     def smallest(self, name: str, value: Number, weight: Number = 1.0) -> None:
-        """Keep the smallest of those that weigh something."""
+        """Keep the smallest value of those with a weight above 0."""
         self._extreme(self._smallest, name, -self._number(value), weight)
 
     def mean_of(self, name: str, engine: TrainingEngine[nn.Module]) -> float:

@@ -1,7 +1,7 @@
 """The plan of a step: which passes it takes, and its trajectories packed into micro-batches, equally many on all ranks.
 
-One forward can serve statistics, advantages and the backward pass when everything an advantage needs lies in one
-micro-batch and the loss mask is known beforehand. Otherwise a statistics pass comes first.
+One forward serves statistics, advantages and the backward pass if each micro-batch holds everything that its advantages
+need and the loss mask is known beforehand. Otherwise a statistics pass comes first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agentrl.trajectory import Group, Row, Trajectory
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Rows of one forward. ``dummy`` rows take part in collectives and weigh nothing."""
+    """The rows of one forward. ``dummy`` rows take part in collectives and have no weight."""
 
     rows: tuple[Row, ...]
     dummy: bool = False
@@ -27,8 +27,11 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePlan:
-    """One optimizer update of one rank. Over all ranks, ``tokens`` and ``sequences`` are those that the filters leave
-    to the loss, ``model_tokens`` all of the model's."""
+    """One rank's part of an optimizer update.
+
+    ``tokens`` and ``sequences`` count, over all ranks, what the filters leave to the loss; ``model_tokens`` counts all
+    tokens that the model sampled.
+    """
 
     micro_batches: tuple[MicroBatch, ...]
     tokens: int
@@ -38,7 +41,7 @@ class UpdatePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PassPlan:
-    """``one_forward`` or the ``reasons`` why a statistics pass is needed."""
+    """The passes of a step: ``one_forward``, or a statistics pass first for these ``reasons``."""
 
     one_forward: bool
     reasons: tuple[str, ...]
@@ -52,11 +55,11 @@ class PassPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """What one rank computes in one step; every rank's plan has the same number of micro-batches.
+    """One rank's work in one step. The plans of all ranks have the same number of micro-batches.
 
-    ``version`` is the policy version that is trained; ``trajectories`` are those of all ranks; ``greedy_returns`` the
-    reward of each group's greedy rollout, if any; ``homes`` the rank on which each group's rows meet in a statistics
-    pass.
+    ``version`` is the policy version that is trained, ``trajectories`` the number over all ranks, ``greedy_returns``
+    the reward of each group's greedy rollout, if any, and ``homes`` the rank that receives all rows of a group in a
+    statistics pass.
     """
 
     step: int
@@ -74,8 +77,8 @@ class RankPlan:
 def pack(units: Sequence[Sequence[Trajectory]], budget: int, *, ranks: int) -> list[list[MicroBatch]]:
     """Micro-batches for each rank: units stay whole, padded size is at most ``budget``, numbers are equal.
 
-    Units (a group, or a single trajectory) are sorted by length, so that little is padded; each bin goes to the rank
-    with the least work so far. A unit larger than the budget gets a bin of its own.
+    Units (a group, or a single trajectory) are sorted by length to limit padding; each bin goes to the rank with the
+    least work so far. A unit larger than the budget gets a bin of its own.
     """
     bins: list[list[Sequence[Trajectory]]] = []
     rows_inside = width = 0
@@ -103,7 +106,7 @@ def plan_step(rollouts: RolloutBatch, settings: ObjectiveSettings, *, budget: in
     groups, algorithm = rollouts.groups, settings.algorithm
     largest = max((len(group.trajectories) * _width(group.trajectories) for group in groups), default=0)
     passes = plan_passes(settings, group_tokens=largest, budget=budget)
-    # The head-exact diagnostic needs whole groups too; where they do not fit it is left out of the step.
+    # The head-exact diagnostic also needs whole groups; if they do not fit, the step goes without it.
     head_exact = due(rollouts.step, algorithm.head_exact_every) and largest <= budget
     updates: list[list[UpdatePlan]] = [[] for _ in range(ranks)]
     for part in split_updates(groups, algorithm.updates_per_step):
@@ -138,7 +141,7 @@ def plan_step(rollouts: RolloutBatch, settings: ObjectiveSettings, *, budget: in
 
 
 def find_homes(updates: Sequence[Sequence[UpdatePlan]]) -> dict[int, int]:
-    """For each group the rank on which its rows meet, from the updates of every rank."""
+    """For each group, the rank that receives all its rows, from the updates of every rank."""
     tokens: dict[int, list[int]] = {}
     for rank, parts in enumerate(updates):
         for micro in (micro for part in parts for micro in part.micro_batches if not micro.dummy):
@@ -148,7 +151,7 @@ def find_homes(updates: Sequence[Sequence[UpdatePlan]]) -> dict[int, int]:
 
 
 def share_out(tokens: Mapping[int, Sequence[int]]) -> dict[int, int]:
-    """A rank for each group, given its tokens on each: one with most of them, of several the one given least so far.
+    """A rank for each group, given its tokens on each: the one with most of them; in a tie, the least loaded so far.
 
     >>> share_out({0: [5, 5], 1: [5, 5], 2: [9, 1]})
     {0: 0, 1: 1, 2: 0}
@@ -162,7 +165,7 @@ def share_out(tokens: Mapping[int, Sequence[int]]) -> dict[int, int]:
 
 
 def due(step: int, every: int) -> bool:
-    """Whether something done ``every`` so many steps (0: never) is done at ``step``."""
+    """Whether an action of every ``every`` steps (0: never) is due at ``step``."""
     return bool(every) and step % every == 0
 
 
@@ -180,7 +183,7 @@ def _width(unit: Sequence[Trajectory]) -> int:
 
 
 def _at_least(bins: list[list[Sequence[Trajectory]]], ranks: int) -> list[list[Sequence[Trajectory]]]:
-    """The largest bins cut in two until every rank has one, as far as there are units."""
+    """The largest bins are cut in two until every rank has one or no bin has two units."""
     while len(bins) < ranks and any(len(units) > 1 for units in bins):
         largest = max(bins, key=lambda units: (len(units) > 1, sum(map(len, units)) * max(map(_width, units))))
         place = bins.index(largest)

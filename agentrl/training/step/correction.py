@@ -1,4 +1,4 @@
-"""Rollout correction in a step: weights and masks against the mismatch of trainer and engine, and what they did."""
+"""Rollout correction in a step: weights and masks for the mismatch of trainer and engine, and their metrics."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Corrector:
     def correct(self, scored: ScoredRows, *, meter: Meter, normalizer: Tensor | None = None) -> Correction | None:
         """Weights and loss mask of the rows; None where no correction is set: the loss mask then stays as it is.
 
-        ``normalizer``: the sum of :meth:`sums` over what is trained in one update, whose weights have mean 1 where the
-        settings say so; each update is an optimizer step of its own. Without it these rows are an update.
+        ``normalizer`` is the sum of :meth:`sums` over the rows of one update, whose weights get mean 1 if
+        ``self_normalize`` is set. Without it, these rows count as a whole update.
         """
         if not self._active:
             return None
@@ -35,7 +35,7 @@ class Corrector:
         return correction
 
     def sums(self, scored: ScoredRows) -> Tensor:
-        """What these rows add to an update's normalizer, [2]."""
+        """The contribution of these rows to an update's normalizer, [2]."""
         batch = scored.batch
         return correction_sums(
             scored.log_probs,
@@ -48,7 +48,7 @@ class Corrector:
     def energy_weights(self, scored: ScoredRows) -> Tensor:
         """The weights of the energies [B, T] up to a factor common to all rows of an update.
 
-        Never normalised: the mean would be that of these rows, and those of one group may lie in several micro-batches.
+        Never normalised: the mean would be taken over these rows, but a group may be spread over micro-batches.
         """
         if not self._active:
             return scored.batch.loss_mask.to(scored.log_probs.dtype)

@@ -1,6 +1,6 @@
-"""What a step measures while it trains, summed over micro-batches and ranks, and the fidelity gate.
+"""The metrics of a training step, summed over micro-batches and ranks, and the fidelity gate.
 
-The gate: the engine and the trainer must be the same policy.
+The gate stops a run in which the engine and the trainer are not the same policy.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from agentrl.weights.sources import gathered
 Reduce = Callable[[Tensor], Tensor]
 
 FIDELITY_BOUNDS = {"float32": 1e-3, "bfloat16": 3e-2}
-"""Mean absolute difference (nats) by the dtype of the weights. In float32 the mean of each trajectory is held to it."""
+"""Largest mean absolute difference (nats) by dtype of the weights. In float32 it also bounds each trajectory's mean."""
 
 _FROM_MISMATCH = {"policy/kl_engine_k1": "kl_k1", "policy/kl_engine_k3": "kl_k3"}
 
 
 def measure_forward(meter: Meter, rows: LossRows, *, version: int) -> None:
-    """The first forward, of ``version``, over a micro-batch's trajectories.
+    """Metrics of the first forward, by the weights of ``version``, over a micro-batch's trajectories.
 
-    ``policy/engine_abs_diff`` is of the tokens that this version sampled: on them trainer and engine must agree.
-    Turns under which the weights changed are left out: their keys and values may be of both. ``..._max`` is the mean
-    of the one trajectory that is furthest off.
+    ``policy/engine_abs_diff`` covers the tokens that this version sampled: trainer and engine must agree on them.
+    Turns during which the weights changed are left out: their keys and values may come from both. ``..._max`` is the
+    mean over the trajectory with the largest difference.
     """
     mask, batch, statistics = rows.response_mask, rows.scored.batch, rows.scored.statistics
     tokens, trajectories = mask.sum(), mask.any(-1).sum()
@@ -51,7 +51,7 @@ def measure_forward(meter: Meter, rows: LossRows, *, version: int) -> None:
 
 
 def of_several_versions(versions: Tensor) -> Tensor:
-    """Where [B, T] a turn stands whose tokens were sampled by several versions; ``versions`` are -1 off model tokens.
+    """True [B, T] in turns whose tokens were sampled by several versions; ``versions`` are -1 off model tokens.
 
     >>> of_several_versions(torch.tensor([[0, 0, -1, 0, 1, -1, 1, -1]])).int().tolist()
     [[0, 0, 0, 1, 1, 0, 0, 0]]
@@ -64,14 +64,14 @@ def of_several_versions(versions: Tensor) -> Tensor:
 
 
 def measure_loss(meter: Meter, value: Tensor, metrics: dict[str, Tensor], mask: Tensor) -> None:
-    """A micro-batch's part of the loss, and what the loss says of the tokens of ``mask``."""
+    """A micro-batch's part of the loss, and the loss's metrics over the tokens of ``mask``."""
     tokens = mask.sum()
     meter.total("policy/loss", value)
     measure(meter, "policy", metrics, tokens)
 
 
 def measure(meter: Meter, prefix: str, metrics: dict[str, Tensor], weight: Tensor | float) -> None:
-    """What an algorithm reports of ``weight`` tokens: extremes by the ends of their names, all others means."""
+    """An algorithm's metrics over ``weight`` tokens: ``_max`` and ``_min`` are extremes, all others are means."""
     for name, number in metrics.items():
         if name.endswith("_max"):
             meter.largest(f"{prefix}/{name}", number, weight)
@@ -124,13 +124,13 @@ class HeadExactMonitor:
 
 
 class FidelityError(AgentRLError):
-    """Training log-probabilities differ from the engine's on tokens the trained version sampled."""
+    """Training log-probabilities differ from the engine's on tokens that the trained version sampled."""
 
 
 def check_fidelity(mean_difference: float, bound: float, *, worst: float | None = None) -> None:
     """Raise unless the mean absolute difference of log-probabilities is within ``bound`` (nats).
 
-    ``worst`` is that mean of the trajectory that is furthest off; None where rounding alone may move one that far.
+    ``worst`` is the largest mean of one trajectory; None where rounding alone may exceed the bound.
     """
     for difference, where in ((mean_difference, "on average"), (worst, "on average over one trajectory")):
         if difference is not None and not difference <= bound:  # NaN included

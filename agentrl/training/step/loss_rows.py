@@ -1,4 +1,4 @@
-"""From scored rows to loss rows: the rewards that are trained on, what enters the loss, and the advantages."""
+"""From scored rows to loss rows: rewards with penalties, the rollout correction, and the advantages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LossRowMaker:
     """
 
     def __init__(self, settings: ObjectiveSettings) -> None:
-        """Raises SettingsError if the estimator or the correction cannot have these settings."""
+        """Raises SettingsError if the estimator or the correction does not accept these settings."""
         self._settings = settings
         self._estimator = settings.algorithm.estimator
         self._estimator_options = estimator_options(settings)
@@ -36,11 +36,11 @@ class LossRowMaker:
         self.needs_exact_energy = "trajectory_energy" in needs(settings).inputs
 
     def energy_weights(self, scored: ScoredRows) -> Tensor:
-        """What multiplies each token's gradient in an exact energy [B, T], up to a factor common to an update."""
+        """The factor of each token's gradient in an exact energy [B, T], up to a factor common to an update."""
         return self._corrector.energy_weights(scored)
 
     def make(self, scored: ScoredRows, *, beta: float, meter: Meter) -> LossRows:
-        """Of whole groups alone."""
+        """The loss rows of whole groups."""
         correction = self._corrector.correct(scored, meter=meter)
         inputs = self._inputs(scored, correction, beta=beta, meter=meter)
         made = compute_advantages(self._estimator, inputs, **self._estimator_options)
@@ -55,7 +55,7 @@ class LossRowMaker:
         beta: float,
         meter: Meter,
     ) -> list[list[LossRows]]:
-        """Of every micro-batch of each update, their groups spread over micro-batches and ranks. Collective.
+        """The loss rows of every micro-batch of each update; groups may span micro-batches and ranks. Collective.
 
         ``homes`` names the rank that receives all rows of a group; an estimator that sees the whole step receives
         everything on rank 0.
@@ -93,7 +93,7 @@ class LossRowMaker:
     def _normalizers(
         self, updates: Sequence[Sequence[ScoredRows]], engine: TrainingEngine[nn.Module]
     ) -> Sequence[Tensor | None]:
-        """What normalises the correction's weights of each update [2], if anything does. Collective."""
+        """The normalizer of the correction's weights for each update [2], None without one. Collective."""
         if not self._corrector.normalizes:
             return [None] * len(updates)
         sums = torch.zeros(len(updates), 2, dtype=torch.float64, device=engine.device)
@@ -138,7 +138,7 @@ class LossRowMaker:
         return add_at_last_token(batch.rewards, batch.response_mask, penalties)
 
     def _with_kl_penalty(self, scored: ScoredRows, rewards: Tensor, beta: float, meter: Meter) -> Tensor:
-        """Rewards with the KL penalty if that is its place; the mean penalty is measured wherever it is."""
+        """Rewards with the KL penalty if ``kl.placement`` is reward; its mean is measured in any case."""
         reference, mask, exact = scored.reference_log_probs, scored.batch.response_mask, scored.statistics.full_kl
         if reference is None:
             return rewards

@@ -1,4 +1,4 @@
-"""The policy's loss of a micro-batch, such that the parts of a step add up to the step's."""
+"""The policy's loss of a micro-batch, such that the losses of a step's micro-batches add up to the step's loss."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PolicyObjective:
         self.selects = LOSSES.traits(settings.algorithm.loss).step_wide
 
     def normalizer(self, tokens: int, sequences: int) -> int | None:
-        """What the aggregation divides an update's sum by, from what its loss mask leaves over all ranks."""
+        """The divisor of an update's sum, from its loss mask's tokens and sequences over all ranks; None if none."""
         return {"token_mean": tokens, "token_sum": None}.get(self._mode, sequences)
 
     def normalizer_over_ranks(self, rows: Sequence[LossRows], engine: TrainingEngine[nn.Module]) -> int | None:
@@ -51,15 +51,16 @@ class PolicyObjective:
         fresh: bool,
         selected: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The part of the step's loss that is these rows', and metrics, means over the tokens of their loss mask.
+        """These rows' part of the step's loss, and metrics: means over the tokens of their loss mask.
 
         ``statistics``, each [B, T], carry the graph. ``fresh``: they are those that ``rows`` were scored with, so every
         ratio is 1. ``selected``: this micro-batch's rows of :meth:`selection`.
 
-        A penalty that is read off the sampled token is weighed as the policy loss is, by what the present policy would
-        sample it over what sampled it: with ratio = p / p_behaviour, E_behaviour[ratio f(y)] = E_p[f(y)] at every
-        prefix. The entropy and the exact KL take no ratio: given the prefix they do not depend on the sampled token,
-        so a ratio would add noise, and a truncated one, whose mean is below 1, a bias.
+        A penalty that depends on the sampled token is weighted like the policy loss, by the probability of that token
+        under the present policy over the one that sampled it: with ratio = p / p_behaviour,
+        E_behaviour[ratio f(y)] = E_p[f(y)] at every prefix. The entropy and the exact KL take no ratio: given the
+        prefix they do not depend on the sampled token, so a ratio would add noise, and a truncated one, whose mean is
+        below 1, a bias.
         """
         mask, log_probs = rows.loss_mask, statistics.log_probs
         made = policy_loss(

@@ -42,7 +42,7 @@ class ObjectiveSections(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveSettings:
-    """``response_tokens`` is what lengths are set to that are left open: rollout.max_response_tokens."""
+    """``response_tokens``, rollout.max_response_tokens, is the default of the lengths that are not set."""
 
     algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
     reward: RewardSettings = field(default_factory=RewardSettings)
@@ -63,7 +63,7 @@ class ObjectiveSettings:
 
     @property
     def aggregation(self) -> str:
-        """The one that is set, or that of the loss and the estimator.
+        """The aggregation that is set, or the default of the loss and the estimator.
 
         Raises SettingsError if there is no such loss, or it forbids the aggregation.
         """
@@ -92,7 +92,7 @@ class ObjectiveSettings:
 
 
 def estimator_options(settings: ObjectiveSettings) -> dict[str, Any]:
-    """Options of ``algorithm.estimator``; a setting that it does not know and that was changed is an error."""
+    """Options of ``algorithm.estimator``. Raises SettingsError for a changed setting that it does not have."""
     algorithm = settings.algorithm
     options = _options(algorithm, "estimator", ESTIMATORS, _ESTIMATOR_KEYS, algorithm.estimator_options)
     if "loss_aggregation" in ESTIMATORS.option_names(algorithm.estimator):
@@ -107,14 +107,14 @@ def loss_options(settings: ObjectiveSettings) -> dict[str, Any]:
 
 
 def needs(settings: ObjectiveSettings) -> EstimatorNeeds:
-    """What the estimator asks of the trainer. Raises SettingsError for what no trainer can give."""
+    """The inputs that the estimator needs. Raises SettingsError for an input that training cannot provide."""
     name = settings.algorithm.estimator
     found = estimator_needs(name, **estimator_options(settings))
     missing = sorted(found.inputs.intersection(_LABORATORY_INPUTS))
     if missing:
         raise SettingsError(
-            f"algorithm.estimator={name}: it needs {', '.join(missing)}, which training does not compute: it is for "
-            "the variance laboratory alone"
+            f"algorithm.estimator={name}: it needs {', '.join(missing)}, which training does not compute; use it in "
+            "the variance laboratory only"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""The reference policy: a frozen policy that the trained one is held near, and the weight of the penalty."""
+"""The reference policy: a frozen policy that the KL penalty keeps the trained one near, and the penalty's weight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentrl.weights.sources import gathered
 
 
 def kl_controller(settings: KLSettings) -> KLController:
-    """What weighs the penalty of each step."""
+    """The controller of the penalty's coefficient."""
     if settings.controller == "fixed":
         return FixedKL(settings.coefficient)
     return AdaptiveKL(settings.coefficient, target=settings.target, horizon=settings.horizon)
@@ -38,8 +38,8 @@ class Reference:
     ) -> None:
         """``freeze`` gives the policy's forward on this rank's device, perhaps with its parameters sharded.
 
-        ``over_vocabulary`` asks for what the divergence over the whole vocabulary needs: every rank then keeps a whole
-        copy of the head, [V, D] beside what is sharded.
+        ``over_vocabulary`` enables the divergence over the whole vocabulary: every rank then keeps a whole copy of the
+        head, [V, D], beside the sharded parameters.
         """
         self._logit_map = policy.head.logit_map
         nothing: tuple[Tensor | None, Tensor | None] = (None, None)

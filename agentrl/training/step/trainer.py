@@ -42,7 +42,7 @@ class _Forward:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """What the passes of one step share."""
+    """State shared by the passes of one step."""
 
     plan: RankPlan
     meter: Meter
@@ -66,7 +66,7 @@ class Trainer:
         reference: Reference | None = None,
         critic: Critic | None = None,
     ) -> None:
-        """``reference`` and ``critic`` are there exactly if ``settings`` ask for them."""
+        """``reference`` and ``critic`` are given if and only if ``settings`` need them."""
         self._engine = engine
         self._temperature = temperature
         self._pad_id = pad_id
@@ -80,7 +80,7 @@ class Trainer:
         self._kl = kl_controller(settings.kl)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """What a checkpoint keeps beside the engines, JSON-able."""
+        """The state that a checkpoint keeps beside the engines, JSON-able."""
         return {} if self._reference is None else {"kl": self._kl.state_dict()}
 
     def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
@@ -196,7 +196,7 @@ class Trainer:
         return _Forward(statistics=statistics, hidden=hidden, reference_log_probs=reference_log_probs)
 
     def _score(self, micro: MicroBatch, step: _Step) -> tuple[_Forward, ScoredRows]:
-        """A forward, and what is known of its rows before the update. Collective under ZeRO-3."""
+        """A forward and its scored rows. Collective under ZeRO-3."""
         batch = Batch.from_rows(micro.rows, pad_id=self._pad_id, no_loss=step.plan.no_loss)
         batch = batch.to(self._engine.device)
         forward = self._forward(batch, keep_hidden=step.monitor is not None)
