@@ -35,8 +35,8 @@ class ModelSettings(BaseModel):
     )
     gradient_checkpointing: bool = Field(
         False,
-        description="recompute activations in the backward pass: less memory, slower; for models whose activations do not "
-        "fit",
+        description="recompute activations in the backward pass: less memory, slower; enable where activations do "
+        "not fit",
     )
     attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
         "sdpa", description="attention implementation of transformers; eager for models that cap attention scores"
