@@ -112,8 +112,8 @@ def test_the_adaptive_controller_by_hand_and_saved():
 @given(kls=st.lists(st.floats(-1, 100), max_size=20))
 def test_beta_stays_positive(kls):
     controller = AdaptiveKL(1.0, target=0.5, horizon=100)
-    for kl in kls:
-        controller.update(kl, trajectories=100)
+    for measured in kls:
+        controller.update(measured, trajectories=100)
     assert 0 < controller.beta <= 1.2 ** len(kls) * 1.001
 
 
