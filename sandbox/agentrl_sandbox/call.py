@@ -6,7 +6,7 @@ import base64
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
 from agentrl_sandbox.once import digest
 from agentrl_sandbox.types import Execution, Sandbox
@@ -14,6 +14,16 @@ from agentrl_sandbox.types import Execution, Sandbox
 
 class ImpossibleCallError(ValueError):
     """A call's arguments are invalid: the timeout, the path of a file, or the size."""
+
+
+class CallHeader(TypedDict):
+    """The header of the frame that carries a call."""
+
+    timeout: float | None
+    session: str | None
+    files: Sequence[str]
+    fetch_files: Sequence[str]
+    echo: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +55,9 @@ class Call:
             echo=self.echo,
         )
 
-    def frame(self) -> tuple[dict[str, Any], list[bytes]]:
+    def frame(self) -> tuple[CallHeader, list[bytes]]:
         """Header and blobs of the frame that carries it."""
-        header = {
+        header: CallHeader = {
             "timeout": self.timeout,
             "session": self.session,
             "files": list(self.files),
@@ -58,7 +68,7 @@ class Call:
         return header, [*texts, *self.files.values()]
 
     @classmethod
-    def from_frame(cls, header: Mapping[str, Any], blobs: list[bytes]) -> Call:
+    def from_frame(cls, header: CallHeader, blobs: list[bytes]) -> Call:
         """The inverse of ``frame``."""
         program, stdin, *contents = blobs
         return cls(

@@ -1,4 +1,4 @@
-"""Everything that users of a sandbox need.
+"""The public API of the sandbox.
 
 sandbox = await open_sandbox(SandboxSettings())
 execution = await sandbox.execute("print(1 + 1)")
@@ -45,9 +45,9 @@ __all__ = [
 
 
 async def open_sandbox(settings: SandboxSettings) -> Sandbox:
-    """Open the sandbox that ``settings.url`` names and see to its isolation.
+    """Open the sandbox that ``settings.url`` names and check its isolation.
 
-    Raises UnisolatedError where a property is missing (unless ``allow_unisolated``), StartError where it cannot start.
+    Raises UnisolatedError if a property is missing (unless ``allow_unisolated``) and StartError if it cannot start.
     """
     if settings.scheme == "docker":
         from agentrl_sandbox.docker import open_docker

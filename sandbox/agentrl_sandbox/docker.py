@@ -1,6 +1,6 @@
-"""``docker://IMAGE``: a container of our own that runs programs. The one module that knows the Docker SDK.
+"""``docker://IMAGE``: programs run in a container that this client owns. Only this module uses the Docker SDK.
 
-The container has no network, and nothing of this machine but one directory with its socket.
+The container has no network and shares only one directory with this machine, which holds its socket.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from agentrl_sandbox.types import Execution, Isolation, failed_execution
 
 _SOCKETS = "/run/agentrl"
 _START_SECONDS = 120.0
-_LINGER_SECONDS = 30  # a container whose trainer was killed ends by itself, and is removed
-_QUEUE_LIMIT = 1_000_000  # this process's own calls wait here; they are not refused
+_LINGER_SECONDS = 30  # a container whose client was killed stops after this time and is removed
+_QUEUE_LIMIT = 1_000_000  # calls of this process wait here and are not rejected
 _MEGABYTE = 1 << 20
 _SPARE_MB = 1024  # for the interpreters themselves
 _SPARE_PIDS = 64
-_PIDS_A_SESSION = 4  # of one that rests
+_PIDS_A_SESSION = 4  # of an idle session
 
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID")
-"""What a runner needs to give each slot its own user, and to clean up after it; as in compose.yaml."""
+"""The capabilities a runner needs to give each slot its own user and to clean up after it, as in compose.yaml."""
 
 
 class DockerSandbox(CallSandbox):
@@ -44,7 +44,7 @@ class DockerSandbox(CallSandbox):
         self._settings = settings
         self._client = client
         self._image = settings.url.removeprefix("docker://")
-        # below a directory that only this user may enter: what is mounted may then belong to root for a moment
+        # Inside a directory that only this user may enter, since the mounted one may briefly belong to root.
         self._directory = Path(tempfile.mkdtemp(prefix="agentrl-sandbox-"))
         self._sockets = self._directory / "sockets"
         self._sockets.mkdir(mode=0o700)
@@ -67,7 +67,7 @@ class DockerSandbox(CallSandbox):
         try:
             await asyncio.wait((waiting, ending), return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done() or not waiting.result():
-                why = ending.result() if ending.done() else f"it said nothing for {_START_SECONDS:g} s"
+                why = ending.result() if ending.done() else f"it did not report for {_START_SECONDS:g} s"
                 raise StartError(f"the container of {self._image} did not start: {why}")
         finally:
             waiting.cancel()
@@ -111,7 +111,7 @@ class DockerSandbox(CallSandbox):
         await asyncio.to_thread(self._remove)
 
     async def _keep(self, ending: asyncio.Future[str]) -> None:
-        """Start another container whenever this one ends."""
+        """Start a new container whenever the current one ends."""
         while True:
             await ending
             while True:
@@ -152,21 +152,21 @@ class DockerSandbox(CallSandbox):
             try:
                 container.start()
             except DockerException:
-                container.remove(force=True)  # it removes itself only once it has run
+                container.remove(force=True)  # auto_remove applies only to containers that ran
                 raise
             self._container = container
         except ImageNotFound as error:
-            why = f"no image {self._image!r} here; build it: docker build -t {self._image} sandbox"
+            why = f"there is no image {self._image!r}; build it: docker build -t {self._image} sandbox"
             raise StartError(why) from error
         except DockerException as error:
-            raise StartError(f"the Docker engine did not start {self._image!r}: {error}") from error
+            raise StartError(f"Docker did not start {self._image!r}: {error}") from error
 
     def _follow(self) -> str:
-        """Read what the container says until it ends; its last words."""
+        """Read the container's log until it ends, and return its last lines."""
         last: deque[bytes] = deque(maxlen=8)
         with contextlib.suppress(DockerException):
             last.extend(self._container.logs(stream=True, follow=True))
-        return b"".join(last).decode("utf-8", "replace").strip() or "it said nothing"
+        return b"".join(last).decode("utf-8", "replace").strip() or "it logged nothing"
 
     def _remove(self) -> None:
         if self._container is not None:
@@ -181,7 +181,7 @@ async def open_docker(settings: SandboxSettings) -> DockerSandbox:
     try:
         client = await asyncio.to_thread(docker.from_env)
     except DockerException as error:
-        raise StartError(f"no Docker engine answers: {error}. Fix: start it, or use url=local://") from error
+        raise StartError(f"Docker does not respond: {error}. Fix: start it, or set url=local://") from error
     sandbox = DockerSandbox(settings, client)
     try:
         await sandbox.start()

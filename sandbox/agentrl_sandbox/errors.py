@@ -1,16 +1,16 @@
-"""What can go wrong with a sandbox, other than programs, whose ends are data.
+"""The errors of a sandbox. A program that fails is not an error: its outcome is reported.
 
 SandboxError
-├── UnisolatedError     a property that programs must not be without does not hold here
+├── UnisolatedError     an isolation property does not hold on this machine
 ├── StartError          the server did not start
 ├── ClosedError         the sandbox was closed
 ├── SessionLimitError   max_sessions sessions are open
-├── SessionForkError    a live session could not be forked; it goes on
+├── SessionForkError    a live session could not be forked; it continues
 ├── UnknownSessionError the session never existed, or has ended
-├── BusyError           a service has no room now; the same call may succeed later
-│   └── QueueFullError  more calls wait already than its queue holds
-├── RefusedError        a service refused a call for a reason that trying again does not change
-└── service.gateway_settings.ServiceSettingsError  a service was told to start with settings that cannot hold
+├── BusyError           a service has no capacity now; the same call may succeed later
+│   └── QueueFullError  its queue is full
+├── RefusedError        a service rejected a call; retrying does not help
+└── service.gateway_settings.ServiceSettingsError  a command was given invalid settings
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SessionLimitError(SandboxError):
 
 
 class SessionForkError(SandboxError):
-    """A session could not be forked. It goes on."""
+    """A session could not be forked. It continues."""
 
 
 class UnknownSessionError(SandboxError):
@@ -57,7 +57,7 @@ class UnknownSessionError(SandboxError):
 
 
 class BusyError(SandboxError):
-    """There is no room for a call now; ``retry_after`` is after how many seconds there may be."""
+    """There is no capacity for a call now; retry it after ``retry_after`` seconds."""
 
     def __init__(self, message: str, *, retry_after: int = 1) -> None:
         super().__init__(message)
@@ -65,8 +65,8 @@ class BusyError(SandboxError):
 
 
 class QueueFullError(BusyError):
-    """More calls wait already than the queue holds."""
+    """The queue is full."""
 
 
 class RefusedError(SandboxError):
-    """A service refused a call for a reason that trying again does not change: its token, its size."""
+    """A service rejected a call, for example for its token or size; retrying does not help."""

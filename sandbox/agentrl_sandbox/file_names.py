@@ -1,4 +1,4 @@
-"""Names of files that go into a scratch directory or come out of it: relative paths that stay beneath it.
+"""Checks the names of files that are written to or fetched from a scratch directory: relative paths inside it.
 
 >>> check_names(["data/points.csv", "notes"])
 >>> check_names(["../secret"])
@@ -17,7 +17,7 @@ _PAGE = 4096
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raises ValueError for a name that is no relative path beneath a directory, or for too many names."""
+    """Raises ValueError for a name that is not a relative path inside the directory, or for too many names."""
     count = 0
     for name in names:
         count += 1

@@ -1,26 +1,24 @@
-"""A client of SandboxFusion's interface, so that other sandboxes can be checked like this one."""
+"""A client for SandboxFusion's interface, so that ``check`` can test other sandboxes too."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from agentrl_sandbox.call import Call, to_base64
 from agentrl_sandbox.errors import BusyError, SandboxError
-from agentrl_sandbox.http import HttpSandbox
+from agentrl_sandbox.http import HttpSandbox, JsonObject
 from agentrl_sandbox.types import Execution, Outcome
 
-_KILLED = 128  # a shell's way to tell a signal
+_KILLED = 128  # exit codes above this report a signal, as in a shell
 
 
 class FusionSandbox(HttpSandbox):
-    """``POST /run_code`` of SandboxFusion or of anything compatible. It knows no sessions and no identifiers."""
+    """``POST /run_code`` of SandboxFusion or a compatible service. It has no sessions and no request ids."""
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
         """Run a program. The interface ignores ``request_id``. Raises SandboxError for sessions and echo."""
         if call.session is not None or call.echo:
-            raise SandboxError("SandboxFusion's interface knows neither sessions nor echo")
+            raise SandboxError("SandboxFusion's interface has neither sessions nor echo")
         seconds = self._settings.timeout if call.timeout is None else call.timeout
         body = {
             "code": call.program,
@@ -32,7 +30,7 @@ class FusionSandbox(HttpSandbox):
         }
         started = time.monotonic()
 
-        def read(answer: Mapping[str, Any]) -> Execution:
+        def read(answer: JsonObject) -> Execution:
             return fusion_execution(answer, time.monotonic() - started)
 
         try:
@@ -41,8 +39,8 @@ class FusionSandbox(HttpSandbox):
             return read({"status": "SandboxError", "message": str(error)})
 
 
-def fusion_execution(answer: Mapping[str, Any], seconds: float) -> Execution:
-    """An answer of ``/run_code`` in this package's words.
+def fusion_execution(answer: JsonObject, seconds: float) -> Execution:
+    """Convert an answer of ``/run_code``.
 
     >>> result = {"status": "Finished", "return_code": 1, "stdout": "", "stderr": "MemoryError", "execution_time": 0.1}
     >>> fusion_execution({"status": "Failed", "run_result": result}, 0.2).outcome.value

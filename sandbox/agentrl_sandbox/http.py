@@ -1,4 +1,4 @@
-"""``http://HOST:PORT``: programs run at a service. The one module that knows the HTTP client library."""
+"""``http://HOST:PORT``: programs run at a service. Only this module uses the HTTP client library."""
 
 from __future__ import annotations
 
@@ -32,12 +32,15 @@ from agentrl_sandbox.settings import LIMITS, SandboxSettings
 from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome, failed_execution
 
 _T = TypeVar("_T")
+JsonObject = Mapping[str, Any]
+"""An answer of the service, which nothing has checked yet."""
+
 _log = logging.getLogger(__name__)
-_IN_FLIGHT = 256  # requests at once, unless the settings say otherwise; more calls wait here
+_IN_FLIGHT = 256  # concurrent requests unless ``workers`` is set; further calls wait here
 _START_SECONDS = 60.0
 _CONNECT_SECONDS = 10.0
-_READ_TIMEOUT_SECONDS = 600.0  # beyond a program's time: what the service may keep a call in its queue
-_IDLE_SECONDS = 30.0  # after which an unused connection is closed; the service keeps it longer
+_READ_TIMEOUT_SECONDS = 600.0  # beyond a program's time: how long the service may queue a call
+_IDLE_SECONDS = 30.0  # after which an idle connection is closed; the service keeps it longer
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 _ERRORS: dict[str, type[SandboxError]] = {
     error.__name__: error for error in (UnknownSessionError, SessionLimitError, SessionForkError)
@@ -45,7 +48,7 @@ _ERRORS: dict[str, type[SandboxError]] = {
 
 
 class HttpSandbox(CallSandbox):
-    """Calls to a service. Made by ``open_http``."""
+    """Runs programs at a service. Created by ``open_http``."""
 
     def __init__(self, settings: SandboxSettings) -> None:
         self._loop = asyncio.get_running_loop()
@@ -60,7 +63,7 @@ class HttpSandbox(CallSandbox):
         self._busy: set[httpx.AsyncHTTPTransport] = set()
         self._room = asyncio.Semaphore(settings.workers or _IN_FLIGHT)
         self._closed = False
-        self._absent = False  # nothing answered the last request
+        self._absent = False  # the last request got no answer
 
     @property
     def isolation(self) -> Isolation:
@@ -68,7 +71,7 @@ class HttpSandbox(CallSandbox):
         return self._isolation
 
     async def check(self) -> None:
-        """Wait until the service is ready, and see to its isolation, its limits and the token.
+        """Wait until the service is ready, then check its isolation, its limits and the token.
 
         Raises StartError, UnisolatedError and RefusedError.
         """
@@ -83,7 +86,7 @@ class HttpSandbox(CallSandbox):
             raise StartError(f"the sandbox at {self._settings.url} cannot run programs: {first.stderr}")
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
-        """See ``Sandbox``. Tries again while the service is busy or absent, then it is an infrastructure failure.
+        """See ``Sandbox``. Retries while the service is busy or unreachable, up to ``retry_deadline``.
 
         Raises ClosedError, UnknownSessionError, RefusedError, and ValueError for impossible arguments.
         """
@@ -107,25 +110,25 @@ class HttpSandbox(CallSandbox):
             return failed_execution(str(error), started)
 
     async def open_session(self) -> str:
-        """See ``Sandbox``. Raises BusyError when the service had no room for too long."""
+        """See ``Sandbox``. Raises BusyError if the service has no capacity until ``retry_deadline``."""
         return await self._call("POST", "/v1/sessions", {}, 0.0, _session)
 
     async def fork_session(self, session: str) -> str:
-        """See ``Sandbox``. Raises BusyError when the service had no room for too long."""
+        """See ``Sandbox``. Raises BusyError if the service has no capacity until ``retry_deadline``."""
         return await self._call("POST", f"/v1/sessions/{session}/fork", {}, 0.0, _session)
 
     async def close_session(self, session: str) -> None:
-        """See ``Sandbox``. Raises BusyError when the service was absent for too long."""
+        """See ``Sandbox``. Raises BusyError if the service is unreachable until ``retry_deadline``."""
         await self._call("DELETE", f"/v1/sessions/{session}", None, 0.0, lambda answer: None)
 
     async def close(self) -> None:
-        """Drop the connections: what runs dies."""
+        """Close the connections, which kills running programs."""
         self._closed = True
         for connection in (*self._idle, *self._busy):
             await connection.aclose()
 
-    async def _call(self, method: str, path: str, body: Any, seconds: float, read: Callable[[Any], _T]) -> _T:
-        """Send a request until it has an answer that can be read, under a deadline from when it is first sent.
+    async def _call(self, method: str, path: str, body: object, seconds: float, read: Callable[[JsonObject], _T]) -> _T:
+        """Send a request until it gets a valid answer. The deadline counts from the first attempt.
 
         Raises BusyError after the deadline.
         """
@@ -142,13 +145,13 @@ class HttpSandbox(CallSandbox):
                     busy = error
             rest = max(pause, busy.retry_after) * random.uniform(0.5, 1.5)
             if time.monotonic() + rest > deadline:
-                why = f"{self._settings.url} had no answer in {self._settings.retry_deadline:g} s: {busy}"
+                why = f"{self._settings.url} did not answer within {self._settings.retry_deadline:g} s: {busy}"
                 raise BusyError(why) from busy
             await asyncio.sleep(rest)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    async def _send(self, method: str, path: str, body: Any, seconds: float) -> Any:
-        """One request. Raises BusyError where trying again may help."""
+    async def _send(self, method: str, path: str, body: object, seconds: float) -> JsonObject:
+        """Send one request. Raises BusyError if a retry may help."""
         if self._closed:
             raise ClosedError("the sandbox was closed")
         timeout = httpx.Timeout(_CONNECT_SECONDS, read=seconds + _READ_TIMEOUT_SECONDS, write=_READ_TIMEOUT_SECONDS)
@@ -177,24 +180,24 @@ class HttpSandbox(CallSandbox):
         if not response.is_success:
             raise self._error(response)
         try:
-            return response.json() if response.content else None
-        except ValueError as error:  # neither text nor JSON
-            raise BusyError(f"{self._settings.url} gave an answer that is no JSON: {error}") from error
+            return response.json() if response.content else {}
+        except ValueError as error:  # not text, or not JSON
+            raise BusyError(f"{self._settings.url} gave an answer that is not JSON: {error}") from error
 
     def _say_absent(self, error: httpx.TransportError) -> None:
-        """Warn once, when an outage begins: waiting calls log nothing until their retry deadline."""
+        """Warn once, when an outage begins; waiting calls log nothing until their retry deadline."""
         if not self._absent and not self._closed:
             self._absent = True
             _log.warning(
-                "the sandbox at %s does not answer (%s); calls wait for it up to %g s. Start it again if nothing does",
+                "the sandbox at %s does not answer (%s); calls are retried for up to %g s. Restart it if nothing else does",
                 *(self._settings.url, type(error).__name__, self._settings.retry_deadline),
             )
 
     def _one_connection(self) -> httpx.AsyncHTTPTransport:
-        """A transport for one request at a time: a pool of many connections looks at each of them for every request.
+        """A transport for one request at a time, since a pool scans all its connections on every request.
 
-        A whole client would follow redirects, keep cookies and use this process's proxies, none of which is wanted, and
-        takes twice the time.
+        A full client would follow redirects, keep cookies and use this process's proxies, which is not wanted here,
+        and takes twice the time.
         """
         return httpx.AsyncHTTPTransport(
             verify=self._tls,
@@ -217,10 +220,10 @@ class HttpSandbox(CallSandbox):
         if response.status_code == 422:
             return ValueError(why)
         if response.status_code == 401:
-            why += "; set the setting token, or the variable SANDBOX_TOKEN"
+            why += "; set token or the variable SANDBOX_TOKEN"
         return RefusedError(why)
 
-    async def _ready(self) -> dict[str, Any]:
+    async def _ready(self) -> JsonObject:
         deadline = time.monotonic() + min(_START_SECONDS, self._settings.retry_deadline)
         while True:
             try:
@@ -230,19 +233,17 @@ class HttpSandbox(CallSandbox):
             else:
                 if isinstance(state, dict) and isinstance(state.get("isolation"), dict):
                     return state
-                raise StartError(f"{self._settings.url} is no service of agentrl-sandbox")
+                raise StartError(f"{self._settings.url} is not an agentrl-sandbox service")
             if time.monotonic() > deadline:
                 raise StartError(f"no sandbox is ready at {self._settings.url}: {why}")
             await asyncio.sleep(random.uniform(0.1, 0.5))
 
-    def _check_limits(self, state: Mapping[str, Any]) -> None:
-        """A limit that the user set here must be the service's: it cannot be changed from here."""
+    def _check_limits(self, state: JsonObject) -> None:
+        """Limits set here must equal the service's, which clients cannot change."""
         for name in self._settings.model_fields_set & set(LIMITS):
             wanted, there = getattr(self._settings, name), state.get("limits", {}).get(name)
             if there is None:
-                raise StartError(
-                    f"the sandbox at {self._settings.url} does not say its {name}, which is to be {wanted}"
-                )
+                raise StartError(f"the sandbox at {self._settings.url} does not report {name}, which must be {wanted}")
             if there != wanted:
                 raise StartError(
                     f"the sandbox at {self._settings.url} has {name}={there:g}, not {wanted}: limits are set where the "
@@ -261,23 +262,23 @@ async def open_http(settings: SandboxSettings) -> HttpSandbox:
     return sandbox
 
 
-def _isolation(state: Mapping[str, Any]) -> Isolation:
+def _isolation(state: JsonObject) -> Isolation:
     layers = state["isolation"].get("layers", {})
     return Isolation(
         layers={name: layers.get(name) for name in PROPERTIES}, mode=str(state["isolation"].get("mode", "unknown"))
     )
 
 
-def _session(answer: Mapping[str, Any]) -> str:
-    """Raises BusyError on an answer that cannot be read."""
+def _session(answer: JsonObject) -> str:
+    """Raises BusyError for an invalid answer."""
     try:
         return str(answer["session"])
     except (KeyError, TypeError) as error:
-        raise BusyError(f"the service gave an answer that cannot be read: {error}") from error
+        raise BusyError(f"the service gave an invalid answer: {error}") from error
 
 
-def _execution(answer: Mapping[str, Any]) -> Execution:
-    """Raises BusyError on an answer that cannot be read, as after a broken connection."""
+def _execution(answer: JsonObject) -> Execution:
+    """Raises BusyError for an invalid answer, as after a broken connection."""
     try:
         return Execution(
             outcome=Outcome(answer["outcome"]),
@@ -289,4 +290,4 @@ def _execution(answer: Mapping[str, Any]) -> Execution:
             files={name: base64.b64decode(content) for name, content in answer["files"].items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BusyError(f"the service gave an answer that cannot be read: {error}") from error
+        raise BusyError(f"the service gave an invalid answer: {error}") from error

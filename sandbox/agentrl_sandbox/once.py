@@ -1,4 +1,4 @@
-"""Calls with one key share one run, while it is under way and for a while after."""
+"""Calls with one key share one run, while it runs and while its result is cached."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
 
 from agentrl_sandbox.types import Execution, Outcome
 
-_REMEMBERED_BYTES = 16 << 20  # of small results those of a minute at 270 calls a second
+_REMEMBERED_BYTES = 16 << 20  # a minute of small results at 270 calls a second
 _OVERHEAD_BYTES = 1024
 
 
 def digest(described: object, *contents: bytes) -> bytes:
-    """Equal for equal calls, so that one request id used for two programs never mixes them up.
+    """A hash of a call, so that two programs with the same request id do not share a run.
 
-    ``described`` is what JSON can say of a call, ``contents`` its bytes: the program, its input, its files.
+    ``described`` is the JSON part of a call, ``contents`` its bytes: the program, its input and its files.
     """
     result = hashlib.sha256()
     for part in (*contents, json.dumps(described).encode()):
@@ -34,20 +33,20 @@ class _SharedRun:
 
 
 class Once:
-    """Runs each key once. What ended as an infrastructure failure is not kept: a retry must be able to run.
+    """Runs each key once. Infrastructure failures are not cached, so that a retry can run.
 
-    The latest results are kept up to ``remembered_bytes`` of output and files.
+    It caches the latest results, up to ``remembered_bytes`` of output and files.
     """
 
     def __init__(self, remembered_bytes: int = _REMEMBERED_BYTES) -> None:
         self._limit = remembered_bytes
         self._bytes = 0
         self._running: dict[object, _SharedRun] = {}
-        self._tasks: set[asyncio.Task[Execution]] = set()  # also those that nobody waits for any more
+        self._tasks: set[asyncio.Task[Execution]] = set()  # including those that nobody waits for
         self._finished: OrderedDict[object, Execution] = OrderedDict()
 
-    async def run(self, key: object, start: Callable[[], Coroutine[Any, Any, Execution]]) -> Execution:
-        """The result of ``start()``, of a call with this key under way, or of one before.
+    async def run(self, key: object, start: Callable[[], Coroutine[None, None, Execution]]) -> Execution:
+        """The result of ``start()``, of a running call with this key, or of a cached one.
 
         Cancelling every call that waits cancels the run.
         """
@@ -70,7 +69,7 @@ class Once:
                 del self._running[key]
 
     async def settle(self) -> None:
-        """Wait for what is under way, however it ends."""
+        """Wait for all running calls, whatever their result."""
         if self._tasks:
             await asyncio.wait(self._tasks)
 

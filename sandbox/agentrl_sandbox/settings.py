@@ -1,4 +1,4 @@
-"""Settings of the sandbox, with their defaults and bounds."""
+"""Settings of the sandbox, with defaults and bounds."""
 
 from __future__ import annotations
 
@@ -18,42 +18,71 @@ LIMITS = (
 
 
 class SandboxSettings(BaseModel):
-    """Where programs run and what each of them may use."""
+    """Where programs run and how much each may use."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str = Field(
         "local://",
-        description="where programs run: local:// starts a fork server on this machine, docker://IMAGE a container, "
-        "http://HOST:PORT uses a service, whose own limits hold",
+        description="where programs run: local:// starts a fork server on this machine, docker://IMAGE starts a "
+        "container, http://HOST:PORT uses a service, whose own limits apply",
     )
-    timeout: float = Field(10.0, gt=0, le=3600, description="seconds of wall clock for a program")
-    memory_mb: int = Field(512, ge=16, description="megabytes a program may use beyond the bare interpreter")
-    max_processes: int = Field(32, ge=1, le=4096, description="processes and threads of a program, itself included")
-    scratch_mb: int = Field(64, ge=1, description="megabytes of a program's scratch directory")
-    output_limit: int = Field(65_536, ge=256, description="bytes kept of each output stream, half head, half tail")
-    flood_limit: int = Field(16_777_216, ge=4096, description="bytes of output after which a program is killed")
-    fetch_limit: int = Field(16_777_216, ge=0, le=1 << 29, description="bytes of all files fetched after one program")
-    max_sessions: int = Field(64, ge=0, le=1024, description="sessions open at once, forks included")
-    session_idle_timeout: float = Field(600.0, gt=0, description="seconds without a program after which a session ends")
+    timeout: float = Field(10.0, gt=0, le=3600, description="seconds of wall clock time for each program")
+    memory_mb: int = Field(
+        512,
+        ge=16,
+        description="megabytes of memory that a program may use beyond the interpreter; raise it if programs end as "
+        "memory_limit",
+    )
+    max_processes: int = Field(
+        32, ge=1, le=4096, description="processes and threads that a program may have, including its first"
+    )
+    scratch_mb: int = Field(64, ge=1, description="size of a program's scratch directory in megabytes")
+    output_limit: int = Field(
+        65_536, ge=256, description="bytes kept of each output stream: half from its beginning, half from its end"
+    )
+    flood_limit: int = Field(
+        16_777_216, ge=4096, description="bytes of output after which a program is killed (output_limit)"
+    )
+    fetch_limit: int = Field(
+        16_777_216, ge=0, le=1 << 29, description="bytes of all files that are returned from one program"
+    )
+    max_sessions: int = Field(64, ge=0, le=1024, description="sessions that may be open at once, including forks")
+    session_idle_timeout: float = Field(
+        600.0, gt=0, description="seconds after which a session that runs no program is closed"
+    )
     workers: int | None = Field(
-        None, ge=1, le=1024, description="programs that run at once; none: 2 a core, at least 4; of a service: 256"
+        None,
+        ge=1,
+        le=1024,
+        description="programs that run at once; unset: two per core and at least 4 (for a service: 256)",
     )
     token: str | None = Field(
-        None, repr=False, exclude=True, description="a service's token, never written out; none: that of SANDBOX_TOKEN"
+        None,
+        repr=False,
+        exclude=True,
+        description="bearer token of a service, never logged or saved; unset: the variable SANDBOX_TOKEN",
     )
     retry_deadline: float = Field(
-        300.0, gt=0, description="seconds that a call waits for a busy or absent service before it counts as failed"
+        300.0,
+        gt=0,
+        description="seconds for which a call to a busy or unreachable service is retried, beyond the program's own "
+        "time; then it counts as an infrastructure failure",
     )
-    standby: bool = Field(False, description="keep a second server warm, to take over at once when the first one dies")
+    standby: bool = Field(
+        False,
+        description="keep a second server warm, which takes over at once when the first one dies; costs its memory",
+    )
     first_user: int | None = Field(
         None,
         ge=1,
         le=4_000_000_000,
-        description="started by root: number of the first of `workers` users (with standby: twice as many) that "
-        "programs run as; none: drawn at random far above the users of a system",
+        description="number of the first user that programs run as, when started by root: one user for each worker and "
+        "session, twice as many with standby; unset: drawn at random, far above the system's users",
     )
-    allow_unisolated: bool = Field(False, description="run programs even where isolation is missing a property")
+    allow_unisolated: bool = Field(
+        False, description="run programs even if an isolation property is missing on this machine"
+    )
 
     @field_validator("url")
     @classmethod
@@ -69,12 +98,12 @@ class SandboxSettings(BaseModel):
 
     @property
     def slots(self) -> int:
-        """How many users programs have: one for each worker and for each session."""
+        """The number of users that programs run as: one for each worker and each session."""
         return self.concurrency + self.max_sessions
 
     @property
     def concurrency(self) -> int:
-        """How many programs run at once."""
+        """The number of programs that run at once."""
         if self.workers is not None:
             return self.workers
         return max(4, 2 * len(os.sched_getaffinity(0)))

@@ -1,4 +1,4 @@
-"""What the sandbox says of a program it ran, and of its own isolation.
+"""The results of programs, the isolation of a sandbox, and the ``Sandbox`` protocol.
 
 >>> done = Execution(outcome=Outcome.OK, stdout="2\\n", stderr="", exit_code=0, seconds=0.01, truncated=False)
 >>> done.outcome == "ok"
@@ -15,7 +15,7 @@ from typing import Protocol
 
 
 class Outcome(StrEnum):
-    """How a program ended, as told by the kernel and the limits; never by what the program printed."""
+    """How a program ended, according to the kernel and the limits, never to the program's output."""
 
     OK = "ok"  # exit status 0
     ERROR = "error"  # an uncaught exception, a SyntaxError, or another exit status
@@ -23,7 +23,7 @@ class Outcome(StrEnum):
     MEMORY_LIMIT = "memory_limit"  # killed for its memory, or ended by an uncaught MemoryError
     OUTPUT_LIMIT = "output_limit"  # killed for flooding its output or its scratch directory
     KILLED = "killed"  # ended by a signal that the sandbox did not send
-    INFRASTRUCTURE_FAILURE = "infrastructure_failure"  # the sandbox failed: the run says nothing of the program
+    INFRASTRUCTURE_FAILURE = "infrastructure_failure"  # the sandbox failed; the run says nothing about the program
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,8 +31,8 @@ class Execution:
     """One program run.
 
     ``exit_code`` is the exit status, minus the signal's number when a signal ended the program, and None for
-    infrastructure failures. ``seconds`` is wall time. ``truncated`` says that a stream was longer than
-    ``output_limit`` and only its head and tail were kept. ``files`` are those of ``fetch_files`` that were there.
+    infrastructure failures. ``seconds`` is wall time. ``truncated``: a stream was longer than
+    ``output_limit``, and only its head and tail were kept. ``files`` are those ``fetch_files`` that exist.
     """
 
     outcome: Outcome
@@ -57,22 +57,22 @@ def failed_execution(why: str, started: float) -> Execution:
 
 
 PROPERTIES: Mapping[str, str] = {
-    "no_network": "a program reaches no network",
-    "scratch_only_writes": "a program writes nowhere but in its scratch directory",
-    "no_foreign_reads": "a program reads nothing but the interpreter, the system's libraries and its scratch directory",
+    "no_network": "a program cannot reach any network",
+    "scratch_only_writes": "a program can write only to its scratch directory",
+    "no_foreign_reads": "a program can read only the interpreter, the system's libraries and its scratch directory",
     "bounded_memory": "a program's memory is bounded",
     "bounded_processes": "a program's number of processes is bounded",
     "bounded_time": "a program's time is bounded",
     "bounded_output": "a program's output is bounded",
-    "no_foreign_signals": "a program cannot signal processes that are not its own",
-    "no_tracing": "a program cannot trace processes that are not its own, nor read their memory",
+    "no_foreign_signals": "a program cannot signal other processes",
+    "no_tracing": "a program cannot trace other processes or read their memory",
 }
-"""The properties probed when a sandbox opens, with what each means."""
+"""The properties that are probed when a sandbox opens, with their meanings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Isolation:
-    """For each of ``PROPERTIES`` the layer that gives it, or None where a probe showed it missing.
+    """For each of ``PROPERTIES`` the layer that provides it, or None if a probe showed that it is missing.
 
     >>> Isolation(layers={"no_network": "namespaces", "bounded_time": "server"}, mode="root").describe()
     'no_network, bounded_time (root namespaces)'
@@ -83,22 +83,22 @@ class Isolation:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The properties that do not hold."""
+        """The missing properties."""
         return tuple(name for name, layer in self.layers.items() if layer is None)
 
     def describe(self) -> str:
-        """One line for the console."""
+        """A summary in one line."""
         held = ", ".join(name for name, layer in self.layers.items() if layer is not None)
         line = f"{held} ({'no' if self.mode == 'none' else self.mode} namespaces)"
         return line if not self.missing else f"{line}; MISSING: {', '.join(self.missing)}"
 
 
 class Sandbox(Protocol):
-    """Anything that runs programs. Single-use after ``close``; belongs to the event loop it was opened in."""
+    """Runs programs. It belongs to the event loop in which it was opened and cannot be used after ``close``."""
 
     @property
     def isolation(self) -> Isolation:
-        """What the probes found when the sandbox opened."""
+        """The result of the probes when the sandbox opened."""
         ...
 
     async def execute(
@@ -116,8 +116,8 @@ class Sandbox(Protocol):
         """Run a program. ``timeout`` in seconds (None: the setting's). Equal calls with one ``request_id``
         share one run.
 
-        ``files`` are written into the scratch directory before, ``fetch_files`` read from it afterwards. ``echo``
-        prints the value of a last expression. In a ``session`` variables and files of earlier programs are there.
+        ``files`` are written to the scratch directory before the run, ``fetch_files`` are read from it afterwards.
+        ``echo`` prints the value of a last expression. A ``session`` keeps variables and files of earlier programs.
         Raises ValueError for a bad argument and UnknownSessionError.
         """
         ...
@@ -131,9 +131,9 @@ class Sandbox(Protocol):
         ...
 
     async def close_session(self, session: str) -> None:
-        """End a session and what runs in it; nothing happens if it has ended. Raises UnknownSessionError."""
+        """End a session and its program; no effect if it has ended. Raises UnknownSessionError."""
         ...
 
     async def close(self) -> None:
-        """Kill what runs and release everything. May be called more than once."""
+        """Kill running programs and release all resources. May be called more than once."""
         ...

@@ -1,4 +1,4 @@
-"""The client's end of the fork server: the process, its socket, and the programs that wait for an answer."""
+"""The client's side of the fork server: the process, its socket, and the calls that wait for an answer."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from typing import IO, Any
+from typing import IO
 
 from agentrl_sandbox.errors import StartError
 from agentrl_sandbox.runner import config as runner_config
 from agentrl_sandbox.runner.config import RunnerConfig
+from agentrl_sandbox.runner.frames import ServerReply, ServerRequest
 from agentrl_sandbox.runner.program.order import Order
 from agentrl_sandbox.types import Execution, Outcome
-from agentrl_sandbox.wire import Frame, FrameBuffer, pack
+from agentrl_sandbox.wire import Frame, FrameBuffer, fail_all, pack
 
-_GRACE_SECONDS = 30.0  # beyond a program's deadline; a server that is silent longer is given up
+_GRACE_SECONDS = 30.0  # beyond a program's deadline; then the server counts as hung
 _SESSION_SECONDS = 60.0  # for opening, forking and closing sessions, for which the server has deadlines of its own
 _START_SECONDS = 60.0  # importing SymPy from a cold disk
-_END_SECONDS = 15.0  # for a server that is asked to end; without namespaces it then removes what programs left
+_END_SECONDS = 15.0  # for a server to end; without namespaces it removes files of programs first
 
 
 class ServerGoneError(ConnectionError):
@@ -29,7 +30,7 @@ class ServerGoneError(ConnectionError):
 
 
 class ServerRefusedError(Exception):
-    """The server does not do what it was asked for. ``kind``: limit, unknown, fork or start."""
+    """The server refused a request. ``kind``: limit, unknown, fork or start."""
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(why)
@@ -38,7 +39,7 @@ class ServerRefusedError(Exception):
 
 
 class ForkServerProcess(asyncio.Protocol):
-    """One server, from its start to its end. Use ``start``."""
+    """One server process. Create it with ``start``."""
 
     def __init__(self, process: subprocess.Popen[bytes], messages: IO[bytes]) -> None:
         loop = asyncio.get_running_loop()
@@ -51,14 +52,14 @@ class ForkServerProcess(asyncio.Protocol):
         self._closed: asyncio.Future[None] = loop.create_future()
         self._process = process
         self._messages = messages
-        self._frames = FrameBuffer()
-        self._waiting: dict[int, asyncio.Future[Frame]] = {}
+        self._frames = FrameBuffer[ServerReply]()
+        self._waiting: dict[int, asyncio.Future[Frame[ServerReply]]] = {}
         self._to_warm = {"bare", "science"}
         self._transport: asyncio.Transport | None = None
 
     @classmethod
     async def start(cls, config: RunnerConfig) -> ForkServerProcess:
-        """Exec a server with a scrubbed environment. Raises StartError with the kernel's reason."""
+        """Start a server with a clean environment. Raises StartError with the kernel's reason."""
         try:
             process, messages, ours = _spawn(config)
         except OSError as error:
@@ -91,7 +92,7 @@ class ForkServerProcess(asyncio.Protocol):
             raise StartError(await self.fail(str(error))) from error
 
     async def fail(self, what: str) -> str:
-        """Close, and tell what the server wrote last."""
+        """Close, and return an error message with the server's last output."""
         self._messages.seek(0)
         last = self._messages.read().decode("utf-8", "replace").strip().splitlines()[-1:]
         await self.close()
@@ -105,25 +106,25 @@ class ForkServerProcess(asyncio.Protocol):
         header, blobs = order.to_frame()
         return _execution(*await self._ask(header, blobs, order.timeout))
 
-    async def ask(self, header: dict[str, Any]) -> None:
+    async def ask(self, header: ServerRequest) -> None:
         """Open, fork or close a session. Raises ServerGoneError, TimeoutError and ServerRefusedError."""
         await self._ask(header, [], _SESSION_SECONDS)
 
     def close_session(self, session: int) -> None:
-        """End a session that nobody asks for any more, without waiting."""
+        """End an abandoned session without waiting."""
         if self._transport is not None and not self.gone:
             self._transport.write(pack({"op": "close", "id": 0, "session": session}))
 
-    async def _ask(self, header: dict[str, Any], blobs: list[bytes], timeout: float) -> Frame:
+    async def _ask(self, header: ServerRequest, blobs: list[bytes], timeout: float) -> Frame[ServerReply]:
         """Send one message and wait for the answer.
 
-        The grace is waited for on its own: after a long pause of the event loop, answers that lie in the socket are
-        read before the server counts as silent.
+        The grace period is a separate wait: after a long pause of the event loop, answers already in the socket are
+        read before the server counts as hung.
         """
         if self._transport is None or self.gone:
             raise ServerGoneError("the sandbox's server is gone")
         identifier = header["id"]
-        future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Frame[ServerReply]] = asyncio.get_running_loop().create_future()
         self._waiting[identifier] = future
         self._transport.write(pack(header, *blobs))
         try:
@@ -149,7 +150,7 @@ class ForkServerProcess(asyncio.Protocol):
         self._messages.close()
 
     def _end(self) -> None:
-        """Its interpreters and their programs die with it."""
+        """End the process; its interpreters and programs die with it."""
         self._process.terminate()
         try:
             self._process.wait(_END_SECONDS)
@@ -165,24 +166,19 @@ class ForkServerProcess(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Cut into frames, wake who waits."""
+        """Cut the bytes into frames and wake the waiting calls."""
         for frame in self._frames.feed(data):
             self._on_frame(frame)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Everyone who waits hears of it."""
+        """Fail all waiting calls."""
         self.gone = True
-        gone = ServerGoneError("the sandbox's server ended")
-        waiting: tuple[asyncio.Future[Any], ...] = (self.hello, self.ready, *self._waiting.values())
-        for future in waiting:
-            if not future.done():
-                future.set_exception(gone)
-                future.exception()  # some have no waiter; that is no reason to warn
+        fail_all((self.hello, self.ready, *self._waiting.values()), ServerGoneError("the sandbox's server ended"))
         if not self._closed.done():
             self._closed.set_result(None)
         self.on_gone()
 
-    def _on_frame(self, frame: Frame) -> None:
+    def _on_frame(self, frame: Frame[ServerReply]) -> None:
         header, _ = frame
         if header["op"] == "hello":
             self.layers = header["layers"]
@@ -221,7 +217,7 @@ def _spawn(config: RunnerConfig) -> tuple[subprocess.Popen[bytes], IO[bytes], so
     return process, messages, ours
 
 
-def _execution(header: dict[str, Any], blobs: list[bytes]) -> Execution:
+def _execution(header: ServerReply, blobs: list[bytes]) -> Execution:
     stdout, stderr = (blob.decode("utf-8", "replace") for blob in blobs[:2])
     return Execution(
         outcome=Outcome(header["outcome"]),

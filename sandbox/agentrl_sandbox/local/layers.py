@@ -1,4 +1,4 @@
-"""Which layer gives which property, in each mode and on this kernel. The probes say whether it does."""
+"""Which layers provide which property, by mode and kernel. The probes check that they do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def layers_of(mode: str, found: Mapping[str, int]) -> dict[str, str]:
-    """For each property the layers that give it here, the strongest first.
+    """For each property the layers that provide it here, the strongest first.
 
     >>> found = {"landlock": 4, "seccomp": 1, "own_users": 0}
     >>> layers_of("none", found)["no_network"]

@@ -1,8 +1,8 @@
-"""Tries, with real programs, what programs must not be able to do.
+"""Probes each isolation property with real programs that try what must not be possible.
 
-A probe is judged by what it saw, inside and in the world outside: the program got through, or it came to its end and
-did not. One that was cut short saw neither. It is repeated with more time, and never taken for missing isolation: a
-machine may be slow.
+A probe observes, inside and outside the sandbox, whether the program got through or ended without getting through. A
+probe that was cut short shows neither; it is repeated with more time and never counts as missing isolation, since the
+machine may just be slow.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from agentrl_sandbox.local.layers import layers_of
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome, Sandbox
 
-_TRIES = (1, 3, 9)  # how much more time each try has than the first
+_TRIES = (1, 3, 9)  # factors on the time limits
 _PROBE_SECONDS = 0.3  # the deadline that the time probe is given
-_PROBE_TIMEOUT_SECONDS = 20.0  # for probes that should end by themselves
-_NEIGHBOUR_SECONDS = 0.3  # that a neighbour's files are looked for
+_PROBE_TIMEOUT_SECONDS = 20.0  # for probes that should exit by themselves
+_NEIGHBOUR_SECONDS = 0.3  # spent looking for a neighbour's files
 
 Execute = Callable[..., Awaitable[Execution]]
 # From a factor on the time limits to whether the property held; raises InconclusiveProbeError.
@@ -37,14 +37,14 @@ Look = Callable[[int], Awaitable[bool]]
 
 
 class InconclusiveProbeError(Exception):
-    """A probe's program ended in a way that shows nothing."""
+    """A probe's program ended in a way that proves nothing."""
 
     def __init__(self, ran: Execution) -> None:
         super().__init__(" ".join([ran.outcome.value, *ran.stderr.strip().splitlines()[-1:]]))
 
 
 async def probe(sandbox: Sandbox, *, mode: str, layers: Mapping[str, int], settings: SandboxSettings) -> Isolation:
-    """Run every probe at once; for each property the layer that holds it, or None. Raises StartError.
+    """Run all probes; for each property return the layer that provides it, or None. Raises StartError.
 
     ``layers`` is what the server found of the layers that need no namespace.
     """
@@ -73,7 +73,7 @@ async def probe(sandbox: Sandbox, *, mode: str, layers: Mapping[str, int], setti
 
 
 async def _settle(name: str, look: Look) -> bool:
-    """Look until something is seen. Raises StartError."""
+    """Repeat a probe until it is conclusive. Raises StartError."""
     endings: list[str] = []
     for slower in _TRIES:
         try:
@@ -81,13 +81,13 @@ async def _settle(name: str, look: Look) -> bool:
         except InconclusiveProbeError as unclear:
             endings.append(str(unclear))
     raise StartError(
-        f"whether {name} holds could not be seen: the probe's program ended as {', then '.join(endings)}. "
+        f"the probe of {name} was inconclusive: its program ended as {', then '.join(endings)}. "
         "Is this machine overloaded?"
     )
 
 
 def _judge(ran: Execution, *, broken: bool, held: tuple[Outcome, ...] = (Outcome.OK,)) -> bool:
-    """``broken`` says whether the program was seen to get through, ``held`` how one ends that did not."""
+    """``broken``: the program got through. ``held``: the outcomes of a program that did not."""
     if not broken and ran.outcome not in held:
         raise InconclusiveProbeError(ran)
     return not broken

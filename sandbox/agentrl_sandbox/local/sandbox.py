@@ -30,6 +30,7 @@ from agentrl_sandbox.local.session_book import SessionBook
 from agentrl_sandbox.local.standby import ForkServers, first_user
 from agentrl_sandbox.once import Once
 from agentrl_sandbox.runner.config import RunnerConfig
+from agentrl_sandbox.runner.frames import ServerRequest
 from agentrl_sandbox.runner.program.order import Order
 from agentrl_sandbox.settings import LIMITS, SandboxSettings
 from agentrl_sandbox.types import Execution, Isolation, failed_execution
@@ -43,7 +44,7 @@ _FIX = (
 
 
 class LocalSandbox(CallSandbox):
-    """A fork server and what is needed to bring it back. Made by ``open_local``."""
+    """A fork server that is restarted when it dies. Created by ``open_local``."""
 
     def __init__(self, settings: SandboxSettings, config: RunnerConfig, server: ForkServerProcess) -> None:
         self._loop = asyncio.get_running_loop()
@@ -63,9 +64,9 @@ class LocalSandbox(CallSandbox):
         return self._isolation
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
-        """Run a program and give its end; see ``Sandbox.execute``. Cancelling kills it, and the session it runs in.
+        """Run a program; see ``Sandbox.execute``. Cancelling kills it and the session it runs in.
 
-        Raises ClosedError, UnknownSessionError, ValueError for an impossible timeout or file name, and RuntimeError in
+        Raises ClosedError, UnknownSessionError, ValueError for an invalid timeout or file name, and RuntimeError in
         another event loop.
         """
         self._check_open()
@@ -98,14 +99,14 @@ class LocalSandbox(CallSandbox):
         return self._sessions.add(number, server)
 
     async def fork_session(self, session: str) -> str:
-        """Branch a session; see ``Sandbox.fork_session``. Waits for what runs in it."""
+        """Fork a session, once its program has ended; see ``Sandbox.fork_session``."""
         self._check_open()
         origin = self._sessions.find(session)
         async with origin.turn:
             self._sessions.find(session)  # it may have ended meanwhile
             number = next(self._identifiers)
             try:
-                header = {"op": "fork", "session": origin.number, "fork": number}
+                header: ServerRequest = {"op": "fork", "session": origin.number, "fork": number}
                 await self._ask_for_session(origin.server, number, header)
             except ServerRefusedError as refused:
                 if refused.kind == "fork":
@@ -116,7 +117,7 @@ class LocalSandbox(CallSandbox):
             return self._sessions.add(number, origin.server)
 
     async def close_session(self, session: str) -> None:
-        """End a session and what runs in it; see ``Sandbox.close_session``."""
+        """End a session and its program; see ``Sandbox.close_session``."""
         self._check_open()
         if self._sessions.has_ended(session):
             return
@@ -125,12 +126,12 @@ class LocalSandbox(CallSandbox):
         try:
             await live.server.ask({"op": "close", "id": next(self._identifiers), "session": live.number})
         except ServerGoneError:
-            return  # and the session with it
+            return  # the session ended with it
         except TimeoutError as error:
-            raise SandboxError(f"session {session!r} does not end: {error}") from error
+            raise SandboxError(f"session {session!r} did not end: {error}") from error
 
     async def close(self) -> None:
-        """Kill what runs and end the server."""
+        """Kill running programs and end the server."""
         if self._closed:
             return
         self._closed = True
@@ -140,7 +141,7 @@ class LocalSandbox(CallSandbox):
     async def check(self, reasons: Sequence[str] = ()) -> None:
         """Probe every property. Raises UnisolatedError for one that is missing, unless the settings allow it.
 
-        ``reasons`` say why stronger ways of isolation could not be had.
+        ``reasons`` say why stronger isolation modes are unavailable.
         """
         mode, layers = self._config.isolate, self._servers.layers
         self._isolation = await probe(self, mode=mode, layers=layers, settings=self._settings)
@@ -168,7 +169,7 @@ class LocalSandbox(CallSandbox):
                     raise self._sessions.gone(session, refused.why) from refused
 
     async def _run_on(self, server: ForkServerProcess | None, order: Order) -> Execution:
-        """Run on the session's server, or on any."""
+        """Run on the session's server, or on the current one."""
         started = time.monotonic()
         try:
             server = server or await self._servers.living()
@@ -178,15 +179,16 @@ class LocalSandbox(CallSandbox):
         except TimeoutError:
             assert server is not None
             await server.close()
-            return failed_execution("the sandbox's server was silent long past the program's deadline", started)
+            return failed_execution("the sandbox's server did not answer long after the program's deadline", started)
 
     def keep_standby(self) -> None:
         """Start a second server in the background, where the settings ask for one."""
         self._servers.keep_standby()
 
-    async def _ask_for_session(self, server: ForkServerProcess, number: int, header: dict[str, object]) -> None:
+    async def _ask_for_session(self, server: ForkServerProcess, number: int, header: ServerRequest) -> None:
         try:
-            await server.ask({**header, "id": next(self._identifiers)})
+            header["id"] = next(self._identifiers)
+            await server.ask(header)
         except ServerRefusedError as refused:
             if refused.kind == "limit":
                 raise SessionLimitError(f"no further session: {refused.why}") from refused
@@ -196,7 +198,7 @@ class LocalSandbox(CallSandbox):
             raise
 
     def _follow(self, server: ForkServerProcess) -> None:
-        """Hear of sessions that end."""
+        """Record the sessions that end."""
         server.on_session_ended = functools.partial(self._sessions.end_number, server)
         server.on_gone = functools.partial(self._sessions.end_all, server, "the sandbox's server ended")
 
@@ -204,7 +206,7 @@ class LocalSandbox(CallSandbox):
 async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None = None) -> LocalSandbox:
     """Start the strongest isolation that this machine allows, and probe it.
 
-    ``modes`` are the ways to try, in order: ``root`` and ``user`` namespaces (None: what this process may hope for).
+    ``modes`` are tried in order: ``root`` and ``user`` namespaces (None: those available to this process).
     Raises UnisolatedError (unless ``allow_unisolated``) and StartError.
     """
     if modes is None:
@@ -231,7 +233,7 @@ async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None
 
 
 def runner_config(settings: SandboxSettings, mode: str) -> RunnerConfig:
-    """What the server needs to know."""
+    """The configuration of a fork server."""
     libraries: list[str] = []
     for name in _LIBRARIES:
         spec = importlib.util.find_spec(name)

@@ -1,4 +1,4 @@
-"""What the client knows of its sessions: which live where, and how the others ended."""
+"""The client's sessions: where the live ones are, and how the others ended."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from agentrl_sandbox.errors import UnknownSessionError
 from agentrl_sandbox.local.fork_server import ForkServerProcess
 
-_REMEMBERED = 4096  # ended sessions of which is known how they ended
+_REMEMBERED = 4096  # ended sessions whose reason is kept
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class LiveSession:
-    """A session of a living server. Who holds ``turn`` may ask it for something."""
+    """A session of a live server. Whoever holds ``turn`` may use it."""
 
     name: str
     number: int
@@ -24,14 +24,14 @@ class LiveSession:
 
 
 class SessionBook:
-    """Sessions by the names that callers have."""
+    """Sessions by the names that callers use."""
 
     def __init__(self) -> None:
         self._live: dict[str, LiveSession] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
 
     def add(self, number: int, server: ForkServerProcess) -> str:
-        """A session has opened. Gives the name that nobody can guess."""
+        """Add an open session and return its name, which cannot be guessed."""
         name = secrets.token_hex(16)
         self._live[name] = LiveSession(name=name, number=number, server=server)
         return name

@@ -1,4 +1,4 @@
-"""The fork server that runs programs, a warm one that stands by, and how the second takes the first one's place."""
+"""The fork server that runs programs, and a warm standby that takes over when it dies."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from agentrl_sandbox.settings import SandboxSettings
 
 # Users that most likely nobody else has: a limit on processes counts all of a user's on a host, also in other
 # containers, so two runners must not share users.
-_RANGE = range(1_879_048_192, 2_147_483_648)  # what systemd's table of users and groups leaves unused
+_RANGE = range(1_879_048_192, 2_147_483_648)  # unused in systemd's table of users and groups
 _SMALL_RANGE = range(20_000, 60_000)  # for containers that know 65,536 users
 _STEP = 2048  # the most workers and sessions that a runner has
 
 
 class ForkServers:
-    """``follow`` is called with every server that comes to run programs, the first included."""
+    """The current server and its standby. ``follow`` is called with each server that becomes the current one."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ForkServers:
         return self._server.layers
 
     async def living(self) -> ForkServerProcess:
-        """The server, brought back if it is gone. Raises ServerGoneError once closed, and StartError."""
+        """The current server, restarted if it is gone. Raises ServerGoneError once closed, and StartError."""
         async with self._restarting:
             if self._closed:
                 raise ServerGoneError("the sandbox was closed")
@@ -56,12 +56,12 @@ class ForkServers:
             return self._server
 
     def keep_standby(self, ending: asyncio.Task[None] | None = None) -> None:
-        """Start a second server in the background, where the settings ask for one."""
+        """Start a second server in the background if the settings say so."""
         if self._settings.standby:
             self._standby = asyncio.get_running_loop().create_task(self._start(ending))
 
     async def close(self) -> None:
-        """End them and what runs on them."""
+        """End both servers and their programs."""
         self._closed = True
         async with self._restarting:
             await self._server.close()
@@ -86,9 +86,9 @@ class ForkServers:
         self.keep_standby(ending)
 
     async def _start(self, ending: asyncio.Task[None] | None) -> ForkServerProcess:
-        """A warm server. Servers that live side by side never have programs run as the same users. Raises StartError.
+        """Start a warm server. Servers that run side by side never share users. Raises StartError.
 
-        It starts when ``ending``, the end of the server before, is over: that one's users may become its own.
+        It waits for ``ending``, the end of the previous server, whose users it may take over.
         """
         if ending is not None:
             await asyncio.shield(ending)
@@ -118,14 +118,14 @@ class ForkServers:
 
 
 def first_user(settings: SandboxSettings, turn: int) -> int:
-    """Of the ``turn``-th server: the setting's users, by turns its first and second half; or users drawn at random."""
+    """The first user of the ``turn``-th server: alternating halves of the configured users, or random ones."""
     if settings.first_user is None:
         return free_users()
     return settings.first_user + (settings.slots if settings.standby and turn % 2 else 0)
 
 
 def free_users() -> int:
-    """The first of ``_STEP`` numbers that most likely no one else uses; drawn anew at each call."""
+    """The first of ``_STEP`` users that most likely nobody else has; drawn at random on each call."""
     numbers = _RANGE if _is_mapped(_RANGE.stop - 1) else _SMALL_RANGE
     return random.SystemRandom().randrange(numbers.start, numbers.stop - _STEP, _STEP)
 

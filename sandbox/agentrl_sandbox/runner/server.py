@@ -23,11 +23,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.runner.cleanup import processes, reaper, scratch
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
+from agentrl_sandbox.runner.frames import ServerReply, ServerRequest, ZygoteMessage
 from agentrl_sandbox.runner.isolation import rootfs
 from agentrl_sandbox.runner.isolation.lockdown import has_own_users, layers
 from agentrl_sandbox.runner.isolation.memory_use import usage
@@ -40,7 +40,7 @@ from agentrl_sandbox.runner.sessions.manager import SessionManager
 from agentrl_sandbox.runner.sessions.table import KIND
 from agentrl_sandbox.runner.zygote_handle import ZygoteHandle
 from agentrl_sandbox.types import Outcome
-from agentrl_sandbox.wire import FrameBuffer, pack
+from agentrl_sandbox.wire import Frame, FrameBuffer, pack
 
 _TICK = 0.1  # seconds between two looks at memory and at the parent
 _BURST = 1 << 20  # bytes drained from one stream before others get a turn
@@ -100,7 +100,7 @@ class ForkServer:
         self._config = config
         self._client = client
         self._client.setblocking(False)
-        self._frames = FrameBuffer()
+        self._frames = FrameBuffer[ServerRequest]()
         self._outgoing = bytearray()
         self._epoll = select.epoll()
         self._epoll.register(client.fileno(), select.EPOLLIN)
@@ -164,7 +164,7 @@ class ForkServer:
                 self._on_frame(header, blobs)
         return True
 
-    def _on_frame(self, header: dict[str, Any], blobs: list[bytes]) -> None:
+    def _on_frame(self, header: ServerRequest, blobs: list[bytes]) -> None:
         if header["op"] == "run":
             order = Order.from_frame(header, blobs)
             if order.session is not None:
@@ -185,7 +185,7 @@ class ForkServer:
         for kind, queue in self._queues.items():
             self._queues[kind] = deque(order for order in queue if order.identifier != identifier)
 
-    def reply(self, header: dict[str, Any], *blobs: bytes) -> None:
+    def reply(self, header: ServerReply, *blobs: bytes) -> None:
         """Send a message to the client."""
         self._outgoing += pack(header, *blobs)
         self._flush()
@@ -231,7 +231,7 @@ class ForkServer:
             if capture.open and not capture.drain(self._config.flood_limit):
                 self._epoll.unregister(capture.descriptor)
 
-    def report(self, program: Program, ending: Ending) -> tuple[dict[str, Any], list[bytes]]:
+    def report(self, program: Program, ending: Ending) -> Frame[ServerReply]:
         """Watch a program no longer, release what it held, and give the message about its end."""
         del self._programs[program.identifier]
         for capture in (program.stdout, program.stderr):
@@ -325,7 +325,7 @@ class ForkServer:
         elif message["id"] in self._programs:
             self._on_report(self._programs[message["id"]], message)
 
-    def _on_report(self, program: Program, message: dict[str, Any]) -> None:
+    def _on_report(self, program: Program, message: ZygoteMessage) -> None:
         if message["op"] == "located":
             program.pid = message["pid"]
             return

@@ -27,11 +27,12 @@ import select
 import signal
 import socket
 import sys
-from typing import Any
+from types import ModuleType
 
 from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.runner.cleanup import processes, scratch
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
+from agentrl_sandbox.runner.frames import ZygoteMessage
 from agentrl_sandbox.runner.freeze_refcounts import freeze_refcounts
 from agentrl_sandbox.runner.isolation.lockdown import has_own_users
 from agentrl_sandbox.runner.program.child import ChildLimits, limit_children, run_child
@@ -81,7 +82,7 @@ def warm_up(*, science: bool) -> None:
     _exercise(sympy)
 
 
-def _exercise(sympy: Any) -> None:
+def _exercise(sympy: ModuleType) -> None:
     """Walk the common paths once, so that what they import and cache is already there."""
     x, y = sympy.symbols("x y")
     root = sympy.solve(x**2 - 5 * x + 6, x)
@@ -162,7 +163,7 @@ class Zygote:
             return False
         for _, _, payload in ancillary:
             descriptors.frombytes(payload)
-        message = json.loads(data)
+        message: ZygoteMessage = json.loads(data)
         if message["op"] in ("spawn", "init"):
             self._spawn(message, list(descriptors))
         elif message["op"] == "clean":
@@ -182,7 +183,7 @@ class Zygote:
         except ProcessLookupError:
             os.kill(pid, signal.SIGKILL)
 
-    def _spawn(self, message: dict[str, Any], descriptors: list[int]) -> None:
+    def _spawn(self, message: ZygoteMessage, descriptors: list[int]) -> None:
         identifier = message["id"]
         try:
             if self._own_pid_namespace >= 0:
@@ -195,7 +196,7 @@ class Zygote:
             if pid == 0 and message["op"] == "init":
                 run_session_init(self._limits, message["slot"], message["session"], descriptors)
             if pid == 0:
-                run_child(self._limits, message["slot"], message["cpu"], descriptors)
+                run_child(self._limits, message["slot"], int(message["cpu"]), descriptors)
             self._ids[pid] = identifier
             self._pids[identifier] = pid
             self._slots[pid] = message["slot"]
@@ -229,5 +230,5 @@ class Zygote:
         processes.kill_strays(self._slots, user)
         self._slots[processes.run_as(user, functools.partial(scratch.clean, directory, user))] = slot
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: ZygoteMessage) -> None:
         self._server.send(json.dumps(message).encode())

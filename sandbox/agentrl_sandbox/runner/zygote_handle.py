@@ -8,10 +8,10 @@ import os
 import socket
 import subprocess
 import sys
-from typing import Any
 
 from agentrl_sandbox.runner import config as runner_config
 from agentrl_sandbox.runner.config import RunnerConfig
+from agentrl_sandbox.runner.frames import ZygoteMessage
 from agentrl_sandbox.runner.isolation.memory_use import resident_bytes
 
 _MAX_MESSAGE = 65_536
@@ -78,7 +78,7 @@ class ZygoteHandle:
         """Ask for a slot's processes and files to be removed."""
         self._tell({"op": "clean", "slot": slot})
 
-    def receive(self) -> dict[str, Any] | None:
+    def receive(self) -> ZygoteMessage | None:
         """The next report; None when the zygote is gone."""
         try:
             data = self._socket.recv(_MAX_MESSAGE)
@@ -86,7 +86,7 @@ class ZygoteHandle:
             return None
         if not data:
             return None
-        message: dict[str, Any] = json.loads(data)
+        message: ZygoteMessage = json.loads(data)
         return message
 
     def close(self) -> int:
@@ -98,6 +98,6 @@ class ZygoteHandle:
             self._process.stdout.close()
         return status
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _tell(self, message: ZygoteMessage) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._socket.send(json.dumps(message).encode())

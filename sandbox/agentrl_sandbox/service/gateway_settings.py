@@ -17,30 +17,41 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 class ServiceSettingsError(SandboxError):
-    """A command was given settings that cannot be; the message names them."""
+    """A command was given invalid settings; the message names them."""
 
 
 class GatewaySettings(BaseModel):
-    """How the gateway listens, whom it lets in and how much it takes on."""
+    """Where the gateway listens, whom it admits and how much work it accepts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    host: str = Field("127.0.0.1", description="address to bind to")
-    port: int = Field(8080, ge=0, le=65_535, description="port to bind to; 0: any free one")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8080, ge=0, le=65_535, description="port to listen on; 0 picks a free port")
     token: str | None = Field(
-        None, min_length=1, repr=False, description="bearer token; none: one is made; the word none: without any"
+        None,
+        min_length=1,
+        repr=False,
+        description="bearer token; unset: one is generated; 'none' turns authentication off",
     )
-    token_file: Path | None = Field(None, description="file that a made token is kept in; none: it is shown once")
-    allowed_hosts: str = Field("", description="names in the Host header beside 127.0.0.1 and localhost, by commas")
-    max_body_mb: int = Field(32, ge=1, le=60, description="megabytes of a request's body")
-    queue_limit: int = Field(4096, ge=0, description="calls that may wait for a runner; beyond it they get 429")
-    queue_seconds: float = Field(300.0, gt=0, description="seconds that a call may wait for a runner")
-    batch_limit: int = Field(1024, ge=1, description="programs in one batch")
-    drain_seconds: float = Field(60.0, ge=0, description="seconds that SIGTERM waits for what runs")
+    token_file: Path | None = Field(
+        None, description="file in which a generated token is stored; unset: it is logged once"
+    )
+    allowed_hosts: str = Field(
+        "", description="accepted names in the Host header besides 127.0.0.1 and localhost, comma-separated"
+    )
+    max_body_mb: int = Field(32, ge=1, le=60, description="maximum size of a request body in megabytes")
+    queue_limit: int = Field(4096, ge=0, description="calls that may wait for a runner; further calls get 429")
+    queue_seconds: float = Field(
+        300.0, gt=0, description="seconds that a call may wait for a runner before it gets 503"
+    )
+    batch_limit: int = Field(1024, ge=1, description="maximum number of programs in one batch")
+    drain_seconds: float = Field(
+        60.0, ge=0, description="seconds that the gateway waits for running calls after SIGTERM"
+    )
 
     @property
     def hosts(self) -> frozenset[str]:
-        """Every name that a Host header may have."""
+        """Every name accepted in a Host header."""
         more = {name.strip().lower() for name in self.allowed_hosts.split(",") if name.strip()}
         own = set() if self.host in ("0.0.0.0", "::") else {self.host.lower()}
         return frozenset({"127.0.0.1", "localhost", "::1", *own, *more})
@@ -64,7 +75,9 @@ def read_settings(
     for argument in arguments:
         name, equals, text = argument.partition("=")
         if not equals or name not in names:
-            raise ServiceSettingsError(f"{argument!r} is no setting; valid: {', '.join(f'{name}=' for name in names)}")
+            raise ServiceSettingsError(
+                f"{argument!r} is not a setting; valid: {', '.join(f'{name}=' for name in names)}"
+            )
         values[name] = text
     try:
         return model.model_validate(values)

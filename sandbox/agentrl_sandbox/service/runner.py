@@ -12,11 +12,11 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from agentrl_sandbox.call import Call
 from agentrl_sandbox.errors import (
@@ -31,7 +31,7 @@ from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.service.pool import messages
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import Sandbox
-from agentrl_sandbox.wire import FrameBuffer, FrameError, pack
+from agentrl_sandbox.wire import Frame, FrameBuffer, FrameError, pack
 
 _log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def _refuse_a_living(path: Path) -> None:
 class RunnerService:
     """One sandbox and the gateways that use it."""
 
-    def __init__(self, sandbox: Sandbox, hello: dict[str, Any]) -> None:
+    def __init__(self, sandbox: Sandbox, hello: Mapping[str, object]) -> None:
         self.sandbox = sandbox
         self.hello = hello
         self.gateways: set[GatewayConnection] = set()
@@ -163,7 +163,7 @@ class GatewayConnection(asyncio.Protocol):
 
     def __init__(self, service: RunnerService) -> None:
         self._service = service
-        self._frames = FrameBuffer(messages.MAX_FRAME)
+        self._frames = FrameBuffer[messages.RunnerRequest](messages.MAX_FRAME)
         self._sessions: set[str] = set()
         self._transport: asyncio.Transport | None = None
         self._endings: set[asyncio.Task[None]] = set()
@@ -205,7 +205,7 @@ class GatewayConnection(asyncio.Protocol):
             self.tasks[identifier] = task
             task.add_done_callback(self._forget(identifier))
 
-    def send(self, header: dict[str, Any], *blobs: bytes) -> None:
+    def send(self, header: Mapping[str, object], *blobs: bytes) -> None:
         """Write one frame, unless the gateway is gone."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(pack(header, *blobs))
@@ -226,7 +226,7 @@ class GatewayConnection(asyncio.Protocol):
 
         return forget
 
-    async def _answer(self, identifier: int, header: dict[str, Any], blobs: list[bytes]) -> None:
+    async def _answer(self, identifier: int, header: messages.RunnerRequest, blobs: list[bytes]) -> None:
         """Carry out one request; exactly one answer, whatever happens."""
         try:
             answer, out = await self._carry_out(identifier, header, blobs)
@@ -239,8 +239,8 @@ class GatewayConnection(asyncio.Protocol):
         self.send(answer, *out)
 
     async def _carry_out(
-        self, identifier: int, header: dict[str, Any], blobs: list[bytes]
-    ) -> tuple[dict[str, Any], list[bytes]]:
+        self, identifier: int, header: messages.RunnerRequest, blobs: list[bytes]
+    ) -> Frame[dict[str, object]]:
         sandbox, operation = self._service.sandbox, header["op"]
         if operation == "execute":
             return messages.ran(identifier, await Call.from_frame(header, blobs).run(sandbox))
@@ -248,10 +248,10 @@ class GatewayConnection(asyncio.Protocol):
             session = await sandbox.open_session()
             self._sessions.add(session)
         elif operation == "fork_session":
-            session = await sandbox.fork_session(header["session"])
+            session = await sandbox.fork_session(header["session"] or "")
             self._sessions.add(session)
         else:
-            session = header["session"]
+            session = header["session"] or ""
             self._sessions.discard(session)
             await sandbox.close_session(session)
         return {"op": "session", "id": identifier, "session": session}, []
@@ -270,5 +270,5 @@ def _kind(error: Exception) -> str:
     return kinds.get(type(error), "bad_call" if isinstance(error, ValueError) else "failed")
 
 
-def _refused(identifier: int, kind: str, why: str) -> dict[str, Any]:
+def _refused(identifier: int, kind: str, why: str) -> dict[str, object]:
     return {"op": "refused", "id": identifier, "kind": kind, "why": why[:4096]}

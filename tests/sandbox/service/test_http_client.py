@@ -237,7 +237,7 @@ async def test_an_answer_that_cannot_be_read_is_asked_for_again(unreadable):
 
 async def test_a_limit_that_the_service_does_not_tell_is_refused():
     async with answering(json.dumps(READY).encode()) as (url, _):
-        with pytest.raises(StartError, match="does not say its memory_mb, which is to be 100"):
+        with pytest.raises(StartError, match="does not report memory_mb, which must be 100"):
             await open_sandbox(SandboxSettings(url=url, allow_unisolated=True, memory_mb=100))
 
 

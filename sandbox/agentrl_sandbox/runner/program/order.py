@@ -11,7 +11,9 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from agentrl_sandbox.runner.frames import ServerRequest
+from agentrl_sandbox.wire import Frame
 
 _F_ADD_SEALS = 1033
 _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # no further seal, no shrinking, no growing, no writing
@@ -30,9 +32,9 @@ class Order:
     files: tuple[tuple[str, bytes], ...] = ()
     fetch: tuple[str, ...] = ()
 
-    def to_frame(self) -> tuple[dict[str, Any], list[bytes]]:
+    def to_frame(self) -> Frame[ServerRequest]:
         """Header and blobs of the message to the server."""
-        header = {
+        header: ServerRequest = {
             "op": "run",
             "id": self.identifier,
             "timeout": self.timeout,
@@ -44,7 +46,7 @@ class Order:
         return header, [self.source, self.stdin, *(content for _, content in self.files)]
 
     @classmethod
-    def from_frame(cls, header: dict[str, Any], blobs: Sequence[bytes]) -> Order:
+    def from_frame(cls, header: ServerRequest, blobs: Sequence[bytes]) -> Order:
         """The inverse of ``to_frame``."""
         return cls(
             identifier=header["id"],

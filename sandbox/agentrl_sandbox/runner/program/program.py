@@ -6,15 +6,16 @@ import os
 import signal
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 from agentrl_sandbox.runner.config import RunnerConfig
+from agentrl_sandbox.runner.frames import ServerReply
 from agentrl_sandbox.runner.program import fetched
 from agentrl_sandbox.runner.program.capture import Capture
 from agentrl_sandbox.runner.program.child import OUT_OF_MEMORY, STARTED
 from agentrl_sandbox.runner.program.interpreter import UNCAUGHT
 from agentrl_sandbox.runner.program.order import Order
 from agentrl_sandbox.types import Outcome
+from agentrl_sandbox.wire import Frame
 
 _STATUS_LIMIT = 4096
 
@@ -136,10 +137,10 @@ def judge_exit(program: Program, exit_code: int, *, out_of_memory: bool) -> Endi
     return Ending(outcome=Outcome.KILLED, exit_code=exit_code)
 
 
-def done_frame(program: Program, ending: Ending) -> tuple[dict[str, Any], list[bytes]]:
+def done_frame(program: Program, ending: Ending) -> Frame[ServerReply]:
     """Header and blobs of the message that tells the client how a program ended."""
     files = program.files(ending)
-    header = {
+    header: ServerReply = {
         "op": "done",
         "id": program.identifier,
         "outcome": ending.outcome.value,

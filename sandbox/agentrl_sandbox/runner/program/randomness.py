@@ -27,7 +27,7 @@ def find_generators() -> tuple[Callable[[], None], ...]:
     things = gc.get_objects()
     after_fork = random.seed.__self__  # type: ignore[attr-defined]
     own = [_python(thing) for thing in things if isinstance(thing, random.Random) and thing is not after_fork]
-    numpy: Any = sys.modules.get("numpy")
+    numpy = sys.modules.get("numpy")
     if numpy is None:
         return tuple(own)
     for thing in things:

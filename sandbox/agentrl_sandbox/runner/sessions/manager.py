@@ -17,9 +17,10 @@ import secrets
 import socket
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Mapping
 
 from agentrl_sandbox.runner.config import RunnerConfig
+from agentrl_sandbox.runner.frames import InitMessage, ServerRequest, ZygoteMessage
 from agentrl_sandbox.runner.isolation.lockdown import reaches_session_init
 from agentrl_sandbox.runner.isolation.memory_use import Usage
 from agentrl_sandbox.runner.program.order import Order
@@ -50,14 +51,16 @@ class SessionManager:
 
     # What the client asks for.
 
-    def ask(self, header: dict[str, Any]) -> None:
+    def ask(self, header: ServerRequest) -> None:
         """Open, fork or close a session."""
+        request, session = header["id"], header["session"]
+        assert session is not None
         if header["op"] == "open":
-            self._open(header["id"], header["session"])
+            self._open(request, session)
         elif header["op"] == "fork":
-            self._fork(header["id"], header["session"], header["fork"])
+            self._fork(request, session, header["fork"])
         else:
-            self._close(header["id"], header["session"])
+            self._close(request, session)
 
     def run(self, order: Order) -> None:
         """Run a program in a session that is idle."""
@@ -148,7 +151,7 @@ class SessionManager:
 
     # What session processes say.
 
-    def _tell(self, session: ServerSession, message: dict[str, Any], descriptors: list[int]) -> None:
+    def _tell(self, session: ServerSession, message: Mapping[str, object], descriptors: list[int]) -> None:
         """Give the interpreter something to do and let it run."""
         session.serial = secrets.randbits(64)
         text = json.dumps({**message, "serial": session.serial}).encode()
@@ -213,7 +216,7 @@ class SessionManager:
         if not data:  # its zygote says that it ended
             self._server.ignore(family.init.fileno())
             return
-        message = json.loads(data)
+        message: InitMessage = json.loads(data)
         if message["op"] == "failed":
             self._table.end_processes(family, message["why"])
         elif message["id"] in family.sessions:
@@ -250,7 +253,7 @@ class SessionManager:
             session.answer = self._server.report(program, judge_exit(program, exit_code, out_of_memory=False))
         self._table.gone(session, session.why or f"its interpreter ended with {how}")
 
-    def on_zygote(self, message: dict[str, Any]) -> None:
+    def on_zygote(self, message: ZygoteMessage) -> None:
         """A report about a session init."""
         family = self._table.families.get(message["id"])
         if family is None:

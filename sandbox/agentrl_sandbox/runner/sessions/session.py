@@ -7,12 +7,11 @@ import math
 import socket
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
+from agentrl_sandbox.runner.frames import ServerReply
 from agentrl_sandbox.runner.isolation.memory_use import Usage, children, usage
 from agentrl_sandbox.runner.program.program import Program
-
-Frame = tuple[dict[str, Any], list[bytes]]
+from agentrl_sandbox.wire import Frame
 
 
 class State(Enum):
@@ -88,7 +87,7 @@ class ServerSession:
     serial: int = 0  # of the message that the interpreter must answer
     program: Program | None = None
     fork: Fork | None = None
-    answer: Frame | None = None  # goes to the client once the session is at rest
+    answer: Frame[ServerReply] | None = None  # goes to the client once the session is at rest
     why: str = ""  # it ends
     closers: list[int] = field(default_factory=list)  # requests to close it
 

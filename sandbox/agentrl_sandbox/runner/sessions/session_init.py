@@ -22,10 +22,11 @@ import signal
 import socket
 import struct
 import time
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.runner.cleanup.processes import parents_below, processes_below
+from agentrl_sandbox.runner.frames import InitMessage
 from agentrl_sandbox.runner.isolation.lockdown import Lockdown
 from agentrl_sandbox.runner.program.child import ChildLimits, close_descriptors_but, isolate
 from agentrl_sandbox.runner.sessions.session_process import serve_session
@@ -108,7 +109,7 @@ class SessionInit:
         data, descriptors, _, _ = socket.recv_fds(self._server, _MAX_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
         if not data:
             return False
-        message = json.loads(data)
+        message: InitMessage = json.loads(data)
         session = message["id"]
         if message["op"] == "expect":
             self._expect(session, socket.socket(fileno=descriptors[0]))
@@ -219,7 +220,7 @@ class SessionInit:
                 found |= processes_below(child, parents)
         return found
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: InitMessage) -> None:
         self._server.send(json.dumps(message).encode())
 
 

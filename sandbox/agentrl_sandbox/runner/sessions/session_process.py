@@ -22,7 +22,7 @@ import struct
 import sys
 import time
 import warnings
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.runner.isolation.lockdown import Lockdown
@@ -184,9 +184,9 @@ class SessionProcess:
         self._scratch = f"{self._root}/{directory}"
         os.chdir(f"{self._scratch}/{inside}" if not inside.startswith("..") else self._scratch)
         os.environ["HOME"] = os.environ["TMPDIR"] = self._scratch
-        tempfile: Any = sys.modules.get("tempfile")
+        tempfile = sys.modules.get("tempfile")
         if tempfile is not None:
-            tempfile.tempdir = None  # look at TMPDIR again
+            tempfile.__dict__["tempdir"] = None  # look at TMPDIR again
 
 
 def _leave_the_fork_to_init() -> None:

@@ -230,5 +230,5 @@ def _add_fusion(app: FastAPI, gateway: Gateway) -> None:
         return _json((await fusion.run_jupyter(request, gateway.run)).model_dump())
 
 
-def _json(value: Any, status: int = HTTPStatus.OK) -> Response:
+def _json(value: object, status: int = HTTPStatus.OK) -> Response:
     return Response(encode(value), status, media_type="application/json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
@@ -104,11 +104,11 @@ class SessionAnswer(BaseModel):
 class ErrorAnswer(BaseModel):
     """Why a request was not carried out."""
 
-    detail: Any
+    detail: object
     error: str | None = Field(None, description="what kind of problem, by the name of the client's error")
 
 
-def execution_json(execution: Execution) -> dict[str, Any]:
+def execution_json(execution: Execution) -> dict[str, object]:
     """The fields of ``ExecutionAnswer``."""
     return {
         "outcome": execution.outcome.value,
@@ -121,6 +121,6 @@ def execution_json(execution: Execution) -> dict[str, Any]:
     }
 
 
-def encode(value: Any) -> bytes:
+def encode(value: object) -> bytes:
     """JSON in ASCII."""
     return json.dumps(value, separators=(",", ":")).encode("ascii")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from importlib import resources
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -66,8 +66,8 @@ class CellRunResult(BaseModel):
 
     stdout: str
     stderr: str
-    display: list[dict[str, Any]]
-    error: list[dict[str, Any]]
+    display: list[dict[str, object]]
+    error: list[dict[str, object]]
 
 
 Status = Literal["Success", "Failed", "SandboxError"]

@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from typing import Any, TextIO
+from typing import TextIO
 
 CELLS, RESULTS = ".agentrl-cells.json", ".agentrl-results.json"
 
@@ -33,9 +33,9 @@ def main() -> None:
         json.dump(results, file)
 
 
-def run_cell(number: int, source: str, seconds: float, namespace: dict[str, Any]) -> dict[str, Any]:
+def run_cell(number: int, source: str, seconds: float, namespace: dict[str, object]) -> dict[str, object]:
     """One cell: what it wrote, the value of its last expression, and the error that ended it."""
-    result: dict[str, Any] = {"stdout": "", "stderr": "", "display": [], "error": []}
+    result: dict[str, object] = {"stdout": "", "stderr": "", "display": [], "error": []}
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         kept = [(stream, os.dup(stream)) for stream in (1, 2)]
         os.dup2(stdout.fileno(), 1)
@@ -54,7 +54,7 @@ def run_cell(number: int, source: str, seconds: float, namespace: dict[str, Any]
     return result
 
 
-def execute(number: int, source: str, seconds: float, namespace: dict[str, Any]) -> list[dict[str, str]]:
+def execute(number: int, source: str, seconds: float, namespace: dict[str, object]) -> list[dict[str, str]]:
     """Run the statements, then the last expression, whose value is shown unless it is None."""
     name = f"<cell {number}>"
     tree = ast.parse(source, name)
@@ -78,7 +78,7 @@ def stop_cell(number: int, frame: object) -> None:
     raise CellTimeoutError("the cell took too long")
 
 
-def describe(error: BaseException) -> dict[str, Any]:
+def describe(error: BaseException) -> dict[str, object]:
     """As a kernel reports an error."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals is globals():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import cast
 
 from agentrl_sandbox.service.pool.messages import (
     MAX_FRAME,
@@ -17,7 +17,7 @@ from agentrl_sandbox.service.pool.messages import (
     SessionMessage,
     read,
 )
-from agentrl_sandbox.wire import Frame, FrameBuffer, FrameError, pack
+from agentrl_sandbox.wire import Frame, FrameBuffer, FrameError, fail_all, pack
 
 _HELLO_SECONDS = 10.0
 _GRACE_SECONDS = 60.0  # beyond a program's deadline; a runner that is silent longer is given up
@@ -43,7 +43,7 @@ class RunnerLink(asyncio.Protocol):
         self.hello: asyncio.Future[Hello] = loop.create_future()
         self.closed: asyncio.Future[None] = loop.create_future()
         self._on_change = on_change
-        self._frames = FrameBuffer(MAX_FRAME)
+        self._frames = FrameBuffer[dict[str, object]](MAX_FRAME)
         self._identifiers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
@@ -70,7 +70,7 @@ class RunnerLink(asyncio.Protocol):
         """Whether it would start so many more programs at once."""
         return not self.gone and not self.leaving and self.in_flight + count <= self.hello.result().workers
 
-    async def request(self, header: dict[str, Any], blobs: list[bytes], *, timeout: float) -> Answer:
+    async def request(self, header: Mapping[str, object], blobs: list[bytes], *, timeout: float) -> Answer:
         """Send a request and give its answer. Cancelling it cancels it there.
 
         Raises NotSentError, RunnerGoneError and FrameError.
@@ -118,17 +118,13 @@ class RunnerLink(asyncio.Protocol):
         self.gone = True
         for timer in self._timers.values():
             timer.cancel()
-        futures: tuple[asyncio.Future[Any], ...] = (self.hello, *self._waiting.values())
-        for future in futures:
-            if not future.done():
-                future.set_exception(RunnerGoneError(self.why_gone))
-                future.exception()  # some have no waiter; that is no reason to warn
+        fail_all((self.hello, *self._waiting.values()), RunnerGoneError(self.why_gone))
         self._waiting.clear()
         if not self.closed.done():
             self.closed.set_result(None)
         self._on_change(self)
 
-    def _on_frame(self, frame: Frame) -> None:
+    def _on_frame(self, frame: Frame[dict[str, object]]) -> None:
         message, execution = read(frame)
         if isinstance(message, Hello) != (not self.hello.done()):
             raise FrameError("hello comes first, and once")

@@ -12,10 +12,11 @@ Every request gets exactly one answer, also a cancelled one.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from agentrl_sandbox.call import CallHeader
 from agentrl_sandbox.errors import StartError
 from agentrl_sandbox.settings import LIMITS, SandboxSettings
 from agentrl_sandbox.types import Execution, Isolation, Outcome
@@ -33,6 +34,13 @@ _NOTES = 1024  # bytes at most that say what was left out, and why
 _Identifier = Annotated[int, Field(ge=1)]
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
 _Why = Annotated[str, Field(max_length=65_536)]
+
+
+class RunnerRequest(CallHeader, total=False):
+    """The header of a request to a runner."""
+
+    op: str
+    id: int
 
 
 class _Message(BaseModel):
@@ -113,7 +121,7 @@ def check_answers_fit(settings: SandboxSettings) -> None:
         )
 
 
-def hello(settings: SandboxSettings, isolation: Isolation) -> dict[str, Any]:
+def hello(settings: SandboxSettings, isolation: Isolation) -> dict[str, object]:
     """The header of a runner's first frame."""
     return {
         "op": "hello",
@@ -124,9 +132,9 @@ def hello(settings: SandboxSettings, isolation: Isolation) -> dict[str, Any]:
     }
 
 
-def ran(identifier: int, execution: Execution) -> tuple[dict[str, Any], list[bytes]]:
+def ran(identifier: int, execution: Execution) -> Frame[dict[str, object]]:
     """The frame that carries a program's end."""
-    header = {
+    header: dict[str, object] = {
         "op": "execution",
         "id": identifier,
         "outcome": execution.outcome.value,
@@ -139,7 +147,7 @@ def ran(identifier: int, execution: Execution) -> tuple[dict[str, Any], list[byt
     return header, [*(text.encode("utf-8", "replace") for text in texts), *execution.files.values()]
 
 
-def read(frame: Frame) -> tuple[_Message, Execution | None]:
+def read(frame: Frame[dict[str, object]]) -> tuple[_Message, Execution | None]:
     """A runner's message, and the execution it carries if it is one. Raises FrameError on anything else."""
     header, blobs = frame
     model = _MODELS.get(str(header.get("op")))

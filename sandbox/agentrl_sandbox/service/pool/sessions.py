@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from agentrl_sandbox.errors import BusyError, SandboxError, SessionForkError, SessionLimitError, UnknownSessionError
 from agentrl_sandbox.service.pool.link import NotSentError, RunnerGoneError, RunnerLink
@@ -36,7 +36,7 @@ class PoolSessions:
         self._links = links
         self._live: OrderedDict[str, PoolSession] = OrderedDict()
         self._ended: OrderedDict[str, str] = OrderedDict()  # with why
-        self._background: set[asyncio.Task[Any]] = set()
+        self._background: set[asyncio.Task[object]] = set()
 
     async def close(self) -> None:
         """Stop; the sessions end with their runners' connections."""
@@ -132,7 +132,7 @@ class PoolSessions:
         with contextlib.suppress(SandboxError):  # it ended by itself
             await self.end(session)
 
-    def _in_background(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+    def _in_background(self, work: Coroutine[None, None, _T]) -> asyncio.Task[_T]:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
