@@ -189,7 +189,7 @@ class HttpSandbox(CallSandbox):
         if not self._absent and not self._closed:
             self._absent = True
             _log.warning(
-                "the sandbox at %s does not answer (%s); calls are retried for up to %g s. Restart it if nothing else does",
+                "the sandbox at %s does not answer (%s); calls are retried for up to %g s. Restart it if it stays down",
                 *(self._settings.url, type(error).__name__, self._settings.retry_deadline),
             )
 
