@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import yaml
 
 from agentrl.config.overlays import leaf_paths
@@ -70,7 +68,7 @@ def may_change_on_resume(key: str) -> bool:
     return any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in RESUME_MAY_CHANGE)
 
 
-def _changes(old: Settings, new: Settings) -> list[tuple[str, Any, Any]]:
+def _changes(old: Settings, new: Settings) -> list[tuple[str, object, object]]:
     before = dict(leaf_paths(old.model_dump(mode="json")))
     after = dict(leaf_paths(new.model_dump(mode="json")))
     absent = "(absent)"

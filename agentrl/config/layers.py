@@ -27,7 +27,7 @@ from agentrl_envs.registry import ENVIRONMENTS, UnknownNameError, did_you_mean
 PRESET = "tiny"
 COMMAND_LINE = "command line"
 
-Override = tuple[list[str], Any]
+Override = tuple[list[str], object]
 """The parts of a dotted key, and the value it gets."""
 
 
@@ -79,7 +79,7 @@ def _resumed(run: Path, files: list[Layer], top: list[Override]) -> Settings:
     return settings
 
 
-def find_run(merged: Mapping[str, Any]) -> Path:
+def find_run(merged: Mapping[str, object]) -> Path:
     """The run directory that ``name`` means, or the newest one. Raises SettingsError when there is none to resume."""
     runs = Path(str(merged.get("runs_dir") or Settings().runs_dir))
     found = [path.parent for path in runs.glob("*/config.yaml")]
@@ -95,7 +95,7 @@ def find_run(merged: Mapping[str, Any]) -> Path:
     return runs / str(name)
 
 
-def _preset(asked: Mapping[str, Any], named: set[str]) -> list[Layer]:
+def _preset(asked: Mapping[str, object], named: set[str]) -> list[Layer]:
     """The layers of the tiny preset, none where a model is given; those in ``named`` (by a ``base``) come once."""
     model = asked["model"]
     if not isinstance(model, dict) or model.get("path") is not None:
@@ -103,7 +103,7 @@ def _preset(asked: Mapping[str, Any], named: set[str]) -> list[Layer]:
     return _fitting([layer for layer in overlay_chain(PRESET) if layer.origin not in named], asked["env"])
 
 
-def _fitting(layers: list[Layer], env: Any) -> list[Layer]:
+def _fitting(layers: list[Layer], env: object) -> list[Layer]:
     """The layers without what the tiny preset says of SimpleTIR's environment, where another one is asked for."""
     preset = set() if env == SIMPLETIR else {layer.origin for layer in overlay_chain(PRESET)}
     return [_without_environment(layer) if layer.origin in preset else layer for layer in layers]
@@ -114,14 +114,14 @@ def _without_environment(layer: Layer) -> Layer:
     return Layer(origin=layer.origin, values=values)
 
 
-def _basics(layers: Sequence[Layer], top: Sequence[Override]) -> dict[str, Any]:
+def _basics(layers: Sequence[Layer], top: Sequence[Override]) -> dict[str, object]:
     """What is said so far of the settings that decide which other layers there are."""
     return _merge_all(SIMPLETIR, layers, [one for one in top if one[0][0] in ("env", "name", "runs_dir", "model")])
 
 
-def _merge_all(env: str, layers: Sequence[Layer], top: Sequence[Override]) -> dict[str, Any]:
+def _merge_all(env: str, layers: Sequence[Layer], top: Sequence[Override]) -> dict[str, object]:
     """The defaults of ``env`` under ``layers`` under ``top``."""
-    merged: dict[str, Any] = settings_model(env)().model_dump(mode="json")
+    merged: dict[str, object] = settings_model(env)().model_dump(mode="json")
     for layer in layers:
         merged = _merge(merged, layer.values)
     for keys, value in top:
@@ -129,7 +129,7 @@ def _merge_all(env: str, layers: Sequence[Layer], top: Sequence[Override]) -> di
     return merged
 
 
-def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(below: dict[str, object], above: Mapping[str, object]) -> dict[str, object]:
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
@@ -144,7 +144,7 @@ def _override(text: str) -> Override:
     return key.split("."), parse_yaml(value, f"{key}={value!r}") if value else ""
 
 
-def _assign(merged: dict[str, Any], keys: list[str], value: Any) -> None:
+def _assign(merged: dict[str, object], keys: list[str], value: object) -> None:
     """Set one dotted key; a number is a place in a list, its length appends."""
     key = ".".join(keys)
     here: Any = merged
@@ -175,16 +175,15 @@ def _command_line(top: Sequence[Override]) -> list[Layer]:
     """The overrides as layers, for the origin of a value in messages."""
     layers = []
     for keys, value in top:
-        values: Any = value
-        for part in reversed(keys):
+        values: dict[str, object] = {keys[-1]: value}
+        for part in reversed(keys[:-1]):
             values = {part: values}
         layers.append(Layer(origin=COMMAND_LINE, values=values))
     return layers
 
 
 def _validate(below: Sequence[Layer], top: Sequence[Override], command: Command) -> Settings:
-    env = _basics(below, top)["env"]
-    _check_env(env)
+    env = _checked_env(_basics(below, top)["env"])
     merged = interpolate(_merge_all(env, below, top))
     try:
         # From JSON, strictly: 8.0 or "8" or true is no whole number, but lists become tuples and texts enumerations.
@@ -195,11 +194,12 @@ def _validate(below: Sequence[Layer], top: Sequence[Override], command: Command)
     return settings
 
 
-def _check_env(env: Any) -> None:
+def _checked_env(env: object) -> str:
     try:
         ENVIRONMENTS.check(str(env))
     except UnknownNameError as error:
         raise SettingsError(f"env={show(env)}: {error}") from error
+    return str(env)
 
 
 def _next_name(runs: Path, stem: str) -> str:

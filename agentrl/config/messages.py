@@ -15,6 +15,8 @@ from agentrl.config.overlays import Layer
 from agentrl.config.settings import Settings, settings_model
 from agentrl.errors import SettingsError
 
+_Node = dict[str, Any]  # of a JSON schema
+
 _LIMITS = {
     "minimum": "at least {}",
     "exclusiveMinimum": "above {}",
@@ -74,10 +76,10 @@ def valid_values(key: str, env: str) -> str:
     return _valid(schema, node)
 
 
-def find_value(key: str, layers: Sequence[Layer]) -> tuple[str, Any]:
+def find_value(key: str, layers: Sequence[Layer]) -> tuple[str, object]:
     """Where ``key`` was set last ("" for a default), and to what."""
     for layer in reversed(layers):
-        found: Any = layer.values
+        found: object = layer.values
         for part in key.split("."):
             if isinstance(found, Mapping) and part in found:
                 found = found[part]
@@ -116,7 +118,7 @@ def _describe(detail: ErrorDetails, env: str, layers: Sequence[Layer]) -> str:
     return f"{key}={show(value)}{place}: valid is {_valid(schema, node) or detail['msg']}"
 
 
-def unknown_key(key: str, value: Any, env: str, place: str = "") -> str:
+def unknown_key(key: str, value: object, env: str, place: str = "") -> str:
     """The message for a key that no setting has, or has no longer."""
     if key in RENAMED:
         return f"{key} (value {show(value)}){place} has a new name: {RENAMED[key]}"
@@ -134,19 +136,19 @@ def unknown_key(key: str, value: Any, env: str, place: str = "") -> str:
     )
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """``value`` on one line as it is written in a setting, shortened when it is long."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 120 else text[:117] + "..."
 
 
 @cache
-def _schema(env: str) -> dict[str, Any]:
+def _schema(env: str) -> _Node:
     model: type[Settings] | type[BaseModel] = settings_model(env)
     return model.model_json_schema()
 
 
-def _options(root: dict[str, Any], node: dict[str, Any]) -> list[dict[str, Any]]:
+def _options(root: _Node, node: _Node) -> list[_Node]:
     """The alternatives of a node, references followed and null left out."""
     if "$ref" in node:
         return _options(root, root["$defs"][node["$ref"].rpartition("/")[2]])
@@ -156,11 +158,11 @@ def _options(root: dict[str, Any], node: dict[str, Any]) -> list[dict[str, Any]]
     return [node]
 
 
-def _properties(root: dict[str, Any], node: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _properties(root: _Node, node: _Node) -> dict[str, _Node]:
     return {key: value for option in _options(root, node) for key, value in option.get("properties", {}).items()}
 
 
-def _child(root: dict[str, Any], node: dict[str, Any], part: str) -> dict[str, Any] | None:
+def _child(root: _Node, node: _Node, part: str) -> _Node | None:
     properties = _properties(root, node)
     if part in properties:
         return properties[part]
@@ -170,7 +172,7 @@ def _child(root: dict[str, Any], node: dict[str, Any], part: str) -> dict[str, A
     return None
 
 
-def _walk(root: dict[str, Any], node: dict[str, Any], path: str) -> Iterable[str]:
+def _walk(root: _Node, node: _Node, path: str) -> Iterable[str]:
     for key, child in _properties(root, node).items():
         here = f"{path}.{key}" if path else key
         below = list(_walk(root, child, here))
@@ -181,7 +183,7 @@ def _walk(root: dict[str, Any], node: dict[str, Any], path: str) -> Iterable[str
         yield from below
 
 
-def _valid(root: dict[str, Any], node: dict[str, Any]) -> str:
+def _valid(root: _Node, node: _Node) -> str:
     """What a value of this node may be, in words: ``a whole number at least 1, or none``."""
     options = _options(root, node)
     form = node.get("form")  # what a pattern means
@@ -191,7 +193,7 @@ def _valid(root: dict[str, Any], node: dict[str, Any]) -> str:
     return " or ".join(dict.fromkeys(word for word in words if word))
 
 
-def _valid_option(option: dict[str, Any]) -> str:
+def _valid_option(option: _Node) -> str:
     if "enum" in option:
         return "one of " + ", ".join(str(value) for value in option["enum"])
     if "const" in option:

@@ -27,13 +27,13 @@ class Layer:
     """One source of settings: where it came from, for messages, and what it sets."""
 
     origin: str
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
 
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader with YAML 1.2's numbers and booleans, without dates, and without double keys."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
@@ -123,7 +123,7 @@ def overlay_chain(name: str, _seen: tuple[Path, ...] = ()) -> list[Layer]:
     return [*overlay_chain(base, (*_seen, path)), own]
 
 
-def interpolate(values: Any, environment: Mapping[str, str] = os.environ, path: str = "") -> Any:
+def interpolate(values: object, environment: Mapping[str, str] = os.environ, path: str = "") -> Any:
     """``values`` with every ``${VARIABLE}`` in its texts replaced. Raises SettingsError for one that is not set."""
     if isinstance(values, dict):
         return {key: interpolate(value, environment, _join(path, key)) for key, value in values.items()}
@@ -140,13 +140,13 @@ def interpolate(values: Any, environment: Mapping[str, str] = os.environ, path: 
     return _VARIABLE.sub(lambda match: environment[match.group(1)], values)
 
 
-def leaf_paths(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def leaf_paths(values: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
     """Dotted key and value of everything below ``values`` that is not a mapping or a list of mappings."""
     for key, value in values.items():
         yield from _leaves(_join(path, key), value)
 
 
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, dict) and value:
         yield from leaf_paths(value, path)
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):

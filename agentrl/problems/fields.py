@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from agentrl.problems.errors import ProblemFieldError
 from agentrl.problems.rows import Row
@@ -73,7 +72,7 @@ def unwrap(statement: str) -> str:
     return wrapped["statement"] if wrapped else statement
 
 
-def canonical_answer(value: Any, place: str) -> str | None:
+def canonical_answer(value: object, place: str) -> str | None:
     r"""The answer as text; None when empty.
 
     Whole floats become integers; of a written solution the last ``\boxed{}`` counts, or what follows GSM8K's ``####``.
@@ -112,7 +111,7 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def _field(row: Row, wanted: FieldName, fields: Mapping[FieldName, str], place: str) -> Any:
+def _field(row: Row, wanted: FieldName, fields: Mapping[FieldName, str], place: str) -> object:
     if wanted in fields:
         found, value = _lookup(row, fields[wanted])
         if not found:
@@ -134,11 +133,11 @@ def _field(row: Row, wanted: FieldName, fields: Mapping[FieldName, str], place: 
     )
 
 
-def _lookup(row: Row, path: str) -> tuple[bool, Any]:
+def _lookup(row: Row, path: str) -> tuple[bool, object]:
     """``(found, value)`` at a dotted path; numbers index lists. A field whose own name has dots comes first."""
     if path in row:
         return True, row[path]
-    value: Any = row
+    value: object = row
     for part in path.split("."):
         if isinstance(value, dict) and part in value:
             value = value[part]

@@ -9,11 +9,10 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from agentrl.problems.errors import ProblemError, ProblemFileError
 
-Row = dict[str, Any]
+Row = dict[str, object]
 
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape of one half of a pair
 

@@ -100,12 +100,12 @@ PROTOCOLS: Registry[Any] = Registry(
 )
 """Functions that make a `Protocol`: `agentrl_envs.protocols.factory.ProtocolFactory`."""
 
-TOOLS: Registry[Any] = Registry(
+TOOLS: Registry[object] = Registry(
     "tool", own={"python": "agentrl_envs.tools:PYTHON_SCHEMA"}, group="agentrl.tools", paths=True
 )
 """Tools by their names in ``environment.tools``: objects or classes as `agentrl_envs.tools.Tool` says."""
 
-REWARDS: Registry[Any] = Registry("reward", group="agentrl.rewards", paths=True)
+REWARDS: Registry[object] = Registry("reward", group="agentrl.rewards", paths=True)
 """Reward functions by their names in ``reward.function``: `agentrl_envs.rewards.RewardFunction`."""
 
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol, SupportsFloat, TypeGuard
 
 from agentrl_envs.adapters.blocking import BlockingCalls
 from agentrl_envs.episode import EnvironmentContractError
@@ -102,7 +102,7 @@ class Reward:
             raise RewardError(self._say(problem, f"returned {value!r:.100}; valid: a finite number"))
         return number
 
-    async def _value(self, problem: Problem, conversation: Conversation, verdict: Verdict | None) -> Any:
+    async def _value(self, problem: Problem, conversation: Conversation, verdict: Verdict | None) -> object:
         if inspect.iscoroutinefunction(self._function):
             return await self._function(problem, conversation, verdict)
         value = await self._threads.run(lambda: self._function(problem, conversation, verdict))
@@ -112,7 +112,7 @@ class Reward:
         return f"the reward {self._path} {what} (problem {problem.id})"
 
 
-def _takes(function: Any, count: int) -> bool:
+def _takes(function: Callable[..., object], count: int) -> bool:
     """Whether so many positional arguments fit, as far as its signature tells."""
     try:
         inspect.signature(function).bind(*[None] * count)
@@ -123,6 +123,6 @@ def _takes(function: Any, count: int) -> bool:
     return True
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[SupportsFloat]:
     """Whatever has a value as a float: NumPy's and torch's numbers too, but no text."""
     return hasattr(value, "__float__") and not isinstance(value, str)

@@ -12,7 +12,6 @@ import copy
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from agentrl_envs.episode import EpisodeUsageError
 from agentrl_envs.execution import run_program
@@ -133,7 +132,7 @@ class SimpleTIREpisode:
                 results.append(clip(result, self._settings.observation_limit))
                 made.append(call)
             else:
-                execution, call = await self._execute(request.arguments["code"])
+                execution, call = await self._execute(str(request.arguments["code"]))
                 made.append(call)
                 if execution is None:
                     return Step(observation="", reward=0.0, ended=Ended.INFRASTRUCTURE_FAILURE, tool_calls=tuple(made))
@@ -145,7 +144,7 @@ class SimpleTIREpisode:
             raise EpisodeUsageError("the episode has no sandbox: its protocol must run nothing")
         return await run_program(self._sandbox, self._protocol.runnable(self.problem, program), self._settings)
 
-    async def _use(self, tool: Tool, arguments: Mapping[str, Any]) -> tuple[str, ToolCall]:
+    async def _use(self, tool: Tool, arguments: Mapping[str, object]) -> tuple[str, ToolCall]:
         """A user's tool under ``execution_timeout``; that it takes too long is the call's fault, as of a program."""
         began = time.monotonic()
         outcome = "ok"

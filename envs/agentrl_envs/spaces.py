@@ -27,7 +27,7 @@ class UnicodeText(Text):
     def __init__(self, max_length: int, *, seed: int | np.random.Generator | None = None) -> None:
         super().__init__(max_length, min_length=0, charset=_SAMPLED, seed=seed)
 
-    def contains(self, x: Any) -> bool:
+    def contains(self, x: object) -> bool:
         """Whether x is a str of admissible length without lone surrogates (which have no encoding)."""
         return isinstance(x, str) and len(x) <= self.max_length and _SURROGATE.search(x) is None
 

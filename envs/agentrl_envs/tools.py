@@ -47,9 +47,9 @@ class Tool(Protocol):
     def description(self) -> str: ...
 
     @property
-    def parameters(self) -> Mapping[str, Any]: ...
+    def parameters(self) -> Mapping[str, object]: ...
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
+    async def call(self, arguments: Mapping[str, object]) -> str:
         """The text that the model reads."""
         ...
 
@@ -60,14 +60,14 @@ class ToolSchema:
 
     name: str
     description: str
-    parameters: Mapping[str, Any]
+    parameters: Mapping[str, object]
 
-    def as_function(self) -> dict[str, Any]:
+    def as_function(self) -> dict[str, object]:
         """The form that chat templates take."""
         own = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": own}
 
-    def refusal(self, arguments: Mapping[str, Any]) -> str | None:
+    def refusal(self, arguments: Mapping[str, object]) -> str | None:
         """Why these arguments cannot be called with; None where they can."""
         error = next(Draft202012Validator(self.parameters).iter_errors(arguments), None)
         if error is None:
@@ -118,7 +118,7 @@ def load_tools(names: Sequence[str]) -> ToolSet:
     return ToolSet(tuple(schemas), own)
 
 
-async def call_tool(tool: Tool, arguments: Mapping[str, Any]) -> str:
+async def call_tool(tool: Tool, arguments: Mapping[str, object]) -> str:
     """What the tool answers. Raises `ToolError` where it raises or answers with something else than text."""
     try:
         said = await tool.call(arguments)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError
 from agentrl.evaluation.data.benchmarks import BENCHMARKS, load_benchmark
+from agentrl.evaluation.formats import ProblemRow, SetRecord
 from agentrl.problems.sources import evaluation_set, load_source
 from agentrl_envs.types import Problem
 
@@ -38,7 +39,7 @@ class ProblemSet:
             digest.update(repr((problem.id, problem.statement, problem.answer, problem.setup)).encode())
         return digest.hexdigest()
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> SetRecord:
         """What identifies the set in results."""
         return {"revision": self.revision, "sha256": self.sha256, "problems": len(self.problems)}
 
@@ -74,10 +75,20 @@ def _held_out(settings: EvaluationSections) -> list[ProblemSet]:
     return list(found.values())
 
 
-def problem_records(sets: Sequence[ProblemSet], prompts: dict[tuple[str, str], str]) -> list[dict[str, Any]]:
+def problem_records(sets: Sequence[ProblemSet], prompts: dict[tuple[str, str], str]) -> list[ProblemRow]:
     """A record a problem, for the run's directory: with it rollouts are read and graded again without the data."""
     return [
-        {"benchmark": one.name, "falsified": one.falsified, **asdict(problem), "prompt": prompts[one.name, problem.id]}
+        {
+            "benchmark": one.name,
+            "falsified": one.falsified,
+            "id": problem.id,
+            "statement": problem.statement,
+            "answer": problem.answer,
+            "source": problem.source,
+            "family": problem.family,
+            "setup": problem.setup,
+            "prompt": prompts[one.name, problem.id],
+        }
         for one in sets
         for problem in one.problems
     ]

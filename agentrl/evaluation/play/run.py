@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.data.problem_sets import ProblemSet, problem_records, problem_sets
+from agentrl.evaluation.formats import Results
 from agentrl.evaluation.options import EvaluationRequest
 from agentrl.evaluation.play.endpoint import OpenedEndpoint, open_endpoint
 from agentrl.evaluation.play.falsified import FalsifiedEnvironment
@@ -39,7 +40,7 @@ _DISPLAY_EVERY = (1.0, 15.0)  # seconds between two updates of a live display, a
 _FAILURES_IN_A_ROW = 100
 
 
-def evaluate_command(settings: EvaluationSections, request: EvaluationRequest) -> dict[str, Any]:
+def evaluate_command(settings: EvaluationSections, request: EvaluationRequest) -> Results:
     """Evaluate, print the tables and return ``results.json``. Ctrl-C leaves what is finished; the command continues."""
     n = settings.evaluation.samples
     for k in request.ks:
@@ -252,7 +253,7 @@ def finish(
     sets: Sequence[ProblemSet],
     request: EvaluationRequest,
     console: Console,
-) -> dict[str, Any]:
+) -> Results:
     """Write and show the results of a directory whose rollouts are all there; returns ``results.json``."""
     index = RolloutIndex()
     for transcript in directory.transcripts():
@@ -273,7 +274,7 @@ def finish(
     return results
 
 
-def _warn_of_unreadable_golds(results: dict[str, Any], console: Console) -> None:
+def _warn_of_unreadable_golds(results: Results, console: Console) -> None:
     for name, one in results["benchmarks"].items():
         unreadable = one["no_data"].get(Verdict.UNPARSABLE_GOLD.value, 0)
         if unreadable:
@@ -289,7 +290,7 @@ async def _results(
     sets: Sequence[ProblemSet],
     index: RolloutIndex,
     ks: Sequence[int],
-) -> dict[str, Any]:
+) -> Results:
     grader = Grader(settings.grader)
     try:
         return await make_results(directory.provenance(), sets, index, ks, grader)

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, cast
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.data.problem_sets import ProblemSet
+from agentrl.evaluation.formats import JSONObject, ProblemRow, Provenance, Results
 from agentrl.evaluation.records.provenance import differences
 from agentrl.evaluation.records.rollout_log import read_rollouts
 from agentrl.evaluation.records.transcript import Transcript
@@ -28,7 +29,6 @@ from agentrl.telemetry.files import LOCK_DEADLINE, atomic_write, json_line, take
 from agentrl_envs.types import Problem
 
 SERVERS = "servers"
-_FIELDS = ("id", "statement", "answer", "source", "family", "setup")
 
 
 class EvaluationDirectory:
@@ -53,9 +53,7 @@ class EvaluationDirectory:
         return found
 
     @classmethod
-    def begin(
-        cls, path: Path, provenance: Mapping[str, Any], problems: Sequence[Mapping[str, Any]]
-    ) -> EvaluationDirectory:
+    def begin(cls, path: Path, provenance: Provenance, problems: Sequence[ProblemRow]) -> EvaluationDirectory:
         """Start an evaluation here, or go on with the one that was begun by the same command; locked until closed.
 
         Raises SettingsError that names every setting that differs, where the directory holds something else, cannot be
@@ -88,21 +86,21 @@ class EvaluationDirectory:
     ) -> None:
         self.close()
 
-    def provenance(self) -> dict[str, Any]:
+    def provenance(self) -> Provenance:
         """What the results came from."""
-        return self._json(self._provenance)
+        return cast(Provenance, self._json(self._provenance))
 
-    def results(self) -> dict[str, Any]:
+    def results(self) -> Results:
         """``results.json``. SettingsError while the evaluation is not finished."""
         if not self.results_file.is_file():
             raise SettingsError(f"{self.path} is not finished: the command that began it continues it")
-        return self._json(self.results_file)
+        return cast(Results, self._json(self.results_file))
 
     def problem_sets(self) -> list[ProblemSet]:
         """The problems that were asked, without their data files."""
         found: dict[tuple[str, bool], list[Problem]] = {}
         for row in self._rows():
-            problem = Problem(**{name: row[name] for name in _FIELDS})
+            problem = _problem(row)
             found.setdefault((row["benchmark"], row["falsified"]), []).append(problem)
         revisions = self.provenance()["benchmarks"]
         return [
@@ -127,11 +125,11 @@ class EvaluationDirectory:
         data = text.encode()
         self._write(self.path / name, lambda out: out.writelines([data]))
 
-    def write_json(self, path: Path, value: Mapping[str, Any]) -> None:
+    def write_json(self, path: Path, value: Mapping[str, object]) -> None:
         """Write an object whole."""
         self.write_text(path.name, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
-    def _prepare(self, provenance: Mapping[str, Any], problems: Sequence[Mapping[str, Any]]) -> None:
+    def _prepare(self, provenance: Provenance, problems: Sequence[ProblemRow]) -> None:
         if self._provenance.is_file():
             self._refuse_other(provenance)
             return
@@ -141,12 +139,12 @@ class EvaluationDirectory:
         self._write(self._problems, lambda out: out.writelines(json_line(row) for row in problems))
         self.write_json(self._provenance, provenance)  # last: from here on it can be continued
 
-    def _write(self, path: Path, write: Any) -> None:
+    def _write(self, path: Path, write: Callable[[IO[bytes]], None]) -> None:
         with world_errors(path, "write"):
             path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, write)
 
-    def _refuse_other(self, provenance: Mapping[str, Any]) -> None:
+    def _refuse_other(self, provenance: Provenance) -> None:
         changed = differences(self.provenance(), json.loads(json.dumps(provenance)))
         if changed:
             lines = "\n".join(f"  {key}: {before!r} -> {after!r}" for key, before, after in changed)
@@ -155,17 +153,28 @@ class EvaluationDirectory:
                 "give the same command to continue it, or another --output to start afresh"
             )
 
-    def _rows(self) -> Iterator[dict[str, Any]]:
+    def _rows(self) -> Iterator[ProblemRow]:
         with world_errors(self._problems, "read"), self._problems.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
-                yield _object(line, f"{self._problems}, line {number}")
+                yield cast(ProblemRow, _object(line, f"{self._problems}, line {number}"))
 
-    def _json(self, path: Path) -> dict[str, Any]:
+    def _json(self, path: Path) -> JSONObject:
         with world_errors(path, "read"):
             return _object(path.read_text(encoding="utf-8"), str(path))
 
 
-def _object(text: str, place: str) -> dict[str, Any]:
+def _problem(row: ProblemRow) -> Problem:
+    return Problem(
+        id=row["id"],
+        statement=row["statement"],
+        answer=row["answer"],
+        source=row["source"],
+        family=row["family"],
+        setup=row["setup"],
+    )
+
+
+def _object(text: str, place: str) -> JSONObject:
     try:
         value = json.loads(text)
     except ValueError as error:

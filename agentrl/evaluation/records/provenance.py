@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl.evaluation.data.problem_sets import ProblemSet
+from agentrl.evaluation.formats import JSONObject, Provenance
 from agentrl.evaluation.settings import REQUEST_FIELDS, EndpointSettings
 from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
 
@@ -43,10 +44,10 @@ def provenance(
     settings: EvaluationSections,
     sets: Sequence[ProblemSet],
     *,
-    model: Mapping[str, Any],
-    engine: Mapping[str, Any],
+    model: Mapping[str, object],
+    engine: Mapping[str, object],
     environment: Sequence[str],
-) -> dict[str, Any]:
+) -> Provenance:
     """A JSON-able record. ``settings`` have evaluation's limits in place; ``environment`` are its own words."""
     evaluation = settings.evaluation
     return {
@@ -78,15 +79,15 @@ def provenance(
     }
 
 
-def grader_record(settings: EvaluationSections) -> dict[str, Any]:
+def grader_record(settings: EvaluationSections) -> JSONObject:
     """The grader's version and what may change a verdict: not how many processes it has."""
     limits = settings.grader.model_dump(mode="json", include={"deadline", "memory_mb", "max_length", "max_depth"})
     return {"math_verify": _version("math-verify"), **limits}
 
 
 def differences(
-    first: Mapping[str, Any], second: Mapping[str, Any], *, but: Sequence[str] = ()
-) -> list[tuple[str, Any, Any]]:
+    first: Mapping[str, object], second: Mapping[str, object], *, but: Sequence[str] = ()
+) -> list[tuple[str, object, object]]:
     """Dotted key and both values of everything that differs, but for keys that are (or begin with) one of ``but``."""
     before, after = flat(first), flat(second)
     return [
@@ -96,13 +97,13 @@ def differences(
     ]
 
 
-def flat(record: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def flat(record: Mapping[str, object], path: str = "") -> dict[str, object]:
     """Dotted keys.
 
     >>> flat({"a": {"b": 1, "c": {}}, "d": [2]})
     {'a.b': 1, 'd': [2]}
     """
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key, value in record.items():
         here = f"{path}.{key}" if path else key
         found |= flat(value, here) if isinstance(value, Mapping) else {here: value}
@@ -121,7 +122,7 @@ def _instruction(settings: EvaluationSections) -> dict[str, str]:
     return {}
 
 
-def _request(endpoint: EndpointSettings) -> dict[str, Any]:
+def _request(endpoint: EndpointSettings) -> JSONObject:
     """What is set of an endpoint's requests. What is not has no place: evaluations begun without it go on."""
     return endpoint.model_dump(mode="json", include=set(REQUEST_FIELDS), exclude_defaults=True)
 
@@ -135,7 +136,7 @@ def _prompt_format(settings: EvaluationSections) -> str:
     return "chat template" if settings.evaluation.chat_template else "plain text"
 
 
-def chosen_engine(settings: EvaluationSections) -> dict[str, Any]:
+def chosen_engine(settings: EvaluationSections) -> JSONObject:
     """The engine that ``settings`` name, as far as they know it."""
     endpoint = settings.evaluation.endpoint
     if endpoint.url is not None:

@@ -12,8 +12,9 @@ True
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from agentrl.evaluation.formats import JSONObject
 from agentrl.evaluation.records.characters import whole_characters
 from agentrl_envs.types import Ended, Problem, ToolCall, Verdict
 
@@ -118,12 +119,12 @@ class Transcript:
         """Of the whole response, observations included."""
         return sum(turn.tokens for turn in self.turns)
 
-    def to_record(self) -> dict[str, Any]:
+    def to_record(self) -> JSONObject:
         """A JSON-able record."""
         return asdict(self)
 
     @classmethod
-    def from_record(cls, record: dict[str, Any]) -> Transcript:
+    def from_record(cls, record: JSONObject) -> Transcript:
         """The inverse of :meth:`to_record`, also through JSON. KeyError, TypeError or ValueError where it is none."""
         return cls(
             **{
@@ -137,6 +138,6 @@ class Transcript:
         )
 
 
-def _turn(record: dict[str, Any]) -> Turn:
-    whole: dict[str, Any] = {name: whole_characters(record[name]) for name in ("text", "reasoning") if name in record}
+def _turn(record: JSONObject) -> Turn:
+    whole: JSONObject = {name: whole_characters(record[name]) for name in ("text", "reasoning") if name in record}
     return Turn(**(record | whole))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from agentrl.errors import SettingsError
+from agentrl.evaluation.formats import BenchmarkResults, Results
 from agentrl.evaluation.records.directory import EvaluationDirectory
 from agentrl.evaluation.records.provenance import COMPARABLE, differences, flat
 from agentrl.evaluation.results.differences import Difference, paired_difference
@@ -29,7 +29,7 @@ def compare_command(first: Path, second: Path) -> dict[str, Difference]:
     return found
 
 
-def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Difference]:
+def compare(first: Results, second: Results) -> dict[str, Difference]:
     """The difference of each benchmark that both ``results.json`` hold, second minus first.
 
     Raises SettingsError that names every setting in which the protocols differ, where the problems of a benchmark are
@@ -52,9 +52,7 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Di
     return {name: paired_difference(*_counts(first["benchmarks"][name], second["benchmarks"][name])) for name in common}
 
 
-def difference_tables(
-    first: Mapping[str, Any], second: Mapping[str, Any], found: Mapping[str, Difference]
-) -> list[Table]:
+def difference_tables(first: Results, second: Results, found: Mapping[str, Difference]) -> list[Table]:
     """One row a benchmark: both scores, the difference with both intervals and p-values, problems won and lost."""
     columns = ("benchmark", "A", "B", "B - A", "95 % this benchmark", "p", "95 % problems like these", "p like these")
     rows = []
@@ -86,7 +84,7 @@ def difference_tables(
 
 
 def _counts(
-    first: Mapping[str, Any], second: Mapping[str, Any]
+    first: BenchmarkResults, second: BenchmarkResults
 ) -> tuple[tuple[list[int], list[int]], tuple[list[int], list[int]]]:
     """Samples and correct ones of each problem, in the same order."""
     problems = list(first["per_problem"])
@@ -95,7 +93,7 @@ def _counts(
     return one, two
 
 
-def _notes(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+def _notes(first: Results, second: Results) -> list[str]:
     """What differs without changing what is measured, and what only one of the two holds."""
     notes = []
     n1, n2 = (results["provenance"]["sampling"]["n"] for results in (first, second))

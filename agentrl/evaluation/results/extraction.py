@@ -6,11 +6,10 @@ ends it. What programs printed stands in their calls, not in the observations, w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from agentrl.errors import SettingsError
+from agentrl.evaluation.formats import Provenance
 from agentrl.evaluation.records.transcript import Transcript
 from agentrl_envs.execution import PRINTED
 from agentrl_envs.protocols.base import Protocol
@@ -20,7 +19,7 @@ from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.types import Ended
 
 
-def protocol_of(provenance: Mapping[str, Any]) -> Protocol:
+def protocol_of(provenance: Provenance) -> Protocol:
     """The protocol under which an evaluation was played. SettingsError where its environment has none."""
     recorded = provenance["protocol"]
     if recorded["env"] == "reasoning":

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import agentrl
 from agentrl.errors import WorldError
 from agentrl.evaluation.data.problem_sets import ProblemSet
+from agentrl.evaluation.formats import BenchmarkResults, Provenance, Results
 from agentrl.evaluation.results.rollout_index import RolloutIndex, benchmark_results
 from agentrl.evaluation.results.voting import Grades
 
@@ -15,10 +15,10 @@ FORMAT = 1
 
 
 async def make_results(
-    provenance: Mapping[str, Any], sets: Sequence[ProblemSet], index: RolloutIndex, ks: Sequence[int], grader: Grades
-) -> dict[str, Any]:
+    provenance: Provenance, sets: Sequence[ProblemSet], index: RolloutIndex, ks: Sequence[int], grader: Grades
+) -> Results:
     """The whole object. Raises WorldError where a benchmark has no rollout that holds data."""
-    benchmarks: dict[str, Any] = {}
+    benchmarks: dict[str, BenchmarkResults] = {}
     for one in sets:
         try:
             benchmarks[one.name] = await benchmark_results(one, index, ks=ks, grader=grader)
@@ -30,6 +30,6 @@ async def make_results(
     return {
         "format": FORMAT,
         "agentrl": agentrl.__version__,
-        "provenance": dict(provenance),
+        "provenance": provenance,
         "benchmarks": benchmarks,
     }

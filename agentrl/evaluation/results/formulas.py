@@ -6,7 +6,6 @@ import html
 import re
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
 from xml.etree.ElementTree import Element
 
 FORMULA = re.compile(r"\$\$([^$]+)\$\$|\\\[([\s\S]+?)\\\]|\\\(([\s\S]+?)\\\)|\$([^$\n]+)\$")
@@ -16,7 +15,7 @@ _FENCE = re.compile(r"```[^\n`]*\n[\s\S]*?(?:\n {0,3}```|$)")
 _LONGEST = 1000  # characters of a formula that is drawn
 
 
-def formulas_of(texts: Iterable[str]) -> dict[str, Any]:
+def formulas_of(texts: Iterable[str]) -> dict[str, list[object]]:
     """Each formula outside of code fences, by its TeX, as a tree; one that cannot be read is left out.
 
     >>> formulas_of(["Add $x$ to $x$."])
@@ -33,7 +32,7 @@ def formulas_of(texts: Iterable[str]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=65_536)
-def _tree_of(tex: str) -> Any:
+def _tree_of(tex: str) -> list[object] | None:
     from latex2mathml.converter import convert_to_element
 
     if not tex or len(tex) > _LONGEST:
@@ -44,8 +43,8 @@ def _tree_of(tex: str) -> Any:
         return None
 
 
-def _tree(element: Element) -> list[Any]:
+def _tree(element: Element) -> list[object]:
     """``[tag, attributes, children ...]``; a child is text or a tree."""
     attributes = {name: value for name, value in element.attrib.items() if name not in ("xmlns", "display")}
-    children: list[Any] = [html.unescape(element.text)] if element.text else []  # the library writes entities
+    children: list[object] = [html.unescape(element.text)] if element.text else []  # the library writes entities
     return [element.tag, attributes, *children, *map(_tree, element)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
+from agentrl.evaluation.formats import BenchmarkResults, Results
 from agentrl.telemetry.files import atomic_write
 from agentrl.telemetry.plots import BLUE, CYCLE, GREEN, GREY, ORANGE
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 _DOTS_PER_INCH = 140
 
 
-def draw_results(results: Mapping[str, Any], folder: Path) -> list[Path]:
+def draw_results(results: Results, folder: Path) -> list[Path]:
     """Draw ``scores``, ``pass_at_k``, ``problems`` and ``endings`` as PNG files into ``folder``; returns them."""
     benchmarks = results["benchmarks"]
     n = results["provenance"]["sampling"]["n"]
@@ -47,13 +48,16 @@ def _save(path: Path, draw: Callable[[Axes], None]) -> Path:
     return path
 
 
-def _scores(axes: Axes, benchmarks: Mapping[str, Any], n: int) -> None:
+def _scores(axes: Axes, benchmarks: Mapping[str, BenchmarkResults], n: int) -> None:
     for place, one in enumerate(benchmarks.values()):
         mean = one["avg"]["mean"]
-        for name, color, shift in (("this_benchmark", BLUE, -0.08), ("problems_like_these", ORANGE, 0.08)):
-            interval = one["avg"][name]
+        ours, like = one["avg"]["this_benchmark"], one["avg"]["problems_like_these"]
+        for name, interval, color, shift in (
+            ("this benchmark", ours, BLUE, -0.08),
+            ("problems like these", like, ORANGE, 0.08),
+        ):
             error = [[mean - interval["low"]], [interval["high"] - mean]]
-            label = f"95 % {name.replace('_', ' ')}" if place == 0 else None
+            label = f"95 % {name}" if place == 0 else None
             axes.errorbar([place + shift], [mean], yerr=error, color=color, fmt="o", capsize=4, label=label)
         axes.plot(
             [place], [one["maj"]], marker="D", color=GREEN, linestyle="", label=f"maj@{n}" if place == 0 else None
@@ -66,7 +70,7 @@ def _scores(axes: Axes, benchmarks: Mapping[str, Any], n: int) -> None:
     axes.legend(fontsize=8, frameon=False)
 
 
-def _passes(axes: Axes, benchmarks: Mapping[str, Any]) -> None:
+def _passes(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> None:
     ticks: set[int] = set()
     for place, (name, one) in enumerate(benchmarks.items()):
         found = {int(k): value["value"] for k, value in one["pass"].items() if value is not None}
@@ -82,7 +86,7 @@ def _passes(axes: Axes, benchmarks: Mapping[str, Any]) -> None:
     axes.legend(fontsize=8, frameon=False)
 
 
-def _problems(axes: Axes, benchmarks: Mapping[str, Any]) -> None:
+def _problems(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> None:
     for place, (name, one) in enumerate(benchmarks.items()):
         played = [part for part in one["per_problem"].values() if part["samples"]]
         shares = sorted((part["correct"] / part["samples"] for part in played), reverse=True)
@@ -96,7 +100,7 @@ def _problems(axes: Axes, benchmarks: Mapping[str, Any]) -> None:
     axes.legend(fontsize=8, frameon=False)
 
 
-def _endings(axes: Axes, benchmarks: Mapping[str, Any]) -> None:
+def _endings(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> None:
     kinds = sorted({kind for one in benchmarks.values() for kind in one["ended"]})
     bottom = [0.0] * len(benchmarks)
     for place, kind in enumerate(kinds):

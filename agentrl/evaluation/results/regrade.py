@@ -11,12 +11,13 @@ import asyncio
 import importlib
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError
+from agentrl.evaluation.formats import Change, Regraded, Results
 from agentrl.evaluation.records.directory import EvaluationDirectory
 from agentrl.evaluation.records.provenance import grader_record
 from agentrl.evaluation.records.transcript import Transcript
@@ -51,7 +52,7 @@ class FunctionGrader:
             raise SettingsError(f"--grader {path}: there is no module {error.name!r}") from error
         if not callable(found):
             raise SettingsError(f"--grader {path}: module {module_name!r} has no function {name!r}")
-        self._function: Callable[[str, str], Any] = found
+        self._function: Callable[[str, str], object] = found
 
     async def grade(self, answer: str | None, gold: str) -> Verdict:
         """The function's verdict; no answer is never shown to it."""
@@ -67,9 +68,7 @@ class FunctionGrader:
         """Nothing to release."""
 
 
-def regrade_command(
-    run: Path, settings: EvaluationSections, grader: str | None, *, extract: bool = False
-) -> dict[str, Any]:
+def regrade_command(run: Path, settings: EvaluationSections, grader: str | None, *, extract: bool = False) -> Regraded:
     """Extract if asked to, grade, show, and write ``regraded.json``; returns what stands in it."""
     directory = EvaluationDirectory.existing(run)
     before = directory.results()
@@ -90,7 +89,7 @@ def regrade_command(
         console.note(f"{name}: {before['benchmarks'][name]['avg']['mean']:.4f} -> {one['avg']['mean']:.4f}")
     scores = result_tables(after)[0]
     console.table("Scores, graded again", scores.columns, scores.rows)
-    record = {
+    record: Regraded = {
         **after,
         "changed": verdicts,
         "changed_answers": answers,
@@ -105,15 +104,15 @@ def regrade_command(
 
 async def _regrade(
     directory: EvaluationDirectory,
-    before: dict[str, Any],
+    before: Results,
     settings: EvaluationSections,
     path: str | None,
     protocol: Protocol | None,
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+) -> tuple[list[Change], Results]:
     sets = directory.problem_sets()
     golds = {(one.name, problem.id): problem.answer for one in sets for problem in one.problems}
     grader: Grader | FunctionGrader = Grader(settings.grader) if path is None else FunctionGrader(path)
-    index, changes = RolloutIndex(), list[dict[str, Any]]()
+    index, changes = RolloutIndex(), list[Change]()
 
     async def flush(batch: list[Transcript]) -> None:
         found = batch if protocol is None else [extracted(one, protocol) for one in batch]
@@ -155,7 +154,7 @@ async def _graded(old: Transcript, new: Transcript, gold: str, grader: Grades) -
     return replace(new, verdict=verdict, ended=ended, reward=float(verdict is Verdict.CORRECT))
 
 
-def _change(old: Transcript, new: Transcript, gold: str) -> dict[str, Any]:
+def _change(old: Transcript, new: Transcript, gold: str) -> Change:
     return {
         "benchmark": old.benchmark,
         "problem": old.problem,
@@ -168,7 +167,7 @@ def _change(old: Transcript, new: Transcript, gold: str) -> dict[str, Any]:
     }
 
 
-def _show_verdicts(console: Console, changes: list[dict[str, Any]]) -> None:
+def _show_verdicts(console: Console, changes: list[Change]) -> None:
     """By what changed, apart from whether the answer did."""
     kinds = Counter(
         (change["before"], change["after"], change["answer"] == change["answer_before"]) for change in changes
@@ -183,7 +182,7 @@ def _show_verdicts(console: Console, changes: list[dict[str, Any]]) -> None:
     console.table(shown.title, shown.columns, shown.rows)
 
 
-def _show_answers(console: Console, changes: list[dict[str, Any]]) -> None:
+def _show_answers(console: Console, changes: list[Change]) -> None:
     kinds = Counter(_kind_of_answer(change) for change in changes)
     console.table(
         "Answers that changed", ("answer", "rollouts"), tuple((kind, str(count)) for kind, count in kinds.most_common())
@@ -193,17 +192,22 @@ def _show_answers(console: Console, changes: list[dict[str, Any]]) -> None:
     console.table(shown.title, shown.columns, shown.rows)
 
 
-def _kind_of_answer(change: dict[str, Any]) -> str:
+def _kind_of_answer(change: Change) -> str:
     if change["answer_before"] is None:
         return "found only now"
     return "no longer found" if change["answer"] is None else "another one"
 
 
-def _examples(title: str, columns: tuple[str, ...], changes: list[dict[str, Any]], keys: tuple[str, ...]) -> Table:
+def _examples(
+    title: str, columns: tuple[str, ...], changes: Sequence[Mapping[str, object]], keys: tuple[str, ...]
+) -> Table:
     """The first of each different change."""
     different = {(one["benchmark"], one["problem"], *(one[key] for key in keys)): one for one in reversed(changes)}
     rows = tuple(
-        (f"{one['benchmark']} {one['problem']}", *("(none)" if one[key] is None else one[key][:60] for key in keys))
+        (
+            f"{one['benchmark']} {one['problem']}",
+            *("(none)" if one[key] is None else str(one[key])[:60] for key in keys),
+        )
         for one in list(reversed(different.values()))[:_SHOWN]
     )
     more = len(different) - len(rows)

@@ -16,9 +16,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
-from typing import Any
 
 from agentrl.evaluation.data.problem_sets import ProblemSet
+from agentrl.evaluation.formats import JSONObject, Provenance, Results
 from agentrl.evaluation.records.directory import EvaluationDirectory
 from agentrl.evaluation.results.formulas import formulas_of
 from agentrl.evaluation.results.kinds import KINDS, kind_of
@@ -30,7 +30,7 @@ _MOST = 9_500_000  # bytes of conversations in a report whose number is not give
 _PLACES = ("scores.png", "pass_at_k.png", "problems.png", "endings.png")
 
 
-def write_report(directory: EvaluationDirectory, results: Mapping[str, Any], *, conversations: int | None) -> None:
+def write_report(directory: EvaluationDirectory, results: Results, *, conversations: int | None) -> None:
     """Write ``report.html`` with at most ``conversations`` of each problem, right and wrong ones in turn.
 
     None: with all of them, or as many of each problem as fit into a page of 10 MB.
@@ -108,9 +108,9 @@ def _kinds(directory: EvaluationDirectory) -> dict[tuple[str, str], dict[int, st
 
 def _chosen(
     directory: EvaluationDirectory, chosen: Mapping[tuple[str, str], Sequence[int]]
-) -> dict[tuple[str, str], list[dict[str, Any]]]:
+) -> dict[tuple[str, str], list[JSONObject]]:
     """What is shown of the chosen rollouts; the last attempt of each."""
-    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
+    found: dict[tuple[str, str], dict[int, JSONObject]] = defaultdict(dict)
     for transcript in directory.transcripts():
         key = (transcript.benchmark, transcript.problem)
         if transcript.sample in chosen[key]:
@@ -133,7 +133,7 @@ def _index(
     problems: Iterable[tuple[ProblemSet, Problem]],
     kinds: Mapping[tuple[str, str], Mapping[int, str]],
     chosen: Mapping[tuple[str, str], Sequence[int]],
-) -> dict[str, Any]:
+) -> JSONObject:
     rows = []
     for one, problem in problems:
         key = (one.name, problem.id)
@@ -159,7 +159,7 @@ def _packed_problems(
         yield _packed(place, problem, prompts[key], texts.get(key, []))
 
 
-def _packed(place: int, problem: Problem, prompt: str, rollouts: Sequence[Mapping[str, Any]]) -> str:
+def _packed(place: int, problem: Problem, prompt: str, rollouts: Sequence[JSONObject]) -> str:
     shown = [text for rollout in rollouts for _, text in rollout["turns"]]
     formulas = formulas_of([problem.statement, prompt, *shown])
     content = {"prompt": prompt, "statement": problem.statement, "answer": problem.answer, "rollouts": rollouts}
@@ -168,7 +168,7 @@ def _packed(place: int, problem: Problem, prompt: str, rollouts: Sequence[Mappin
     return f'<script type="text/plain" id="c{place}">{packed}</script>\n'
 
 
-def _inert(value: Mapping[str, Any]) -> str:
+def _inert(value: JSONObject) -> str:
     """JSON that cannot end the script element it stands in."""
     return json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -189,7 +189,7 @@ def _plots(directory: EvaluationDirectory) -> Iterable[str]:
             yield f'<img alt="{name.removesuffix(".png")}" src="data:image/png;base64,{data}">'
 
 
-def _subtitle(provenance: Mapping[str, Any]) -> str:
+def _subtitle(provenance: Provenance) -> str:
     sampling, limits, protocol = provenance["sampling"], provenance["limits"], provenance["protocol"]
     turns = f", {protocol['max_turns']} turns" if "max_turns" in protocol else ""
     return (

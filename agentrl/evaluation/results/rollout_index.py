@@ -6,9 +6,10 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import cast
 
 from agentrl.evaluation.data.problem_sets import ProblemSet
+from agentrl.evaluation.formats import BenchmarkResults, Conduct, PassRecord, ScoreRecord
 from agentrl.evaluation.records.transcript import Sample, Transcript
 from agentrl.evaluation.results.kinds import KINDS, kind_of
 from agentrl.evaluation.results.scores import avg_at_k, pass_at_k
@@ -106,7 +107,7 @@ class RolloutIndex:
 
 async def benchmark_results(
     one: ProblemSet, index: RolloutIndex, *, ks: Sequence[int], grader: Grades
-) -> dict[str, Any]:
+) -> BenchmarkResults:
     """One benchmark's part of ``results.json``. ValueError where no rollout holds data."""
     rollouts = index.by_problem(one.name)
     played = [rollouts.get(problem.id, []) for problem in one.problems]
@@ -122,7 +123,7 @@ async def benchmark_results(
     everything = [rollout for part in played for rollout in part]
     return {
         **one.record(),
-        "avg": asdict(score),
+        "avg": cast(ScoreRecord, asdict(score)),
         "pass": {str(k): _pass(samples, correct, k) for k in ks},
         "maj": maj_at_n(votes),
         "families": {name: math.fsum(part) / len(part) for name, part in sorted(families.items()) if name},
@@ -151,7 +152,7 @@ def default_ks(n: int) -> tuple[int, ...]:
     return (*powers, n)
 
 
-def _pass(samples: Sequence[int], correct: Sequence[int], k: int) -> dict[str, float] | None:
+def _pass(samples: Sequence[int], correct: Sequence[int], k: int) -> PassRecord | None:
     """pass@k over the problems with k samples; None where no problem has so many."""
     enough = [(n, c) for n, c in zip(samples, correct, strict=True) if n >= k]
     if not enough:
@@ -166,7 +167,7 @@ def _vote(rollout: RolloutSummary) -> Verdict:
     return Verdict.CORRECT if rollout.correct else Verdict.INCORRECT
 
 
-def _conduct(data: Sequence[RolloutSummary]) -> dict[str, Any]:
+def _conduct(data: Sequence[RolloutSummary]) -> Conduct:
     """How the rollouts that hold data went."""
     ended = Counter(rollout.ended.value for rollout in data)
     truncated = {kind.value: ended[kind.value] for kind in Ended if kind.is_truncation}

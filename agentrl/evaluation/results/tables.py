@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from agentrl.evaluation.formats import BenchmarkResults, IntervalRecord, Results
 from agentrl.evaluation.results.kinds import KINDS
 
 
@@ -23,7 +23,7 @@ class Table:
         return f"**{self.title}**\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def result_tables(results: Mapping[str, Any]) -> list[Table]:
+def result_tables(results: Results) -> list[Table]:
     """The tables of a finished evaluation: scores, pass@k, what rollouts came to, how they went, what is no data."""
     benchmarks = results["benchmarks"]
     n = results["provenance"]["sampling"]["n"]
@@ -31,7 +31,7 @@ def result_tables(results: Mapping[str, Any]) -> list[Table]:
     return [_scores(benchmarks, n), *(table(benchmarks) for table in made)]
 
 
-def _scores(benchmarks: Mapping[str, Any], n: int) -> Table:
+def _scores(benchmarks: Mapping[str, BenchmarkResults], n: int) -> Table:
     return Table(
         title="Scores",
         columns=("benchmark", f"avg@{n}", "95 % this benchmark", "95 % problems like these", f"maj@{n}", "problems"),
@@ -49,7 +49,7 @@ def _scores(benchmarks: Mapping[str, Any], n: int) -> Table:
     )
 
 
-def _passes(benchmarks: Mapping[str, Any]) -> Table:
+def _passes(benchmarks: Mapping[str, BenchmarkResults]) -> Table:
     ks = list(dict.fromkeys(k for one in benchmarks.values() for k in one["pass"]))
     return Table(
         title="pass@k, unbiased",
@@ -58,7 +58,7 @@ def _passes(benchmarks: Mapping[str, Any]) -> Table:
     )
 
 
-def _kinds(benchmarks: Mapping[str, Any]) -> Table:
+def _kinds(benchmarks: Mapping[str, BenchmarkResults]) -> Table:
     return Table(
         title="What rollouts came to: all but the correct ones and those without data count as wrong",
         columns=("benchmark", *KINDS.values()),
@@ -66,7 +66,7 @@ def _kinds(benchmarks: Mapping[str, Any]) -> Table:
     )
 
 
-def _conduct(benchmarks: Mapping[str, Any]) -> Table:
+def _conduct(benchmarks: Mapping[str, BenchmarkResults]) -> Table:
     columns = ("benchmark", "turns", "tool calls", "calls ok", "truncated", "void", "tokens", "of the model", "seconds")
     return Table(
         title="A rollout on average",
@@ -88,7 +88,7 @@ def _conduct(benchmarks: Mapping[str, Any]) -> Table:
     )
 
 
-def _failures(benchmarks: Mapping[str, Any]) -> Table:
+def _failures(benchmarks: Mapping[str, BenchmarkResults]) -> Table:
     return Table(
         title="Failures outside the policy: played again, then no data (in no average)",
         columns=("benchmark", "rollouts", "no data", "kinds", "fresh starts"),
@@ -108,16 +108,16 @@ def _failures(benchmarks: Mapping[str, Any]) -> Table:
 _COUNTS = ("total", "retried")
 
 
-def _interval(interval: Mapping[str, float]) -> str:
+def _interval(interval: IntervalRecord) -> str:
     return f"{interval['low']:.3f} to {interval['high']:.3f}"
 
 
-def _problems(one: Mapping[str, Any]) -> str:
+def _problems(one: BenchmarkResults) -> str:
     left_out = one["avg"]["problems_without_samples"]
     return f"{one['problems']}" + (f" ({left_out} without data)" if left_out else "")
 
 
-def _pass(one: Mapping[str, Any], k: str) -> str:
+def _pass(one: BenchmarkResults, k: str) -> str:
     found = one["pass"].get(k)
     if found is None:
         return "-"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import gymnasium
 
@@ -24,7 +24,8 @@ from agentrl_envs.types import Ended, Problem, Step, Verdict
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-EnvFactory = Callable[[], "gymnasium.Env[Any, Any]"]
+TextEnv: TypeAlias = "gymnasium.Env[Any, Any]"
+EnvFactory = Callable[[], TextEnv]
 
 
 class GymnasiumEpisode:
@@ -35,7 +36,7 @@ class GymnasiumEpisode:
         self._make = make
         self._threads = threads
         self._call_deadline = call_deadline
-        self._env: gymnasium.Env[Any, Any] | None = None
+        self._env: TextEnv | None = None
         self._actions: list[str] = []
         self._ended = False
 
@@ -94,7 +95,7 @@ class GymnasiumEpisode:
             env, self._env = self._env, None
             await self._call(env.close)
 
-    def _running(self) -> gymnasium.Env[Any, Any]:
+    def _running(self) -> TextEnv:
         if self._env is None:
             raise EpisodeUsageError("the episode is not running: call start() first, and not after close()")
         return self._env
@@ -106,7 +107,7 @@ class GymnasiumEpisode:
 class GymnasiumEnvironment:
     """All episodes of a gymnasium environment, with the threads they share."""
 
-    def __init__(self, make: Callable[..., gymnasium.Env[Any, Any]], settings: GymnasiumSettings | None = None) -> None:
+    def __init__(self, make: Callable[..., TextEnv], settings: GymnasiumSettings | None = None) -> None:
         self.settings = settings or GymnasiumSettings()
         self._make = make
         self._threads: BlockingCalls | None = None
@@ -145,9 +146,9 @@ def _text(observation: object, method: str) -> str:
     return observation
 
 
-def _ended(terminated: bool, truncated: bool, info: dict[str, Any]) -> Ended | None:
+def _ended(terminated: bool, truncated: bool, info: dict[str, object]) -> Ended | None:
     if not (terminated or truncated):
         return None
     if info.get("ended"):
-        return Ended(info["ended"])
+        return Ended(str(info["ended"]))
     return Ended.ANSWERED if terminated else Ended.TURN_LIMIT

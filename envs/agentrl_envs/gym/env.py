@@ -51,7 +51,7 @@ class ProblemEnv(gymnasium.Env[str, str]):
         self._loop: LoopThread | None = None
         self._episode: SimpleTIREpisode | None = None
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, object]]:
         """Start an episode; opens the sandbox the first time. Returns the prompt and the problem's id."""
         super().reset(seed=seed)
         problem = (options or {}).get("problem")
@@ -62,7 +62,7 @@ class ProblemEnv(gymnasium.Env[str, str]):
         self._episode = self._environment.episode(problem)
         return loop.run(self._episode.start()), {"problem_id": problem.id}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, object]]:
         """Play one turn. Terminated when the policy ended the episode, truncated when something else did."""
         if self._episode is None or self._loop is None:
             raise EpisodeUsageError("step() before reset()")
@@ -89,7 +89,7 @@ class ProblemEnv(gymnasium.Env[str, str]):
             self._loop = loop
         return self._loop
 
-    def _info(self, step: Step) -> dict[str, Any]:
+    def _info(self, step: Step) -> dict[str, object]:
         assert self._episode is not None
         return {
             "problem_id": self._episode.problem.id,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import TypeVar
 
 Result = TypeVar("Result")
 
@@ -18,7 +18,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name="agentrl-env-loop", daemon=True)
         self._thread.start()
 
-    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+    def run(self, coroutine: Coroutine[object, object, Result]) -> Result:
         """Run a coroutine to its end and return or raise what it does; an interrupt cancels it."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:

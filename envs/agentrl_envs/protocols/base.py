@@ -16,7 +16,7 @@ class ToolRequest:
     """A call of a tool that exists, with arguments that it takes."""
 
     name: str
-    arguments: Mapping[str, typing.Any]
+    arguments: Mapping[str, object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

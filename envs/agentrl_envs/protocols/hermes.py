@@ -19,7 +19,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NoReturn
 
 from agentrl_envs.answers import last_boxed
 from agentrl_envs.protocols.answer_text import AnswerInText
@@ -81,7 +81,7 @@ class HermesProtocol(AnswerInText):
                 yield self._request(value)
             position = close + len(_CLOSE)
 
-    def _request(self, value: Any) -> ToolRequest | MalformedCall:
+    def _request(self, value: object) -> ToolRequest | MalformedCall:
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             return _error('a call is a JSON object with a text "name" and an object "arguments"')
         schema = self.tools.schema(value["name"])
@@ -97,14 +97,14 @@ class HermesProtocol(AnswerInText):
         return _error(refusal) if refusal is not None else ToolRequest(name=schema.name, arguments=arguments)
 
 
-def _no_number(constant: str) -> Any:
+def _no_number(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
-def _read(text: str, start: int) -> tuple[Any, int | None]:
+def _read(text: str, start: int) -> tuple[object, int | None]:
     """The JSON value at ``start``, blanks before it skipped, and where it ends; None where there is none.
 
     So a ``</tool_call>`` inside a string does not end the call.
