@@ -1,4 +1,4 @@
-"""The command line: names, options and help. Every command hands over at once; heavy imports happen inside it."""
+"""The command line: names, options and help. Commands hold no logic, and import what is heavy when they run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="continue the run of this name, or the newest")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show settings, passes and memory; run nothing")] = False,
 ) -> None:
-    """Train a policy. Without model.path=...: the embedded tiny one, on this machine, in minutes."""
+    """Train a policy. Without model.path=..., train the embedded tiny model on this machine in minutes."""
     from agentrl.evaluation.options import quoted
 
     extra = [] if num_processes is None else [f"training.num_processes={num_processes}"]
@@ -74,7 +74,9 @@ def coldstart(
     demonstrations: Annotated[
         str | None, typer.Option(help="JSONL file, builtin:arithmetic or formula:FILE", metavar="FILE")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="model to start from; none: a new tiny one", metavar="PATH")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="model to start from; default: a new tiny model", metavar="PATH")
+    ] = None,
     config: Config = None,
 ) -> None:
     """Teach a model the protocol by supervised training on demonstrations."""
@@ -93,30 +95,39 @@ def evaluate(
     overrides: Overrides = None,
     env: Env = None,
     model: Annotated[
-        str | None, typer.Option(help="directory or Hugging Face id; with --base-url its name there", metavar="MODEL")
+        str | None,
+        typer.Option(help="directory or Hugging Face id; with --base-url, the endpoint's name for it", metavar="MODEL"),
     ] = None,
-    base_url: Annotated[str | None, typer.Option(help="an OpenAI-compatible endpoint samples", metavar="URL")] = None,
+    base_url: Annotated[
+        str | None, typer.Option(help="OpenAI-compatible endpoint to sample from", metavar="URL")
+    ] = None,
     benchmarks: Annotated[
-        str, typer.Option(help="names or files, separated by commas; none: the sources of data.eval", metavar="NAMES")
+        str, typer.Option(help="names or files, separated by commas; default: data.eval", metavar="NAMES")
     ] = "",
-    data_dir: Annotated[Path | None, typer.Option(help="where the benchmarks' files lie", metavar="DIR")] = None,
-    n: Annotated[int | None, typer.Option("--n", help="samples of each problem (avg@n)", metavar="N")] = None,
-    k: Annotated[str, typer.Option("--k", help="of pass@k, separated by commas; none: 1, 2, 4 .. n", metavar="K")] = "",
+    data_dir: Annotated[Path | None, typer.Option(help="directory of the benchmark files", metavar="DIR")] = None,
+    n: Annotated[int | None, typer.Option("--n", help="samples per problem (avg@n)", metavar="N")] = None,
+    k: Annotated[
+        str, typer.Option("--k", help="k of pass@k, separated by commas; default: 1, 2, 4 .. n", metavar="K")
+    ] = "",
     preset: Annotated[str | None, typer.Option(help="simpletir or otb-paper", metavar="NAME")] = None,
-    output: Annotated[Path | None, typer.Option(help="directory; none: evaluations/MODEL-HASH", metavar="DIR")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="output directory; default: evaluations/MODEL-HASH", metavar="DIR")
+    ] = None,
     conversations: Annotated[
         int | None,
-        typer.Option(help="of each problem in report.html; none: as many as fit into 10 MB", metavar="N", min=0),
+        typer.Option(
+            help="conversations per problem in report.html; default: as many as fit into 10 MB", metavar="N", min=0
+        ),
     ] = None,
-    falsified: Annotated[bool, typer.Option("--falsified", help="also with falsified observations")] = False,
+    falsified: Annotated[bool, typer.Option("--falsified", help="also evaluate with falsified observations")] = False,
     check_data: Annotated[
-        bool, typer.Option("--check-data", help="only grade every gold answer against itself; needs no model")
+        bool, typer.Option("--check-data", help="grade every gold answer against itself and stop; needs no model")
     ] = False,
     config: Annotated[
-        str | None, typer.Option(help="YAML file or shipped name; none: of the run the model lies in", metavar="FILE")
+        str | None, typer.Option(help="YAML file or shipped name; default: that of the model's run", metavar="FILE")
     ] = None,
 ) -> None:
-    """Score a model on benchmarks: avg@n with intervals, pass@k, maj@n, every conversation. Continues what it began."""
+    """Score a model on benchmarks: avg@n with intervals, pass@k, maj@n and every conversation. Resumes by itself."""
     from agentrl.config import run_config_of
     from agentrl.evaluation.options import EvaluationRequest, overrides_of, whole_numbers
 
@@ -160,10 +171,10 @@ def regrade(
     ] = None,
     grader: Annotated[
         str | None,
-        typer.Option(help="a function (answer, gold) -> bool; none: the built-in one", metavar="MODULE:NAME"),
+        typer.Option(help="a function (answer, gold) -> bool; default: the built-in grader", metavar="MODULE:NAME"),
     ] = None,
     extract: Annotated[
-        bool, typer.Option("--extract", help="first find the answers again in the stored conversations")
+        bool, typer.Option("--extract", help="first extract the answers again from the stored conversations")
     ] = False,
 ) -> None:
     """Grade the stored answers of an evaluation again, without generating, and show what changed."""
@@ -177,20 +188,20 @@ def regrade(
 def variance(
     overrides: Overrides = None,
     model: Annotated[
-        str | None, typer.Option(help="model directory; none: the tiny preset's cold-start policy", metavar="PATH")
+        str | None, typer.Option(help="model directory; default: the tiny preset's cold-start policy", metavar="PATH")
     ] = None,
     problems: Annotated[
-        str | None, typer.Option(help="number of problems of data.train, or a problem file", metavar="P")
+        str | None, typer.Option(help="number of problems from data.train, or a problem file", metavar="P")
     ] = None,
     group_sizes: Annotated[
         str | None, typer.Option(help="trajectories in a group, separated by commas", metavar="N,N")
     ] = None,
     estimators: Annotated[
         str | None,
-        typer.Option(help="names, with options as tir_otb:leave_one_out=true; none: all", metavar="NAMES"),
+        typer.Option(help="names, with options as tir_otb:leave_one_out=true; default: all", metavar="NAMES"),
     ] = None,
-    samples: Annotated[int | None, typer.Option(help="trajectories of each problem, drawn once", metavar="S")] = None,
-    output: Annotated[Path, typer.Option(help="directory for the result and its pictures", metavar="DIR")] = Path(
+    samples: Annotated[int | None, typer.Option(help="trajectories sampled per problem", metavar="S")] = None,
+    output: Annotated[Path, typer.Option(help="directory for the result and its plots", metavar="DIR")] = Path(
         "variance"
     ),
     config: Config = None,
@@ -221,10 +232,10 @@ def serve_policy(
     model: Annotated[str, typer.Option(help="model directory or Hugging Face id", metavar="PATH")],
     overrides: Overrides = None,
     host: Annotated[str, typer.Option(help="address to listen on", metavar="HOST")] = "127.0.0.1",
-    port: Annotated[int | None, typer.Option(help="port to listen on; none: a free one", metavar="N")] = None,
+    port: Annotated[int | None, typer.Option(help="port to listen on; default: a free one", metavar="N")] = None,
     config: Config = None,
 ) -> None:
-    """Start a vLLM server for rollout.vllm.placement=external and print its address; runs until Ctrl-C."""
+    """Start a vLLM server for rollout.vllm.placement=external and print its address. Runs until Ctrl-C."""
     from agentrl.evaluation.options import quoted
 
     extra = [quoted("model.path", model), "rollout.engine=vllm", "rollout.vllm.placement=dedicated"]
@@ -237,7 +248,7 @@ def serve_policy(
 
 @app.command()
 def doctor() -> None:
-    """Say what is found here: cores, GPU, libraries, compiler, and the sandbox with its isolation."""
+    """Show this machine's cores, GPUs, libraries and compiler, and the sandbox with its isolation."""
     from agentrl.doctor import report
 
     for line in report():
@@ -250,7 +261,7 @@ app.add_typer(sandbox, name="sandbox")
 
 @sandbox.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def serve(context: typer.Context) -> None:
-    """Serve the sandbox over HTTP: --port N and more, as `agentrl-sandbox serve --help` says."""
+    """Serve the sandbox over HTTP. Options: `agentrl-sandbox serve --help`."""
     from agentrl_sandbox.service.commands import main as command
 
     raise typer.Exit(command(["serve", *context.args]))
@@ -258,16 +269,16 @@ def serve(context: typer.Context) -> None:
 
 @sandbox.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def check(context: typer.Context) -> None:
-    """Try a sandbox, URL, with ordinary programs and attacks, as `agentrl-sandbox check --help` says."""
+    """Test the sandbox at URL with ordinary programs and attacks. Options: `agentrl-sandbox check --help`."""
     from agentrl_sandbox.service.commands import main as command
 
     raise typer.Exit(command(["check", *context.args]))
 
 
 def main() -> None:
-    """Run a command; what the user or the world did wrong becomes one message and an exit code, never a traceback."""
+    """Run a command. Errors of the user or of the world end with one message and an exit code, without traceback."""
     shorten_spinning()
-    logging.getLogger("stamina").setLevel(logging.ERROR)  # it announces every retry; who retries says what failed
+    logging.getLogger("stamina").setLevel(logging.ERROR)  # it logs every retry; the caller reports what failed
     sys.path.append("")  # --env module:Class may lie in the working directory, as under python -m
     try:
         app()
@@ -305,7 +316,7 @@ def _load(
 
 
 def _errors_of_other_packages() -> tuple[type[Exception], ...]:
-    """The errors that are the user's in packages below the trainer; imported only when something has gone wrong."""
+    """User errors of the packages below the trainer, imported only once something has failed."""
     from agentrl_envs.episode import EnvironmentContractError
     from agentrl_envs.registry import PluginError
     from agentrl_sandbox.client import SandboxError

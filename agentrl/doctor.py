@@ -1,4 +1,4 @@
-"""``agentrl doctor``: what is found on this machine and whether the local sandbox isolates."""
+"""``agentrl doctor``: describe this machine and the isolation of the local sandbox."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agentrl_sandbox.client import SandboxError, SandboxSettings, open_sandbox
 
 
 def report() -> list[str]:
-    """One line for each thing found; the sandbox's line says which isolation it has or why it does not start."""
+    """Lines for the console. The sandbox's line names its isolation, or why it does not start."""
     return [*describe_machine().lines(), f"sandbox: {asyncio.run(_sandbox())}"]
 
 

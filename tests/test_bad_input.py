@@ -201,7 +201,7 @@ def test_a_cold_start_onto_something(refused: Refused) -> None:
     Path("out").mkdir()
     Path("out/thesis.txt").write_text("precious")
     command = ["coldstart", "--demonstrations", "builtin:arithmetic", "--output"]
-    assert "--output out: something lies there already; name a new or an empty directory" in refused(*command, "out")
+    assert "--output out: it exists already; give a new or an empty directory" in refused(*command, "out")
     assert "--output out/thesis.txt/x: cannot be made: Not a directory" in refused(*command, "out/thesis.txt/x")
     assert Path("out/thesis.txt").read_text() == "precious"
 

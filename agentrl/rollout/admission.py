@@ -1,11 +1,11 @@
-"""How many trajectories may be in flight, by what the engine's KV cache holds.
+"""How many trajectories may be in flight, given the engine's KV cache.
 
-A trajectory that finds no room for its next token is preempted: its keys and values are thrown away and computed again.
-So new trajectories start only while there is room for those that run to grow.
+A trajectory without room for its next token is preempted: its keys and values are dropped and recomputed later. So new
+trajectories start only while the running ones have room to grow.
 
-``safe`` trajectories fit whatever their length and always may run. Beyond them, up to ``rollout.concurrency``:
+``safe`` trajectories fit at any length and may always run. Beyond them, up to ``rollout.concurrency``:
 
-1. When as many have ended, their mean length says how many would fit if all were at their ends at once.
+1. Once that many have ended, their mean length says how many would fit if all were at their full length at once.
 2. From there the limit grows by a quarter while the cache stays below ``rollout.kv_high_watermark``, but only when half
    of a trajectory's life has passed since it changed: the memory of new ones does not show before.
 3. Above ``rollout.kv_high_watermark``, or after a preemption, it falls to three quarters of those in flight. Nothing
@@ -21,19 +21,19 @@ from statistics import fmean
 
 from agentrl.rollout.engines.base import CacheUse
 
-# Seconds between looks.
+# Seconds between looks at the engine.
 _LOOK = 2.0
 _GROWTH = 1.25
 _RETREAT = 0.75
-# Trajectories whose lengths and times are averaged: so many at least, and the last so many.
+# Averages are over at least this many trajectories, and over the last so many.
 _ENOUGH = 8
 _REMEMBERED = 512
 
 
 class Admission:
-    """Lets trajectories in, first come, first served. ``look`` asks the engine; None where it cannot tell.
+    """Admits trajectories, first come, first served. ``look`` asks the engine, which may not know (None).
 
-    A task looks while more than the safe number are in flight or wait; nothing is left when all have ended.
+    A task looks while more than the safe number are in flight, or any wait. It ends when all have ended.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Admission:
         self._lives.append(seconds)
 
     def metrics(self) -> dict[str, float]:
-        """Of the time since this was last asked; {} where the engine tells nothing."""
+        """Metrics since the last call; {} if the engine does not report its cache."""
         if self._last is None:
             return {}
         metrics = {
@@ -103,7 +103,7 @@ class Admission:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Let in who may; stop looking when nobody is left."""
+        """Admit those that fit; stop looking when none are left."""
         while self._waiting and (self._waiting[0].done() or self._in_flight < self._limit):
             future = self._waiting.popleft()
             if not future.done():
@@ -129,7 +129,7 @@ class Admission:
             await asyncio.sleep(_LOOK)
 
     def _crashed(self, watch: asyncio.Task[None]) -> None:
-        """A bug in looking reaches everybody who waits or comes."""
+        """A crash of the watch reaches all that wait or come later."""
         if watch.cancelled() or (failure := watch.exception()) is None:
             return
         self._failure = failure
@@ -139,7 +139,7 @@ class Admission:
 
     def _take(self, use: CacheUse | None) -> None:
         if use is None:
-            if self._last is None:  # it may never say anything
+            if self._last is None:  # it may never report
                 self._limit = self._ceiling
             return
         before, now = self._last or use, asyncio.get_running_loop().time()
@@ -163,7 +163,7 @@ class Admission:
 
 
 def safe_number(use: CacheUse, *, longest: int, ceiling: int) -> int:
-    """How many trajectories fit into the cache whatever their length; at least 1.
+    """How many trajectories fit into the cache at any length; at least 1.
 
     >>> safe_number(CacheUse(tokens=10_000, used=0.0, preemptions=0), longest=2_000, ceiling=100)
     5

@@ -14,14 +14,14 @@ from agentrl_envs.types import Ended, Verdict
 _TOLERANCE = 1e-8
 
 COUNTS = ("no_data", "void", "dropped_empty", "dropped_no_greedy", "dropped_accuracy", "dropped_zero_variance")
-"""Why trajectories (the first two) and groups are not trained, as they are counted."""
+"""Reasons why trajectories (the first two) and groups are not trained, as counted in metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilterRules:
-    """``void_turns``: ``remove`` takes them out as no data, ``loss_only`` keeps them in the baseline (as published
-    code does). ``accuracy_range`` and ``drop_zero_variance`` drop whole groups: by the share of correct verdicts,
-    and by rewards."""
+    """``void_turns``: ``remove`` excludes them from training, ``loss_only`` keeps them in the baseline, as published
+    code does. ``accuracy_range`` drops groups by their share of correct verdicts, ``drop_zero_variance`` those whose
+    rewards are equal."""
 
     void_turns: Literal["remove", "loss_only"]
     accuracy_range: tuple[float, float] | None
@@ -30,8 +30,8 @@ class FilterRules:
 
 @dataclass(frozen=True, kw_only=True)
 class Filtered:
-    """``groups`` are trained; the rows in ``no_loss`` (group, sample) shape baselines only. ``counts`` says why the
-    others are not there."""
+    """``groups`` are trained; rows in ``no_loss`` (group, sample) count in baselines only. ``counts`` says why the
+    others are missing."""
 
     groups: tuple[Group, ...]
     no_loss: frozenset[tuple[int, int]]
@@ -41,7 +41,7 @@ class Filtered:
 def filter_groups(groups: Iterable[Group], rules: FilterRules) -> Filtered:
     """Apply the rules in order: no data, void turns, nothing left to train, greedy rollout, accuracy, variance.
 
-    A greedy rollout that is no data takes its group along; its reward counts in the group's variance alone. Raises
+    A greedy rollout that failed removes its group; its reward counts in the group's variance alone. Raises
     SettingsError for an ``accuracy_range`` where answers are not graded.
     """
     counts = dict.fromkeys(COUNTS, 0)

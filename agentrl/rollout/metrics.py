@@ -1,4 +1,4 @@
-"""What a step's rollouts looked like, as flat metrics. What is no data is counted and enters no average."""
+"""Metrics of a step's rollouts. Trajectories excluded from training data are counted, and enter no average."""
 
 from __future__ import annotations
 

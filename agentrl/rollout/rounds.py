@@ -1,4 +1,4 @@
-"""Turns in rounds: what makes a run's batches independent of timing."""
+"""Turns in rounds, which make a run's batches independent of timing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Rounds:
         try:
             await future
         finally:
-            # Cancelled at the gate (its deadline): no longer one of those who wait.
+            # Cancelled while waiting, by its deadline.
             if self._waiting.get(request_id) is future:
                 del self._waiting[request_id]
 
@@ -34,7 +34,7 @@ class Rounds:
         self._look()
 
     def _look(self) -> None:
-        # Later, so that the last to arrive waits its turn like the others.
+        # Later, so that the last to arrive waits like the others.
         asyncio.get_running_loop().call_soon(self._open_if_complete)
 
     def _open_if_complete(self) -> None:

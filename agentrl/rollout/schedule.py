@@ -40,8 +40,8 @@ class _Cohort:
 class Schedule:
     """The groups under way, in the order of issue.
 
-    What a finished group changes is looked at by cohorts, of which there are at most ``max_staleness + 1``: the cost
-    does not grow with the number of groups.
+    Finished groups are counted by cohort, of which there are at most ``max_staleness + 1``, so the cost does not grow
+    with the number of groups.
     """
 
     def __init__(self, *, groups: int, max_staleness: int, in_flight: bool = True, batches: int | None = None) -> None:
@@ -97,7 +97,7 @@ class Schedule:
         self._cohorts[self._issued[index][0]].finished += 1
 
     def take(self, count: int, *, more: bool = False) -> list[int] | None:
-        """The next ``count`` groups to train, in the order of issue; None while it has to be waited for them.
+        """The next ``count`` groups to train, in the order of issue; None while the trainer has to wait for them.
 
         ``more``: for the batch that was taken last, which the filters left too small.
         """

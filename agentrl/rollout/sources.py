@@ -1,4 +1,4 @@
-"""Where a step's groups come from: played when they are asked for, or ahead of training in the background."""
+"""Where a step's groups come from: rolled out on demand, or ahead of training in the background."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RolloutSource(Protocol):
         """Return when the weights may change; raises as :meth:`take`."""
 
     def metrics(self) -> dict[str, float]:
-        """Of the time since this was last asked."""
+        """Metrics since the last call."""
 
     async def close(self) -> None: ...
 
@@ -77,9 +77,9 @@ class OnDemandSource:
 
 
 class BackgroundSource:
-    """Plays groups in a task of its own, as far ahead as a :class:`Schedule` admits.
+    """Plays groups in a background task, as far ahead as a :class:`Schedule` admits.
 
-    Of ``rollout.schedule=overlapped`` and ``asynchronous``. What fails there raises in :meth:`take`.
+    For ``rollout.schedule=overlapped`` and ``asynchronous``. Failures of the task raise in :meth:`take`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class BackgroundSource:
         self._samples = settings.group_size + int(greedy)
         self._overlapped = settings.schedule == "overlapped"
         self._jobs: deque[Job] = deque()
-        self._one = asyncio.Lock()  # one player fetches a problem, the others wait for their turn
+        self._one = asyncio.Lock()  # one player at a time fetches a problem
         self._changed = asyncio.Event()
         self._extra = 0
         self._done: dict[int, Group] = {}
@@ -173,7 +173,7 @@ class BackgroundSource:
                 self._tell()
 
     def _tell(self) -> None:
-        """Wake who waits for a change."""
+        """Wake all that wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -202,7 +202,7 @@ class _Idle:
             self._since = None
 
     def take(self) -> float:
-        """The seconds since this was last asked."""
+        """The seconds since the last call."""
         if self._since is not None:
             self.ends()
             self.begins()

@@ -1,4 +1,4 @@
-"""How old tokens are when they are trained, in training steps."""
+"""Staleness: the age of tokens when they are trained, in training steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from agentrl.trajectory import Group
 
 
 class VersionClock:
-    """Which policy version was the engine's after how many training steps.
+    """Which policy version the engine held after how many training steps.
 
     Versions count optimizer updates, staleness counts steps: a token's is the number of steps that were trained since
     its version was the newest. A trajectory is as stale as its oldest model token.
@@ -35,21 +35,21 @@ class VersionClock:
         self._training = True
 
     def trained(self) -> None:
-        """It has been trained. The version that the engine holds by now is the newest."""
+        """The batch has been trained. The version that the engine holds by now is the newest."""
         self._trained += self._training
         self._training = False
         self._steps_at[self._version] = self._trained
 
     def staleness(self, version: int) -> int:
-        """Training steps behind. RuntimeError for a version that no engine was given."""
+        """How many training steps ``version`` is behind. RuntimeError for a version that the engine never held."""
         if version not in self._steps_at:
             raise RuntimeError(f"a token was sampled by version {version}, which the engine was never given")
         return self._trained - self._steps_at[version]
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Staleness over model tokens, and of the stalest trajectory; the share of trajectories of several versions.
+        """Staleness over model tokens and of the stalest trajectory; the share of trajectories of several versions.
 
-        What is no data does not count.
+        Trajectories excluded from training data do not count.
         """
         played = [item for group in groups for item in group.everyone if not item.no_data]
         spans = [[span for segment in item.segments for span in segment.version_spans] for item in played]

@@ -1,4 +1,4 @@
-"""What was issued for rollouts and not yet trained, and where the next problem comes from."""
+"""The work queue: problems issued for rollouts and not yet trained, and the source of the next one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from agentrl_envs.types import Problem
 
 logger = logging.getLogger(__name__)
 
-# So many problems in a row with prompts over the limit mean that the limit is wrong.
+# This many problems in a row with prompts over the limit mean that the limit is wrong.
 _MOST_SKIPPED = 1000
-# Skipped problems that are told by name.
-_MOST_SAID = 10
+# Skipped problems that are logged by name.
+_MOST_LOGGED = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class QueueState(TypedDict):
 class WorkQueue:
     """Issues problems in the sampler's order and remembers them until they are trained.
 
-    After a restart what had been issued and not trained is issued first, under its old number.
+    After a restart, problems issued and not trained come first, under their old numbers.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class WorkQueue:
         self._drawn: Problem | None = None  # taken from the sampler and still being measured
         self._next_index = 0
         self._skipped = 0
-        self._said = 0
+        self._logged = 0
 
     async def next(self) -> RolloutRequest:
         """The next problem. Raises SettingsError if the limit on prompts leaves none."""
@@ -76,17 +76,17 @@ class WorkQueue:
         return request
 
     def requeue(self) -> None:
-        """What is not trained will be issued again, before anything new."""
+        """Issue untrained problems again, before new ones."""
         self._again = deque(self._all_untrained())
         self._untrained = {}
 
     def trained(self, indices: Collection[int]) -> None:
-        """These groups will not be needed again."""
+        """Remove trained groups."""
         for index in indices:
             self._untrained.pop(index, None)
 
     def take_skipped(self) -> int:
-        """How many problems were skipped since this was last asked."""
+        """The number of problems skipped since the last call."""
         skipped, self._skipped = self._skipped, 0
         return skipped
 
@@ -124,19 +124,19 @@ class WorkQueue:
                 self._next_index += 1
                 return RolloutRequest(index=self._next_index - 1, problem=problem)
             self._skipped += 1
-            self._say_skipped(problem, tokens)
+            self._log_skipped(problem, tokens)
         raise SettingsError(
             f"{_MOST_SKIPPED} problems in a row have prompts over rollout.max_prompt_tokens={self._max_prompt_tokens}: "
             "raise it or shorten them"
         )
 
-    def _say_skipped(self, problem: Problem, tokens: int) -> None:
+    def _log_skipped(self, problem: Problem, tokens: int) -> None:
         """The first few by name; all are counted in ``groups/skipped_long_prompt``."""
-        self._said += 1
-        if self._said > _MOST_SAID:
+        self._logged += 1
+        if self._logged > _MOST_LOGGED:
             return
         logger.warning(
             "problem %s is skipped: its prompt has %d tokens, rollout.max_prompt_tokens is %d%s",
             problem.id, tokens, self._max_prompt_tokens,
-            "; further ones are only counted (groups/skipped_long_prompt)" if self._said == _MOST_SAID else "",
+            "; further ones are only counted (groups/skipped_long_prompt)" if self._logged == _MOST_LOGGED else "",
         )  # fmt: skip

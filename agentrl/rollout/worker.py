@@ -120,11 +120,11 @@ class RolloutWorker:
             await self._source.settle(step=self._step, deadline=deadline)
 
     def installed(self, version: int) -> None:
-        """The engine holds ``version`` of the policy now."""
+        """Note that the engine now holds ``version`` of the policy."""
         self._clock.installed(version)
 
     async def close(self) -> None:
-        """End what is played ahead."""
+        """End background rollouts."""
         if self._source is not None:
             await self._source.close()
 

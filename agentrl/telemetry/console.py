@@ -1,4 +1,4 @@
-"""What a run says while it goes: notes, tables and progress; a live display on a terminal, plain lines elsewhere."""
+"""Console output of a run: notes, tables and progress, live on a terminal and in plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Console:
         self._rich = probe if probe.is_terminal else RichConsole(file=file, width=_PLAIN_WIDTH)
 
     def note(self, text: str) -> None:
-        """Say one thing; while progress is shown it appears above it."""
+        """Print a line, above the progress display if there is one."""
         self._rich.print(Text(text), soft_wrap=True)
 
     def warning(self, text: str) -> None:
-        """Say one thing that the user should look at."""
+        """Print a line that the user should look at."""
         self._rich.print(Text.assemble(("warning: ", "bold yellow"), text), soft_wrap=True)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -92,7 +92,7 @@ class RunProgress:
 
 
 def describe(metrics: Mapping[str, float], average_reward: float | None) -> str:
-    """The figures of one step in words; what is missing is left out.
+    """The figures of one step, without those that are missing.
 
     >>> describe({"reward/mean": 0.5, "tokens_per_s": 5210.0, "policy/entropy": 0.31}, 0.4)
     'reward 0.500 (avg 0.400)  entropy 0.310  5.2k tokens/s'
@@ -129,7 +129,7 @@ def clock(seconds: float | None) -> str:
 
 
 class _Plain:
-    """One line every so many steps; ``every`` None says nothing."""
+    """One line every so many steps; ``every`` None prints nothing."""
 
     def __init__(self, console: Console, unit: str, every: int | None) -> None:
         self._console = console

@@ -45,10 +45,10 @@ def atomic_write(path: Path, write: Callable[[IO[bytes]], None]) -> None:
 
 
 def take_lock(path: Path, busy: str, *, deadline: float) -> int:
-    """Lock the file ``path``, which is made if it is not there; returns the open handle, whose end gives the lock back.
+    """Lock the file ``path``, made if missing. Returns the open handle; closing it releases the lock.
 
-    Waits ``deadline`` seconds, then raises SettingsError that
-    says ``busy``. Raises OSError where the file cannot be made. Not guarded: file systems without ``flock``.
+    Raises SettingsError with the message ``busy`` after ``deadline`` seconds, OSError if the file cannot be made. Not
+    guarded: file systems without ``flock``.
     """
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     end = time.monotonic() + deadline
@@ -65,7 +65,7 @@ def take_lock(path: Path, busy: str, *, deadline: float) -> int:
 
 
 def json_line(row: Mapping[str, object]) -> bytes:
-    """One JSON object and its newline. Raises ValueError for what JSON cannot say (NaN, infinity, objects)."""
+    """One JSON object and a newline. Raises ValueError for what JSON cannot express (NaN, infinity, objects)."""
     return json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
@@ -78,7 +78,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def repair_torn_line(path: Path) -> int:
-    """Cut what follows the last newline (a line torn by a kill or a full disk). Returns the bytes that were cut."""
+    """Cut what follows the last newline, a line torn by a kill or a full disk. Returns the number of bytes cut."""
     if not path.exists():
         return 0
     with world_errors(path, "repair"), path.open("rb+") as file:

@@ -23,7 +23,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What was found. ``cores`` and ``memory_bytes`` respect the affinity and the control group of this process."""
+    """A machine. ``cores`` and ``memory_bytes`` respect the affinity and the control group of this process."""
 
     system: str
     python: str
@@ -34,7 +34,7 @@ class Machine:
     compiler: str | None
 
     def lines(self) -> list[str]:
-        """One line for each thing found, for the console."""
+        """Lines for the console."""
         memory = "unknown" if self.memory_bytes is None else f"{self.memory_bytes / _GIB:.1f} GiB"
         gpus = ", ".join(f"{gpu.name} ({gpu.memory_bytes / _GIB:.0f} GiB)" for gpu in self.gpus) or "none"
         libraries = ", ".join(f"{name} {found}" for name, found in self.libraries.items())
@@ -48,7 +48,7 @@ class Machine:
 
 
 def describe_machine() -> Machine:
-    """Look at this machine. Imports torch (seconds) for the GPUs."""
+    """Describe this machine. Imports torch, which takes seconds, for the GPUs."""
     return Machine(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),

@@ -57,7 +57,7 @@ class RunDirectory:
         """Start a run: make the directory and write ``config``, the resolved settings as YAML.
 
         Raises SettingsError when the directory holds anything, cannot be written or is no directory. A run that ended
-        before it wrote a row (a mistake in its settings) is no hindrance: its settings are replaced.
+        before it wrote a row (a mistake in its settings) does not count: its settings are replaced.
         """
         run = cls(path)
         if run.path.exists() and not run.path.is_dir():
@@ -97,7 +97,7 @@ class RunDirectory:
         return run
 
     def close(self) -> None:
-        """Give the lock back; the end of the process or of this object does the same."""
+        """Release the lock. The end of the process or of this object does the same."""
         if self._unlock is not None:
             self._unlock()
             self._unlock = None
@@ -172,7 +172,7 @@ class RunDirectory:
         return sorted(int(path.name.split(".")[0]) for path in self.trajectories.glob("[0-9]*.jsonl.zst"))
 
     def damaged_trajectories(self) -> list[Path]:
-        """The trajectory files that are cut off."""
+        """The truncated trajectory files."""
         with world_errors(self.trajectories, "read"):
             files = map(self.trajectory_file, self.trajectory_steps())
             return [path for path in files if not frame_is_whole(path)]
@@ -188,7 +188,7 @@ class RunDirectory:
                     self.trajectory_file(later).unlink()
 
     def _never_began(self, names: Iterable[str]) -> bool:
-        """True when ``names``, all that is here, is what a run makes before its first row."""
+        """True if ``names``, all entries here, are only what a run makes before its first row."""
         folders = (self.trajectories, self.checkpoints, self.plots)
         own = {path.name for path in (self.config, self.metrics_file, *folders)}
         if not self.config.is_file() or not own.issuperset(names):
@@ -197,7 +197,7 @@ class RunDirectory:
         return empty and not any(any(folder.iterdir()) for folder in folders if folder.is_dir())
 
     def _complete(self) -> None:
-        """Make what is missing and remove what a killed process left half written."""
+        """Make missing folders and remove partial files of a killed process."""
         with world_errors(self.path, "prepare"):
             for folder in (self.trajectories, self.checkpoints, self.plots):
                 folder.mkdir(exist_ok=True)

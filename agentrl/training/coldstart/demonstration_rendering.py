@@ -1,6 +1,6 @@
-"""Our own demonstrations, which are written as SimpleTIR's turns, in the words of other protocols.
+"""Render generated demonstrations, written as SimpleTIR's turns, in other protocols.
 
-Files of demonstrations are taken as they are: whoever wrote them knows the protocol they are for.
+Files of demonstrations are used unchanged: their authors wrote them for a protocol.
 """
 
 from __future__ import annotations

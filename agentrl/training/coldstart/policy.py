@@ -1,4 +1,4 @@
-"""The policy a run starts from: the model that is named, or the cached result of a cold start."""
+"""The policy that a run starts from: the given model, or the cached result of a cold start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def starting_policy(settings: Settings, console: Console, *, say_found: bool = True) -> str:
-    """Directory or id of the policy to start from; makes and caches it by a cold start where one is asked for."""
+    """Directory or id of the policy to start from; runs and caches a cold start if the settings ask for one."""
     if settings.coldstart.demonstrations is None and settings.model.path is not None:
         return settings.model.path
     loaded = read_cold_demonstrations(settings)
@@ -65,7 +65,7 @@ async def _make(settings: Settings, output: Path, report: Callable[[int, float],
 def coldstart_command(settings: Settings, output: Path) -> None:
     """``agentrl coldstart``: make a policy from demonstrations and write it to ``output``, which must be free.
 
-    Raises SettingsError before any work when something lies there or nothing can be written there.
+    Raises SettingsError before any work if it is not free or cannot be written.
     """
     _claim(output)
     quieten_libraries()
@@ -76,7 +76,7 @@ def coldstart_command(settings: Settings, output: Path) -> None:
 
 def _claim(output: Path) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise SettingsError(f"--output {output}: something lies there already; name a new or an empty directory")
+        raise SettingsError(f"--output {output}: it exists already; give a new or an empty directory")
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -84,18 +84,18 @@ def _claim(output: Path) -> None:
 
 
 def quieten_libraries() -> None:
-    """No progress bars of `transformers` among our own lines."""
+    """Turn off the progress bars of `transformers`."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 
 
 def computing_processes(settings: Settings, *, ranks: int) -> int:
-    """How many processes of a run compute at the same time on this machine's cores."""
+    """How many processes of a run compute on this machine's cores at the same time."""
     beside = settings.rollout.schedule != "synchronous" and settings.rollout.engine == "transformers"
     return ranks + beside
 
 
 def set_threads(settings: Settings, *, processes: int) -> None:
-    """Fix this process's CPU threads: what is set, or the cores over the ``processes`` that compute at once."""
+    """Set this process's CPU threads: ``training.threads``, or the cores divided by ``processes``."""
     torch.set_num_threads(settings.training.threads or max(1, usable_cores() // processes))

@@ -48,9 +48,9 @@ class EncodedDemonstration:
 async def encode_demonstration(
     demonstration: Demonstration, *, environment: Environment, codec: TextCodec
 ) -> EncodedDemonstration:
-    """Tokens as a rollout would have them: each turn and each observation encoded on its own.
+    """The tokens of a rollout: each turn and each observation is encoded on its own.
 
-    A turn that no stop string ends gets the end-of-sequence token.
+    A turn that ends without a stop string gets the end-of-sequence token.
     """
     episode = environment.episode(demonstration.problem)
     prompt = await episode.start()
@@ -82,7 +82,7 @@ def collate(rows: Sequence[EncodedDemonstration], *, pad_id: int) -> tuple[Tenso
 
 
 def batches(count: int, size: int, *, seed: int) -> Iterator[list[int]]:
-    """Index batches without end: a new permutation each epoch, batches across its end."""
+    """Endless index batches: a new permutation each epoch; batches cross epochs."""
     generator = torch.Generator().manual_seed(seed)
     queue: list[int] = []
     while True:
@@ -93,7 +93,7 @@ def batches(count: int, size: int, *, seed: int) -> Iterator[list[int]]:
 
 
 def halves(rows: Sequence[EncodedDemonstration]) -> list[Sequence[EncodedDemonstration]]:
-    """The shorter and the longer half of a batch: padded apart, they take fewer positions."""
+    """The shorter and the longer half of a batch: padded separately, they need fewer positions."""
     ordered = sorted(rows, key=lambda row: len(row.prompt_ids) + len(row.response_ids))
     middle = len(ordered) // 2
     return [part for part in (ordered[:middle], ordered[middle:]) if part]
@@ -110,7 +110,7 @@ def fine_tune(
 ) -> None:
     """Minimise the mean negative log-probability of the model's tokens, in place. ``report`` gets step and loss.
 
-    The last ``coldstart.direct_steps`` steps take ``late_rows``, as many as ``rows``, in their place.
+    The last ``coldstart.direct_steps`` steps use ``late_rows`` (as many as ``rows``) instead.
     """
     from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 
@@ -226,10 +226,10 @@ def with_direct_answers(
 
 
 def cached_policy(settings: Settings, demonstrations: Sequence[Demonstration]) -> Path:
-    """Where the policy that these settings and demonstrations make is kept."""
+    """The cache directory of the policy that these settings and demonstrations make."""
     key = {
         "version": agentrl.__version__,
-        # Without what a resumed run may change: it would start from another policy.
+        # Without settings that a resumed run may change, or it would start from another policy.
         "model": settings.model.model_dump(mode="json", exclude={"attention", "gradient_checkpointing"}),
         "coldstart": settings.coldstart.model_dump(mode="json"),
         "environment": settings.environment.model_dump(mode="json"),
@@ -243,9 +243,9 @@ def cached_policy(settings: Settings, demonstrations: Sequence[Demonstration]) -
 
 @contextmanager
 def reserved(output: Path) -> Iterator[Path]:
-    """A new directory beside ``output``, before anything is computed; it is deleted at the end unless it was renamed.
+    """A new directory beside ``output``, made before any computation and deleted at the end unless renamed.
 
-    What killed processes left there goes too. Raises SettingsError if nothing can be written there.
+    Directories left by killed processes are deleted too. Raises SettingsError if nothing can be written there.
     """
     unfinished = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:
@@ -254,7 +254,7 @@ def reserved(output: Path) -> Iterator[Path]:
     except OSError as error:
         raise SettingsError(f"cannot write the policy to {output}: {error.strerror}") from error
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # ends with this process, however that ends
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when this process ends
         _remove_abandoned(output)
         yield unfinished
     finally:
@@ -263,7 +263,7 @@ def reserved(output: Path) -> Iterator[Path]:
 
 
 def _remove_abandoned(output: Path) -> None:
-    """Delete the unfinished directories beside ``output`` that no process holds."""
+    """Delete unfinished directories beside ``output`` that no process has locked."""
     for left in output.parent.glob(f".{output.name}.*.partial"):
         try:
             lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -279,7 +279,7 @@ def _remove_abandoned(output: Path) -> None:
 
 
 def _publish(folder: Path, output: Path) -> None:
-    """Give a whole directory its name; if another process has just made the same policy, that one stays."""
+    """Rename a complete directory to ``output``, unless another process has just made the same policy."""
     try:
         folder.rename(output)
     except OSError:

@@ -1,14 +1,13 @@
-"""The policy of the best evaluation of a run, exported so that ``agentrl eval --model`` takes it.
+"""The policy with a run's best evaluation, exported in a form that ``agentrl eval --model`` reads.
 
 ::
 
     checkpoints/best/          config.json, weights, tokenizer, README.md (format of `transformers`)
       best.json                the evaluation: its step, avg@k and interval
-    checkpoints/.best-000005/  exported, but no checkpoint knows of that evaluation yet
+    checkpoints/.best-000005/  exported, but not yet part of a checkpoint
 
-An export takes its place when a checkpoint has been saved whose evaluations make it the best. So a run that is killed
-and goes on from an older checkpoint finds the best policy of what it still knows. Not guarded: other programs that
-write there.
+An export moves to ``best/`` once a saved checkpoint holds its evaluation. So a run that is killed and resumes from an
+older checkpoint finds the best policy up to that checkpoint. Not guarded: other programs that write there.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ _RECORD = "best.json"
 
 
 def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord | None:
-    """The highest avg@k on held-out problems, the earlier of equals; what was shown falsified does not count.
+    """The evaluation with the highest avg@k, the earliest of equals. Those with falsified observations do not count.
 
     >>> one, two = {"step": 0, "mean": 0.5, "falsified": False}, {"step": 9, "mean": 0.5, "falsified": False}
     >>> best_evaluation([one, two, {"step": 9, "mean": 0.9, "falsified": True}])["step"]
     0
     """
     held_out = [item for item in evaluations if not item["falsified"]]
-    return max(held_out, key=lambda item: item["mean"], default=None)  # of equals the first
+    return max(held_out, key=lambda item: item["mean"], default=None)
 
 
 class BestPolicy:
@@ -44,7 +43,7 @@ class BestPolicy:
         self.path = self._checkpoints / "best"
 
     def write(self, evaluation: EvaluationRecord, export: Callable[[Path], None]) -> None:
-        """Have ``export`` write the policy of ``evaluation``; it waits for :meth:`settle`. WorldError if it cannot."""
+        """Have ``export`` write the policy of ``evaluation``, to be kept by :meth:`settle`. Raises WorldError."""
         waiting = self._waiting(evaluation["step"])
         partial = self._checkpoints / f"{waiting.name}.partial"
         with world_errors(partial, "write the best policy to"):
@@ -72,14 +71,14 @@ class BestPolicy:
         return best is not None and record.is_file() and bool(json.loads(record.read_text())["step"] == best["step"])
 
     def record(self, evaluations: Sequence[EvaluationRecord]) -> BestRecord | None:
-        """The best evaluation, and where in the run directory its policy lies (``policy``; None: it was not kept)."""
+        """The best evaluation and its policy's place in the run directory."""
         best = best_evaluation(evaluations)
         if best is None:
             return None
         return {**best, "policy": self.path.relative_to(self._run).as_posix() if self.holds(best) else None}
 
     def line(self, record: BestRecord) -> str:
-        """What a user is told of :meth:`record`."""
+        """:meth:`record` as a line for the console."""
         score = f"best evaluation: step {record['step']}, avg@{record['k']} {record['mean']:.3f}"
         if record["policy"] is None:
             return f"{score}; its policy was not kept (checkpoint.best)"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def dry_run(settings: Settings) -> None:
-    """Print what ``agentrl train`` would do with these settings."""
+    """Print what ``agentrl train`` would run with these settings."""
     problems = check_inputs(settings)
     console = Console(settings.telemetry)
     console.note(dump_yaml(settings).rstrip())
@@ -33,7 +33,7 @@ def dry_run(settings: Settings) -> None:
         console.warning(f"not on this machine: {problem}")
     config = read_config(settings.model)
     if config is None:
-        console.note(f"memory: not estimated, the configuration of {settings.model.path} cannot be read here")
+        console.note(f"memory: not estimated, because the configuration of {settings.model.path} cannot be read here")
         return
     parameters = _count(config)
     device = "cuda" if torch.cuda.is_available() else "cpu"

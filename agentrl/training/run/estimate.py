@@ -1,4 +1,4 @@
-"""What a run will need: an estimate of memory for ``--dry-run``, from shapes alone."""
+"""The memory that a run needs, estimated from shapes for ``--dry-run``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes a training rank needs. Activations are rough: attention's own buffers and fragmentation are not in them."""
+    """Bytes that one training rank needs. Activations are rough, without attention's buffers and fragmentation."""
 
     parameters: int  # a count, not bytes
     weights: int
@@ -77,7 +77,7 @@ def estimate_memory(settings: Settings, config: Any, parameters: int) -> MemoryE
 
 
 def planned_passes(settings: Settings) -> PassPlan:
-    """The passes of a step whose groups are as long as they may be."""
+    """The passes of a step whose groups have their maximum length."""
     longest = settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens
     return plan_passes(
         ObjectiveSettings.of(settings),

@@ -1,4 +1,4 @@
-"""Starting several training ranks on this machine, by DeepSpeed's launcher.
+"""Start several training ranks on this machine with DeepSpeed's launcher.
 
 ``deepspeed.launcher.launch`` is the part of it that works on one machine; it runs on CPUs as on GPUs. The outer part
 (``deepspeed``, the runner) also works on CPUs, but imports everything twice, reads a machine-wide hostfile and adds a
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
 
 WATCHED = "AGENTRL_LAUNCHED_BY"
-"""Environment variable with the process whose end ends the ranks."""
+"""Environment variable with the id of a process. When that process ends, the ranks end."""
 
 
 def launch(settings: Settings, run_path: Path, *, resume: bool) -> int:
@@ -64,8 +64,7 @@ def launch(settings: Settings, run_path: Path, *, resume: bool) -> int:
         return INTERRUPTED  # at once, or before the ranks could catch the signal
     if killed is not None:
         raise WorldError(
-            f"a training rank or its launcher was ended by {killed}; the run goes on from its last checkpoint with "
-            "--resume"
+            f"a training rank or its launcher was ended by {killed}; continue from the last checkpoint with --resume"
         )
     return code
 
@@ -86,12 +85,12 @@ def _start(settings: Settings, run_path: Path, resume: bool) -> subprocess.Popen
 
 
 def _devices(count: int) -> list[int | str]:
-    """What each rank sees: the first GPUs of those visible here; on CPUs just numbers."""
+    """The device of each rank: the first of the visible GPUs; on CPUs only numbers."""
     if not torch.cuda.is_available():
         return list(range(count))
     found = torch.cuda.device_count()
     if count > found:
-        raise SettingsError(f"training.num_processes={count}: only {found} GPUs are visible, one rank needs one")
+        raise SettingsError(f"training.num_processes={count}: only {found} GPUs are visible, and every rank needs one")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return list(visible.split(",")[:count]) if visible else list(range(count))
 
@@ -104,7 +103,7 @@ def _children(pid: int) -> list[psutil.Process]:
 
 
 def _signal_of(code: int) -> str | None:
-    """The signal that ended a rank or the launcher, whose exit code is that of the first rank that failed.
+    """The signal that ended a rank or the launcher. The launcher's exit code is that of the first rank that failed.
 
     >>> _signal_of(-9), _signal_of(256 - 9), _signal_of(1), _signal_of(130)
     ('SIGKILL', 'SIGKILL', None, None)

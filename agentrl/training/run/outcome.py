@@ -1,4 +1,4 @@
-"""What a finished run leaves: the exported policy, plots, a summary, and the table of its scores."""
+"""The output of a finished run: the exported policy, plots, a summary and a table of scores."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def evaluation_record(report: EvaluationReport) -> EvaluationRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """A policy to be written: ``state`` holds the whole parameters of ``model`` after ``steps`` steps."""
+    """A policy to write: ``state`` holds all parameters of ``model`` after ``steps`` steps."""
 
     settings: Settings
     model: Any
@@ -71,8 +71,8 @@ def finish_run(
     evaluations: list[EvaluationRecord],
     best: BestPolicy,
 ) -> None:
-    """Write everything a run leaves and show its scores."""
-    export.write(run.path / "policy", f"Held-out scores and settings stand in {run.path.name}/summary.json.")
+    """Write the output of a run and show its scores."""
+    export.write(run.path / "policy", f"Held-out scores and settings are in {run.path.name}/summary.json.")
     rows = list(run.metrics())
     if settings.telemetry.plots:
         draw_plots(rows, run.plots)
@@ -94,7 +94,7 @@ def finish_run(
         console.note(best.line(chosen))
     plots = "plots/overview.png, " if settings.telemetry.plots else ""
     console.note(
-        f"everything lies in {run.path}: policy/ (transformers format), {plots}metrics.jsonl, trajectories/, "
+        f"output is in {run.path}: policy/ (transformers format), {plots}metrics.jsonl, trajectories/, "
         "checkpoints/, summary.json, config.yaml"
     )
 

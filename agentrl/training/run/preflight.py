@@ -1,7 +1,7 @@
-"""What is looked at before a run directory is made: everything of a user's that can be wrong and is cheap to read.
+"""Checks before a run directory is made: all user input that can be wrong and is cheap to read.
 
-A run that cannot start leaves nothing behind, so the same name can be used once the mistake is mended. Not looked at:
-data sets by Hugging Face id, which may have to be downloaded, and the weights of the model.
+A run that cannot start leaves nothing behind, so its name is free once the mistake is corrected. Not checked: data sets
+by Hugging Face id, which may need a download, and the weights of the model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_inputs(settings: Settings) -> list[str]:
 
 
 def machine_problems(settings: Settings) -> list[str]:
-    """What this machine lacks for the settings, one sentence each."""
+    """What the settings need and this machine lacks, one message each."""
     found = []
     if settings.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         found.append(
@@ -59,13 +59,13 @@ def machine_problems(settings: Settings) -> list[str]:
 
 
 def _check_template(settings: Settings) -> None:
-    """Raise SettingsError where the protocol needs a chat template and the model has none that it can speak."""
+    """Raise SettingsError if the protocol needs a chat template and the model has no usable one."""
     path = settings.model.path
     if path is None or not needs_chat_format(settings):
         return
     try:
         tokenizer = read_tokenizer(path)
-    except OSError:  # not here: whoever reads the model will say so
+    except OSError:  # reading the model reports this
         return
     chat_format(settings, tokenizer, path)
 

@@ -1,4 +1,4 @@
-"""The run loop of one training rank: plan, train, hand over weights, evaluate, save."""
+"""The run loop of one training rank: plan, train, send weights, evaluate, save."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _EMPTY_STEPS = 10
 
 @dataclass(slots=True)
 class _Progress:
-    """What a run counts across restarts. ``evaluations`` are the records that stand in ``summary.json``."""
+    """The progress that a run keeps across restarts."""
 
     step: int = 0
     updates: int = 0
@@ -59,7 +59,7 @@ class _Progress:
 
 
 class Session:
-    """The pieces of one rank: model, DeepSpeed engine, rollout service, files (rank 0's)."""
+    """The parts of one rank: model, DeepSpeed engine, rollout service, and on rank 0 the run's files."""
 
     def __init__(
         self, settings: Settings, run: RunDirectory | None, console: Console, *, rank: int, world: int
@@ -70,7 +70,7 @@ class Session:
         self._console = console
         self._world = world
         self._done = _Progress()
-        self._saved: tuple[int, int] | None = None  # steps and evaluations that the newest checkpoint holds
+        self._saved: tuple[int, int] | None = None  # steps and evaluations in the newest checkpoint
         self._empty_steps = 0
         self._checkpoints = Path(settings.runs_dir) / str(settings.name) / "checkpoints"
         self._best = BestPolicy(self._checkpoints.parent)
@@ -148,10 +148,10 @@ class Session:
     # -- phases ---------------------------------------------------------------------------------------------------
 
     def start(self, *, resume: bool) -> None:
-        """Say what was found; restore the newest checkpoint of a resumed run."""
+        """Report the environment, engine and problems; restore the newest checkpoint of a resumed run."""
         for line in self._service.describe():
             self._console.note(line)
-        self._sender.begin()  # also before a checkpoint is loaded: the weights on both sides are the start policy's
+        self._sender.begin()  # also before a checkpoint is loaded: both sides hold the start policy's weights
         if resume:
             self._restore()
         self._warn_of_damaged_trajectories()
@@ -181,12 +181,12 @@ class Session:
             self._run.close()
 
     def _make_room(self) -> None:
-        """Take optimizer state off GPUs that a server generates on."""
+        """Move the optimizer state off GPUs that servers generate on."""
         if self._shares_gpus:
             self._engine.offload()
 
     def _take_room(self) -> None:
-        """Bring it back for training, once the servers sleep."""
+        """Move the optimizer state back for training, once the servers sleep."""
         if self._shares_gpus:
             self._engine.reload()
 
@@ -196,15 +196,15 @@ class Session:
         return rollout.engine == "vllm" and rollout.vllm.placement == "colocated"
 
     def request_stop(self) -> None:
-        """From any thread: end before the next step; rollouts that are waited for are cancelled."""
+        """End the run before the next step and cancel rollouts that a rank waits for. From any thread."""
         self._service.interrupt()
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """The steps that are left, with their evaluations and checkpoints. Raises InterruptedRunError."""
+        """Run the remaining steps with their evaluations and checkpoints. Raises InterruptedRunError."""
         steps, every = self._settings.training.steps, self._settings.checkpoint.every
-        self._evaluate_if_due()  # at the start, or where a stop has left it out
+        self._evaluate_if_due()  # at the start, or if a stop skipped it
         with self._console.progress(steps, self._done.step) as progress:
             for step in range(self._done.step + 1, steps):
                 self._step(step, progress)
@@ -218,7 +218,7 @@ class Session:
             self._evaluate(falsified=True)
 
     def _step(self, step: int, progress: RunProgress) -> None:
-        """Roll out, train, hand over the weights. Raises InterruptedRunError before anything of it is done."""
+        """Roll out, train and send the weights. Raises InterruptedRunError before the step has changed anything."""
         began = time.monotonic()
         plan = self._service.plan(step)
         planned = time.monotonic()
@@ -244,10 +244,10 @@ class Session:
         self._warn_of_empty_steps(step, metrics)
 
     def _commit(self, step: int, updates: int, metrics: Metrics) -> None:
-        """The step is done: trajectories and queue at the worker, progress here, its row of metrics.
+        """Record a finished step: trajectories and queue at the worker, progress here, its row of metrics.
 
-        The only place where a run's state advances. A kill between two lines leaves the checkpoint from before, and
-        ``--resume`` cuts what was written since.
+        The only place where a run's state advances. A kill between two lines leaves the previous checkpoint, and
+        ``--resume`` removes what was written since.
         """
         self._service.confirm(step)
         self._done.step, self._done.updates = step, updates
@@ -260,25 +260,25 @@ class Session:
             return
         if self._empty_steps % _EMPTY_STEPS == 0:
             why = {name: metrics.get(f"groups/{name}", 0) for name in _WHY_DROPPED}
-            said = ", ".join(f"{count:g} {_WHY_DROPPED[name]}" for name, count in why.items() if count)
-            self._console.warning(f"step {step} trains nothing, no group is left: {said or 'none was played'}")
+            reasons = ", ".join(f"{count:g} {_WHY_DROPPED[name]}" for name, count in why.items() if count)
+            self._console.warning(f"step {step} trains on no group: {reasons or 'none was rolled out'}")
         self._empty_steps += 1
 
     def _evaluate_if_due(self) -> None:
-        """Before the first step and every ``evaluation.every`` steps; after the last one others do."""
+        """Evaluate before the first step and every ``evaluation.every`` steps, but not after the last step."""
         step, settings = self._done.step, self._settings
         if step < settings.training.steps and (step == 0 or due(step, settings.evaluation.every)):
             self._evaluate()
 
     def _evaluate(self, *, falsified: bool = False) -> None:
-        """Play the held-out problems, once at a step, whatever was resumed. Raises InterruptedRunError, and nothing of
-        the evaluation is left."""
+        """Play the held-out problems, at most once per step even after a resume. Raises InterruptedRunError, which
+        leaves nothing of the evaluation."""
         if any((item["step"], item["falsified"]) == (self._done.step, falsified) for item in self._done.evaluations):
             return
         report = self._service.evaluate(self._done.step, falsified=falsified)
         if report is None:
             of = " that reveals a value by execution" if falsified else ""
-            self._console.note(f"step {self._done.step}: not evaluated, data.eval holds no problem{of}")
+            self._console.note(f"step {self._done.step}: not evaluated, data.eval has no problem{of}")
             return
         self._record(report)
         if not falsified and self._settings.checkpoint.best:
@@ -323,7 +323,7 @@ class Session:
         self._settle_best()
 
     def _settle_best(self) -> None:
-        """Once a checkpoint knows of the evaluations so far."""
+        """Call this once a checkpoint holds the evaluations so far."""
         if self.rank == 0 and self._settings.checkpoint.best:
             self._best.settle(best_evaluation(self._done.evaluations))
 
@@ -354,7 +354,7 @@ class Session:
         if found:
             names = ", ".join(path.name for path in found[:5]) + (", ..." if len(found) > 5 else "")
             self._console.warning(
-                f"{len(found)} trajectory files in {found[0].parent} are cut off ({names}): they cannot be viewed or "
+                f"{len(found)} trajectory files in {found[0].parent} are truncated ({names}): they cannot be viewed or "
                 "graded again; training does not read them"
             )
 
@@ -362,7 +362,7 @@ class Session:
         if self._saved != (self._done.step, len(self._done.evaluations)):
             self._save()
         self._console.note(
-            f"stopped after step {self._done.step}; checkpoint saved. To go on: "
+            f"stopped after step {self._done.step}; checkpoint saved. To continue: "
             f"agentrl train --resume name={self._settings.name} runs_dir={self._settings.runs_dir}"
         )
         self._service.barrier("the end of the run")
@@ -386,7 +386,7 @@ class Session:
         self._service.barrier("the end of the run")
 
     def _export(self) -> Export:
-        """The policy as it is now. Every rank takes part in gathering the parameters, rank 0 keeps them."""
+        """The present policy. Every rank takes part in gathering the parameters; rank 0 keeps them."""
         return Export(
             settings=self._settings,
             model=self._policy.causal_lm,
@@ -404,8 +404,8 @@ class Session:
 _WHY_DROPPED = {
     "dropped_zero_variance": "groups with equal rewards (algorithm.drop_zero_variance)",
     "dropped_accuracy": "groups outside algorithm.accuracy_range",
-    "dropped_no_greedy": "groups whose greedy rollout is no data",
+    "dropped_no_greedy": "groups whose greedy rollout failed",
     "dropped_empty": "groups without a trajectory to train",
-    "no_data": "trajectories that are no data (infrastructure failures, cancelled, grader timeouts)",
+    "no_data": "trajectories excluded from training data (infrastructure failures, cancelled, grader timeouts)",
     "void": "trajectories with a void turn",
 }

@@ -1,7 +1,7 @@
-"""SIGTERM and Ctrl-C as requests to stop: the first asks, a later one insists.
+"""SIGTERM and Ctrl-C as requests to stop: the first one asks, a later one forces.
 
-Heard by a thread, at once, whatever the main thread does: a handler in Python would wait until a backward pass or a
-collective returns, which may be never.
+A thread receives them at once, whatever the main thread does. A handler in Python would wait until a backward pass or
+a collective returns, which may never happen.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 INTERRUPTED = 130
-"""Exit code of a run that was asked to stop and did."""
+"""Exit code of a run that stopped on request."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds in which further signals are the same request: a launcher passes on what the terminal has sent to everybody.
@@ -23,7 +23,7 @@ _SAME = 1.0
 
 @contextmanager
 def stop_requests(ask: Callable[[], None], insist: Callable[[], None]) -> Iterator[None]:
-    """Call ``ask`` at the first signal and ``insist`` at later ones, in a thread; in the main thread alone."""
+    """Call ``ask`` at the first signal and ``insist`` at later ones, in a thread. Use it in the main thread only."""
     heard, signalled = os.pipe()
     os.set_blocking(signalled, False)
     listener = threading.Thread(target=_listen, args=(heard, ask, insist), daemon=True, name="stop-requests")
@@ -43,7 +43,7 @@ def stop_requests(ask: Callable[[], None], insist: Callable[[], None]) -> Iterat
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """While there is nothing to save yet: SIGTERM raises KeyboardInterrupt as Ctrl-C does."""
+    """SIGTERM raises KeyboardInterrupt, as Ctrl-C does: for the time before there is anything to save."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -52,12 +52,12 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 def end_at_once() -> None:
-    """End this process now. Its children notice."""
+    """End this process now. Its children notice and end."""
     os._exit(INTERRUPTED)
 
 
 def _leave_to_thread(number: int, frame: object) -> None:
-    """A handler has to be there for the signal's number to be written."""
+    """Without a handler, Python would not write the signal's number."""
 
 
 def _listen(heard: int, ask: Callable[[], None], insist: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""``agentrl train``: one process, several that are started here, or one of those that a launcher started."""
+"""``agentrl train``: train in this process, start several ranks, or be one of the ranks of a launcher."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _train(settings: Settings, resume: bool) -> int:
             return run_rank(settings, run, resume=resume)
         from agentrl.training.run.launch import launch
 
-        starting_policy(settings, console, say_found=False)  # rank 0 will
+        starting_policy(settings, console, say_found=False)  # rank 0 reports it
         run.close()
         return launch(settings, run.path, resume=resume)
     except KeyboardInterrupt:
@@ -68,7 +68,7 @@ def _open_run(settings: Settings, resume: bool) -> RunDirectory:
 
 
 def run_rank(settings: Settings, run: RunDirectory | None, *, resume: bool) -> int:
-    """One training rank from start to end. ``run`` is rank 0's; other ranks say nothing on the console."""
+    """Run one training rank from start to end. ``run`` is rank 0's; other ranks print nothing."""
     quieten_libraries()
     set_determinism(settings.training)
     rank, world = start_distributed(deadline=settings.training.collective_deadline)
@@ -98,5 +98,5 @@ def _console_file(rank: int) -> Iterator[TextIO | None]:
 
 def _ask_to_stop(session: Session) -> None:
     if session.rank == 0:
-        print("stopping at the next safe point (again: at once)", file=sys.stderr, flush=True)
+        print("stopping at the next safe point (repeat to stop at once)", file=sys.stderr, flush=True)
     session.request_stop()

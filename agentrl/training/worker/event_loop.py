@@ -1,4 +1,4 @@
-"""The rollout worker's event loop as blocking code uses it."""
+"""The rollout worker's event loop, for blocking callers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Loop(Protocol):
 
 
 class RestingLoop:
-    """Runs in the calling thread, and rests between two calls: nothing goes on while a rank trains."""
+    """Runs in the calling thread, only during a call: nothing happens while a rank trains."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -55,7 +55,7 @@ class RestingLoop:
 
 
 class RunningLoop:
-    """Runs in a thread of its own all the time, for rollouts that go on while a rank trains."""
+    """Runs all the time in a thread of its own, for rollouts during training."""
 
     def __init__(self) -> None:
         self._thread = LoopThread()

@@ -42,7 +42,7 @@ _PROBE_PROBLEMS = 8
 class LocalService:
     """Carries out the calls of a :class:`~agentrl.training.worker.service.RolloutService`.
 
-    The event loop rests while the ranks train if ``rollout.schedule`` is ``synchronous``, and always runs otherwise.
+    With ``rollout.schedule=synchronous`` the event loop rests while the ranks train; otherwise it always runs.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class LocalService:
         return self.plans(step)[0]
 
     def barrier(self, place: str) -> None:
-        """This process is the only rank: nobody is waited for."""
+        """This process is the only rank."""
 
     def plans(self, step: int) -> list[RankPlan]:
         """Roll out one step and plan it for every rank."""
@@ -173,7 +173,7 @@ class LocalService:
         self._worker.load_state_dict(state)
 
     def interrupt(self) -> None:
-        if not self._interrupted:  # what is cancelled cleans up, and is not cancelled once more
+        if not self._interrupted:  # cancelled tasks clean up, and must not be cancelled again
             self._interrupted = True
             self._loop.interrupt()
 
@@ -195,7 +195,7 @@ class LocalService:
         return self._worker.state_dict()
 
     async def _arrived(self, transfer: Coroutine[Any, Any, str | None], version: int) -> str | None:
-        """What is wrong with a transfer; if nothing, the worker's tokens are of ``version`` from now on."""
+        """What is wrong with a transfer, or None. After None, the worker's tokens are of ``version``."""
         problem = await transfer
         if problem is None:
             self._worker.installed(version)
@@ -225,7 +225,7 @@ class LocalService:
         )
 
     def _finish(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """As :meth:`_run`, but not to be interrupted: what happens to weights is over soon and not done by halves."""
+        """As :meth:`_run`, but without interruption: changes of weights are short and must be complete."""
         return self._loop.run(work, interruptible=False)
 
     def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:

@@ -1,9 +1,9 @@
 """The rollout worker's own process: ``python -m agentrl.training.worker.process TALK CONTROL DOOR``.
 
-Started by rank 0, which hands it two pipes, one to talk, one to interrupt, and the socket where the other ranks connect
-twice for the same. It serves a :class:`~agentrl.training.worker.service.LocalService` over a copy of the policy and
-ends when any rank is gone. It ignores SIGINT and SIGTERM, which launchers and terminals send to every process: the
-ranks tell it when to stop.
+Rank 0 starts it and passes it two pipes, one for calls and one for interrupts, and the socket on which each other rank
+opens the same two connections. The process serves a :class:`~agentrl.training.worker.local.LocalService` over a copy of
+the policy and ends when any rank is gone. It ignores SIGINT and SIGTERM, which launchers and terminals send to every
+process: the ranks tell it when to stop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from agentrl_envs.episode import EnvironmentContractError
 from agentrl_envs.registry import PluginError
 from agentrl_sandbox.client import SandboxError
 
-# Errors that end the run with their message alone, and the exit code of those that carry none.
+# Errors that end the run with their message alone, and the exit code of those that have none.
 _REPORTED = (AgentRLError, EnvironmentContractError, PluginError, SandboxError)
 _USERS = 2
 # Seconds for ranks to connect, and for this process to end in order once a rank is gone.
@@ -48,7 +48,7 @@ class _RankGoneError(Exception):
 
 
 class Server:
-    """Takes requests from all ranks on one thread and carries them out, together, on the main one."""
+    """Receives requests on one thread and carries each out on the main thread, once all ranks have made it."""
 
     def __init__(self, first: Connection, control: Connection, door: socket.socket) -> None:
         """Rank 0's connections, and where the other ranks connect."""
@@ -64,7 +64,7 @@ class Server:
     # -- connections ----------------------------------------------------------------------------------------------
 
     def listen(self, startup: Startup) -> None:
-        """Take the other ranks' connections; then hear them all."""
+        """Accept the other ranks' connections, then listen to all."""
         arrived: queue.Queue[tuple[Caller, Connection]] = queue.Queue()
         threading.Thread(target=_accept, args=(self._door, startup.key, arrived), daemon=True, name="accept").start()
         deadline = time.monotonic() + _CONNECT
@@ -73,7 +73,7 @@ class Server:
                 caller, connection = arrived.get(timeout=max(0.0, min(1.0, deadline - time.monotonic())))
                 (self._controls if caller.control else self._connections)[caller.rank] = connection
             except queue.Empty:
-                # Rank 0 says nothing before it is answered: what can be read now is its end.
+                # Rank 0 sends nothing before it has an answer: anything readable is the end of its connection.
                 if time.monotonic() >= deadline or self._connections[0].poll():
                     missing = sorted(set(range(startup.ranks)) - set(self._connections))
                     raise _RankGoneError(f"ranks {missing} did not connect") from None
@@ -97,7 +97,7 @@ class Server:
                     self._requests.put((talks[ready], message))
 
     def _end(self, rank: int) -> None:
-        """A rank is gone: wake the main thread, and end the process anyhow should that take too long."""
+        """A rank is gone: wake the main thread, and end the process if that takes too long."""
         self._gone = rank
         timer = threading.Timer(_END, os._exit, args=(1,))
         timer.daemon = True
@@ -151,7 +151,7 @@ class Server:
             waiting.clear()
 
     def _carry_out(self, service: LocalService, request: Request) -> None:
-        """Answer what every rank has asked."""
+        """Carry out a request and answer every rank."""
         try:
             values: list[object]
             if request.name == "plan":  # each rank gets its own
@@ -174,13 +174,13 @@ class Server:
             self._send(rank, reply)
 
     def _send(self, rank: int, reply: Reply) -> None:
-        with contextlib.suppress(ConnectionError):  # its end is noticed where it is heard
+        with contextlib.suppress(ConnectionError):  # :meth:`_hear` notices its end
             self._connections[rank].send(reply)
 
 
 def _accept(door: socket.socket, key: bytes, arrived: queue.Queue[tuple[Caller, Connection]]) -> None:
     while True:
-        with contextlib.suppress(AuthenticationError, OSError, EOFError):  # a stranger at the door
+        with contextlib.suppress(AuthenticationError, OSError, EOFError):  # not one of our ranks
             connection = Connection(door.accept()[0].detach())
             deliver_challenge(connection, key)
             answer_challenge(connection, key)
@@ -221,7 +221,7 @@ def main() -> None:
     startup: Startup = first.recv()
     quieten_libraries()
     set_determinism(startup.settings.training)
-    # Where the ranks rest while this process works, it may use every core.
+    # While the ranks wait for this process, it may use every core.
     resting = startup.settings.rollout.schedule == "synchronous"
     set_threads(
         startup.settings, processes=1 if resting else computing_processes(startup.settings, ranks=startup.ranks)

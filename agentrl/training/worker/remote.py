@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # Seconds for the worker to start and for ranks to reach it; models may lie on slow disks.
 _START = 600.0
-# Seconds for the worker to release its engine and environment once told to.
+# Seconds for the worker to release its engine and environment after its connection has ended.
 _END = 30.0
 # Seconds for a rank to report its own error and end once the worker is gone.
 _LAST_WORDS = 30.0
@@ -72,7 +72,7 @@ class RemoteService:
             door = socket.create_server(("127.0.0.1" if len(set(hosts)) == 1 else hosts[0], 0), backlog=2 * ranks)
             return _Place(address=door.getsockname(), key=secrets.token_bytes(32))
 
-        # The worker takes seconds to minutes to start: by then everybody knows where, and waits outside of collectives.
+        # The worker takes seconds to minutes to start: ranks learn its address first and wait outside of collectives.
         place = from_rank_zero(open_door)
         if door is not None:
             startup = Startup(settings=settings, policy_path=policy_path, ranks=ranks, key=place.key)
@@ -93,11 +93,11 @@ class RemoteService:
     def interrupt(self) -> None:
         """Have the worker cancel its rollouts. From any thread; one rank is enough."""
         self._interrupted.set()
-        with contextlib.suppress(OSError):  # a worker that is gone has nothing to cancel
+        with contextlib.suppress(OSError):  # no worker, nothing to cancel
             self._control.send("interrupt")
 
     def close(self) -> None:
-        """End this rank's connection to the worker, and with it the worker."""
+        """Close this rank's connection, which ends the worker."""
         self._connection.close()
         if self._process is not None:
             try:
@@ -124,7 +124,7 @@ class RemoteService:
         call = CALLS[name]
         arguments = call.arguments(*args, **kwargs)
         waiting_for = call.waiting_for.format(**arguments)
-        with contextlib.suppress(ConnectionError):  # the worker is gone: its last word may still wait to be read
+        with contextlib.suppress(ConnectionError):  # the worker is gone, but its last message may still be unread
             if not self._connection.poll():
                 own = arguments if self._rank == 0 else {}
                 self._connection.send(Request(name=name, waiting_for=waiting_for, arguments=own))
@@ -140,9 +140,9 @@ class RemoteService:
         return reply.value
 
     def _end_with_worker(self) -> None:
-        """End this process some time after the worker has, which ends with the first rank that does.
+        """End this process some time after the worker, which ends with the first rank that ends.
 
-        A rank that talks to the worker knows before; one that waits in a collective for a rank that is gone may never.
+        A rank that talks to the worker notices earlier; one that waits in a collective for a lost rank may never.
         """
         with contextlib.suppress(EOFError, OSError):
             self._control.recv()
@@ -161,7 +161,7 @@ class RemoteService:
         if code < 0:
             name = signal.Signals(-code).name
             return (
-                f" (it was ended by {name}, as the system does where memory runs out; the run goes on from its last "
+                f" (it was ended by {name}, as the system does when memory runs out; continue from the last "
                 "checkpoint with --resume)"
             )
         return f" (it ended with exit code {code})"
@@ -175,9 +175,9 @@ def _error_of(failure: Failure) -> Exception:
 
 
 def _connect(place: _Place, caller: Caller) -> Connection:
-    """Connect to where the worker listens and say who we are.
+    """Connect to the worker and identify this rank.
 
-    In a thread, because neither connecting nor the handshake knows a deadline.
+    In a thread, because neither the connection nor the handshake has a deadline.
     """
     done: queue.Queue[Connection | Exception] = queue.Queue()
 
@@ -193,7 +193,7 @@ def _connect(place: _Place, caller: Caller) -> Connection:
     try:
         outcome = done.get(timeout=_START)
     except queue.Empty:
-        raise WorkerLostError(f"waited {_START:g} s in vain to reach the rollout worker at {place.address}") from None
+        raise WorkerLostError(f"could not reach the rollout worker at {place.address} within {_START:g} s") from None
     if isinstance(outcome, Exception):
         raise WorkerLostError(f"cannot reach the rollout worker at {place.address}: {outcome}") from outcome
     return outcome

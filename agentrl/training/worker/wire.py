@@ -1,4 +1,4 @@
-"""What training ranks and the rollout worker say to each other over their connections."""
+"""The messages between training ranks and the rollout worker."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 STOP_TIMEOUT = 60.0
 """Seconds for the worker to cancel its rollouts, which waits for running programs and requests alone."""
 
-# Seconds between two looks whether a wait is to end.
+# Seconds between checks whether to end a wait.
 _LOOK = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Startup:
-    """Rank 0's first message: everything the worker needs. ``key`` authenticates the other ranks."""
+    """Rank 0's first message, with all that the worker needs. ``key`` authenticates the other ranks."""
 
     settings: Settings
     policy_path: str
@@ -34,7 +34,7 @@ class Startup:
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """The first message of another rank's connection. ``control``: it is the one to interrupt."""
+    """The first message on another rank's connection. ``control``: the connection is for interrupts."""
 
     rank: int
     control: bool
@@ -51,7 +51,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why there is no answer. ``interrupted``: the run was asked to stop; else it ends with ``exit_code``."""
+    """Why a call failed. ``interrupted``: the run is to stop; otherwise it ends with ``exit_code``."""
 
     message: str
     exit_code: int = 1
@@ -60,7 +60,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """The method's value, or why there is none."""
+    """The method's return value, or why it failed."""
 
     value: object = None
     failure: Failure | None = None
@@ -80,7 +80,7 @@ def receive(
 ) -> Any:
     """The next message. Raises WorkerLostError when the other end is gone or ``seconds`` have passed.
 
-    Once ``stops`` is set the other end is to answer within ``stop_timeout`` seconds.
+    Once ``stops`` is set, the other end must answer within ``stop_timeout`` seconds.
     """
     began = time.monotonic()
     deadline = began + seconds
