@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import re
@@ -128,3 +129,34 @@ def test_the_order_of_settings_is_as_described(tmp_path: Path) -> None:
     settings = load_settings(None, file, ["rollout.group_size=2", "data.train.0.weight=2"])
     assert (settings.rollout.group_size, settings.rollout.problems_per_step) == (2, 5)
     assert (settings.data.train[0].path, settings.data.train[0].weight) == ("builtin:arithmetic", 2)
+
+
+def test_every_function_on_the_architecture_page_is_where_the_page_says() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    hops = re.findall(r"^\|.*\| `([\w.]+)` \| `([\w/.]+)` \|$", text, re.MULTILINE)
+    assert len(hops) > 20
+    for name, file in hops:
+        path = ROOT / file if file.startswith(("envs/", "sandbox/")) else ROOT / "agentrl" / file
+        assert name in defined(path), f"{file} does not define {name}"
+
+
+def defined(path: Path) -> set[str]:
+    """The functions, classes and methods of a file; those of a class as ``Class.method``."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = (item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef))
+            found |= {f"{node.name}.{method.name}" for method in methods}
+    return found
+
+
+def test_every_package_on_the_module_map_exists_and_none_is_missing() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## The module map")[1]
+    named = re.findall(r"^(agentrl[\w.]*)", text.split("```text")[1].split("```")[0], re.MULTILINE)
+    packages = [
+        path for path in (ROOT / "agentrl").iterdir() if (path / "__init__.py").exists() or path.suffix == ".py"
+    ]
+    there = {f"agentrl.{path.stem}" for path in packages if path.stem != "__init__"}
+    assert set(named) == there | {"agentrl_envs", "agentrl_sandbox"}
