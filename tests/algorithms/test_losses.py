@@ -350,9 +350,21 @@ def test_losses_on_sequences_admit_one_aggregation(loss, mode):
 
 def test_traits_say_what_a_loss_needs():
     assert [name for name in BUILT_IN if LOSSES.traits(name).step_wide] == ["clip_cov", "kl_cov"]
-    assert [name for name in BUILT_IN if not LOSSES.traits(name).uses_ratio] == ["reinforce"]
     with pytest.raises(UnknownNameError, match="did you mean 'ppo'"):
         LOSSES.traits("pppo")
+
+
+def test_reinforce_alone_ignores_the_old_log_probabilities():
+    log_probs, advantages = torch.tensor([[-1.0, -2.0]]), torch.tensor([[1.0, -0.5]])
+
+    def values(name: str, old: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(1, 2, dtype=torch.bool)
+        return policy_loss(
+            name, log_probs=log_probs, old_log_probs=old, advantages=advantages, loss_mask=mask
+        ).per_token
+
+    same = [name for name in BUILT_IN if torch.equal(values(name, log_probs), values(name, log_probs - 1e-4))]
+    assert same == ["reinforce"]
 
 
 def test_user_code_adds_a_loss_by_a_decorator(own_registries):

@@ -8,7 +8,7 @@ from agentrl.algorithms.losses.records import LossInputs, LossTraits, register_l
 from agentrl.algorithms.registry import NoOptions
 
 
-@register_loss("reinforce", traits=LossTraits(uses_ratio=False))
+@register_loss("reinforce")
 def reinforce(inputs: LossInputs, options: NoOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """-A ln p (Williams 1992); on fresh data its gradient is that of `ppo`."""
     return -inputs.advantages * inputs.log_probs, {}

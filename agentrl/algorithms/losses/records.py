@@ -51,7 +51,6 @@ class LossTraits:
 
     aggregation: str = "token_mean"  # the default
     aggregations: tuple[str, ...] = AGGREGATIONS  # those that give the loss its meaning
-    uses_ratio: bool = True  # whether the value depends on the old log-probabilities
     selection: SelectionFunction | None = None  # (inputs, options, draws) -> bool [B, T] over a whole optimizer step
 
     @property
