@@ -11,6 +11,7 @@ from typing import Literal
 
 from agentrl.config.settings import Settings
 from agentrl.errors import SettingsError
+from agentrl.rollout.engines.table import engine_facts
 from agentrl_envs.settings import SimpleTIRSettings
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -62,7 +63,7 @@ def _length_contradictions(settings: Settings) -> Iterator[str]:
             f"{lengths} together pass model.tiny.max_positions={settings.model.tiny.max_positions}: the tiny policy "
             "cannot read a whole trajectory; raise max_positions or shorten the others"
         )
-    if rollout.engine == "transformers" and whole > rollout.kv_cache_tokens:
+    if whole > (engine_facts(rollout).kv_slots or whole):
         yield (
             f"{lengths} together pass rollout.kv_cache_tokens={rollout.kv_cache_tokens}: not one trajectory fits the "
             f"cache; valid: at least {whole}"
@@ -98,7 +99,7 @@ def _schedule_contradictions(settings: Settings) -> Iterator[str]:
             f"training.deterministic=true with rollout.schedule={schedule}: what a batch holds depends on timing when "
             "rollouts and training run side by side; valid: synchronous"
         )
-    if settings.rollout.engine == "vllm" and settings.rollout.vllm.placement == "colocated":
+    if engine_facts(settings.rollout).shares_gpus:
         yield (
             f"rollout.schedule={schedule} with rollout.vllm.placement=colocated: colocated servers sleep while the "
             "GPUs train; valid: synchronous, or placement=dedicated or external"
@@ -186,14 +187,15 @@ def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:
 
 def _server_problems(settings: Settings, command: Command) -> Iterator[str]:
     rollout, vllm = settings.rollout, settings.rollout.vllm
-    if rollout.engine != "vllm":
+    facts = engine_facts(rollout)
+    if facts.in_process:
         return
-    if command != "eval" and settings.training.deterministic:
+    if command != "eval" and settings.training.deterministic and not facts.reproducible:
         yield (
             "training.deterministic=true needs rollout.engine=transformers: how vLLM batches requests, and so the last "
             "digits of its log-probabilities, depends on when they arrive"
         )
-    if command != "eval" and vllm.placement == "colocated" and settings.training.zero_stage not in (1, 2):
+    if command != "eval" and facts.shares_gpus and settings.training.zero_stage not in (1, 2):
         yield (
             f"rollout.vllm.placement=colocated with training.zero_stage={settings.training.zero_stage}: DeepSpeed "
             "moves this optimizer's state off the GPU only at stages 1 and 2; valid: 1, 2, or placement=dedicated"

@@ -217,17 +217,3 @@ class EngineSections(Protocol):
     def model(self) -> ModelSettings: ...
     @property
     def rollout(self) -> RolloutSettings: ...
-
-
-class ResponseLimit(Protocol):
-    """The section ``evaluation``, as far as the size of a server depends on it."""
-
-    @property
-    def max_response_tokens(self) -> int | None: ...
-
-
-class ServerSections(EngineSections, Protocol):
-    """The sections of a run's settings that say which servers are needed."""
-
-    @property
-    def evaluation(self) -> ResponseLimit: ...

@@ -18,7 +18,7 @@ from agentrl.evaluation.data.problem_sets import ProblemSet
 from agentrl.evaluation.options import EvaluationRequest
 from agentrl.evaluation.play.engines import OpenedModel, open_engine
 from agentrl.evaluation.play.run import Evaluation
-from agentrl.evaluation.play.servers import PROBE
+from agentrl.evaluation.play.verified import PROBE
 from agentrl.evaluation.records.directory import EvaluationDirectory
 from agentrl.rollout.engines.vllm.engine import VLLMEngine
 from agentrl.telemetry.console import Console

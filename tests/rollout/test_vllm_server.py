@@ -32,10 +32,11 @@ from agentrl.models.settings import ModelSettings, TinyModelSettings
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.base import Completion, Sampling
+from agentrl.rollout.engines.managed import EngineRequest, ManagedVLLM
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.engines.vllm.engine import VLLMEngine
 from agentrl.rollout.engines.vllm.replica import Replica
-from agentrl.training.worker.managed_engine import ManagedVLLM
+from agentrl.rollout.engines.vllm.servers import longest_request
 from agentrl.weights.exports import write_export
 from agentrl.weights.sources import ParameterSource
 from agentrl.weights.verify import Probe
@@ -91,7 +92,15 @@ def managed_of(policy: Path, address: str, *overrides: str) -> ManagedVLLM:
          *overrides],
         command="eval",
     )  # fmt: skip
-    return ManagedVLLM(settings, codec_of(policy), str(policy), policy.parent)
+    request = EngineRequest(
+        rollout=settings.rollout,
+        policy=settings.model,
+        policy_path=str(policy),
+        codec=codec_of(policy),
+        longest=longest_request(settings.rollout, None),
+        folder=policy.parent,
+    )
+    return ManagedVLLM(request)
 
 
 @torch.inference_mode()

@@ -73,7 +73,7 @@ async def test_a_server_that_comes_back_gets_the_present_weights_first() -> None
     async with fakes(CODEC, 2) as (first, second), opened([first, second]) as engine:
         await engine.pause()
         await engine.install(Path("/weights/3"), 3)
-        engine.admit(scores_minus_three)
+        engine.resume(scores_minus_three)
         await first.die()
         await ask(engine)
         first.version, first.loaded = "default", []  # a fresh start
@@ -87,7 +87,7 @@ async def test_a_server_that_comes_back_with_other_weights_stays_out() -> None:
     async with fakes(CODEC, 2) as (first, second), opened([first, second]) as engine:
         await engine.pause()
         await engine.install(Path("/weights/3"), 3)
-        engine.admit(scores_minus_three)
+        engine.resume(scores_minus_three)
         await first.die()
         await ask(engine)
         await first.start()
@@ -100,7 +100,7 @@ async def test_without_files_a_server_that_comes_back_waits_for_the_next_transfe
     async with fakes(CODEC, 2) as (first, second), opened([first, second]) as engine:
         await engine.pause()
         await engine.install(None, 1)
-        engine.admit()
+        engine.resume()
         await first.die()
         await ask(engine)
         first.version = "default"
@@ -110,7 +110,7 @@ async def test_without_files_a_server_that_comes_back_waits_for_the_next_transfe
         assert engine.targets() == [(first.address, 2), (second.address, 2)]
         await engine.pause()
         await engine.install(None, 2)
-        engine.admit()
+        engine.resume()
         assert is_up(engine, 0)
 
 
@@ -188,7 +188,7 @@ async def test_a_refused_version_of_weights_is_garbage_after_an_update() -> None
     async with fakes(CODEC) as (server,), opened([server], request_retries=0) as engine:
         await engine.pause()
         await engine.install(Path("/weights/3"), 3)
-        engine.admit()
+        engine.resume()
         server.on_generate = lambda body: (200, {"choices": [sampled([1, 2, 3, 4], version="2")]})
         with pytest.raises(EngineError, match=r"tokens of versions \[2\] to a request of version 3"):
             await ask(engine)
@@ -267,7 +267,7 @@ async def test_no_token_comes_while_weights_change_and_nobody_is_to_blame() -> N
         await asyncio.sleep(0.4)  # twice what is too long for a server that could compute
         assert server.calls.count("/metrics") <= looks + 1
         await engine.install(Path("/weights/1"), 1)
-        engine.admit()
+        engine.resume()
         assert len((await waiting).token_ids) == 4
         assert (server.broken, len(server.bodies), is_up(engine, 0)) == (0, 1, True)
 
@@ -311,7 +311,7 @@ async def test_weights_change_while_requests_are_held(kv: str, running: str) -> 
         await engine.install(Path("/weights/1"), 1)
         await asyncio.sleep(0.05)
         assert not waiting.done()
-        engine.admit()
+        engine.resume()
         assert (await waiting).version_spans == ((1, 4),)
         for server in servers:
             assert server.controls_called()[-5:] == [
@@ -339,7 +339,7 @@ async def test_a_request_that_runs_while_weights_change_carries_both_versions() 
         await eventually(lambda: len(server.bodies) == 1)
         await engine.pause()
         await engine.install(Path("/weights/1"), 1)
-        engine.admit()
+        engine.resume()
         assert (await task).version_spans == ((0, 1), (1, 3))
 
 
@@ -348,7 +348,7 @@ async def test_servers_sleep_while_the_trainer_has_the_gpus() -> None:
         await engine.sleep()
         await engine.pause()
         await engine.install(None, 1)
-        engine.admit()
+        engine.resume()
         assert server.controls_called()[-6:] == [
             "/sleep?level=2",
             "/wake_up?tags=weights",
@@ -365,7 +365,7 @@ async def test_a_server_that_dies_while_weights_change_is_left_behind() -> None:
         await engine.pause()
         await first.die()
         await engine.install(Path("/weights/1"), 1)
-        engine.admit()
+        engine.resume()
         assert (await ask(engine)).version_spans == ((1, 4),)
         assert await engine.health() == f"vLLM 0.32.0, 1 servers, 1 down: {second.address}; version 1"
         await second.die()

@@ -13,6 +13,7 @@ from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.models.loading import read_config
 from agentrl.rollout.engines.vllm.servers import longest_request
+from agentrl.rollout.settings import RolloutSettings
 from agentrl.training.run.dry_run import dry_run
 from agentrl.training.run.estimate import estimate_memory, planned_passes
 from agentrl.training.run.launch import launch
@@ -120,10 +121,10 @@ def test_the_plan_of_a_large_recipe_is_shown_on_a_machine_that_cannot_run_it(
 
 
 def test_servers_take_the_longest_sequence_of_rollouts_and_of_evaluations() -> None:
-    lengths = ["rollout.max_prompt_tokens=100", "rollout.max_response_tokens=200", "rollout.max_turn_tokens=200"]
-    assert longest_request(load_settings(overrides=lengths)) == 300
-    assert longest_request(load_settings(overrides=[*lengths, "evaluation.max_response_tokens=150"])) == 300
-    assert longest_request(load_settings(overrides=[*lengths, "evaluation.max_response_tokens=900"])) == 1000
+    rollout = RolloutSettings(max_prompt_tokens=100, max_response_tokens=200, max_turn_tokens=200)
+    assert longest_request(rollout, None) == 300
+    assert longest_request(rollout, 150) == 300
+    assert longest_request(rollout, 900) == 1000
 
 
 def test_dry_run_says_settings_passes_and_memory(

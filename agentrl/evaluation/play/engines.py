@@ -12,12 +12,14 @@ import torch
 from agentrl.errors import SettingsError
 from agentrl.evaluation.play.chat_template import TemplatedCodec
 from agentrl.evaluation.play.players import Player, TokenPlayer
-from agentrl.evaluation.play.servers import open_servers
-from agentrl.evaluation.records.provenance import chosen_engine
+from agentrl.evaluation.play.verified import open_verified
 from agentrl.models.loading import read_config, read_model
+from agentrl.models.settings import ModelSettings
 from agentrl.models.tokenizer import TextCodec, read_generation_ends, read_tokenizer
 from agentrl.rollout.engines.base import Engine
-from agentrl.rollout.engines.transformers import TransformersEngine
+from agentrl.rollout.engines.managed import EngineRequest, managed_engine
+from agentrl.rollout.engines.table import engine_facts
+from agentrl.rollout.engines.vllm.servers import longest_request
 from agentrl.rollout.environment import build_codec, build_environment, chat_format, needs_chat_format
 from agentrl_envs.episode import Environment
 
@@ -56,32 +58,36 @@ class OpenedEngine(Protocol):
 async def open_engine(settings: EvaluationSections, folder: Path) -> OpenedEngine:
     """``rollout.engine`` over the model in ``model.path``, open. SettingsError and WorldError say what fails.
 
-    ``settings`` have evaluation's limits. ``folder``: for the logs of vLLM servers that are started here.
+    ``settings`` have evaluation's limits. ``folder``: the evaluation's, for the logs of servers that are started here.
     """
     path = str(settings.model.path)
     codec = _codec(settings, path)
-    if settings.rollout.engine == "vllm":
-        servers, fingerprint = await open_servers(settings, codec, folder)
-        dtype = settings.model.dtype
-        record = {"name": "vllm", "version": ", ".join(servers.releases()), "dtype": dtype}
-        return OpenedModel(
-            engine=servers,
+    in_process = engine_facts(settings.rollout).in_process
+    managed = managed_engine(
+        EngineRequest(
+            rollout=settings.rollout,
+            policy=settings.model,
+            policy_path=path,
             codec=codec,
-            settings=settings,
-            fingerprint=fingerprint,
-            record=record,
-            positions=_positions(read_config(settings.model)),
+            longest=longest_request(settings.rollout, None),
+            folder=folder,
+            model=_read_model(settings.model, path) if in_process else None,
+            trained=False,
         )
-    model = read_model(path, settings.model).to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    engine = TransformersEngine(model, codec, settings.rollout)
+    )
+    fingerprint = managed.engine.fingerprint() if in_process else await open_verified(managed, settings, codec)
     return OpenedModel(
-        engine=engine,
+        engine=managed.engine,
         codec=codec,
         settings=settings,
-        fingerprint=engine.fingerprint(),
-        record=chosen_engine(settings),
-        positions=_positions(model.config),
+        fingerprint=fingerprint,
+        record=managed.record(),
+        positions=_positions(read_config(settings.model)),
     )
+
+
+def _read_model(settings: ModelSettings, path: str) -> Any:
+    return read_model(path, settings).to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
 def _codec(settings: EvaluationSections, path: str) -> TextCodec:
@@ -143,9 +149,10 @@ class OpenedModel:
         if len(unfit) == len(tokens):
             self._refuse(min(tokens.values()), "the positions of the model", self.positions or 0)
         longest = max(count for prompt, count in tokens.items() if prompt not in unfit)
-        if rollout.engine == "transformers" and longest + rollout.max_response_tokens > rollout.kv_cache_tokens:
-            self._refuse(longest, "rollout.kv_cache_tokens", rollout.kv_cache_tokens)
-        if rollout.engine == "vllm" and longest > rollout.max_prompt_tokens:
+        facts = engine_facts(rollout)
+        if facts.kv_slots is not None and longest + rollout.max_response_tokens > facts.kv_slots:
+            self._refuse(longest, "rollout.kv_cache_tokens", facts.kv_slots)
+        if facts.prompt_limit is not None and longest > facts.prompt_limit:
             raise SettingsError(
                 f"a prompt has {longest} tokens, and vLLM's servers serve prompts of "
                 f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}; valid: at least {longest}"

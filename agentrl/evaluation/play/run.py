@@ -18,7 +18,7 @@ from agentrl.evaluation.options import EvaluationRequest
 from agentrl.evaluation.play.endpoint import OpenedEndpoint, open_endpoint
 from agentrl.evaluation.play.falsified import FalsifiedEnvironment
 from agentrl.evaluation.play.limits import evaluation_settings
-from agentrl.evaluation.records.directory import SERVERS, EvaluationDirectory
+from agentrl.evaluation.records.directory import EvaluationDirectory
 from agentrl.evaluation.records.provenance import chosen_engine, provenance
 from agentrl.evaluation.records.rollout_log import RolloutLog
 from agentrl.evaluation.records.transcript import Transcript
@@ -166,7 +166,7 @@ class Evaluation:
             return self._given_engine
         from agentrl.evaluation.play.engines import open_engine
 
-        engine = await open_engine(self._settings, self._output / SERVERS)
+        engine = await open_engine(self._settings, self._output)
         stack.push_async_callback(engine.close)
         return engine
 

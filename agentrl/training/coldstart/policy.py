@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from agentrl.errors import SettingsError
+from agentrl.rollout.engines.table import engine_facts
 from agentrl.rollout.environment import build_environment
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import usable_cores
@@ -92,7 +93,7 @@ def quieten_libraries() -> None:
 
 def computing_processes(settings: Settings, *, ranks: int) -> int:
     """How many processes of a run compute on this machine's cores at the same time."""
-    beside = settings.rollout.schedule != "synchronous" and settings.rollout.engine == "transformers"
+    beside = settings.rollout.schedule != "synchronous" and engine_facts(settings.rollout).in_process
     return ranks + beside
 
 

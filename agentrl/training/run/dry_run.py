@@ -8,6 +8,7 @@ import torch
 
 from agentrl.config import dump_yaml
 from agentrl.models.loading import read_config
+from agentrl.rollout.engines.table import engine_facts
 from agentrl.rollout.engines.transformers import TOO_LARGE, is_too_large
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import describe_machine
@@ -16,7 +17,6 @@ from agentrl.training.run.preflight import check_inputs, machine_problems
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
-    from agentrl.rollout.settings import RolloutSettings
 
 
 def dry_run(settings: Settings) -> None:
@@ -27,7 +27,7 @@ def dry_run(settings: Settings) -> None:
     console.note("")
     for line in [*describe_machine().lines(), *problems]:
         console.note(line)
-    console.note(f"rollouts: {_rollouts(settings.rollout)}")
+    console.note(f"rollouts: {engine_facts(settings.rollout).about}")
     console.note(f"passes: {planned_passes(settings).describe()}")
     for problem in machine_problems(settings):
         console.warning(f"not on this machine: {problem}")
@@ -37,20 +37,11 @@ def dry_run(settings: Settings) -> None:
         return
     parameters = _count(config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if settings.rollout.engine == "transformers" and is_too_large(parameters, device):
+    if engine_facts(settings.rollout).in_process and is_too_large(parameters, device):
         console.warning(TOO_LARGE)
     console.note(f"model: {parameters / 1e6:,.2f}M parameters; memory of one rank, estimated:")
     for line in estimate_memory(settings, config, parameters).lines():
         console.note(line)
-
-
-def _rollouts(rollout: RolloutSettings) -> str:
-    if rollout.engine == "transformers":
-        return "the transformers engine in the rollout worker"
-    vllm = rollout.vllm
-    if vllm.placement == "external":
-        return f"vLLM servers at {', '.join(vllm.addresses)}"
-    return f"vLLM, {vllm.placement}: {vllm.replicas} servers of {vllm.tensor_parallel_size} GPUs"
 
 
 def _count(config: Any) -> int:

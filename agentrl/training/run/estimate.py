@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from agentrl.rollout.engines.table import engine_facts
 from agentrl.training.engine.deepspeed_engine import deepspeed_stage
 from agentrl.training.step.batching import PassPlan, plan_passes
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
@@ -59,7 +60,7 @@ def estimate_memory(settings: Settings, config: Any, parameters: int) -> MemoryE
         kept = config.hidden_size + kept // config.num_hidden_layers
     rows = min(settings.rollout.concurrency, settings.rollout.problems_per_step * settings.rollout.group_size)
     longest = settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens
-    slots = 0 if settings.rollout.engine == "vllm" else min(settings.rollout.kv_cache_tokens, rows * longest)
+    slots = min(engine_facts(settings.rollout).kv_slots or 0, rows * longest)
     weights = parameters * size // (ranks if stage == 3 else 1)
     gradients = parameters * 4 // (ranks if stage >= 2 else 1)
     optimizer = parameters * (8 + master) // (ranks if stage >= 1 else 1)

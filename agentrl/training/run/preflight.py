@@ -13,7 +13,8 @@ from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import FILE_KINDS, load_source
-from agentrl.rollout.engines.vllm.servers import policy_servers
+from agentrl.rollout.engines.table import engine_facts
+from agentrl.rollout.engines.vllm.servers import longest_request, policy_servers
 from agentrl.rollout.environment import build_reward, chat_format, needs_chat_format
 from agentrl.training.coldstart.train import read_cold_demonstrations
 from agentrl.training.step.objective_settings import ObjectiveSettings, loss_options, needs
@@ -49,10 +50,19 @@ def machine_problems(settings: Settings) -> list[str]:
             "model.attention=flash_attention_2 needs the package flash-attn, which is not installed: pip install "
             "flash-attn, or set model.attention=sdpa"
         )
-    if settings.rollout.engine == "vllm" and settings.rollout.vllm.placement != "external":
+    if engine_facts(settings.rollout).starts_servers:
         ranks, path = settings.training.num_processes, str(settings.model.path)
+        longest = longest_request(settings.rollout, settings.evaluation.max_response_tokens)
         try:
-            policy_servers(settings, path, served=path, training_gpus=ranks, backend="file")
+            policy_servers(
+                settings.rollout,
+                settings.model,
+                path,
+                served=path,
+                longest=longest,
+                training_gpus=ranks,
+                backend="file",
+            )
         except SettingsError as error:
             found.append(str(error))
     return found

@@ -14,6 +14,7 @@ import torch
 from agentrl.models.loading import read_model
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
+from agentrl.rollout.engines.table import engine_facts
 from agentrl.rollout.environment import build_codec, build_environment, chat_format
 from agentrl.telemetry.console import Console, RunProgress
 from agentrl.telemetry.records import EvaluationRecord, Metrics
@@ -130,10 +131,10 @@ class Session:
             from agentrl.training.worker.remote import open_remote_service
 
             return open_remote_service(self._settings, path, rank=self.rank, ranks=self._world)
-        served = self._settings.rollout.engine == "vllm"
-        shared = self._settings.training.zero_stage <= 2 and not served
+        in_process = engine_facts(self._settings.rollout).in_process
+        shared = in_process and self._settings.training.zero_stage <= 2
         model = self._policy.causal_lm if shared else None
-        if not shared and not served:
+        if in_process and not shared:
             model = read_model(path, self._settings.model).to(self._engine.device)
         return LocalService(
             self._settings,
@@ -192,8 +193,7 @@ class Session:
 
     @property
     def _shares_gpus(self) -> bool:
-        rollout = self._settings.rollout
-        return rollout.engine == "vllm" and rollout.vllm.placement == "colocated"
+        return engine_facts(self._settings.rollout).shares_gpus
 
     def request_stop(self) -> None:
         """End the run before the next step and cancel rollouts that a rank waits for. From any thread."""

@@ -17,6 +17,8 @@ from agentrl.models.tokenizer import TextCodec
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.problems.sources import load_mixture
 from agentrl.rollout.driver import Driver
+from agentrl.rollout.engines.managed import EngineRequest, open_managed_engine
+from agentrl.rollout.engines.vllm.servers import longest_request
 from agentrl.rollout.environment import build_reward
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.work_queue import QueueState
@@ -25,7 +27,6 @@ from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.step.batching import RankPlan, due, plan_step
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 from agentrl.training.worker.event_loop import Loop, RestingLoop, RunningLoop
-from agentrl.training.worker.managed_engine import open_managed_engine
 from agentrl.training.worker.service import InterruptedRunError
 from agentrl.weights.transports import TransferTarget
 from agentrl.weights.verify import Probe, probe_tokens
@@ -70,7 +71,18 @@ class LocalService:
         self._folder = Path(settings.runs_dir).absolute() / str(settings.name)
         self._managed = self._run(
             open_managed_engine(
-                settings, codec, model=model, policy_path=policy_path, folder=self._folder, shared=shared
+                EngineRequest(
+                    rollout=settings.rollout,
+                    policy=settings.model,
+                    policy_path=policy_path,
+                    codec=codec,
+                    longest=longest_request(settings.rollout, settings.evaluation.max_response_tokens),
+                    folder=self._folder,
+                    model=model,
+                    shared=shared,
+                    training_gpus=settings.training.num_processes,
+                    deterministic=settings.training.deterministic,
+                )
             )
         )
         self._engine = self._managed.engine

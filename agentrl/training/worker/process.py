@@ -25,6 +25,7 @@ import torch
 from agentrl.errors import AgentRLError
 from agentrl.models.loading import read_model
 from agentrl.models.tokenizer import read_tokenizer
+from agentrl.rollout.engines.table import engine_facts
 from agentrl.rollout.environment import environment_and_codec
 from agentrl.training.coldstart.policy import computing_processes, quieten_libraries, set_threads
 from agentrl.training.engine.determinism import set_determinism
@@ -195,7 +196,7 @@ class _OwnProcess(LocalService):
 def _make(startup: Startup) -> LocalService:
     settings = startup.settings
     model = None
-    if settings.rollout.engine == "transformers":
+    if engine_facts(settings.rollout).in_process:
         model = read_model(startup.policy_path, settings.model)
         if torch.cuda.is_available():
             model = model.to("cuda")

@@ -24,6 +24,7 @@ from multiprocessing.connection import Client, Connection
 from typing import TYPE_CHECKING, Any, cast
 
 from agentrl.errors import SettingsError, WorldError
+from agentrl.rollout.engines.table import engine_facts
 from agentrl.training.engine.deepspeed_engine import from_rank_zero, gather_from_ranks
 from agentrl.training.worker.service import CALLS, InterruptedRunError, RolloutService
 from agentrl.training.worker.wire import Caller, Failure, Reply, Request, Startup, WorkerLostError, receive
@@ -81,8 +82,7 @@ class RemoteService:
             self._connection = _connect(place, Caller(rank=rank, control=False))
             self._control = _connect(place, Caller(rank=rank, control=True))
         threading.Thread(target=self._end_with_worker, daemon=True, name="end-with-worker").start()
-        servers = settings.rollout.vllm.start_deadline if settings.rollout.engine == "vllm" else 0.0
-        self._answer("the rollout worker's set-up", _START + servers)
+        self._answer("the rollout worker's set-up", _START + engine_facts(settings.rollout).start_seconds)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Any method of :data:`CALLS`, carried out by the worker."""

@@ -7,12 +7,11 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.rollout.engines.managed import changeable_policy, transfer_backend
 from agentrl.rollout.engines.vllm.serve import serve
-from agentrl.rollout.engines.vllm.servers import policy_servers, vocabulary_of
+from agentrl.rollout.engines.vllm.servers import longest_request, policy_servers, vocabulary_of
 from agentrl.telemetry.console import Console
 from agentrl.training.coldstart.policy import quieten_libraries
-from agentrl.training.worker.managed_engine import changeable_policy
-from agentrl.weights.native import default_backend
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -22,10 +21,18 @@ def serve_command(settings: Settings, model: str, *, host: str, port: int | None
     """Serve the policy in ``model`` until told to stop. Its weights may then be changed by a run that names it."""
     quieten_libraries()
     console = Console(settings.telemetry)
-    vllm = settings.rollout.vllm
-    backend = default_backend(vllm.placement) if vllm.transfer == "auto" else vllm.transfer
     with tempfile.TemporaryDirectory(prefix="agentrl-policy-") as folder:
         served = changeable_policy(model, Path(folder))
-        (plan,) = policy_servers(settings, model, served=served, training_gpus=0, backend=backend, host=host, port=port)
+        (plan,) = policy_servers(
+            settings.rollout,
+            settings.model,
+            model,
+            served=served,
+            longest=longest_request(settings.rollout, settings.evaluation.max_response_tokens),
+            training_gpus=0,
+            backend=transfer_backend(settings.rollout.vllm),
+            host=host,
+            port=port,
+        )
         console.note(f"starting vLLM for {model}; this takes minutes")
         asyncio.run(serve(settings.rollout, plan, vocabulary=vocabulary_of(model), say=console.note))

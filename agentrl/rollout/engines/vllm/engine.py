@@ -417,7 +417,7 @@ class VLLMEngine:
     async def install(self, directory: Path | None, version: int) -> None:
         """The weights of ``version`` lie in ``directory``, or (None) have arrived at the servers; :meth:`pause` first.
 
-        Running requests go on; new ones wait for :meth:`admit`.
+        Running requests go on; new ones wait for :meth:`resume`.
         """
         self._version, self._directory, self._untouched = version, directory, False
         asleep, self._asleep = self._asleep, False
@@ -465,7 +465,7 @@ class VLLMEngine:
 
         await self._on_all(zero)
 
-    def admit(self, check: Check | None = None) -> None:
+    def resume(self, check: Check | None = None) -> None:
         """New requests may begin. A server that comes back must be one that ``check`` finds nothing wrong with."""
         self._check = check
         for place, member in enumerate(self._members):

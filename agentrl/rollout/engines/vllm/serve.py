@@ -7,18 +7,15 @@ import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from agentrl.errors import WorldError
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.vllm.engine import VLLMEngine
 from agentrl.rollout.engines.vllm.server import ServerPlan, ServerProcess
-
-if TYPE_CHECKING:
-    from agentrl.rollout.settings import RolloutSettings
+from agentrl.rollout.settings import RolloutSettings
 
 
-async def serve(settings: RolloutSettings, plan: ServerPlan, *, vocabulary: int, say: Callable[[str], None]) -> None:
+async def serve(rollout: RolloutSettings, plan: ServerPlan, *, vocabulary: int, say: Callable[[str], None]) -> None:
     """Start the server, look at it as a run would, print its address, and serve until SIGTERM or Ctrl-C."""
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
@@ -27,7 +24,7 @@ async def serve(settings: RolloutSettings, plan: ServerPlan, *, vocabulary: int,
     with tempfile.TemporaryDirectory(prefix="agentrl-serve-") as folder:
         server = ServerProcess(plan, Path(folder) / "server.log")
         codec = TextCodec(read_tokenizer(plan.tokenizer))
-        engine = VLLMEngine([server], codec, settings, vocabulary=vocabulary, max_tokens=plan.max_tokens, label=False)
+        engine = VLLMEngine([server], codec, rollout, vocabulary=vocabulary, max_tokens=plan.max_tokens, label=False)
         opening = asyncio.create_task(engine.open())
         stopping = asyncio.create_task(asked.wait())
         try:

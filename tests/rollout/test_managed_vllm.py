@@ -16,7 +16,7 @@ from agentrl.models.loading import write_model
 from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec
-from agentrl.training.worker.managed_engine import ManagedVLLM
+from agentrl.rollout.engines.managed import EngineRequest, ManagedVLLM
 from agentrl.weights.checksums import Checksum
 from agentrl.weights.verify import Probe
 
@@ -45,7 +45,16 @@ def host(policy: Path, servers: list[FakeVLLM]) -> ManagedVLLM:
     overrides += ["rollout.max_response_tokens=100", "rollout.max_turn_tokens=100"]
     for server in servers:
         server.vocabulary = 300
-    return ManagedVLLM(load_settings(None, None, overrides, command="eval"), CODEC, str(policy), policy.parent)
+    settings = load_settings(None, None, overrides, command="eval")
+    request = EngineRequest(
+        rollout=settings.rollout,
+        policy=settings.model,
+        policy_path=str(policy),
+        codec=CODEC,
+        longest=200,
+        folder=policy.parent,
+    )
+    return ManagedVLLM(request)
 
 
 def scored(value: float) -> Any:
@@ -67,7 +76,7 @@ async def test_a_server_of_another_policy_ends_the_run_before_it_begins(policy: 
         servers[1].scores = scored(-1.5)
         message = (
             f"the vLLM server {servers[1].address}: its log-probabilities of the probe differ from the trainer's by "
-            r"0.5 nats on average \(bound 0.01\): it serves another policy than model.path, or in another dtype"
+            r"0.5 nats on average \(bound 0.01\): it serves another model than model.path, or in another dtype"
         )
         with pytest.raises(SettingsError, match=message):
             await one.verify(0, PROBE)

@@ -14,7 +14,7 @@ from agentrl.config import load_settings
 from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec
-from agentrl.training.worker.managed_engine import ManagedTransformers
+from agentrl.rollout.engines.managed import EngineRequest, ManagedTransformers
 from agentrl.weights.exports import write_export
 from agentrl.weights.sources import ParameterSource
 from agentrl.weights.verify import Probe
@@ -49,9 +49,18 @@ def step(model: Any, seed: int) -> None:
 
 
 @pytest.fixture
-async def host() -> AsyncIterator[ManagedTransformers]:
+async def host(tmp_path: Path) -> AsyncIterator[ManagedTransformers]:
     settings = load_settings(None, None, ["model.dtype=bfloat16"])
-    one = ManagedTransformers(settings, policy(), TextCodec(TOKENIZER), shared=False)
+    request = EngineRequest(
+        rollout=settings.rollout,
+        policy=settings.model,
+        policy_path="",
+        codec=TextCodec(TOKENIZER),
+        longest=100,
+        folder=tmp_path,
+        model=policy(),
+    )
+    one = ManagedTransformers(request)
     yield one
     await one.engine.close()
 

@@ -1,0 +1,284 @@
+"""Engines with their lifecycle: opened as the settings say, weights received and verified, paused, resumed, closed.
+
+Training, evaluation and ``agentrl serve-policy`` open engines here; :mod:`agentrl.rollout.engines.table` lists them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, Literal, Protocol
+
+import torch
+
+from agentrl.errors import SettingsError
+from agentrl.models.settings import ModelSettings
+from agentrl.models.tokenizer import TextCodec
+from agentrl.rollout.engines.base import Engine
+from agentrl.rollout.engines.table import engine_facts
+from agentrl.rollout.engines.transformers import TransformersEngine
+from agentrl.rollout.engines.vllm.replica import Replica
+from agentrl.rollout.engines.vllm.servers import server_engine, server_gpus
+from agentrl.rollout.settings import RolloutSettings, VLLMSettings
+from agentrl.weights.checksums import checksums, with_head
+from agentrl.weights.exports import read_export, write_untied_copy
+from agentrl.weights.native import default_backend
+from agentrl.weights.transports import TransferTarget
+from agentrl.weights.verify import Probe, Verifier
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRequest:
+    """Which engine to open, over which policy.
+
+    ``longest``: tokens of the longest sequence that will be asked for. ``folder``: for the logs of servers and the
+    weights they start from. ``model``: the loaded policy, of an engine in this process; ``shared``: it is the very
+    module that is trained, so no weights travel. ``trained``: its weights will change.
+    """
+
+    rollout: RolloutSettings
+    policy: ModelSettings
+    policy_path: str
+    codec: TextCodec
+    longest: int
+    folder: Path
+    model: Any | None = None
+    shared: bool = False
+    trained: bool = True
+    training_gpus: int = 0
+    deterministic: bool = False
+
+
+class ManagedEngine(Protocol):
+    """One lifecycle for every engine: ``open``; then sampling through ``engine``; at an update of the weights
+    ``pause``, ``install``, which verifies and resumes; ``close``.
+
+    ``verify`` and ``install`` return None, or what is wrong with the weights that the engine holds.
+    """
+
+    verifier: Verifier
+
+    @property
+    def engine(self) -> Engine: ...
+
+    async def open(self) -> None:
+        """Make it ready to sample. Raises SettingsError or WorldError, and leaves nothing running then."""
+
+    def begin_rollouts(self) -> None:
+        """Sampling starts again after training steps."""
+
+    async def end_rollouts(self) -> None:
+        """A training step starts: leave to it the weights, or the GPUs, that are shared."""
+
+    def target(self) -> TransferTarget | None:
+        """Where new weights are sent; None for an engine that shares the trained module."""
+
+    async def verify(self, version: int, probe: Probe) -> str | None:
+        """Compare the weights that it was opened with; requests resume if they are right."""
+
+    async def pause(self, *, zero_weights: bool) -> None:
+        """Pause all requests until :meth:`install`. ``zero_weights``: zero all parameters, so that gaps show."""
+
+    async def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
+        """Take the weights of ``version``, from ``directory`` or as they arrived, verify them, resume requests."""
+
+    def record(self) -> Mapping[str, str]:
+        """What identifies the engine in results."""
+
+    async def close(self) -> None: ...
+
+
+def managed_engine(request: EngineRequest) -> ManagedEngine:
+    """The engine that ``rollout.engine`` names, not yet open. Raises SettingsError if it cannot be placed."""
+    made: ManagedEngine = resolve_name(engine_facts(request.rollout).opener)(request)
+    return made
+
+
+async def open_managed_engine(request: EngineRequest) -> ManagedEngine:
+    """The same, open."""
+    managed = await asyncio.to_thread(managed_engine, request)
+    await managed.open()
+    return managed
+
+
+class ManagedTransformers:
+    """A model in this process."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        self.engine = TransformersEngine(
+            request.model, request.codec, request.rollout, deterministic=request.deterministic
+        )
+        self._model: Any = request.model
+        self._shared = request.shared
+        self._policy = request.policy
+        self.verifier = Verifier(request.policy.dtype)
+
+    async def open(self) -> None:
+        """The model is loaded already."""
+
+    def begin_rollouts(self) -> None:
+        self._model.eval()
+
+    async def end_rollouts(self) -> None:
+        if self._shared:
+            await self.engine.rest()
+
+    def target(self) -> TransferTarget | None:
+        return None if self._shared else TransferTarget(backend="file")
+
+    async def verify(self, version: int, probe: Probe) -> str | None:
+        return await self._compare(probe)
+
+    async def pause(self, *, zero_weights: bool) -> None:
+        """Nothing needs zeroing: every parameter comes with a file."""
+        self.engine.pause()
+
+    async def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
+        await self.engine.update_weights(() if directory is None else read_export(Path(directory)), version)
+        problem = None if probe is None else await self._compare(probe)
+        if problem is None:
+            self.engine.resume()
+        return problem
+
+    def record(self) -> Mapping[str, str]:
+        return {"name": "transformers", "dtype": self._policy.dtype, "attention": self._policy.attention}
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+    async def _compare(self, probe: Probe) -> str | None:
+        self._model.eval()
+        told = with_head(await asyncio.to_thread(checksums, self._model.named_parameters()))
+        return self.verifier.judge("the engine", probe, told=told, scores=await self.engine.score(probe.token_ids))
+
+
+class ManagedVLLM:
+    """vLLM servers, started here or elsewhere.
+
+    Where nothing is trained, servers that would share its GPUs stay awake, and no transfer of weights is prepared.
+    """
+
+    def __init__(self, request: EngineRequest) -> None:
+        """Raises SettingsError if the servers cannot be placed."""
+        rollout = request.rollout if request.trained else _awake(request.rollout)
+        vllm = rollout.vllm
+        self._trained = request.trained
+        self._external = vllm.placement == "external"
+        self._colocated = vllm.placement == "colocated"
+        self._backend = transfer_backend(vllm) if request.trained else "file"
+        self._dtype = request.policy.dtype
+        self.verifier = Verifier(request.policy.dtype, bound=vllm.probe_bound)
+        if self._backend != "file" and not torch.cuda.is_available():
+            raise SettingsError(f"rollout.vllm.transfer={vllm.transfer} needs a GPU here; set it to file")
+        # Weights that never change may stay tied, on a CPU too.
+        copied = request.trained and not self._external
+        start = request.folder / ".weights" / "start"
+        self.engine = server_engine(
+            rollout,
+            request.codec,
+            request.policy,
+            request.policy_path,
+            served=changeable_policy(request.policy_path, start) if copied else request.policy_path,
+            longest=request.longest,
+            folder=request.folder / "servers",
+            training_gpus=request.training_gpus,
+            backend=self._backend,
+        )
+
+    async def open(self) -> None:
+        try:
+            await self.engine.open()
+        except BaseException:
+            await self.engine.close()
+            raise
+
+    def begin_rollouts(self) -> None:
+        """Servers that slept were woken for their weights."""
+
+    async def end_rollouts(self) -> None:
+        if self._colocated:
+            await self.engine.sleep()
+
+    def target(self) -> TransferTarget | None:
+        targets = self.engine.targets()
+        return TransferTarget(
+            backend=self._backend,
+            addresses=tuple(address for address, _ in targets),
+            world_sizes=tuple(workers for _, workers in targets),
+        )
+
+    async def verify(self, version: int, probe: Probe) -> str | None:
+        """Servers that hold the right weights are taken whatever their label, unless those will change.
+
+        Raises SettingsError for external servers of another model.
+        """
+        if self._trained and not self.engine.untouched:
+            return "its weights are of an earlier run"
+        problem = await self._compare(probe)
+        if problem is not None and self._external:
+            raise SettingsError(
+                f"{problem}: it serves another model than model.path, or in another dtype. "
+                "Start it with the model of model.path (agentrl serve-policy)"
+            )
+        return problem
+
+    async def pause(self, *, zero_weights: bool) -> None:
+        """Servers that tell no checksums are always zeroed."""
+        await self.engine.pause()
+        await self.engine.zero_weights(all_of_them=zero_weights)
+
+    async def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
+        if probe is None:
+            raise ValueError("weights of servers are never taken without a probe")
+        await self.engine.install(None if directory is None else Path(directory), version)
+        return await self._compare(probe)
+
+    def record(self) -> Mapping[str, str]:
+        return {"name": "vllm", "version": ", ".join(self.engine.releases()), "dtype": self._dtype}
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+    async def _compare(self, probe: Probe) -> str | None:
+        """Have every server tell its checksums and score the probe; requests resume if all are right."""
+
+        def look(replica: Replica) -> Coroutine[Any, Any, str | None]:
+            return self.verifier.look(replica, probe)
+
+        problems = await self.engine.problems(look)
+        if problems:
+            return "; ".join(problems)
+        if not self._trained:
+            await self.engine.adopt()
+        self.engine.resume(look)
+        return None
+
+
+def transfer_backend(vllm: VLLMSettings) -> Literal["file", "nccl", "ipc"]:
+    """How weights travel: ``rollout.vllm.transfer``, or the fastest way that this machine has."""
+    return default_backend(vllm.placement) if vllm.transfer == "auto" else vllm.transfer
+
+
+def changeable_policy(policy_path: str, copy: Path) -> str:
+    """What servers read if their weights will change: on a CPU a copy without tied embeddings, written to ``copy``.
+
+    ``policy_path``: a directory or a Hugging Face id.
+    """
+    if server_gpus():
+        return policy_path
+    folder = Path(policy_path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(policy_path))
+    return str(write_untied_copy(folder, copy.absolute()))
+
+
+def _awake(rollout: RolloutSettings) -> RolloutSettings:
+    """Servers of their own instead of colocated ones: nothing trains beside them."""
+    if rollout.vllm.placement != "colocated":
+        return rollout
+    return rollout.model_copy(update={"vllm": rollout.vllm.model_copy(update={"placement": "dedicated"})})

@@ -1,0 +1,90 @@
+"""What is known of engines before one is opened, and models that a CPU server cannot compute."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+from agentrl.errors import SettingsError
+from agentrl.rollout.engines.table import ENGINES, engine_facts
+from agentrl.rollout.engines.vllm.servers import CPU_HEAD_SIZES, check_cpu_attention
+from agentrl.rollout.settings import RolloutSettings, VLLMSettings
+
+
+def test_every_engine_that_can_be_named_is_in_the_table() -> None:
+    assert set(ENGINES) == set(get_args(RolloutSettings.model_fields["engine"].annotation))
+
+
+def test_what_is_known_of_the_engine_in_this_process() -> None:
+    facts = engine_facts(RolloutSettings(engine="transformers", kv_cache_tokens=640))
+    assert (facts.in_process, facts.reproducible, facts.kv_slots, facts.prompt_limit) == (True, True, 640, None)
+    assert (facts.shares_gpus, facts.starts_servers, facts.start_seconds) == (False, False, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("vllm", "shares", "starts", "about"),
+    [
+        (VLLMSettings(placement="colocated", replicas=2), True, True, "vLLM, colocated: 2 servers of 1 GPUs"),
+        (VLLMSettings(tensor_parallel_size=2), False, True, "vLLM, dedicated: 1 servers of 2 GPUs"),
+        (
+            VLLMSettings(placement="external", addresses=["http://a:1", "http://b:2"]),
+            False,
+            False,
+            "vLLM servers at http://a:1, http://b:2",
+        ),
+    ],
+)
+def test_what_is_known_of_servers(vllm: VLLMSettings, shares: bool, starts: bool, about: str) -> None:
+    facts = engine_facts(RolloutSettings(engine="vllm", vllm=vllm, max_prompt_tokens=70))
+    assert (facts.in_process, facts.reproducible, facts.kv_slots, facts.prompt_limit) == (False, False, None, 70)
+    assert (facts.shares_gpus, facts.starts_servers, facts.about) == (shares, starts, about)
+    assert facts.start_seconds == vllm.start_deadline
+
+
+def test_asking_the_table_imports_nothing_heavy() -> None:
+    heavy = "{'torch', 'transformers', 'httpx'}"
+    code = f"import sys, agentrl.rollout.engines.table; sys.exit(bool({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_a_model_that_a_cpu_server_cannot_compute_is_refused_before_it_starts() -> None:
+    message = (
+        r"rollout\.engine=vllm on a CPU: the model's attention heads have head_dim=24, and vLLM's CPU attention "
+        r"supports only 32, 64, .*; choose another model .*model\.tiny\.hidden_size.*, rollout\.engine=transformers, "
+        "or a machine with a GPU"
+    )
+    with pytest.raises(SettingsError, match=message):
+        check_cpu_attention(Qwen2Config(hidden_size=96, num_attention_heads=4))
+    with pytest.raises(SettingsError, match="head_dim=48"):
+        check_cpu_attention(Qwen3Config(hidden_size=128, num_attention_heads=2, head_dim=48))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        LlamaConfig(hidden_size=128, num_attention_heads=4),
+        Qwen3Config(hidden_size=96, num_attention_heads=4, head_dim=128),
+        Qwen2Config(hidden_size=160, num_attention_heads=2),
+    ],
+)
+def test_models_that_a_cpu_server_computes(config: object) -> None:
+    check_cpu_attention(config)
+
+
+def test_the_head_sizes_are_those_of_the_vllm_that_is_installed() -> None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("vllm is not installed")
+    source = Path(spec.submodule_search_locations[0]) / "v1/attention/backends/cpu_attn.py"
+    (sizes,) = [
+        ast.literal_eval(node.body[-1].value)  # type: ignore[attr-defined]
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes"
+    ]
+    assert tuple(sizes) == CPU_HEAD_SIZES
