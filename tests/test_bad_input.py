@@ -95,8 +95,11 @@ GOOD = {"problem": "What is 1 + 1?", "answer": "2"}
         (["--env", "json:JSONDecoder"], "JSONDecoder is neither a gymnasium.Env nor an agentrl Environment"),
         (["--reward", "nowhere:reward"], "reward 'nowhere:reward': there is no module 'nowhere'"),
         (["--reward", "json:lods"], "reward 'json:lods': module 'json' has no 'lods'; did you mean 'loads'?"),
-        (["--reward", "reward"], 'reward.function="reward" (command line): valid is module:function or null'),
-        (["environment.protocol=torrl"], "valid is one of simpletir, retool, torl, hermes"),
+        (["--reward", "reward"], "unknown reward 'reward' (known: module:attribute)"),
+        (
+            ["environment.protocol=torrl"],
+            "environment.protocol (command line): unknown protocol 'torrl'; did you mean 'torl'",
+        ),
         (["environment.protocol=hermes"], "environment.protocol=hermes needs a model that knows tool calls"),
         (["environment.max_calls=2"], "environment.max_calls=2 is for environment.protocol=hermes alone, it is simple"),
         (["--env", "reasoning", "environment.max_turns=2"], "unknown key environment.max_turns"),
