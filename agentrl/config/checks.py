@@ -1,7 +1,4 @@
-"""What no single field can know: settings that contradict one another, and settings that will surprise.
-
-A contradiction raises SettingsError; a surprise is a warning that says what will happen.
-"""
+"""Checks across settings: contradictions raise SettingsError, surprising combinations give a warning."""
 
 from __future__ import annotations
 

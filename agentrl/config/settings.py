@@ -40,14 +40,14 @@ class Settings(BaseModel):
     name: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="the run's directory in runs_dir; none: a free one",
+        description="name of the run's directory in runs_dir; null: a new name",
     )
     env: str = Field(
         SIMPLETIR,
         description=f"environment: {', '.join(ENVIRONMENTS.own)}, a registered or installed name, or module:Class",
     )
-    seed: int = Field(0, ge=0, lt=2**31, description="of problems, sampling, cold start and evaluation")
-    runs_dir: str = Field("runs", min_length=1, description="where run directories are made")
+    seed: int = Field(0, ge=0, lt=2**31, description="random seed of problems, sampling, cold start and evaluation")
+    runs_dir: str = Field("runs", min_length=1, description="directory for run directories")
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
     environment: SimpleTIRSettings | ReasoningSettings | EnvironmentOptions = SimpleTIRSettings()

@@ -1,4 +1,4 @@
-"""Settings of evaluation: how many samples, sampled how, under which limits, and from which endpoint."""
+"""Settings of evaluation: samples, sampling, limits and the endpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentrl.rollout.settings import EngineSections, EnvironmentSections
 from agentrl.telemetry.settings import TelemetrySettings
 
 REQUEST_FIELDS = ("system_prompt", "top_k", "min_p", "limit_field", "extra_body")
-"""What changes an endpoint's requests beside the sampling that every engine knows."""
+"""Settings that change an endpoint's requests, beyond the sampling settings that every engine has."""
 
 _OWN_FIELDS = frozenset(
     {"model", "messages", "prompt", "stream", "stream_options", "n", "stop", "seed", "temperature", "top_p"}
@@ -21,53 +21,57 @@ _OWN_FIELDS = frozenset(
 
 
 class EndpointSettings(BaseModel):
-    """An OpenAI-compatible endpoint that serves the model; its key stands in an environment variable, never here."""
+    """An OpenAI-compatible endpoint that serves the model. Its key is read from an environment variable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str | None = Field(
         None,
         pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?$",
-        description="for example http://localhost:8000/v1; none: an engine of rollout.engine samples",
+        description="base URL, for example http://localhost:8000/v1; null: sample with rollout.engine instead",
     )
-    model: str | None = Field(None, min_length=1, description="its name there; none: the only model that is served")
+    model: str | None = Field(
+        None, min_length=1, description="model name at the endpoint; null: the only model that it serves"
+    )
     api: Literal["chat", "completions"] = Field(
         "chat",
-        description="chat: turns and observations are messages, the endpoint applies its chat template; completions: "
-        "one growing text, as for a base model",
+        description="chat: turns and observations are sent as messages and the endpoint applies its chat template; "
+        "completions: the conversation is sent as one growing text, as a base model needs it",
     )
-    key_variable: str = Field("OPENAI_API_KEY", min_length=1, description="environment variable that holds the key")
-    concurrency: int = Field(64, ge=1, description="conversations in flight")
-    requests_per_minute: float | None = Field(None, gt=0, description="at most so many requests; none: no limit here")
+    key_variable: str = Field("OPENAI_API_KEY", min_length=1, description="environment variable that holds the API key")
+    concurrency: int = Field(64, ge=1, description="maximum number of concurrent conversations")
+    requests_per_minute: float | None = Field(None, gt=0, description="maximum request rate; null: unlimited")
     retry_deadline: float = Field(
         600.0, gt=0, description="seconds for which a request is retried while the endpoint is down or overloaded"
     )
     read_timeout: float = Field(300.0, gt=0, description="seconds without a token after which a request is retried")
     system_prompt: str | None = Field(
-        None, min_length=1, description="of api=chat: a first message of the role system; none: there is none"
+        None, min_length=1, description="system message sent first, with api=chat only; null: no system message"
     )
-    top_k: int | None = Field(None, ge=1, description="sample from so many of the likeliest tokens; none: not sent")
+    top_k: int | None = Field(
+        None, ge=1, description="number of most likely tokens to sample from; null: the endpoint's default"
+    )
     min_p: float | None = Field(
         None,
         ge=0,
         le=1,
-        description="sample from tokens with this share of the likeliest one's probability; none: not sent",
+        description="minimum probability of a token, relative to the most likely one; null: the endpoint's default",
     )
     limit_field: Literal["max_tokens", "max_completion_tokens"] = Field(
-        "max_tokens", description="field of a request that holds the token limit of a turn"
+        "max_tokens", description="request field for the token limit of a turn; some endpoints accept only one of them"
     )
-    extra_body: dict[str, Any] = Field({}, description="further fields of every request, as the endpoint knows them")
+    extra_body: dict[str, Any] = Field({}, description="additional fields of every request, passed through unchanged")
 
     @model_validator(mode="after")
     def _consistent(self) -> EndpointSettings:
         sent = {name for name in REQUEST_FIELDS if getattr(self, name) != type(self).model_fields[name].default}
         if self.url is None and sent:
-            raise ValueError(f"{', '.join(sorted(sent))}: for an endpoint alone, and there is no url (--base-url)")
+            raise ValueError(f"{', '.join(sorted(sent))} needs an endpoint, and url is not set (--base-url)")
         if self.api == "completions" and sent & {"system_prompt", "limit_field"}:
-            raise ValueError("system_prompt and limit_field=max_completion_tokens are for api=chat")
+            raise ValueError("system_prompt and limit_field=max_completion_tokens need api=chat")
         taken = sorted(_OWN_FIELDS & self.extra_body.keys())
         if taken:
-            raise ValueError(f"extra_body holds {', '.join(taken)}, which other settings or the protocol decide")
+            raise ValueError(f"extra_body sets {', '.join(taken)}, which other settings or the protocol control")
         return self
 
 
@@ -76,26 +80,26 @@ class EvaluationSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    samples: int = Field(32, ge=1, description="n of avg@n: samples of each problem")
-    problems: int = Field(128, ge=1, description="problems taken from each source of data.eval")
-    every: int = Field(0, ge=0, description="training steps between evaluations; 0: before and after only")
-    temperature: float = Field(1.0, ge=0, description="of sampling in evaluation; 0: always the likeliest token")
+    samples: int = Field(32, ge=1, description="samples per problem, the n of avg@n")
+    problems: int = Field(128, ge=1, description="problems used from each source in data.eval")
+    every: int = Field(0, ge=0, description="training steps between evaluations; 0: only before and after training")
+    temperature: float = Field(1.0, ge=0, description="sampling temperature in evaluation; 0: greedy decoding")
     top_p: float = Field(
-        0.95, gt=0, le=1, description="sample from the likeliest tokens that together have this probability"
+        0.95, gt=0, le=1, description="nucleus sampling: the cumulative probability of the tokens to sample from"
     )
     max_turns: int | None = Field(
-        None, ge=1, description="turns of an episode with tools in evaluation; none: environment.max_turns"
+        None, ge=1, description="maximum turns of an episode with tools in evaluation; null: environment.max_turns"
     )
     max_turn_tokens: int | None = Field(
-        None, ge=1, description="model tokens in one turn of an evaluation; none: rollout.max_turn_tokens"
+        None, ge=1, description="maximum model tokens per turn in evaluation; null: rollout.max_turn_tokens"
     )
     max_response_tokens: int | None = Field(
-        None, ge=1, description="model and observation tokens in evaluation; none: rollout.max_response_tokens"
+        None, ge=1, description="maximum model and observation tokens in evaluation; null: rollout.max_response_tokens"
     )
     chat_template: bool = Field(
-        False, description="agentrl eval gives the prompt as a user's message in the model's chat template"
+        False, description="agentrl eval wraps the prompt as a user message in the model's chat template"
     )
-    falsified: bool = Field(False, description="also evaluate the end with falsified observations")
+    falsified: bool = Field(False, description="also run the final evaluation with falsified observations")
     endpoint: EndpointSettings = EndpointSettings()
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""What a user says of one source of problems."""
+"""Settings of problem sources."""
 
 from __future__ import annotations
 
@@ -24,34 +24,37 @@ class ProblemSourceSettings(BaseModel):
 
     path: str = Field(
         min_length=1,
-        description="builtin:arithmetic, a .jsonl or .parquet file, or a folder or id that Hugging Face datasets loads;"
-        " ~ and $VARIABLES are replaced",
+        description="builtin:arithmetic, a .jsonl or .parquet file, or a folder or id for Hugging Face datasets; ~ and "
+        "$VARIABLES are expanded",
     )
     split: str = Field(
         default=DEFAULT_SPLIT,
         min_length=1,
-        description="of builtin:arithmetic (train, heldout) or of a data set; files have none",
+        description="split of builtin:arithmetic (train, heldout) or of a data set; files have no splits",
     )
     subset: str | None = Field(default=None, description="configuration of a Hugging Face data set")
     revision: str | None = Field(default=None, description="commit, tag or branch of a Hugging Face data set")
-    weight: float = Field(default=1.0, gt=0, description="share of the draws, on any scale")
+    weight: float = Field(default=1.0, gt=0, description="relative sampling weight; weights need not sum to 1")
     fields: dict[FieldName, str] = Field(
         default={},
-        description="where a row holds these, dots into nested fields (prompt.0.content); none: the usual names",
+        description="column for each field, with dots for nested ones (prompt.0.content); empty: the usual names",
     )
-    limit: int | None = Field(default=None, ge=1, description="use the first so many problems")
-    families: list[str] | None = Field(default=None, description="families of builtin:arithmetic; none: all")
-    seed: int | None = Field(default=None, description="of builtin:arithmetic; none: the run's seed")
+    limit: int | None = Field(
+        default=None, ge=1, description="maximum number of problems, taken from the start; null: all"
+    )
+    families: list[str] | None = Field(default=None, description="problem families of builtin:arithmetic; null: all")
+    seed: int | None = Field(default=None, description="seed of builtin:arithmetic; null: the run's seed")
     skip_unanswered: bool = Field(
-        default=False, description="leave out and count rows without an answer; else they are an error"
+        default=False, description="skip and count rows without an answer; false: such rows are an error"
     )
     part: Literal["all", "train", "heldout"] = Field(
-        default="all", description="of a split of the rows by their statements with the numbers masked"
+        default="all",
+        description="part of a train/held-out split; statements that differ only in numbers stay together",
     )
-    heldout_fraction: float = Field(default=0.2, gt=0, lt=1, description="share of masked statements in part heldout")
+    heldout_fraction: float = Field(default=0.2, gt=0, lt=1, description="fraction of statements in part heldout")
     exclude: list[str] = Field(
         default=[],
-        description="files whose problems are left out, numbers masked (what the cold start or evaluation uses)",
+        description="files whose problems are removed, ignoring numbers; use it for cold-start or evaluation data",
     )
 
     @property
@@ -83,9 +86,11 @@ class ProblemSourceSettings(BaseModel):
 
 
 class DataSettings(BaseModel):
-    """Where the problems come from; several sources of one list are mixed by their weights."""
+    """Problem sources. Several sources in one list are mixed by their weights."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    train: list[ProblemSourceSettings] = Field([], description="what is trained on")
-    eval: list[ProblemSourceSettings] = Field([], description="what is evaluated before, during and after")
+    train: list[ProblemSourceSettings] = Field([], description="sources to train on")
+    eval: list[ProblemSourceSettings] = Field(
+        [], description="sources to evaluate on before, during and after training"
+    )

@@ -65,25 +65,31 @@ class SimpleTIRSettings(BaseModel):
         json_schema_extra={"form": f"one of {', '.join(PROTOCOLS.own)} or module:function"},
         description="how programs, outputs and answers are written; hermes needs a model with a chat template",
     )
-    max_turns: int = Field(default=10, ge=1, description="turns of the model in one episode")
+    max_turns: int = Field(default=10, ge=1, description="maximum model turns in one episode")
     instruction: str | None = Field(
-        default=None, description='text before the problem; "" for none, null for the protocol\'s own'
+        default=None, description='text before the problem; null: the protocol\'s own, "": none'
     )
-    execution_timeout: float = Field(default=10.0, gt=0, description="seconds one program or tool may run")
-    observation_limit: int = Field(default=512, ge=2, description="characters of a program's output the model is shown")
+    execution_timeout: float = Field(
+        default=10.0, gt=0, description="time limit of one program or tool call, in seconds"
+    )
+    observation_limit: int = Field(
+        default=512, ge=2, description="maximum characters of a program's output that the model sees"
+    )
     tools: tuple[str, ...] = Field(
         default=("python",),
         min_length=1,
-        description="of protocol hermes: python (the sandbox), and tools of one's own as module:attribute",
+        description="tools of protocol hermes: python (runs in the sandbox), registered names, or module:attribute",
     )
-    max_calls: int = Field(default=8, ge=1, description="of protocol hermes: calls of one turn that are answered")
+    max_calls: int = Field(default=8, ge=1, description="maximum tool calls answered per turn, with protocol hermes")
     template_options: dict[str, Any] = Field(
         default_factory=dict,
-        description="of protocol hermes: variables of the chat template, such as enable_thinking",
+        description="variables of the chat template with protocol hermes, such as enable_thinking",
     )
-    sandbox_attempts: int = Field(default=4, ge=1, description="tries of one program when the sandbox itself fails")
-    sandbox_deadline: float = Field(default=300.0, gt=0, description="seconds for all tries, waiting included")
-    sandbox_retry_wait: float = Field(default=0.2, ge=0, description="seconds before the second try; grows, jittered")
+    sandbox_attempts: int = Field(default=4, ge=1, description="attempts per program when the sandbox itself fails")
+    sandbox_deadline: float = Field(default=300.0, gt=0, description="seconds for all attempts, including waits")
+    sandbox_retry_wait: float = Field(
+        default=0.2, ge=0, description="seconds before the second attempt; later waits grow, with jitter"
+    )
 
     @property
     def shown_instruction(self) -> str:
@@ -96,7 +102,7 @@ class ReasoningSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    instruction: str | None = Field(default=None, description='text before the problem; "" for none, null for its own')
+    instruction: str | None = Field(default=None, description='text before the problem; null: the default, "": none')
 
     @property
     def shown_instruction(self) -> str:
@@ -109,9 +115,11 @@ class GymnasiumSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
-    threads: int = Field(default=32, ge=1, description="blocking calls (reset, step, close) that may run at once")
-    call_deadline: float = Field(default=300.0, gt=0, description="seconds one blocking call may take")
+    kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments for the environment's constructor"
+    )
+    threads: int = Field(default=32, ge=1, description="maximum concurrent blocking calls (reset, step, close)")
+    call_deadline: float = Field(default=300.0, gt=0, description="time limit of one blocking call, in seconds")
 
 
 class EnvironmentOptions(BaseModel):

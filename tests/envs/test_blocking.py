@@ -13,8 +13,8 @@ import pytest
 
 from agentrl_envs.adapters.blocking import BlockingCalls
 from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
+from agentrl_envs.gym.spaces import UnicodeText
 from agentrl_envs.settings import GymnasiumSettings
-from agentrl_envs.spaces import UnicodeText
 from agentrl_envs.types import Ended, Problem
 
 MEETING = threading.Barrier(2, timeout=60.0)

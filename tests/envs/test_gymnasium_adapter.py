@@ -18,11 +18,11 @@ from agentrl_envs.episode import (
     Episode,
     EpisodeUsageError,
 )
+from agentrl_envs.gym.spaces import UnicodeText
 from agentrl_envs.reasoning import ReasoningEnvironment
 from agentrl_envs.registry import ENVIRONMENTS, PluginError, resolve_environment
 from agentrl_envs.settings import GymnasiumSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment
-from agentrl_envs.spaces import UnicodeText
 from agentrl_envs.types import Ended, Problem, Step, Verdict
 
 CLOSED: list[str] = []

@@ -239,10 +239,10 @@ async def test_what_an_endpoint_is_asked_beside_the_usual() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"url": None, "top_k": 5}, r"top_k: for an endpoint alone"),
-        ({"api": "completions", "system_prompt": "x"}, r"system_prompt and .* are for api=chat"),
-        ({"api": "completions", "limit_field": "max_completion_tokens"}, r"are for api=chat"),
-        ({"extra_body": {"messages": [], "n": 2}}, r"extra_body holds messages, n, which other settings"),
+        ({"url": None, "top_k": 5}, r"top_k needs an endpoint"),
+        ({"api": "completions", "system_prompt": "x"}, r"system_prompt and .* need api=chat"),
+        ({"api": "completions", "limit_field": "max_completion_tokens"}, r"need api=chat"),
+        ({"extra_body": {"messages": [], "n": 2}}, r"extra_body sets messages, n, which other settings"),
     ],
 )
 def test_requests_that_make_no_sense(values: dict[str, Any], message: str) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from agentrl_envs.adapters.falsified import FalsifiedObservations
 from agentrl_envs.episode import Environment, Episode
-from agentrl_envs.falsified import FalsifiedObservations
 from agentrl_envs.types import Problem
 
 

@@ -20,8 +20,8 @@ from importlib import resources
 from agentrl.evaluation.data.problem_sets import ProblemSet
 from agentrl.evaluation.formats import JSONObject, Provenance, Results
 from agentrl.evaluation.records.directory import EvaluationDirectory
+from agentrl.evaluation.records.kinds import KINDS, kind_of
 from agentrl.evaluation.results.formulas import formulas_of
-from agentrl.evaluation.results.kinds import KINDS, kind_of
 from agentrl.evaluation.results.tables import Table, result_tables
 from agentrl_envs.types import Problem
 

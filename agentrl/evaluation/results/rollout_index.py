@@ -10,8 +10,8 @@ from typing import cast
 
 from agentrl.evaluation.data.problem_sets import ProblemSet
 from agentrl.evaluation.formats import BenchmarkResults, Conduct, PassRecord, ScoreRecord
+from agentrl.evaluation.records.kinds import KINDS, kind_of
 from agentrl.evaluation.records.transcript import Sample, Transcript
-from agentrl.evaluation.results.kinds import KINDS, kind_of
 from agentrl.evaluation.results.scores import avg_at_k, pass_at_k
 from agentrl.evaluation.results.voting import Grades, maj_at_n, tally
 from agentrl_envs.types import Ended, Verdict

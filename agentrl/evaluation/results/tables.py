@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agentrl.evaluation.formats import BenchmarkResults, IntervalRecord, Results
-from agentrl.evaluation.results.kinds import KINDS
+from agentrl.evaluation.records.kinds import KINDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ def _conduct(benchmarks: Mapping[str, BenchmarkResults]) -> Table:
 
 def _failures(benchmarks: Mapping[str, BenchmarkResults]) -> Table:
     return Table(
-        title="Failures outside the policy: played again, then no data (in no average)",
+        title="Failures outside the policy: retried, then excluded from all averages",
         columns=("benchmark", "rollouts", "no data", "kinds", "fresh starts"),
         rows=tuple(
             (

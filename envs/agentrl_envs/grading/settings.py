@@ -10,17 +10,19 @@ class GraderSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    workers: int = Field(default=2, ge=1, description="grading processes at most; each is started when first needed")
+    workers: int = Field(
+        default=2, ge=1, description="maximum number of grading processes; each starts when it is first needed"
+    )
     deadline: float = Field(
-        default=5.0, gt=0, description="seconds of processor time to read the gold answer, and again to compare with it"
+        default=5.0, gt=0, description="CPU seconds to parse the gold answer, and again to compare an answer with it"
     )
-    start_deadline: float = Field(
-        default=120.0, gt=0, description="seconds of processor time for a process to import its libraries"
-    )
+    start_deadline: float = Field(default=120.0, gt=0, description="CPU seconds for a process to import its libraries")
     hang_deadline: float = Field(
-        default=600.0, gt=0, description="seconds by the clock without a verdict after which a process is taken to hang"
+        default=600.0, gt=0, description="wall-clock seconds without a verdict after which a process is replaced"
     )
-    memory_mb: int = Field(default=2048, ge=256, description="address space of a process, in MiB")
-    max_length: int = Field(default=2000, ge=1, description="characters; a longer answer is unparsable")
-    max_depth: int = Field(default=40, ge=1, description="nested brackets; a deeper answer is unparsable")
-    cache_size: int = Field(default=65536, ge=0, description="verdicts remembered")
+    memory_mb: int = Field(default=2048, ge=256, description="address space limit of a process, in MiB")
+    max_length: int = Field(
+        default=2000, ge=1, description="maximum characters of an answer; longer answers are unparsable"
+    )
+    max_depth: int = Field(default=40, ge=1, description="maximum nesting of brackets; deeper answers are unparsable")
+    cache_size: int = Field(default=65536, ge=0, description="number of cached verdicts")

@@ -13,11 +13,11 @@ import gymnasium
 from agentrl_envs.episode import EpisodeUsageError
 from agentrl_envs.grading import GraderSettings
 from agentrl_envs.gym.loop_thread import LoopThread
+from agentrl_envs.gym.spaces import UnicodeText
 from agentrl_envs.protocols.chat import ChatFormat
 from agentrl_envs.reasoning import ReasoningEnvironment
 from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment, SimpleTIREpisode
-from agentrl_envs.spaces import UnicodeText
 from agentrl_envs.types import Problem, Step, ToolCall
 from agentrl_sandbox.client import Sandbox, SandboxSettings
 
