@@ -1,1 +1,1 @@
-"""Conformance and attacks as data: what every sandbox should do and what none should let through."""
+"""Conformance programs and attacks as data: what a sandbox must support and what it must withstand."""

@@ -1,4 +1,4 @@
-"""One thing to try in a sandbox."""
+"""One test case for a sandbox."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from agentrl_sandbox.types import Execution, Outcome
 Judge = Callable[[Execution], bool]
 
 ENDED = (Outcome.OK, Outcome.ERROR, Outcome.KILLED, Outcome.MEMORY_LIMIT, Outcome.TIMEOUT, Outcome.OUTPUT_LIMIT)
-"""Every end of a program; the other outcome says that the sandbox itself failed."""
+"""Every outcome of a program; the remaining one means that the sandbox failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A program, what its end must be, and what that shows.
+    """A program and the expected result.
 
-    ``guards`` is ``conformance`` or the property that the program attacks. ``after`` runs when the program has ended
-    and must print ``clean``: nothing that the first one did may be seen. Programs that attack print ``reached`` for
-    what they got through; they are ours, so their word counts.
+    ``guards`` is ``conformance`` or the property that the program attacks. ``after`` runs once the program has ended
+    and must print ``clean`` if it sees no trace of the first one. Attack programs print ``reached`` for each attempt
+    that succeeded; their output is trusted, since they are part of this suite.
     """
 
     name: str
@@ -32,12 +32,12 @@ class Case:
 
 
 def prints(text: str) -> Judge:
-    """The program ended well and printed exactly this."""
+    """The program succeeded and printed exactly this."""
     return lambda run: run.outcome is Outcome.OK and run.stdout == text
 
 
 def ends(*outcomes: Outcome) -> Judge:
-    """The program ended in one of these ways."""
+    """The program ended with one of these outcomes."""
     return lambda run: run.outcome in outcomes
 
 
@@ -52,17 +52,17 @@ def fails_with(name: str) -> Judge:
 
 
 def survives(run: Execution) -> bool:
-    """Whatever the program did to itself, the sandbox told its end."""
+    """The sandbox reported the program's end, whatever the program did to itself."""
     return run.outcome in ENDED
 
 
 def reaches_nothing(run: Execution) -> bool:
-    """The program was not let through anywhere it tried, or was ended for trying."""
+    """All attempts of the program failed, or it was killed for trying."""
     return run.outcome in ENDED and "reached" not in run.stdout and ("tried" in run.stdout or run.outcome != Outcome.OK)
 
 
 def attempts(guards: str, name: str, body: str, *, prologue: str = "", after: str | None = None) -> Case:
-    """A case of single statements, a line each: any that passes without an OSError is reported as reached."""
+    """A case of single statements, one per line. A statement that raises no OSError is reported as reached."""
     lines = [line.strip() for line in body.strip().splitlines()]
     program = (
         f"{_HELPERS}{prologue}\n"

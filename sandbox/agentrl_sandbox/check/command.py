@@ -1,4 +1,4 @@
-"""``agentrl-sandbox check``: the whole suite against one sandbox, a line a case."""
+"""``agentrl-sandbox check``: runs the whole suite against one sandbox, one line per case."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentrl_sandbox.types import Sandbox
 
 
 async def check(settings: SandboxSettings, *, fusion: bool) -> int:
-    """Print what held; 0 if everything did, else 1. Raises SandboxError where the sandbox cannot be reached."""
+    """Print the results. Returns 0 if every case passed, else 1. Raises SandboxError if the sandbox is unreachable."""
     sandbox: Sandbox = FusionSandbox(settings) if fusion else await open_sandbox(settings)
     print(f"{settings.url}: {'SandboxFusion interface' if fusion else sandbox.isolation.describe()}\n", flush=True)
     findings = []
@@ -26,14 +26,14 @@ async def check(settings: SandboxSettings, *, fusion: bool) -> int:
 
 
 def line(finding: Finding) -> str:
-    """One row, printed when its case is over."""
+    """The line for one case."""
     verdict = "ok  " if finding.held else "FAIL"
     row = f"{verdict}  {finding.guards:<21}  {finding.name:<42}  {finding.seconds:6.2f} s"
     return row if finding.held else f"{row}\n      {finding.why}"
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """What held, by property.
+    """The number of passed cases of each property.
 
     >>> print(summary([Finding(name="a", guards="robust", held=True, seconds=0.1)]))
     robust  1 of 1 held

@@ -1,4 +1,4 @@
-"""What every sandbox should do with ordinary programs."""
+"""Ordinary programs that every sandbox must support."""
 
 from __future__ import annotations
 
@@ -83,4 +83,4 @@ CONFORMANCE = (
         after="import sys\nprint('dirty' if 'left' in globals() or 'left' in sys.modules else 'clean')",
     ),
 )
-"""In the order of the table; ``suite`` adds what takes more than one program."""
+"""In the order of the output; ``suite`` adds cases of more than one program."""

@@ -1,4 +1,4 @@
-"""Programs that reach for what is not theirs: network, the host's files and processes, the kernel, the next program."""
+"""Attacks on what a program must not access: network, the host's files and processes, the kernel, other programs."""
 
 from __future__ import annotations
 
@@ -267,4 +267,4 @@ ESCAPES = (
         passes=ends(Outcome.ERROR),
     ),
 )
-"""Each guards a property of its own; ``suite`` asks after each whether the sandbox still answers."""
+"""Attacks by property; after each, ``suite`` checks that the sandbox still works."""

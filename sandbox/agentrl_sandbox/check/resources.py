@@ -1,4 +1,4 @@
-"""Programs that take all they can get. Each stops by itself where nothing else stops it, and then says so."""
+"""Programs that exhaust resources. Each stops by itself if nothing else stops it, and then reports that."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _exits_with(code: int) -> Judge:
 
 
 def _cases(guards: str, *rows: tuple[str, str, Judge] | tuple[str, str, Judge, float]) -> tuple[Case, ...]:
-    """Cases of one property from rows of name, program, judge and, where it is not the default, seconds."""
+    """Cases of one property, from rows of name, program, judge and, if not the default, timeout."""
     return tuple(
         Case(name=row[0], guards=guards, program=row[1], passes=row[2], timeout=row[3] if len(row) > 3 else 20.0)
         for row in rows
@@ -193,4 +193,4 @@ RESOURCES = (
         ("forged messages on every descriptor", _FORGED, _exits_with(9)),
     ),
 )
-"""Bombs, spins and floods, and texts that break interpreters."""
+"""Bombs, endless loops and floods, and texts that break interpreters."""

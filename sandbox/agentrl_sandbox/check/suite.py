@@ -1,4 +1,4 @@
-"""Runs the cases against a sandbox, one after the other, and says what held."""
+"""Runs the cases against a sandbox, one after another, and reports which passed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AT_ONCE = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What one case showed; ``why`` is empty where it held."""
+    """The result of one case; ``why`` is empty if it passed."""
 
     name: str
     guards: str
@@ -29,7 +29,7 @@ class Finding:
 
 
 async def run_case(sandbox: Sandbox, case: Case) -> Finding:
-    """The program, what must not be seen after it, and whether the sandbox still answers."""
+    """Run the program, the check after it, and a check that the sandbox still works."""
     began = time.monotonic()
     run = await sandbox.execute(case.program, timeout=case.timeout, stdin=case.stdin)
     why = "" if case.passes(run) else _told(run)
@@ -45,7 +45,7 @@ async def run_case(sandbox: Sandbox, case: Case) -> Finding:
 async def run_suite(
     sandbox: Sandbox, cases: Sequence[Case] = CASES, *, identifiers: bool = True
 ) -> AsyncIterator[Finding]:
-    """Every case, then what takes several programs. Stops for nothing. ``identifiers``: it knows ``request_id``."""
+    """Run every case, then those of several programs, even after failures. ``identifiers``: with ``request_id``."""
     for case in cases:
         yield await run_case(sandbox, case)
     yield await _answers_are_not_mixed_up(sandbox)
@@ -84,7 +84,7 @@ async def _one_identifier_runs_once(sandbox: Sandbox) -> Finding:
 
 
 async def _neighbours_are_hidden(sandbox: Sandbox) -> Finding:
-    """One program writes a secret into its scratch and waits; another looks for it wherever it can."""
+    """One program writes a secret to its scratch directory and waits while another searches for it."""
     began = time.monotonic()
     secret = f"secret-{time.time_ns()}"
     holder = asyncio.ensure_future(

@@ -1,10 +1,10 @@
-"""The programs that the probes run; each is a template to be filled with ``str.format``, or a text to run as it is."""
+"""The programs that the probes run: templates for ``str.format``, or texts to run unchanged."""
 
 GOT_THROUGH = 3
-"""The exit status of a program that did what it must not be able to do."""
+"""The exit status of a program that got through."""
 
 AHEAD = 1 << 20
-"""Bytes that a program may be ahead of those who count what it writes."""
+"""Bytes that a program may write before they are counted."""
 
 NETWORK = """
 import socket
@@ -50,7 +50,7 @@ time.sleep({seconds})
 print(begin, time.monotonic())
 """
 
-# It says little: the output of the smallest output_limit holds it.
+# It prints little, to fit in the smallest output_limit.
 READS = """
 import os, time
 

@@ -1,4 +1,4 @@
-"""What the client tells the server, and the server its zygotes, when they start."""
+"""The configuration that the client passes to the server, and the server to its zygotes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerConfig:
-    """Limits and paths, fixed for a server's life. ``isolate`` is one of ``root``, ``user``, ``none``."""
+    """Limits and paths, fixed for the lifetime of a server. ``isolate`` is one of ``root``, ``user``, ``none``."""
 
     isolate: str
     memory_mb: int
@@ -28,7 +28,7 @@ class RunnerConfig:
 
     @property
     def slots(self) -> int:
-        """How many users and scratch directories there are: those of the workers, then those of sessions."""
+        """The number of users and scratch directories: one for each worker, then one for each session."""
         return self.workers + self.max_sessions
 
     def to_json(self) -> str:
@@ -45,7 +45,7 @@ class RunnerConfig:
 
 
 SCRATCH_VARIABLE = "AGENTRL_SCRATCH"
-"""Without namespaces: names, to server and zygotes, the directory that holds the slots' scratch directories."""
+"""Without namespaces: the variable that gives server and zygotes the directory of the scratch directories."""
 
 
 def command(executable: str, module: str, package_path: str, *arguments: str) -> list[str]:
@@ -70,4 +70,4 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-"""The whole environment of the server, the zygotes and the programs."""
+"""The complete environment of the server, the zygotes and the programs."""

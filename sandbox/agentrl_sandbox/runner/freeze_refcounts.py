@@ -14,10 +14,10 @@ from types import CodeType
 
 
 def freeze_refcounts() -> int:
-    """Make all that the garbage collector reaches immortal; how many objects that is.
+    """Make all objects that the garbage collector reaches immortal; returns their number.
 
-    0, and nothing is done, where the interpreter has no immortal objects or lays counts out in another way. Nothing
-    that exists now is freed any more: for an interpreter that only forks.
+    Does nothing and returns 0 if the interpreter has no immortal objects or stores counts differently. Objects that
+    exist now are never freed, so use this only in an interpreter that just forks.
     """
     count = _immortal_count()
     if count is None:
@@ -30,7 +30,7 @@ def freeze_refcounts() -> int:
         if id(thing) not in seen:
             seen.add(id(thing))
             waiting += gc.get_referents(thing)
-            if isinstance(thing, CodeType):  # which the collector does not look into
+            if isinstance(thing, CodeType):  # which the collector does not traverse
                 waiting += (thing.co_consts, thing.co_names, thing.co_linetable, thing.co_exceptiontable, thing.co_name)
     seen.remove(id(seen))
     for address in seen:

@@ -1,4 +1,4 @@
-"""Linux calls that Python has no function for. Each raises OSError with the kernel's errno."""
+"""Linux calls that Python does not provide. Each raises OSError with the kernel's errno."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def _check(result: int, what: str) -> None:
 
 
 def system_call(number: int, *arguments: object) -> int:
-    """A system call by its number; minus one where it fails."""
+    """Make a system call by number; -1 if it fails."""
     return int(_libc.syscall(ctypes.c_long(number), *arguments))
 
 
 def checked_call(name: str, number: int, *arguments: object) -> int:
-    """A system call by its number. Raises OSError."""
+    """Make a system call by number. Raises OSError."""
     result = system_call(number, *arguments)
     _check(result, name)
     return result
@@ -125,7 +125,7 @@ def pivot_root_here() -> None:
 
 
 def collapse_pages(begin: int, end: int) -> int:
-    """Merge the touched pages of an address range into huge ones; how many the kernel made (0 where it cannot)."""
+    """Merge touched pages of an address range into huge ones; returns how many the kernel made (0 if it cannot)."""
     aligned = range(-(-begin // _HUGE) * _HUGE, end // _HUGE * _HUGE, _HUGE)
     made = 0
     for address in aligned:
@@ -140,9 +140,9 @@ def die_with_parent(signal_number: int) -> None:
 
 
 def adopt_orphans(*, needed: bool) -> None:
-    """Become the parent of every descendant whose own parent ends.
+    """Become the parent of every orphaned descendant.
 
-    Old versions of gVisor cannot: an error only where it is ``needed``, that is where strays cannot be found by user.
+    Old versions of gVisor cannot. That is an error only if ``needed``: if stray processes cannot be found by user.
     """
     try:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -162,7 +162,7 @@ def forbid_tracing() -> None:
 
 
 def no_new_privileges() -> None:
-    """Let no exec give this process or its children privileges."""
+    """Keep this process and its children from gaining privileges by exec."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
@@ -177,7 +177,7 @@ def drop_capabilities() -> None:
 
 
 def may_change_user() -> bool:
-    """Whether this process may become another user, give it files and end its processes.
+    """Whether this process may switch to another user, give it files and kill its processes.
 
     That takes CAP_CHOWN, CAP_KILL, CAP_SETGID and CAP_SETUID.
     """
@@ -187,7 +187,7 @@ def may_change_user() -> bool:
 
 
 def become(user: int) -> None:
-    """Take on a user and the group of the same number, and no other group."""
+    """Switch to a user and the group of the same number, and drop all other groups."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
@@ -195,9 +195,9 @@ def become(user: int) -> None:
 
 @contextlib.contextmanager
 def files_of(user: int | None) -> Iterator[None]:
-    """Reach files, and what /proc shows of processes, as a user does (None: as before), closed to its signals.
+    """Access files and /proc with a user's rights (None: unchanged), without receiving its signals.
 
-    A change of the file system's user makes the kernel forget ``die_with_parent``, which is said again at the end.
+    Changing the file system user resets ``die_with_parent``, which is restored at the end.
     """
     if user is None:
         yield
@@ -216,7 +216,7 @@ def files_of(user: int | None) -> Iterator[None]:
 
 
 def offer_to_oom_killer() -> None:
-    """Have the kernel end this process and its children before others when memory runs out."""
+    """Have the kernel kill this process and its children first when memory runs out."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")
 

@@ -1,7 +1,7 @@
-"""Chooses the interpreter a program is forked from. A wrong choice costs time, never a different result.
+"""Chooses the interpreter from which a program is forked. A wrong choice costs time but does not change the result.
 
-The text is scanned with regular expressions instead of being parsed: parsing a hostile text in the server could
-exhaust it, and both interpreters can import everything.
+The text is scanned with regular expressions, not parsed: parsing untrusted code could exhaust the server, and both
+interpreters can import everything.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ math cmath random itertools functools collections fractions decimal operator str
 statistics datetime json typing enum abc io contextlib dataclasses types
 """
 BARE_MODULES = tuple(_BARE_MODULES.split())
-"""Modules the bare interpreter has imported already."""
+"""Modules that the bare interpreter has already imported."""
 
 _FREE_MODULES = frozenset(BARE_MODULES) | {"sys", "os", "__future__", "signal", "gc", "errno", "resource", "ctypes"}
 _SUSPECT = re.compile(r"\b(import|__import__|importlib|exec|eval|runpy|subprocess|multiprocessing|pickle)\b")
@@ -22,7 +22,7 @@ _IMPORT = re.compile(r"\bimport[ \t]+([^\n;#]*)")
 
 
 def needs_science(program: str) -> bool:
-    """True unless every import in the text is of a module that is cheap in the bare interpreter.
+    """Whether the text imports any module that is not cheap in the bare interpreter.
 
     >>> needs_science("import math, itertools as it\\nprint(math.pi)")
     False

@@ -1,6 +1,6 @@
-"""The fork server: one thread, one loop. Reads programs from the client, has zygotes fork them, watches them.
+"""The fork server: one thread, one loop. It reads programs from the client, has zygotes fork them, and watches them.
 
-It holds the programs' texts and outputs, and never forks: children come from zygotes, which hold neither.
+It holds the programs' texts and outputs and never forks. Zygotes, which hold neither, fork the children.
 
     client -> server   {"op": "run", "id", "timeout", "session", "echo", "files", "fetch"} program stdin file...
                        {"op": "cancel", "id"} · {"op": "open", "id", "session"}
@@ -42,8 +42,8 @@ from agentrl_sandbox.runner.zygote_handle import ZygoteHandle
 from agentrl_sandbox.types import Outcome
 from agentrl_sandbox.wire import Frame, FrameBuffer, pack
 
-_TICK = 0.1  # seconds between two looks at memory and at the parent
-_BURST = 1 << 20  # bytes drained from one stream before others get a turn
+_TICK = 0.1  # seconds between checks of memory and of the parent
+_BURST = 1 << 20  # bytes read from one stream before others get a turn
 _KINDS = ("bare", "science")
 
 
@@ -75,9 +75,9 @@ def main() -> None:
 
 
 def _become_first_process(config: RunnerConfig, descriptor: int) -> None:
-    """Go on as the first process of a user and a PID namespace of our own; return there only.
+    """Continue as the first process of a new user and PID namespace; only that process returns.
 
-    Without root, a zygote may come back from a program's PID namespace only to one that belongs to us.
+    Without root, a zygote can return from a program's PID namespace only to one that it owns.
     """
     rootfs.become_namespace_root(also=kernel.CLONE_NEWPID)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
@@ -94,7 +94,7 @@ def _become_first_process(config: RunnerConfig, descriptor: int) -> None:
 
 
 class ForkServer:
-    """The loop and what it knows."""
+    """The event loop and its state."""
 
     def __init__(self, config: RunnerConfig, client: socket.socket) -> None:
         self._config = config
@@ -107,7 +107,7 @@ class ForkServer:
         self._programs: dict[int, Program] = {}
         self._captures: dict[int, tuple[Program, Capture]] = {}
         self._slots = list(range(config.workers))
-        self._unclean: dict[int, str] = {}  # slot -> the zygote that has it cleaned
+        self._unclean: dict[int, str] = {}  # slot -> the zygote that cleans it
         self._queues: dict[str, deque[Order]] = {kind: deque() for kind in _KINDS}
         self._zygotes: dict[str, ZygoteHandle] = {}
         self._by_descriptor: dict[int, ZygoteHandle] = {}
@@ -123,7 +123,7 @@ class ForkServer:
             self._start_zygote(kind)
 
     def serve(self) -> None:
-        """Until the client is gone."""
+        """Serve until the client is gone."""
         while True:
             for descriptor, events in self._epoll.poll(self._wait_seconds()):
                 if descriptor == self._client.fileno():
@@ -140,7 +140,7 @@ class ForkServer:
                 return
 
     def close(self) -> None:
-        """Kill everything."""
+        """Kill all programs and interpreters."""
         for zygote in self._zygotes.values():
             zygote.close()
         if self._bare:
@@ -196,7 +196,7 @@ class ForkServer:
         except BlockingIOError:
             sent = 0
         except (BrokenPipeError, ConnectionResetError):
-            return  # the next read says that the client is gone
+            return  # the next read will report that the client is gone
         del self._outgoing[:sent]
         self._epoll.modify(self._client.fileno(), select.EPOLLIN | (select.EPOLLOUT if self._outgoing else 0))
 
@@ -226,13 +226,13 @@ class ForkServer:
             self._epoll.register(capture.descriptor, select.EPOLLIN)
 
     def drain(self, program: Program) -> None:
-        """Take what the output pipes of a program that ended still hold."""
+        """Read the remaining output of a program that ended."""
         for capture in (program.stdout, program.stderr):
             if capture.open and not capture.drain(self._config.flood_limit):
                 self._epoll.unregister(capture.descriptor)
 
     def report(self, program: Program, ending: Ending) -> Frame[ServerReply]:
-        """Watch a program no longer, release what it held, and give the message about its end."""
+        """Stop watching a program, release its resources and return the message about its end."""
         del self._programs[program.identifier]
         for capture in (program.stdout, program.stderr):
             if self._captures.pop(capture.descriptor, None) is not None and capture.open:
@@ -248,7 +248,7 @@ class ForkServer:
         self._start_queued()
 
     def kill(self, program: Program, reason: Outcome) -> None:
-        """End a program; ``reason`` becomes its outcome. Only the first reason counts."""
+        """Kill a program; ``reason`` becomes its outcome. Only the first reason counts."""
         if program.reason is not None:
             return
         program.reason = reason
@@ -263,15 +263,15 @@ class ForkServer:
         if program.stdout.total + program.stderr.total > self._config.flood_limit:
             self.kill(program, Outcome.OUTPUT_LIMIT)
 
-    # What sessions need of the loop.
+    # Callbacks of sessions.
 
     def listen(self, descriptor: int, handler: Callable[[], None]) -> None:
-        """Call ``handler`` when there is something to read."""
+        """Call ``handler`` whenever the descriptor is readable."""
         self._handlers[descriptor] = handler
         self._epoll.register(descriptor, select.EPOLLIN)
 
     def ignore(self, descriptor: int) -> None:
-        """The inverse of ``listen``; nothing happens without it."""
+        """Undo ``listen``; no effect without it."""
         if self._handlers.pop(descriptor, None) is not None:
             self._epoll.unregister(descriptor)
 
@@ -280,7 +280,7 @@ class ForkServer:
         return self._zygotes[kind]
 
     def release(self, slot: int, kind: str) -> None:
-        """Nothing runs in a slot any more. One in which files were left comes back when that zygote has cleaned it."""
+        """Free a slot. If files were left in it, it becomes free once that zygote has cleaned it."""
         if not self._bare or scratch.is_clean(f"{self._scratch}/{slot}", self._user(slot)):
             self._give_back(slot)
             return
@@ -339,7 +339,7 @@ class ForkServer:
         self._finish(program, ending)
 
     def _replace(self, zygote: ZygoteHandle) -> None:
-        """A zygote died: its programs died with it. Raises RuntimeError when it never came up."""
+        """Replace a dead zygote, whose programs died with it. Raises RuntimeError if it never became ready."""
         self._epoll.unregister(zygote.fileno())
         del self._by_descriptor[zygote.fileno()]
         status = zygote.close()
@@ -368,7 +368,7 @@ class ForkServer:
         for program in list(self._programs.values()):
             if now >= program.deadline:
                 self.kill(program, Outcome.TIMEOUT)
-                program.deadline = now + 1.0  # asked to end; look again later
+                program.deadline = now + 1.0  # kill requested; check again later
         self._sessions.watch(now)
         if not self._programs or now < self._next_tick:
             return

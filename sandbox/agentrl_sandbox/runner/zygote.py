@@ -1,7 +1,7 @@
-"""A warm interpreter that forks one child a program.
+"""A warm interpreter that forks one child for each program.
 
-It never sees a program: the text comes to the child in a memory file. The parent server speaks to it over a
-SEQPACKET socket, one JSON object a message:
+It never sees a program's text, which the child reads from a memory file. It talks to the server over a SEQPACKET
+socket, with one JSON object per message:
 
     server -> zygote   {"op": "spawn", "id", "slot", "cpu"} with descriptors [program file, stdout, stderr, status]
                        and [file to fetch into] where files are asked for
@@ -10,8 +10,8 @@ SEQPACKET socket, one JSON object a message:
     zygote -> server   {"op": "ready"} · {"op": "failed", "id", "why"} · {"op": "located", "id", "pid"}
                        {"op": "exit", "id", "status", "cpu"} · {"op": "clean", "slot"}
 
-An exit is reported when no process of the program is left. Its files are the server's to look for and a helper's to
-remove: children are copies of this process, so not even a file's name may come into its memory.
+An exit is reported once no process of the program is left. The server looks for leftover files and a helper removes
+them: children are copies of this process, so not even a file's name may enter its memory.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def warm_up(*, science: bool) -> None:
-    """Import what programs use. What cannot be imported here cannot be imported by programs either."""
+    """Import what programs use. A module that cannot be imported here is not available to programs."""
     _add_site_builtins()
     for name in (*BARE_MODULES, "linecache", "traceback"):
         importlib.import_module(name)
@@ -83,7 +83,7 @@ def warm_up(*, science: bool) -> None:
 
 
 def _exercise(sympy: ModuleType) -> None:
-    """Walk the common paths once, so that what they import and cache is already there."""
+    """Run common operations once, so that their imports and caches are warm."""
     x, y = sympy.symbols("x y")
     root = sympy.solve(x**2 - 5 * x + 6, x)
     sympy.solve([x + y - 3, x - y - 1], [x, y])
@@ -102,7 +102,7 @@ def _exercise(sympy: ModuleType) -> None:
 
 
 def _add_site_builtins() -> None:
-    """``exit``, ``quit`` and ``help``, which programs know from an interpreter started with site."""
+    """Add ``exit``, ``quit`` and ``help``, which the site module normally provides."""
     site_builtins = importlib.import_module("_sitebuiltins")
     for name in ("exit", "quit"):
         setattr(builtins, name, site_builtins.Quitter(name, "Ctrl-D (i.e. EOF)"))
@@ -110,7 +110,7 @@ def _add_site_builtins() -> None:
 
 
 def merge_heap_pages() -> None:
-    """Ask for huge pages below the heap: a fork then copies, and an exit drops, far fewer page table entries."""
+    """Put the heap on huge pages, so that forks copy and exits drop far fewer page table entries."""
     with open("/proc/self/maps", encoding="ascii") as file:
         lines = file.read().splitlines()
     for line in lines:
@@ -121,7 +121,7 @@ def merge_heap_pages() -> None:
 
 
 class Zygote:
-    """Forks, waits, kills."""
+    """Forks, kills and reaps children."""
 
     def __init__(self, config: RunnerConfig, server: socket.socket, limits: ChildLimits) -> None:
         self._config = config
@@ -139,7 +139,7 @@ class Zygote:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def serve(self) -> None:
-        """Until the server goes away."""
+        """Serve until the server goes away."""
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         poll = select.poll()
@@ -177,7 +177,7 @@ class Zygote:
         return True
 
     def _kill(self, pid: int) -> None:
-        """End a program, with its process group if it leads one. A child that was not reaped keeps its number."""
+        """Kill a program, with its process group if it leads one. An unreaped child keeps its PID."""
         try:
             os.killpg(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -225,7 +225,7 @@ class Zygote:
                 self._send({"op": "clean", "slot": slot})
 
     def _clean(self, slot: int) -> None:
-        """Have a helper remove a slot's files; what a program may have made in number must not keep others waiting."""
+        """Have a helper remove a slot's files, since removing many files would delay other programs."""
         user, directory = self._limits.user(slot), f"{self._scratch}/{slot}"
         processes.kill_strays(self._slots, user)
         self._slots[processes.run_as(user, functools.partial(scratch.clean, directory, user))] = slot

@@ -1,4 +1,4 @@
-"""The server's end of a zygote."""
+"""The server's side of a zygote."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MAX_MESSAGE = 65_536
 
 
 class ZygoteHandle:
-    """Starts a warm interpreter, sends it programs, reads its reports. Ready once it has said so."""
+    """Starts a warm interpreter, sends it programs and reads its reports."""
 
     def __init__(self, kind: str, config: RunnerConfig) -> None:
         self.kind = kind
         self.ready = False
-        self.resident = 0  # bytes of the warm interpreter, which every child has from the start
+        self.resident = 0  # bytes of the warm interpreter, which every child starts with
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stdin = os.memfd_create("stdin")
         command = runner_config.command(
@@ -36,7 +36,7 @@ class ZygoteHandle:
             str(os.getpid()),
         )
         with theirs:
-            # The standard streams are of the kinds that programs will have: a file and pipes.
+            # The standard streams have the types that programs will have: a file and pipes.
             self._process = subprocess.Popen(
                 command, stdin=stdin, stdout=subprocess.PIPE, pass_fds=(theirs.fileno(),), env=dict(os.environ)
             )
@@ -52,7 +52,7 @@ class ZygoteHandle:
         return self._socket.fileno()
 
     def set_ready(self) -> None:
-        """The interpreter is warm."""
+        """Record that the interpreter is warm."""
         self.ready = True
         self.resident = resident_bytes(self._process.pid)
 
@@ -67,11 +67,11 @@ class ZygoteHandle:
         socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors)
 
     def locate(self, identifier: int) -> None:
-        """Ask for a child's process number."""
+        """Ask for a child's PID."""
         self._tell({"op": "where", "id": identifier})
 
     def kill(self, identifier: int) -> None:
-        """Ask for a child's end. A zygote that is gone has taken its children with it."""
+        """Ask to kill a child. The children of a zygote that is gone died with it."""
         self._tell({"op": "kill", "id": identifier})
 
     def clean(self, slot: int) -> None:
@@ -90,7 +90,7 @@ class ZygoteHandle:
         return message
 
     def close(self) -> int:
-        """End the zygote, and with it its children. Gives its exit status."""
+        """Kill the zygote and its children. Returns its exit status."""
         self._socket.close()
         self._process.kill()
         status = self._process.wait()

@@ -1,1 +1,1 @@
-"""The service: runners behind a Unix socket, and a gateway that speaks HTTP and executes nothing."""
+"""The service: runners behind Unix sockets, and a gateway that speaks HTTP and executes nothing."""

@@ -1,4 +1,4 @@
-"""The command ``agentrl-sandbox``: ``serve`` a gateway, be a ``runner``, ``check`` a sandbox."""
+"""The command ``agentrl-sandbox``: ``serve`` runs a gateway, ``runner`` a runner, ``check`` tests a sandbox."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from agentrl_sandbox.service.gateway_settings import NO_TOKEN, GatewaySettings, 
 from agentrl_sandbox.service.pool.messages import check_answers_fit
 from agentrl_sandbox.settings import SandboxSettings
 
-_OF_CLIENTS = ("url", "token", "retry_deadline")  # settings that mean nothing to a runner
+_OF_CLIENTS = ("url", "token", "retry_deadline")  # settings that do not apply to a runner
 _WARNING = (
-    "The attacks are real: in a sandbox that is none they kill processes and write files. They stop by themselves at "
+    "The attacks are real: without isolation they kill processes and write files. They stop by themselves at "
     "3000 processes, 3 GB of memory or disk and 100 MB of output."
 )
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; what the user or the machine did wrong becomes one message and exit code 2."""
+    """Run a command. Errors of the user or the machine become one message and exit code 2."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     options = _parser().parse_args(arguments)
     try:
@@ -46,18 +46,18 @@ def _parser() -> argparse.ArgumentParser:
     of_gateway = ", ".join(GatewaySettings.model_fields)
     epilog = f"Settings of runners: {of_runners}; of the gateway: {of_gateway}. Also as variables SANDBOX_NAME."
     serve = commands.add_parser("serve", help="answer HTTP requests", epilog=epilog)
-    serve.add_argument("--host", help="address to bind to; 127.0.0.1 unless given")
-    serve.add_argument("--port", help="port; 8080 unless given, 0: any free one")
-    serve.add_argument("--no-token", action="store_true", help="let everyone in who reaches the port")
-    serve.add_argument("--sockets", type=Path, help="directory of the runners' sockets; none: start runners here")
+    serve.add_argument("--host", help="address to listen on (default 127.0.0.1)")
+    serve.add_argument("--port", help="port (default 8080); 0 picks a free one")
+    serve.add_argument("--no-token", action="store_true", help="turn authentication off")
+    serve.add_argument("--sockets", type=Path, help="directory of the runners' sockets (default: start runners here)")
     serve.add_argument("--runners", type=int, default=1, help="how many runners to start here")
     runner = commands.add_parser("runner", help="run programs for a gateway", epilog=f"Settings: {of_runners}.")
     runner.add_argument("--sockets", type=Path, required=True, help="directory to listen in")
-    runner.add_argument("--name", default=socket.gethostname(), help="name of the socket; the host's unless given")
-    runner.add_argument("--linger", type=float, help="seconds without a gateway after which to end")
-    runner.add_argument("--parent", type=int, help="process to end with")
+    runner.add_argument("--name", default=socket.gethostname(), help="name of the socket (default: the host name)")
+    runner.add_argument("--linger", type=float, help="seconds without a gateway after which the runner exits")
+    runner.add_argument("--parent", type=int, help="process with which the runner exits")
     check = commands.add_parser(
-        "check", help="run programs that a sandbox must serve, and attacks that it must withstand", epilog=_WARNING
+        "check", help="run programs that a sandbox must support and attacks that it must withstand", epilog=_WARNING
     )
     check.add_argument("url", nargs="?", default="local://", help="local://, docker://IMAGE or http://HOST:PORT")
     check.add_argument("--fusion", action="store_true", help="speak SandboxFusion's /run_code, for other sandboxes")
@@ -70,8 +70,8 @@ def _runner(options: argparse.Namespace) -> int:
     from agentrl_sandbox.service.runner import RunnerOptions, serve_runner
 
     if not _NAME.fullmatch(options.name):
-        raise SandboxError(f"{options.name!r} cannot name a socket; use letters, digits, dots and dashes")
-    standby = os.environ.get("SANDBOX_STANDBY") or "true"  # a service does not pause when a fork server dies
+        raise SandboxError(f"{options.name!r} is not a valid socket name; use letters, digits, dots and dashes")
+    standby = os.environ.get("SANDBOX_STANDBY") or "true"  # a service should not pause when a fork server dies
     environment = {**os.environ, "SANDBOX_STANDBY": standby}
     settings = read_settings(SandboxSettings, environment, options.settings, without=_OF_CLIENTS)
     where = RunnerOptions(sockets=options.sockets, name=options.name, linger=options.linger, parent=options.parent)
@@ -82,7 +82,7 @@ def _runner(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from agentrl_sandbox.check.command import check
 
-    # What is missing is what the table is about.
+    # The table reports missing properties, so they must not stop the check.
     given = ["allow_unisolated=true", *options.settings, f"url={options.url}"]
     return asyncio.run(check(read_settings(SandboxSettings, os.environ, given), fusion=options.fusion))
 
@@ -95,9 +95,9 @@ def _serve(options: argparse.Namespace) -> int:
     of_gateway = [text for text in arguments if text.partition("=")[0] in GatewaySettings.model_fields]
     of_runners = [text for text in arguments if text not in of_gateway]
     of_a_runner = read_settings(SandboxSettings, os.environ, of_runners, without=_OF_CLIENTS)
-    check_answers_fit(of_a_runner)  # complain here, not in a child
+    check_answers_fit(of_a_runner)  # fail here, not in a child
     if options.sockets is not None and of_runners:
-        raise SandboxError(f"{of_runners[0]!r} belongs to runners, which are not started here with --sockets")
+        raise SandboxError(f"{of_runners[0]!r} is a setting of runners, which --sockets does not start")
     settings = read_settings(GatewaySettings, os.environ, of_gateway)
     import uvloop
 

@@ -1,7 +1,7 @@
-"""The runner: a local sandbox behind a Unix socket. It has no token, no gold answer and no network.
+"""The runner: a local sandbox behind a Unix socket. It has no token, no gold answers and no network.
 
-The socket's directory is for its owner alone, and programs may not connect to Unix sockets: whoever reaches the socket
-is the gateway. Programs that a gateway asked for die with its connection, and so do its sessions.
+Only the owner can enter the socket's directory, and programs cannot connect to Unix sockets, so only the gateway can
+connect. A gateway's programs and sessions end with its connection.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerOptions:
-    """Where a runner listens and when it ends by itself."""
+    """Where a runner listens and when it exits by itself."""
 
     sockets: Path
-    name: str  # several runners share one directory; each has a name of its own
-    linger: float | None = None  # seconds without a gateway after which it ends; none: never
-    parent: int | None = None  # the process that it ends with
+    name: str  # unique among the runners of one directory
+    linger: float | None = None  # seconds without a gateway after which it exits; None: never
+    parent: int | None = None  # the process with which it exits
 
 
 async def serve_runner(settings: SandboxSettings, options: RunnerOptions) -> None:
-    """Run until SIGTERM or SIGINT, then finish what runs. Raises SandboxError where it cannot start."""
+    """Run until SIGTERM or SIGINT, then finish running requests. Raises SandboxError if it cannot start."""
     messages.check_answers_fit(settings)
     if options.parent is not None:
         kernel.die_with_parent(signal.SIGTERM)
@@ -73,10 +73,10 @@ async def serve_runner(settings: SandboxSettings, options: RunnerOptions) -> Non
 
 @contextmanager
 def listening(directory: Path, name: str) -> Iterator[socket.socket]:
-    """A socket ``NAME.sock`` that only the directory's owner reaches; its file is gone afterwards.
+    """A socket ``NAME.sock`` that only the directory's owner can reach; the file is removed afterwards.
 
-    The file appears when connections are already taken. A directory of another user (a user's own, mounted into a
-    container) is this process's for a moment, since root without CAP_DAC_OVERRIDE could not write there. Raises
+    The file appears once connections are accepted. A directory of another user, such as one mounted into a container,
+    belongs to this process for a moment, since root without CAP_DAC_OVERRIDE could not write there. Raises
     StartError.
     """
     path, early = directory / f"{name}.sock", directory / f".{name}.early"
@@ -122,7 +122,7 @@ def _refuse_a_living(path: Path) -> None:
             probe.connect(str(path))
         except (FileNotFoundError, ConnectionRefusedError, PermissionError):
             return
-    raise StartError(f"another runner listens at {path}; give this one another name")
+    raise StartError(f"another runner listens at {path}; choose another name for this one")
 
 
 class RunnerService:
@@ -135,11 +135,11 @@ class RunnerService:
         self.changed = asyncio.Event()
 
     def connection(self) -> GatewayConnection:
-        """A protocol for one more gateway."""
+        """The protocol of a new connection."""
         return GatewayConnection(self)
 
     async def lonely(self, seconds: float | None) -> None:
-        """Wait until no gateway has been connected for so long; forever without a number."""
+        """Wait until no gateway has been connected for ``seconds``; forever for None."""
         while True:
             self.changed.clear()
             timeout = seconds if not self.gateways else None
@@ -149,7 +149,7 @@ class RunnerService:
                 return
 
     async def drain(self) -> None:
-        """Tell the gateways to send nothing more, and wait for what runs."""
+        """Tell the gateways to send nothing more, and wait for running requests."""
         for gateway in self.gateways:
             gateway.send({"op": "leaving"})
         while tasks := [task for gateway in self.gateways for task in gateway.tasks.values()]:
@@ -159,7 +159,7 @@ class RunnerService:
 
 
 class GatewayConnection(asyncio.Protocol):
-    """One gateway: its requests under way and its sessions."""
+    """A connection to one gateway: its running requests and its sessions."""
 
     def __init__(self, service: RunnerService) -> None:
         self._service = service
@@ -170,14 +170,14 @@ class GatewayConnection(asyncio.Protocol):
         self.tasks: dict[int, asyncio.Task[None]] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Say hello."""
+        """Send the hello."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         self._service.gateways.add(self)
         self._service.changed.set()
         self.send(self._service.hello)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Kill what this gateway asked for."""
+        """Cancel this gateway's requests and close its sessions."""
         for task in self.tasks.values():
             task.cancel()
         self._service.gateways.discard(self)
@@ -188,7 +188,7 @@ class GatewayConnection(asyncio.Protocol):
             ending.add_done_callback(self._endings.discard)
 
     def data_received(self, data: bytes) -> None:
-        """Start what is asked for."""
+        """Start the requests."""
         try:
             frames = self._frames.feed(data)
         except FrameError as error:
@@ -211,7 +211,7 @@ class GatewayConnection(asyncio.Protocol):
             self._transport.write(pack(header, *blobs))
 
     def close(self) -> None:
-        """End the connection when all is written."""
+        """Close the connection once everything is written."""
         if self._transport is not None:
             self._transport.close()
 
@@ -220,14 +220,14 @@ class GatewayConnection(asyncio.Protocol):
             del self.tasks[identifier]
             if task.cancelled():  # before its first step
                 self.send(_refused(identifier, "cancelled", "cancelled"))
-            elif (bug := task.exception()) is not None:  # silence would cost this runner its gateway
+            elif (bug := task.exception()) is not None:  # without an answer the gateway would drop this runner
                 _log.error("a request could not be answered", exc_info=bug)
                 self.send(_refused(identifier, "failed", f"{type(bug).__name__}: {bug}"))
 
         return forget
 
     async def _answer(self, identifier: int, header: messages.RunnerRequest, blobs: list[bytes]) -> None:
-        """Carry out one request; exactly one answer, whatever happens."""
+        """Carry out one request and send exactly one answer."""
         try:
             answer, out = await self._carry_out(identifier, header, blobs)
         except asyncio.CancelledError:
@@ -257,7 +257,7 @@ class GatewayConnection(asyncio.Protocol):
         return {"op": "session", "id": identifier, "session": session}, []
 
     async def _end(self, session: str) -> None:
-        with contextlib.suppress(SandboxError):  # it ended by itself, or the sandbox did
+        with contextlib.suppress(SandboxError):  # the session or the sandbox has ended
             await self._service.sandbox.close_session(session)
 
 

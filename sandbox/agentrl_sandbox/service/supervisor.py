@@ -1,4 +1,4 @@
-"""Runners on this machine, for a gateway that is started without Docker."""
+"""Starts and restarts runners on this machine, for a gateway without Docker."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pathlib import Path
 from agentrl_sandbox.errors import StartError
 
 _STOP_SECONDS = 10.0
-_SOON_SECONDS = 5.0  # a runner that lived shorter is started again only after a pause
+_SOON_SECONDS = 5.0  # a runner that lived shorter is restarted after a pause
 _PAUSE_SECONDS = 1.0
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH")
 
 
 def runner_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a runner needs of this process's environment; the token stays here."""
+    """The environment variables that a runner needs, without the token."""
     wanted = {name: text for name, text in environment.items() if name in _PASSED_ON or name.startswith("SANDBOX_")}
     wanted.pop("SANDBOX_TOKEN", None)
     return wanted
@@ -28,7 +28,7 @@ def runner_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 @asynccontextmanager
 async def local_runners(count: int, arguments: Sequence[str]) -> AsyncIterator[tuple[Path, asyncio.Task[None]]]:
-    """Keep so many runners alive; their socket directory, and a task that ends with StartError if one cannot start."""
+    """Keep ``count`` runners alive. Yields their directory and a task that raises StartError if one cannot start."""
     with tempfile.TemporaryDirectory(prefix="agentrl-sandbox-") as directory:
         commands = [
             [
@@ -52,7 +52,7 @@ async def _keep_all(commands: Sequence[Sequence[str]]) -> None:
 
 
 async def _keep(command: Sequence[str]) -> None:
-    """Start a runner again whenever it ends. Raises StartError where its settings or the machine forbid it."""
+    """Restart a runner whenever it ends. Raises StartError if its settings or the machine forbid it."""
     while True:
         started = time.monotonic()
         process = await asyncio.create_subprocess_exec(

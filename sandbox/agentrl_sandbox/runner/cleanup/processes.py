@@ -36,10 +36,10 @@ def processes_below(ancestor: int, parents: dict[int, int]) -> set[int]:
 
 
 def kill_strays(keep: Collection[int], user: int | None = None) -> None:
-    """Kill, and reap, every child of this process but ``keep``, and all that is below them.
+    """Kill and reap every child of this process except ``keep``, with all descendants.
 
-    This process must adopt orphans: then all that an ended program left is its child. ``user`` is a slot's own user:
-    all it has is killed at one stroke, so that nothing can fork away. Raises TimeoutError.
+    This process must adopt orphans, so that all leftover processes are its children. If a slot has its own ``user``,
+    all of its processes are killed at once, so that none can escape by forking. Raises TimeoutError.
     """
     deadline = time.monotonic() + _KILL_SECONDS
     while strays := [pid for pid in children(os.getpid()) if pid not in keep]:
@@ -54,7 +54,7 @@ def kill_strays(keep: Collection[int], user: int | None = None) -> None:
 
 
 def run_as(user: int | None, action: Callable[[], None]) -> int:
-    """Fork a process that takes on a user (None: stays who it is) and acts; its number. The caller reaps it."""
+    """Run ``action`` in a forked process as ``user`` (None: unchanged). Returns its PID; the caller reaps it."""
     pid = os.fork()
     if pid != 0:
         return pid
@@ -70,7 +70,7 @@ def run_as(user: int | None, action: Callable[[], None]) -> int:
 
 
 def run_helper(user: int | None, action: Callable[[], None]) -> None:
-    """``run_as``, and wait. Raises OSError where it failed."""
+    """``run_as``, and wait for it. Raises OSError if it failed."""
     _, status = os.waitpid(run_as(user, action), 0)
     if status != 0:
         raise OSError(f"a helper ended with status {os.waitstatus_to_exitcode(status)}")
@@ -92,10 +92,10 @@ def _read_parents() -> list[tuple[int, int]]:
 
 
 def _end_trees(roots: Collection[int]) -> None:
-    """Kill these processes and all below them.
+    """Kill these processes and all their descendants.
 
-    Whole process groups at a time, which the kernel does between two forks, and all are stopped before any is killed:
-    stopped ones hold their places below RLIMIT_NPROC, so what multiplies, in groups of its own, comes to an end.
+    It signals whole process groups, which the kernel does atomically between forks, and stops all processes before it
+    kills any. Stopped processes still count against RLIMIT_NPROC, so a fork bomb in groups of its own is exhausted.
     """
     own, stopped = os.getpgid(0), set[int]()
     while found := _stop_below([*roots, *stopped], stopped, own):
@@ -105,7 +105,7 @@ def _end_trees(roots: Collection[int]) -> None:
 
 
 def _stop_below(roots: list[int], stopped: set[int], own: int) -> set[int]:
-    """Stop what was not yet; each before its children are looked for."""
+    """Stop all running processes below ``roots``, each before its children are listed."""
     found: set[int] = set()
     waiting, seen = roots, set[int]()
     while waiting:

@@ -1,6 +1,6 @@
-"""Without namespaces: a process above the server that outlives it, and ends and removes what it left.
+"""Without namespaces: a process above the server that outlives it and cleans up after it.
 
-The kernel ends what is in a PID namespace; here nothing does, so orphans are adopted and killed by hand.
+The kernel kills the processes of a PID namespace. Without one, this process adopts orphans and kills them itself.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _LOOK_SECONDS = 1.0
 
 
 def fork_server(config: RunnerConfig, descriptor: int) -> None:
-    """Make the scratch directories, then go on as the server; return there only. ``descriptor`` is the server's.
+    """Create the scratch directories and fork the server; only the server returns. ``descriptor`` is its socket.
 
-    Raises PermissionError where the programs' users cannot reach the interpreter.
+    Raises PermissionError if the programs' users cannot access the interpreter.
     """
     if has_own_users(config):
         _check_reach(config)
@@ -60,12 +60,12 @@ def clean_up(config: RunnerConfig, directory: str) -> None:
 
 
 def _check_reach(config: RunnerConfig) -> None:
-    """Namespaces show the interpreter wherever it lies; without them its directories must let others in."""
+    """Without namespaces other users must be able to enter the interpreter's directories."""
     closed = [path for path in dict.fromkeys(config.readable) if not _can_list(config.first_user, path)]
     if closed:
         raise PermissionError(
-            f"programs run as users of their own, who cannot enter {', '.join(closed)}: let others enter these "
-            "directories and those above them (chmod o+rx), or install Python elsewhere"
+            f"programs run as separate users, who cannot enter {', '.join(closed)}: make these directories and their "
+            "parents accessible to others (chmod o+rx), or install Python elsewhere"
         )
 
 
@@ -78,7 +78,7 @@ def _can_list(user: int, path: str) -> bool:
 
 
 def _make_scratch(config: RunnerConfig) -> str:
-    """One directory a slot. Its user may write there by its group, and not change the directory's own rights."""
+    """Create one directory per slot. Its user may write to it through its group but not change its permissions."""
     directory = tempfile.mkdtemp(prefix="agentrl-sandbox-")
     own_users = has_own_users(config)
     os.chmod(directory, 0o711 if own_users else 0o700)
@@ -91,7 +91,7 @@ def _make_scratch(config: RunnerConfig) -> str:
 
 
 def _wait_and_clean_up(server: int, config: RunnerConfig, directory: str) -> NoReturn:
-    """Until the server ends, the client is gone or this process is asked to end."""
+    """Wait until the server ends, the client is gone or SIGTERM arrives, then clean up."""
     while os.getppid() == config.client_pid:
         told = signal.sigtimedwait(_SIGNALS, _LOOK_SECONDS)
         if told is not None and (told.si_signo == signal.SIGTERM or os.waitpid(server, os.WNOHANG)[0] == server):

@@ -11,7 +11,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def is_clean(scratch: str, user: int | None) -> bool:
-    """Whether a program left no file in its scratch directory, nor, as a user of its own, in shared memory."""
+    """Whether a program left no files in its scratch directory or, if it has its own user, in shared memory."""
     with os.scandir(scratch) as entries:
         if any(entries):
             return False
@@ -19,7 +19,7 @@ def is_clean(scratch: str, user: int | None) -> bool:
 
 
 def clean(scratch: str, user: int | None) -> None:
-    """Remove all that a program left. To be called as the program's user, when it has no process any more."""
+    """Remove all files of a program. Call it as the program's user, once no process of it is left."""
     empty(scratch)
     if user is not None:
         for path in list(_shared_memory_of(user)):
@@ -28,13 +28,13 @@ def clean(scratch: str, user: int | None) -> None:
 
 
 def empty(directory: str) -> None:
-    """Remove everything in a directory, however deep, and whatever rights the owner took from itself.
+    """Remove everything in a directory, at any depth and with any permissions.
 
-    It walks down and up one step at a time, so neither paths nor open files nor the stack grow with the depth.
+    It moves down and up one step at a time, so paths, open files and the stack do not grow with the depth.
     """
     here = os.open(directory, _DIRECTORY)
-    way: list[str] = []  # the names from the directory to here
-    waiting = [_unlink_files(here)]  # for each directory on the way the directories in it that are still there
+    way: list[str] = []  # the path from the directory to here
+    waiting = [_unlink_files(here)]  # for each directory on the way, its remaining subdirectories
     while way or waiting[-1]:
         if waiting[-1]:
             name = waiting[-1].pop()
@@ -50,14 +50,14 @@ def empty(directory: str) -> None:
 
 
 def _go(here: int, name: str) -> int:
-    """Open a directory next to this one, and close this one."""
+    """Open a directory relative to this one, and close this one."""
     there = os.open(name, _DIRECTORY, dir_fd=here)
     os.close(here)
     return there
 
 
 def _unlink_files(directory: int) -> list[str]:
-    """Remove all but directories; the names of these."""
+    """Remove everything except directories; return their names."""
     directories: list[str] = []
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -71,6 +71,6 @@ def _unlink_files(directory: int) -> list[str]:
 def _shared_memory_of(user: int) -> Iterator[str]:
     with contextlib.suppress(FileNotFoundError), os.scandir(SHARED_MEMORY) as entries:
         for entry in entries:
-            with contextlib.suppress(FileNotFoundError):  # others' come and go
+            with contextlib.suppress(FileNotFoundError):  # files of others come and go
                 if entry.stat(follow_symlinks=False).st_uid == user:
                     yield entry.path

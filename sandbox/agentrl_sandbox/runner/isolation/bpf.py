@@ -1,6 +1,6 @@
 """Classic BPF for seccomp: a decision by system call number as a binary tree, with checks of arguments at its leaves.
 
-A code is a list of instructions that ends in a return on every path, so codes can stand one behind the other.
+A code is a list of instructions in which every path returns, so codes can be concatenated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def kill() -> Code:
 
 
 def fail(errno: int) -> Code:
-    """Have the call fail with an errno."""
+    """Make the call fail with an errno."""
     return [(_RETURN, 0, 0, _ERRNO | errno)]
 
 

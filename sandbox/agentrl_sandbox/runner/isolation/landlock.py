@@ -1,7 +1,7 @@
-"""What a process may touch, by Landlock: files to read and to write; no TCP port, foreign process or abstract socket.
+"""Restricts a process with Landlock to given files, without TCP ports, foreign processes or abstract sockets.
 
-Paths are opened once, in the zygote; a child only writes the rules down and closes the door behind itself. Every right
-that the kernel's Landlock knows is refused unless a rule gives it; older kernels know fewer (``abi``).
+Paths are opened once, in the zygote; a child only adds the rules and enforces them. Every right that the kernel's
+Landlock supports is denied unless a rule grants it; older kernels support fewer (``abi``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from agentrl_sandbox.runner import kernel
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446  # the same on every machine
 _VERSION = 1
 _PATH_BENEATH = 1
-_QUIET = 1  # refusals do not fill the host's audit log (ABI 7)
+_QUIET = 1  # denials do not fill the host's audit log (ABI 7)
 
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _REMOVE_DIR, REMOVE_FILE, _MAKE_DIR, MAKE_FILE = 1 << 4, 1 << 5, 1 << 7, 1 << 8
@@ -50,7 +50,7 @@ def abi() -> int:
 
 
 class Rules:
-    """The rules that are the same for every child: what may be read, and devices. Holds a descriptor for each."""
+    """The rules shared by all children: readable files, and devices. Holds a descriptor for each."""
 
     def __init__(self, version: int, rights: Iterable[tuple[str, int]]) -> None:
         self._files = sum(bits for since, bits in _FILES_BY_ABI.items() if since <= version)
@@ -61,7 +61,7 @@ class Rules:
         self._rules = [self._rule(path, bits) for path, bits in rights if os.path.exists(path)]
 
     def enforce(self, own: Iterable[tuple[str, int]]) -> None:
-        """On this process and all it makes, for good, with rules of its own for directories. Raises OSError."""
+        """Restrict this process and its children permanently, with rules for its own paths added. Raises OSError."""
         arguments = ctypes.byref(self._attributes), ctypes.c_size_t(self._size), ctypes.c_uint(0)
         ruleset = kernel.checked_call("landlock_create_ruleset", _CREATE, *arguments)
         mine = [_PathBeneath(bits & self._files, os.open(path, os.O_PATH)) for path, bits in own]

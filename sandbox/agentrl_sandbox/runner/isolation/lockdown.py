@@ -1,4 +1,4 @@
-"""The layers that need no namespace: a child's last step before its program runs."""
+"""The layers that need no namespaces, applied as a child's last step before its program runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHARED_MEMORY = "/dev/shm"
 
 
 class Lockdown:
-    """Prepared once in the zygote; ``close`` locks a child in."""
+    """Prepared once in the zygote; ``close`` restricts a child."""
 
     def __init__(self, config: RunnerConfig) -> None:
         namespaces = config.isolate != "none"
@@ -41,7 +41,7 @@ class Lockdown:
             self._rules = landlock.Rules(version, rights)
 
     def close(self, scratch: str) -> None:
-        """Lock this process in, for good: only ``scratch`` can be written to. Raises OSError."""
+        """Restrict this process permanently: it can write only to ``scratch``. Raises OSError."""
         if self._rules is not None:
             self._rules.enforce(((scratch, landlock.SCRATCH), (self._processes, landlock.LOOK)))
         if self._filter is not None:
@@ -49,7 +49,7 @@ class Lockdown:
 
 
 def has_own_users(config: RunnerConfig) -> bool:
-    """Whether every slot has a user of its own."""
+    """Whether every slot has its own user."""
     return config.isolate != "user" and kernel.may_change_user()
 
 
@@ -59,7 +59,7 @@ def reaches_session_init(config: RunnerConfig) -> bool:
 
 
 def layers(config: RunnerConfig) -> dict[str, int]:
-    """What the server tells its client of the layers here: Landlock's version, and 1 or 0 for the others."""
+    """The layers available here: Landlock's version, and 1 or 0 for the others."""
     return {
         "landlock": landlock.abi(),
         "seccomp": int(seccomp.available()),

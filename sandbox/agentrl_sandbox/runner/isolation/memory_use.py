@@ -1,7 +1,7 @@
-"""What a program and all its processes use.
+"""Measures the memory and tasks of a program and all its processes.
 
-RLIMIT_AS binds each process on its own; this watches their sum. Orphans are adopted by the program itself, as the first
-process of its PID namespace or as the one that adopts, so its tree is complete.
+RLIMIT_AS bounds each process; this measures their sum. A program adopts its own orphans, as the first process of its
+PID namespace or as a subreaper, so its process tree is complete.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PAGE = resource.getpagesize()
 class Usage:
     """Of a process tree: bytes of resident memory, tasks (processes and threads), and its processes.
 
-    What processes share, as after a fork, counts in ``resident`` once for each: it is a bound from above.
+    Memory that processes share, as after a fork, counts once per process in ``resident``: it is an upper bound.
     """
 
     resident: int = 0
@@ -34,7 +34,7 @@ class Usage:
 
 
 def usage(pid: int, beyond: int = 0) -> Usage:
-    """What a process tree uses; of each process only the memory above ``beyond``. What is gone counts nothing."""
+    """The usage of a process tree, counting of each process only memory above ``beyond``. Dead processes count as 0."""
     total = Usage()
     waiting = [pid]
     while waiting:
@@ -47,17 +47,17 @@ def usage(pid: int, beyond: int = 0) -> Usage:
 
 
 def proportional_bytes(processes: list[int], beyond: int) -> int:
-    """Memory of processes in which a page that several share counts once; beyond the ``beyond`` bytes they began with.
+    """Memory of processes, counting shared pages once, beyond the ``beyond`` bytes they started with.
 
-    The kernel divides a page by those who map it. Of the interpreter's own pages, which its zygote and maybe other
-    programs map too, the n processes have at most n parts of n + 1.
+    The kernel divides a page among the processes that map it. The zygote and possibly other programs also map the
+    interpreter's own pages, so the n processes have at most n of n + 1 parts of them.
     """
     total = sum(map(_proportional, processes))
     return total - beyond * len(processes) // (len(processes) + 1)
 
 
 def _proportional(pid: int) -> int:
-    """One process's part; all of its resident memory where it shows no more."""
+    """One process's proportional memory, or its resident memory if the kernel shows no more."""
     for path in (f"/proc/{pid}/smaps_rollup", *(f"/proc/{pid}/task/{task}/smaps_rollup" for task in tasks(pid))):
         try:
             with open(path, encoding="ascii") as file:
@@ -70,7 +70,7 @@ def _proportional(pid: int) -> int:
 def resident_bytes(pid: int) -> int:
     """Resident memory of one process; 0 for one that is gone."""
     found = _resident(f"/proc/{pid}/statm")
-    if found == 0:  # its first thread may have ended before the others, and shows nothing then
+    if found == 0:  # if its first thread ended before the others, that one shows nothing
         found = max((_resident(f"/proc/{pid}/task/{task}/statm") for task in tasks(pid)), default=0)
     return found
 
@@ -84,7 +84,7 @@ def _resident(path: str) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """The children of a process, whichever of its threads made them."""
+    """The children of a process, of all its threads."""
     found: list[int] = []
     for task in tasks(pid):
         try:
@@ -104,7 +104,7 @@ def tasks(pid: int) -> list[str]:
 
 
 def tasks_of_user(user: int) -> int:
-    """How many tasks a user has on this host, as far as /proc shows them."""
+    """The number of tasks of a user on this host, as far as /proc shows them."""
     total = 0
     for name in os.listdir("/proc"):
         try:

@@ -1,7 +1,7 @@
 """The file system that programs see: the interpreter and the system's libraries, read-only, and a scratch directory.
 
-``enter`` is called once, by the server before it starts anything. A program's own ``/scratch`` is mounted later,
-in the program's own mount namespace.
+The server calls ``enter`` once, before it starts anything. A program's ``/scratch`` is mounted later, in the program's
+own mount namespace.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _LINKS = {"/tmp": SCRATCH, "/dev/shm": SCRATCH, "/dev/fd": "/proc/self/fd"}
-_BUILD_AT = "/tmp"  # hidden, in our mount namespace alone, by the root that is built there
+_BUILD_AT = "/tmp"  # hidden by the new root, in this mount namespace only
 
 
 def enter(readable: Iterable[str]) -> None:
-    """Move this process into namespaces of its own, with a root that shows only ``readable`` and the system.
+    """Move this process into new namespaces, with a root that contains only ``readable`` and the system.
 
-    Afterwards there is no network but an unconfigured loopback. Raises OSError where the kernel refuses.
+    The only network is then an unconfigured loopback. Raises OSError if the kernel refuses.
     """
     kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
@@ -41,7 +41,7 @@ def enter(readable: Iterable[str]) -> None:
 
 
 def become_namespace_root(also: int = 0) -> None:
-    """Enter a new user namespace in which this process's user is root, and has no other user."""
+    """Enter a new user namespace in which this process's user is root and the only user."""
     user, group = os.geteuid(), os.getegid()
     kernel.unshare(kernel.CLONE_NEWUSER | also)
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
@@ -50,7 +50,7 @@ def become_namespace_root(also: int = 0) -> None:
 
 
 def visible(readable: Iterable[str]) -> tuple[list[str], list[str]]:
-    """What programs may see: directories and files to read, none below another, and devices."""
+    """The files visible to programs: directories and files to read, none inside another, and devices."""
     wanted = [path for path in _SYSTEM if not os.path.islink(path)]
     for path in readable:
         wanted += [os.path.abspath(path), os.path.realpath(path)]
@@ -88,6 +88,6 @@ def _add_links() -> None:
             os.symlink(os.readlink(path), _BUILD_AT + path)
     for path, target in _LINKS.items():
         if os.path.isdir(_BUILD_AT + path):
-            continue  # the interpreter lies below it: it stays a read-only folder that shows only that
+            continue  # the interpreter is inside it, so it stays a read-only directory that shows only that
         os.makedirs(os.path.dirname(_BUILD_AT + path), exist_ok=True)
         os.symlink(target, _BUILD_AT + path)

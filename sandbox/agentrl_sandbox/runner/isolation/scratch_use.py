@@ -1,6 +1,6 @@
-"""Counts what a program keeps in a scratch directory that no mount of its own bounds.
+"""Measures a program's files in a scratch directory that has no mount of its own.
 
-The program changes it meanwhile: directories are opened one below the other and never through links.
+The program may change it meanwhile, so directories are opened one by one and never through links.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import os
 import stat
 
 INODES = 16_384
-"""How many files and directories a program may have."""
+"""The number of files and directories that a program may have."""
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SEEN = stat.S_IRUSR | stat.S_IXUSR
 _BLOCK = 512
-_SPARE = 1 << 20  # bytes of blocks in which a file system keeps where a file's blocks are
+_SPARE = 1 << 20  # bytes for the file system's own block lists
 
 
 class ScratchUse:
-    """What is left of a program's share. Counting ends where nothing is."""
+    """The rest of a program's quota. Counting stops when it is used up."""
 
     def __init__(self, *, bytes_left: int, inodes_left: int) -> None:
         self._bytes_left = bytes_left + _SPARE
@@ -30,12 +30,12 @@ class ScratchUse:
 
     @property
     def is_over(self) -> bool:
-        """Whether more was found than there may be."""
+        """Whether the quota is exceeded."""
         return self._bytes_left < 0 or self._inodes_left < 0
 
     def add_tree(self, directory: str) -> None:
-        """Everything below a directory. Raises OSError where that is not there."""
-        way = [(os.open(directory, _DIRECTORY), [""])]  # from there to here, each with those in it still to be seen
+        """Count everything in a directory. Raises OSError if it does not exist."""
+        way = [(os.open(directory, _DIRECTORY), [""])]  # the path to here, each with its unvisited subdirectories
         try:
             self._devices.add(os.fstat(way[0][0]).st_dev)
             way[0] = way[0][0], self._add_entries(way[0][0])
@@ -50,13 +50,13 @@ class ScratchUse:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            self._inodes_left = -1  # no program needs as deep a tree
+            self._inodes_left = -1  # no program needs so deep a tree
         finally:
             for here, _ in way:
                 os.close(here)
 
     def add_files_of(self, user: int, directory: str) -> None:
-        """A user's files in a directory that is not its own, if there is such a directory."""
+        """Count a user's files in a shared directory, if that exists."""
         with contextlib.suppress(FileNotFoundError, PermissionError), os.scandir(directory) as entries:
             self._devices.add(os.stat(directory).st_dev)
             for entry in entries:
@@ -66,7 +66,7 @@ class ScratchUse:
                         self._add(status)
 
     def add_unlinked(self, processes: list[int]) -> None:
-        """Files without a name that processes hold open, on the same file systems."""
+        """Count unlinked files that processes hold open, on the same file systems."""
         for pid in processes:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
                 for name in os.listdir(f"/proc/{pid}/fd"):
@@ -76,7 +76,7 @@ class ScratchUse:
                             self._add(status)
 
     def _add_entries(self, directory: int) -> list[str]:
-        """Count what stands in a directory; the names of the directories there."""
+        """Count the entries of a directory; return the names of its subdirectories."""
         names: list[str] = []
         if os.fstat(directory).st_mode & _SEEN != _SEEN:
             os.fchmod(directory, 0o700)
@@ -92,7 +92,7 @@ class ScratchUse:
 
     def _add(self, status: os.stat_result) -> None:
         self._inodes_left -= 1
-        if stat.S_ISDIR(status.st_mode):  # its bytes are the file system's affair; their number is bounded
+        if stat.S_ISDIR(status.st_mode):  # only the number of directories counts, not their bytes
             return
         if status.st_nlink != 1:
             file = status.st_dev, status.st_ino
@@ -103,7 +103,7 @@ class ScratchUse:
 
 
 def _enter(parent: int, name: str) -> int | None:
-    """Open a directory that may be gone by now, and may be closed to its own user; None without it. Raises OSError."""
+    """Open a directory, even one that denies access to its owner; None if it is gone. Raises OSError."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         try:
             return os.open(name, _DIRECTORY, dir_fd=parent)
@@ -113,7 +113,7 @@ def _enter(parent: int, name: str) -> int | None:
 
 
 def _force(parent: int, name: str) -> int:
-    """Open a closed directory for its user, through a descriptor that leads nowhere else."""
+    """Grant the owner access through a path descriptor, which cannot be redirected, and open the directory."""
     here = os.open(name, os.O_PATH | _DIRECTORY, dir_fd=parent)
     try:
         os.chmod(f"/proc/self/fd/{here}", 0o700)

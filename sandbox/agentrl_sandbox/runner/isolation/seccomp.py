@@ -1,7 +1,7 @@
-"""The system calls that programs do without: a filter built once, installed in every child before its program runs.
+"""The filter of system calls: built once, installed in every child before its program runs.
 
-Refused calls fail as if a right were missing, or as if the kernel were older where libraries know what to do then.
-Calls that are newer than this list fail as unknown. Calls of another architecture end the process.
+Denied calls fail as if a privilege were missing, or as if the kernel were older if libraries can handle that. Calls
+newer than this list fail as unknown. A call for another architecture kills the process.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ def _groups(text: str) -> dict[str, tuple[str, ...]]:
 
 
 DENIED = _groups(_TEXT)
-"""Refused with EPERM in every mode, by what they are for."""
+"""Calls that fail with EPERM in every mode, by purpose."""
 
 MISSING = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register")
-"""Refused with ENOSYS: libraries then use what came before them."""
+"""Calls that fail with ENOSYS, so that libraries use their predecessors."""
 
 DENIED_WITHOUT_OWN_USER = _groups(_TEXT_WITHOUT_OWN_USER)
-"""Refused as well where programs share the server's user: changes of files that Landlock does not stop, and leaving the
-process group, which is what ends a program that multiplies there."""
+"""Also denied if programs share the server's user: changes of files that Landlock does not prevent, and leaving the
+process group, by which a fork bomb is killed."""
 
 _ARCHITECTURES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
 _NEW_NAMESPACES = 0x7E02_0000  # every CLONE_NEW* that clone(2) knows
-_AS_SIBLING = 0x8000  # CLONE_PARENT: out of the tree that is watched
+_AS_SIBLING = 0x8000  # CLONE_PARENT would leave the watched process tree
 _PRCTL = (1, 35, 36, 62)  # PR_SET_PDEATHSIG, PR_SET_MM, PR_SET_CHILD_SUBREAPER, PR_SCHED_CORE
 _IOCTL = (
     0x5412,  # TIOCSTI: typing into a terminal
@@ -74,7 +74,7 @@ _QUERY_PERSONALITY = 0xFFFF_FFFF
 _AF_UNIX, _SOCK_STREAM, _SOCK_SEQPACKET, _SOCK_KIND = 1, 1, 5, 0xF
 _SYS_SECCOMP = {"x86_64": 317, "aarch64": 277}
 _SET_MODE_FILTER, _GET_ACTION_AVAILABLE = 1, 2
-_FLAG_SPECULATION_ALLOWED = 4  # older kernels slow every filtered process down without it
+_FLAG_SPECULATION_ALLOWED = 4  # without it older kernels slow down filtered processes
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -83,7 +83,7 @@ class _Program(ctypes.Structure):
 
 
 class Filter:
-    """A filter ready to install, from its instructions."""
+    """A filter, ready to install."""
 
     def __init__(self, code: bytes) -> None:
         self._program = _Program(len(code) // 8, code)
@@ -95,13 +95,13 @@ class Filter:
         )
 
     def install(self) -> None:
-        """For this process and its children, for good. Needs no_new_privileges. Raises OSError."""
+        """Install it permanently for this process and its children. Needs no_new_privileges. Raises OSError."""
         if _libc.syscall(*self._arguments) != 0:
             raise OSError(ctypes.get_errno(), "seccomp")
 
 
 def available() -> bool:
-    """Whether the kernel filters system calls and this machine's numbers are known."""
+    """Whether the kernel supports seccomp and this machine's system call numbers are known."""
     if platform.machine() not in MACHINES:
         return False
     action = ctypes.c_uint32(bpf.KILL_PROCESS)
@@ -110,9 +110,9 @@ def available() -> bool:
 
 
 def build(machine: str, *, own_user: bool) -> bytes:
-    """The instructions that refuse what is listed here.
+    """The filter's instructions.
 
-    ``own_user`` says that no one else's process or file belongs to the program's user.
+    ``own_user``: no process or file of anyone else belongs to the program's user.
     """
     groups = DENIED if own_user else DENIED | DENIED_WITHOUT_OWN_USER
     refused = [name for group in groups.values() for name in group]
@@ -130,7 +130,7 @@ def build(machine: str, *, own_user: bool) -> bytes:
 
 
 def _by_argument() -> dict[str, Code]:
-    """Calls that are refused for some of their arguments only."""
+    """Calls that are denied only for some arguments."""
     refuse = bpf.fail(errno.EPERM)
     node = (0, 0o100000, 0o010000)  # files and pipes, no devices
     own_process = bpf.only_if_one_of(0, (0,), bpf.allow(), refuse)

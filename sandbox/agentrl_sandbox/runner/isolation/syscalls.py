@@ -1,9 +1,9 @@
-"""Numbers of the system calls that the filter speaks of, on x86-64 and 64-bit ARM; None where there is no such call."""
+"""The numbers of the filtered system calls on x86-64 and 64-bit ARM; None where a call does not exist."""
 
 from __future__ import annotations
 
 LAST_KNOWN = 462
-"""The newest call that was looked at (mseal, Linux 6.10). Numbers are the same on every machine from 424 on."""
+"""The newest call considered (mseal, Linux 6.10). From 424 on numbers are the same on all machines."""
 
 _TABLE = """
 _sysctl 156 -, accept 43 202, accept4 288 242, acct 163 89, add_key 248 217, adjtimex 159 171, bind 49 200,
@@ -36,11 +36,11 @@ _NUMBERS = {name: tuple(None if text == "-" else int(text) for text in numbers) 
 _COLUMN = {"x86_64": 0, "aarch64": 1}
 
 MACHINES = tuple(_COLUMN)
-"""The machines whose numbers are known."""
+"""The machines with known numbers."""
 
 
 def number(name: str, machine: str) -> int | None:
-    """The number of a call; None where the machine has no such call.
+    """The number of a call; None if the machine does not have it.
 
     >>> number("ptrace", "x86_64"), number("ptrace", "aarch64"), number("iopl", "aarch64")
     (101, 117, None)

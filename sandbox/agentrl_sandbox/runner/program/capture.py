@@ -1,4 +1,4 @@
-"""One output stream of a program: drained while it runs, its head and tail kept."""
+"""One output stream of a program: drained while it runs, keeping its head and tail."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _CHUNK = 65_536
 
 
 class Capture:
-    """Keeps the first and the last ``limit // 2`` bytes of what comes out of a non-blocking descriptor."""
+    """Keeps the first and the last ``limit // 2`` bytes read from a non-blocking descriptor."""
 
     def __init__(self, descriptor: int, limit: int) -> None:
         self.descriptor = descriptor
@@ -21,7 +21,7 @@ class Capture:
         self._tail_size = 0
 
     def drain(self, most: int) -> bool:
-        """Read what is there, at most about ``most`` bytes. True while there may be more later."""
+        """Read available data, at most about ``most`` bytes. True while more may come later."""
         taken = 0
         while self.open and taken < most:
             try:
@@ -40,11 +40,11 @@ class Capture:
 
     @property
     def truncated(self) -> bool:
-        """Whether bytes were left out."""
+        """Whether bytes were dropped."""
         return self.total > 2 * self._half
 
     def text(self) -> bytes:
-        """Head and tail, with a note between them where bytes were left out."""
+        """Head and tail, with a note between them if bytes were dropped."""
         tail = b"".join(self._tail)
         if not self.truncated:
             return bytes(self._head) + tail

@@ -1,4 +1,4 @@
-"""What happens in the forked child: it locks itself in, then becomes the program."""
+"""The forked child: it isolates itself, then runs the program."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ OUT_OF_MEMORY = b"M"
 _STATUS_DESCRIPTOR = 200
 _FETCHED_DESCRIPTOR = 201
 _OPEN_FILES = 256
-_NICENESS = 5  # so that spinning programs do not keep the server from ending them
-_SPARE_MEMORY = 16 << 20  # bytes lent to report a MemoryError
-_OTHER_TASKS = 256  # that the server's user may add after the start, where programs share it
+_NICENESS = 5  # so that busy programs cannot keep the server from killing them
+_SPARE_MEMORY = 16 << 20  # extra bytes for reporting a MemoryError
+_OTHER_TASKS = 256  # tasks that the server's user may add later, where programs share that user
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChildLimits:
-    """What is the same for every child of a zygote."""
+    """The limits shared by all children of a zygote."""
 
     isolate: str
     first_user: int | None  # slot i has user first_user + i; None: programs keep the server's user
@@ -45,16 +45,16 @@ class ChildLimits:
     max_processes: int
     scratch: str  # mount options
     scratch_bytes: int
-    generators: tuple[Callable[[], None], ...]  # what seeds the interpreter's random generators anew
+    generators: tuple[Callable[[], None], ...]  # functions that reseed the interpreter's random generators
 
     @classmethod
     def from_config(cls, config: RunnerConfig, generators: tuple[Callable[[], None], ...]) -> ChildLimits:
-        """Measured in the warm zygote: the limit on memory counts from what the interpreter has mapped already."""
+        """Call it in the warm zygote: the memory limit is in addition to what the interpreter has mapped."""
         with open("/proc/self/statm", encoding="ascii") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
         size = config.scratch_mb << 20
         processes = config.max_processes
-        if config.isolate == "none" and not has_own_users(config):  # the kernel counts all that this user has
+        if config.isolate == "none" and not has_own_users(config):  # the kernel counts all tasks of this user
             processes = tasks_of_user(os.geteuid()) + config.max_processes * config.slots + _OTHER_TASKS
         return cls(
             isolate=config.isolate,
@@ -68,17 +68,17 @@ class ChildLimits:
         )
 
     def user(self, slot: int) -> int | None:
-        """The user of a slot's programs, where slots have users of their own."""
+        """The user of a slot's programs, or None if they share the server's."""
         return None if self.first_user is None else self.first_user + slot
 
     def reseed(self) -> None:
-        """Otherwise every program would draw what the zygote would have drawn."""
+        """Reseed the generators; otherwise all programs would draw the same numbers."""
         for seed in self.generators:
             seed()
 
 
 def limit_children(limits: ChildLimits) -> None:
-    """Set, once and in the zygote, what every child inherits and no zygote needs."""
+    """Set the limits that all children inherit, once, in the zygote."""
     os.umask(0o022)
     kernel.no_new_privileges()
     for kind, soft, hard in (
@@ -92,7 +92,7 @@ def limit_children(limits: ChildLimits) -> None:
 
 def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: list[int]) -> NoReturn:
     """Isolate this process, run the program, exit. Never returns, whatever the program does."""
-    exit_code, leave, write = 70, os._exit, os.write  # the program may replace them
+    exit_code, leave, write = 70, os._exit, os.write  # programs may replace them
     try:
         task = _take_descriptors(descriptors)
         scratch, pid = isolate(limits, slot), os.getpid()
@@ -104,10 +104,10 @@ def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: lis
         limits.reseed()
         os.write(_STATUS_DESCRIPTOR, STARTED)
         exit_code, mark = _run(task)
-        if task.fetch and os.getpid() == pid:  # not a child of the program that got here too
+        if task.fetch and os.getpid() == pid:  # not a forked child of the program, which also returns here
             _fetch(scratch, task)
         if os.getpid() == pid:
-            with contextlib.suppress(OSError):  # the program closed it: it is then an ordinary error
+            with contextlib.suppress(OSError):  # the program closed it: then the outcome is an ordinary error
                 write(_STATUS_DESCRIPTOR, mark)
     except OSError as error:
         os.write(_STATUS_DESCRIPTOR, str(error).encode())
@@ -116,7 +116,7 @@ def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: lis
 
 
 def _take_descriptors(descriptors: list[int]) -> Task:
-    """Put standard streams, the status pipe and the file to fetch into in place, read the task."""
+    """Install the standard streams, the status pipe and the fetch file, then read the task."""
     program, stdout, stderr, status, *fetched = descriptors
     os.dup2(program, 0)
     os.dup2(stdout, 1)
@@ -128,7 +128,7 @@ def _take_descriptors(descriptors: list[int]) -> Task:
 
 
 def close_descriptors_but(*kept: int) -> None:
-    """Close all but the standard streams and ``kept``, which are ascending."""
+    """Close all descriptors except the standard streams and ``kept``, which is ascending."""
     first = 3
     for descriptor in kept:
         os.closerange(first, descriptor)
@@ -137,7 +137,7 @@ def close_descriptors_but(*kept: int) -> None:
 
 
 def isolate(limits: ChildLimits, slot: int) -> str:
-    """Leave the zygote's namespaces and user; the scratch directory, where the process then is."""
+    """Leave the zygote's namespaces and user. Returns the scratch directory, which becomes the working directory."""
     os.nice(_NICENESS)
     kernel.offer_to_oom_killer()
     signal.set_wakeup_fd(-1)
@@ -149,7 +149,7 @@ def isolate(limits: ChildLimits, slot: int) -> str:
         directory = f"{os.environ.pop(SCRATCH_VARIABLE)}/{slot}"
         os.environ["HOME"] = os.environ["TMPDIR"] = directory
     else:
-        # A signal to a process group crosses PID namespaces. Not a session: its share of the processors is its own.
+        # Signals to a process group cross PID namespaces. No new session: that would get its own share of CPU time.
         os.setpgid(0, 0)
         kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC)
         directory = SCRATCH
@@ -170,10 +170,9 @@ def isolate(limits: ChildLimits, slot: int) -> str:
 
 
 def _run(task: Task) -> tuple[int, bytes]:
-    """Run the program as ``__main__``; its exit status, as the interpreter gives it, and the status pipe's last word.
+    """Run the program as ``__main__``. Returns its exit status and the mark to write to the status pipe.
 
-    Whatever else writes to the pipe or ends this process, such as a fork that ran out of memory, says nothing of this
-    program.
+    Only this mark counts, not what others write to the pipe, such as a fork that ran out of memory.
     """
     sys.path.insert(0, "")
     gc.enable()
@@ -184,6 +183,6 @@ def _run(task: Task) -> tuple[int, bytes]:
 
 
 def _fetch(scratch: str, task: Task) -> None:
-    """What the program did to this interpreter may make this fail; how the program ended stays as it is."""
+    """Fetch files. A program may have broken what this needs; the outcome is unchanged."""
     with contextlib.suppress(BaseException):
         fetch_files(scratch, task.fetch, Fetched(_FETCHED_DESCRIPTOR, task.fetch))

@@ -1,8 +1,8 @@
-"""Compiles a program so that the value of its last expression is shown, as a notebook shows it.
+"""Compiles a program so that the value of its last expression is printed, as in a notebook.
 
-Decided by the syntax tree: if the last statement is an expression, it is compiled as the interactive interpreter
-would, which hands its value to ``sys.displayhook``: the representation is printed, None prints nothing.
-A semicolon after it says not to show it.
+If the last statement of the syntax tree is an expression, it is compiled as in the interactive interpreter, which
+passes its value to ``sys.displayhook``: the representation is printed, or nothing for None. A semicolon after the
+expression suppresses this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LINES = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n|\Z)")
 
 
 def compile_with_echo(text: str, name: str) -> list[CodeType]:
-    """The parts to execute, one after the other. Raises what ``compile`` raises, before anything has run."""
+    """The code objects to execute in order. Raises what ``compile`` raises, before anything runs."""
     tree = compile(text, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
     assert isinstance(tree, ast.Module)
     last = tree.body[-1] if tree.body else None

@@ -1,7 +1,7 @@
-"""The memory file in which fetched files come back. It cannot grow, and what it holds is believed in nothing.
+"""The memory file that returns fetched files. It cannot grow, and its contents are untrusted.
 
-Eight bytes for the length of the rest, then for each file its index among the names asked for (4 bytes), its size
-(8 bytes) and its content. The length is written last: before that, nothing counts as fetched.
+Eight bytes for the length of the rest, then for each file its index among the requested names (4 bytes), its size
+(8 bytes) and its content. The length is written last: until then nothing counts as fetched.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SEALS = 0x1 | 0x2 | 0x4  # no further seal, no shrinking, no growing
 
 
 def create(limit: int, names: Sequence[str]) -> int:
-    """A memory file for at most ``limit`` bytes of content. It takes memory only as it is written."""
+    """A memory file for at most ``limit`` bytes of content. It uses memory only as it is written."""
     file = os.memfd_create("files", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(file, _LENGTH.size + len(names) * _RECORD.size + limit)
     fcntl.fcntl(file, _F_ADD_SEALS, _SEALS)
@@ -26,7 +26,7 @@ def create(limit: int, names: Sequence[str]) -> int:
 
 
 def read(file: int, names: Sequence[str]) -> dict[str, bytes]:
-    """The files that the child says it found; records that make no sense end the reading."""
+    """The files that the child wrote; reading stops at the first invalid record."""
     room = os.fstat(file).st_size - _LENGTH.size
     (length,) = _LENGTH.unpack(os.pread(file, _LENGTH.size, 0))
     data = os.pread(file, min(length, room), _LENGTH.size)
@@ -43,7 +43,7 @@ def read(file: int, names: Sequence[str]) -> dict[str, bytes]:
 
 
 class Fetched:
-    """The child's end of the memory file."""
+    """The child's side of the memory file."""
 
     def __init__(self, file: int, names: Sequence[str]) -> None:
         self._file = file
@@ -51,7 +51,7 @@ class Fetched:
         self._end = _LENGTH.size
 
     def add(self, index: int, source: int, size: int) -> None:
-        """Append a file of ``size`` bytes, if it fits whole. Raises OSError; then nothing was appended."""
+        """Append a file of ``size`` bytes if it fits completely. After an OSError nothing was appended."""
         if size > self._left:
             return
         os.lseek(self._file, self._end + _RECORD.size, os.SEEK_SET)
@@ -61,11 +61,11 @@ class Fetched:
             if sent == 0:
                 break
             left -= sent
-        size -= left  # it became shorter meanwhile
+        size -= left  # the file became shorter meanwhile
         os.pwrite(self._file, _RECORD.pack(index, size), self._end)
         self._end += _RECORD.size + size
         self._left -= size
 
     def seal(self) -> None:
-        """Let what was added count."""
+        """Write the length, which makes the files count."""
         os.pwrite(self._file, _LENGTH.pack(self._end - _LENGTH.size), 0)

@@ -1,7 +1,7 @@
-"""Files into and out of a scratch directory, handled by the child as the slot's user.
+"""Writes and reads files of a scratch directory, in the child, as the slot's user.
 
-A program may have put anything there. Every component is opened on its own, relative to the one before and without
-following links, so a path cannot lead out; what is fetched is opened without waiting and must be a regular file.
+A program may have put anything there. Each path component is opened relative to the previous one, without following
+links, so a path cannot leave the directory. Fetched files are opened without blocking and must be regular files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def fetch_files(scratch: str, names: Sequence[str], fetched: Fetched) -> None:
         try:
             _fetch(scratch, name, index, fetched)
         except OSError:
-            continue  # it is missing, a link, or not to be read: absent
+            continue  # missing, a link, or unreadable: leave it out
     fetched.seal()
 
 
@@ -75,7 +75,7 @@ def _make_directory(part: str, parent: int) -> None:
     try:
         os.mkdir(part, 0o755, dir_fd=parent)
     except FileExistsError:
-        return  # opening it says whether it is a directory
+        return  # opening it shows whether it is a directory
 
 
 def _copy(source: int, target: int, size: int) -> None:

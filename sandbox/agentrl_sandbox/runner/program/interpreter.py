@@ -1,4 +1,4 @@
-"""Runs a program's text as ``__main__`` in this process, and tells its exit status as Python would."""
+"""Runs a program's text as ``__main__`` in this process and returns the exit status that Python would."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OURS = (__file__, echo.__file__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramSource:
-    """A text to run. ``name`` stands in tracebacks."""
+    """A text to run. ``name`` appears in tracebacks."""
 
     source: bytes
     name: str
@@ -31,7 +31,7 @@ class ProgramSource:
 
 
 def make_main() -> ModuleType:
-    """A fresh ``__main__``, put in place."""
+    """Install a fresh ``__main__``."""
     main = ModuleType("__main__")
     main.__dict__.update(__builtins__=sys.modules["builtins"])
     sys.modules["__main__"] = main
@@ -44,28 +44,28 @@ def run(program: ProgramSource, main: ModuleType, on_out_of_memory: Callable[[],
         _execute(program, main)
     except SystemExit as leaving:
         return _exit_status(leaving.code)
-    except BaseException as error:  # noqa: BLE001 - a program may raise anything, and that is its outcome
+    except BaseException as error:  # noqa: BLE001 - a program may raise anything; that is its outcome
         _report(error, on_out_of_memory)
         return UNCAUGHT
     return 0
 
 
 def finish(exit_code: int, on_out_of_memory: Callable[[], None]) -> int:
-    """What the interpreter does at its end: threads joined, atexit run, streams flushed. Gives the exit status."""
+    """Exit like the interpreter: join threads, run atexit, flush streams. Returns the exit status."""
     threading = sys.modules.get("threading")
     try:
         if threading is not None:
             threading._shutdown()
         atexit._run_exitfuncs()
         flush()
-    except BaseException as error:  # noqa: BLE001 - these run the program's code too
+    except BaseException as error:  # noqa: BLE001 - these run code of the program
         _report(error, on_out_of_memory)
         return exit_code or 120
     return exit_code
 
 
 def settle(exit_code: int, on_out_of_memory: Callable[[], None]) -> int:
-    """What ends a program whose interpreter goes on: threads (but daemons) waited for, streams flushed."""
+    """End a program whose interpreter continues: join non-daemon threads and flush streams."""
     threading = sys.modules.get("threading")
     try:
         if threading is not None:
@@ -73,14 +73,14 @@ def settle(exit_code: int, on_out_of_memory: Callable[[], None]) -> int:
                 if thread is not threading.current_thread() and not thread.daemon:
                     thread.join()
         flush()
-    except BaseException as error:  # noqa: BLE001 - these run the program's code too
+    except BaseException as error:  # noqa: BLE001 - these run code of the program
         _report(error, on_out_of_memory)
         return exit_code or 120
     return exit_code
 
 
 def flush() -> None:
-    """Write out what the standard streams still hold."""
+    """Flush the standard streams."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
             stream.flush()
@@ -108,7 +108,7 @@ def _exit_status(code: object) -> int:
 
 
 def _report(error: BaseException, on_out_of_memory: Callable[[], None]) -> None:
-    """Write the traceback as Python does, beginning at the program's first frame."""
+    """Print the traceback as Python does, starting at the program's first frame."""
     if isinstance(error, MemoryError):
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))

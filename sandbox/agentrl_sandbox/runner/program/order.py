@@ -1,7 +1,7 @@
-"""What one run asks for: how it crosses the client's socket, and the memory file in which a child receives it.
+"""One program to run: its frame on the client's socket, and the memory file in which a child receives it.
 
-The memory file holds the length of a header (8 bytes), the header, the program, the files, and last what the program
-reads from stdin: the child reads up to there and hands the rest of the file to the program as descriptor 0.
+The memory file holds the length of a header (8 bytes), the header, the program, the files, and last the program's
+stdin: the child reads up to there and passes the rest of the file to the program as descriptor 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # no further seal, no shrinking, no growing, no 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """One run, as client and server see it."""
+    """A run, as client and server see it."""
 
     identifier: int
     timeout: float
@@ -60,7 +60,7 @@ class Order:
         )
 
     def to_memory_file(self) -> int:
-        """A new memory file for the child, at its beginning. The program, whose stdin it is, cannot write to it."""
+        """A new memory file for the child, positioned at its start. The program cannot write to it."""
         header = {
             "source": len(self.source),
             "echo": self.echo,
@@ -78,7 +78,7 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One run, as the child sees it: the files' contents stay in the memory file."""
+    """A run, as the child sees it; the contents of files stay in the memory file."""
 
     source: bytes
     echo: bool

@@ -1,4 +1,4 @@
-"""A program in flight, as the server sees it."""
+"""A running program, as the server sees it, and its outcome."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STATUS_LIMIT = 4096
 
 @dataclass(kw_only=True, slots=True)
 class Program:
-    """Everything the server holds for one program. Times are of ``time.monotonic``."""
+    """The server's record of one program. Times are from ``time.monotonic``."""
 
     identifier: int
     slot: int
@@ -32,12 +32,12 @@ class Program:
     cpu_limit: int
     stdout: Capture
     stderr: Capture
-    status: Capture | None  # None in a session, which tells the server itself that a program is done
+    status: Capture | None  # None in a session, which reports the end itself
     fetch: tuple[str, ...] = ()
-    fetched_file: int = -1  # the memory file in which these come back
+    fetched_file: int = -1  # the memory file that returns them
     session: int | None = None
     pid: int = 0  # of its first process, or of the session's init process
-    memory_due: float = 0.0  # when it may be looked at closely again
+    memory_due: float = 0.0  # time of the next close check
     scratch_due: float = 0.0
     reason: Outcome | None = None  # why the server killed it
 
@@ -47,7 +47,7 @@ class Program:
         return (self.stdout, self.stderr) if self.status is None else (self.stdout, self.stderr, self.status)
 
     def files(self, ending: Ending) -> dict[str, bytes]:
-        """The files that came back; none after a kill."""
+        """The returned files; none after a kill."""
         killed = self.reason is not None or ending.exit_code is None or ending.exit_code < 0
         return {} if killed or self.fetched_file < 0 else fetched.read(self.fetched_file, self.fetch)
 
@@ -69,9 +69,9 @@ class Ending:
 
 
 def launch(order: Order, config: RunnerConfig, kind: str, slot: int) -> tuple[Program, list[int]]:
-    """The program, its deadline running, and the descriptors for the child, which the caller closes.
+    """Start a program's deadline and open its pipes. Returns the descriptors for the child, which the caller closes:
 
-    They are the memory file, stdout, stderr, outside sessions the status pipe, and the file to fetch into if any.
+    the memory file, stdout, stderr, the status pipe (outside sessions), and the fetch file if there is one.
     """
     files = [order.to_memory_file()]
     limits = [config.output_limit, config.output_limit] + ([] if order.session is not None else [_STATUS_LIMIT])
@@ -106,8 +106,8 @@ def launch(order: Order, config: RunnerConfig, kind: str, slot: int) -> tuple[Pr
 def judge(program: Program, status: int, cpu_seconds: float) -> Ending:
     """The outcome, from the wait status, the limits and the status pipe.
 
-    The status pipe begins with STARTED once the child was locked in; until then no line of the program has run, so a
-    program cannot fake an infrastructure failure.
+    The child writes STARTED to the status pipe once it is isolated and before the program runs, so a program cannot
+    fake an infrastructure failure.
     """
     assert program.status is not None
     exit_code = os.waitstatus_to_exitcode(status)
@@ -124,8 +124,8 @@ def judge(program: Program, status: int, cpu_seconds: float) -> Ending:
 def judge_exit(program: Program, exit_code: int, *, out_of_memory: bool) -> Ending:
     """The outcome, from an exit status (minus a signal's number) and from why the server killed the program.
 
-    ``out_of_memory``: the interpreter says that an uncaught MemoryError ended it. With an exit status that the program
-    chose, it did not.
+    ``out_of_memory``: the interpreter reported an uncaught MemoryError, which counts only with the exit status of an
+    uncaught exception.
     """
     if program.reason is not None and (exit_code < 0 or program.reason is not Outcome.TIMEOUT):
         return Ending(outcome=program.reason, exit_code=exit_code)
@@ -138,7 +138,7 @@ def judge_exit(program: Program, exit_code: int, *, out_of_memory: bool) -> Endi
 
 
 def done_frame(program: Program, ending: Ending) -> Frame[ServerReply]:
-    """Header and blobs of the message that tells the client how a program ended."""
+    """The message that tells the client how a program ended."""
     files = program.files(ending)
     header: ServerReply = {
         "op": "done",

@@ -1,7 +1,7 @@
-"""The random generators that exist in a warm interpreter: without new seeds all its children would draw the same.
+"""Reseeds the random generators of a warm interpreter, since all its children would draw the same numbers.
 
-``random`` alone reseeds itself after a fork. Every library may have made generators of its own when it was imported:
-SymPy has three, NumPy one. They are looked up once, in the warm interpreter, and seeded anew in each child.
+Only ``random`` reseeds itself after a fork. Libraries may have created generators at import: SymPy has three, NumPy
+one. They are found once, in the warm interpreter, and reseeded in each child.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _KEY_BYTES = 624 * 4
 
 
 def find_generators() -> tuple[Callable[[], None], ...]:
-    """For each generator that the garbage collector knows, what seeds it from the kernel's randomness.
+    """For each generator known to the garbage collector, a function that seeds it from the kernel's randomness.
 
-    What is slow is done here, once: a call into NumPy costs a fresh child most of a millisecond. To be called before
+    The slow work is done here, once: a call into NumPy costs a fresh child most of a millisecond. Call this before
     ``gc.freeze``, which hides objects.
     """
     things = gc.get_objects()
@@ -31,19 +31,19 @@ def find_generators() -> tuple[Callable[[], None], ...]:
     if numpy is None:
         return tuple(own)
     for thing in things:
-        if isinstance(thing, numpy.random.RandomState):  # a normal number may be kept for later
+        if isinstance(thing, numpy.random.RandomState):  # it may hold a cached normal number
             thing.set_state({**thing.get_state(legacy=False), "has_gauss": 0, "gauss": 0.0})
     return (*own, *(_bits(thing) for thing in things if isinstance(thing, numpy.random.BitGenerator)))
 
 
 def _python(generator: random.Random) -> Callable[[], None]:
-    generator.gauss_next = None  # type: ignore[attr-defined]  # also kept for later
+    generator.gauss_next = None  # type: ignore[attr-defined]  # also a cached number
     seed = super(random.Random, generator).seed
     return lambda: seed(int.from_bytes(os.urandom(_SEED_BYTES), "big"))
 
 
 def _bits(generator: Any) -> Callable[[], None]:
-    """Of what stands below NumPy's generators: its state, and the seeds of those it spawns."""
+    """Reseed a NumPy bit generator: its state, and the seeds of those it spawns."""
 
     def renew() -> None:
         generator.__setstate__(type(generator)().__getstate__())
@@ -51,17 +51,17 @@ def _bits(generator: Any) -> Callable[[], None]:
     address = generator.ctypes.state_address
     if type(generator).__name__ != "MT19937" or not _lies_at(address, generator.state["state"]):
         return renew
-    generator._legacy_seeding(None)  # from here on it spawns nothing
+    generator._legacy_seeding(None)  # from here on it cannot spawn
     return lambda: _write_key(address)
 
 
 def _lies_at(address: int, state: dict[str, Any]) -> bool:
-    """Whether the Mersenne Twister's key and position lie in memory as they did in every NumPy so far."""
+    """Whether the Mersenne Twister's key and position have the memory layout of all NumPy versions so far."""
     key, position = ctypes.string_at(address, _KEY_BYTES), ctypes.c_int.from_address(address + _KEY_BYTES).value
     return (key, position) == (state["key"].tobytes(), state["pos"])
 
 
 def _write_key(address: int) -> None:
-    """A random key of which every number has been drawn, so that the next draw makes new ones."""
+    """Write a random key whose numbers are all used up, so that the next draw generates new ones."""
     ctypes.memmove(address, os.urandom(_KEY_BYTES), _KEY_BYTES)
     ctypes.c_int.from_address(address + _KEY_BYTES).value = _KEY_BYTES // 4

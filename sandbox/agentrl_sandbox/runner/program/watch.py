@@ -1,7 +1,6 @@
-"""Looks at what the kernel does not bound: memory of all of a program's processes, and files without a mount of theirs.
+"""Checks what the kernel does not bound: the total memory of a program's processes, and files without their own mount.
 
-Some looks cost more than others, and a program decides how much there is to see: none takes more than a tenth of the
-server's time.
+A program decides how much there is to check, so expensive checks take at most a tenth of the server's time.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from agentrl_sandbox.runner.isolation.memory_use import Usage, proportional_byte
 from agentrl_sandbox.runner.isolation.scratch_use import INODES, ScratchUse
 from agentrl_sandbox.runner.program.program import Program
 
-_PERIOD = 10.0  # from look to look, in times that a look took
+_PERIOD = 10.0  # time between checks, as a multiple of a check's duration
 
 
 class Watch:
-    """Says of a program whether it uses too much. ``scratch`` holds the slots' directories, without namespaces."""
+    """Checks whether a program exceeds a limit. ``scratch`` holds the slots' directories, without namespaces."""
 
     def __init__(self, config: RunnerConfig, scratch: str = "") -> None:
         self._memory = config.memory_mb << 20
@@ -29,7 +28,7 @@ class Watch:
         self._first_user = config.first_user if has_own_users(config) else None
 
     def memory_is_over(self, program: Program, used: Usage, beyond: int) -> bool:
-        """Whether it holds more than ``memory_mb``, where pages that its processes share count once."""
+        """Whether it uses more than ``memory_mb``, counting pages that its processes share once."""
         if used.resident <= self._memory or len(used.processes) == 1:
             return used.resident > self._memory
         started = time.monotonic()
@@ -41,7 +40,7 @@ class Watch:
         return held > self._memory
 
     def scratch_is_over(self, program: Program) -> bool:
-        """Whether its files take more than ``scratch_mb``, or are too many. With namespaces its mount sees to that."""
+        """Whether its files exceed ``scratch_mb`` or are too many. With namespaces its mount enforces that."""
         started = time.monotonic()
         if not self._scratch or started < program.scratch_due:
             return False

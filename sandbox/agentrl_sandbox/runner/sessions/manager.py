@@ -1,4 +1,4 @@
-"""The server's half of sessions: opens, runs, forks and ends them.
+"""The server's side of sessions: opens, runs, forks and ends them.
 
 A session's interpreter runs untrusted code. The server accepts one message from it: that the current program is done,
 once, with that program's serial number. Any other message ends the session. The server itself enforces deadlines and
@@ -49,7 +49,7 @@ class SessionManager:
         self._identifiers = itertools.count(-1, -1)
         self._init_is_reached = reaches_session_init(config)
 
-    # What the client asks for.
+    # Requests of the client.
 
     def ask(self, header: ServerRequest) -> None:
         """Open, fork or close a session."""
@@ -80,7 +80,7 @@ class SessionManager:
     def _open(self, request: int, number: int) -> None:
         if self._is_full(request):
             return
-        if not self._slots:  # some are still being cleaned
+        if not self._slots:  # some slots are still being cleaned
             self._waiting.append((request, number))
             return
         ours, theirs = _pair()
@@ -135,7 +135,7 @@ class SessionManager:
         return full
 
     def _idle(self, request: int, number: int) -> ServerSession | None:
-        """A session that can be asked for something, or None after a refusal."""
+        """An idle session, or None after a refusal."""
         session = self._table.sessions.get(number)
         if session is None or session.state is not State.IDLE:
             why = "it has ended" if session is None else session.why or f"it is {session.state.value}"
@@ -144,21 +144,21 @@ class SessionManager:
         return session
 
     def give_back(self, slot: int) -> None:
-        """A slot is free again."""
+        """Take back a free slot."""
         self._slots.append(slot)
         if self._waiting:
             self._open(*self._waiting.popleft())
 
-    # What session processes say.
+    # Messages of session processes.
 
     def _tell(self, session: ServerSession, message: Mapping[str, object], descriptors: list[int]) -> None:
-        """Give the interpreter something to do and let it run."""
+        """Send the interpreter a request and resume it."""
         session.serial = secrets.randbits(64)
         text = json.dumps({**message, "serial": session.serial}).encode()
         try:
             socket.send_fds(session.control, [text], descriptors)
         except OSError:
-            self._table.end(session, "its interpreter does not listen")
+            self._table.end(session, "its interpreter closed its socket")
             return
         session.family.tell("wake", session.identifier)
 
@@ -169,13 +169,13 @@ class SessionManager:
             return
         except OSError:
             data = b""
-        if not data:  # the session init says how it ended
+        if not data:  # the session init reports how it ended
             self._server.ignore(session.control.fileno())
             return
         serial, exit_code, out_of_memory, error = DONE.unpack(data) if len(data) == DONE.size else (None, 0, False, 0)
         if serial != session.serial or session.state not in (State.RUNNING, State.FORKING):
             self._server.ignore(session.control.fileno())
-            self._table.end(session, "its interpreter sent what it was not asked for")
+            self._table.end(session, "its interpreter sent an unexpected message")
         elif session.fork is not None:
             session.fork.origin_error = error
             self._conclude_fork(session, session.fork)
@@ -204,7 +204,7 @@ class SessionManager:
             origin.answer = {"op": "opened", "id": fork.request}, []
         self._rest(origin)
 
-    # What session inits and zygotes say.
+    # Messages of session inits and zygotes.
 
     def _on_init(self, family: SessionFamily) -> None:
         try:
@@ -213,7 +213,7 @@ class SessionManager:
             return
         except OSError:
             data = b""
-        if not data:  # its zygote says that it ended
+        if not data:  # its zygote reports its exit
             self._server.ignore(family.init.fileno())
             return
         message: InitMessage = json.loads(data)
@@ -231,7 +231,7 @@ class SessionManager:
 
     def _on_born(self, session: ServerSession, pid: int, error: int) -> None:
         session.pid = pid
-        if session.why and pid:  # closed before it was there
+        if session.why and pid:  # closed before it was born
             self.kill(session.identifier)
         if session.request:
             self._server.reply({"op": "opened", "id": session.request})
@@ -254,7 +254,7 @@ class SessionManager:
         self._table.gone(session, session.why or f"its interpreter ended with {how}")
 
     def on_zygote(self, message: ZygoteMessage) -> None:
-        """A report about a session init."""
+        """Handle a report about a session init."""
         family = self._table.families.get(message["id"])
         if family is None:
             return
@@ -280,16 +280,16 @@ class SessionManager:
         self._table.kill(number)
 
     def end_all(self, why: str) -> None:
-        """Every session has ended with the interpreter it was forked from."""
+        """End all sessions, since the interpreter they were forked from has ended."""
         for family in list(self._table.families.values()):
             self._table.end_family(family, why)
 
     def due(self) -> float:
-        """When the next session's time is up."""
+        """When the next session's deadline expires."""
         return min((session.due for session in self._table.sessions.values()), default=math.inf)
 
     def watch(self, now: float) -> None:
-        """End what has been in its state too long."""
+        """End sessions that have been in their state too long."""
         for session in list(self._table.sessions.values()):
             if now < session.due:
                 continue
@@ -303,7 +303,7 @@ class SessionManager:
                 self._server.zygote(KIND).kill(session.family.identifier)
 
     def watch_usage(self, *, count_tasks: bool) -> None:
-        """Kill programs whose session, with what its family left unattended, uses too much."""
+        """Kill programs whose session, including its family's stray processes, exceeds a limit."""
         beyond = self._server.zygote(KIND).resident
         for family in self._table.families.values():
             running = [session for session in family.sessions.values() if session.program is not None]

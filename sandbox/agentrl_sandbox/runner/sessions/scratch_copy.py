@@ -1,4 +1,4 @@
-"""Gives a fork its own copy of a scratch directory."""
+"""Copies a scratch directory for a fork."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 
 
 def copy_scratch(source: str, target: str) -> int:
-    """Copy directories, regular files and links; leave out pipes, sockets and devices. Gives an error number or 0."""
+    """Copy directories, regular files and links, not pipes, sockets and devices. Returns an errno or 0."""
     try:
         _copy_directory(source, target)
     except OSError as error:
@@ -32,6 +32,6 @@ def _copy_directory(source: str, target: str) -> None:
 
 
 def _copy_status(source: str, target: str) -> None:
-    """Rights and times, where programs may change them."""
+    """Copy permissions and times, where programs may change them."""
     with contextlib.suppress(PermissionError):
         shutil.copystat(source, target, follow_symlinks=False)

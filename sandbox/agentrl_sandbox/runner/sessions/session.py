@@ -1,4 +1,4 @@
-"""A session and its family, as the server sees them."""
+"""The server's records of a session and its family."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from agentrl_sandbox.wire import Frame
 class State(Enum):
     """Where a session stands."""
 
-    OPENING = "opening"  # its process is not known yet
+    OPENING = "opening"  # its PID is not known yet
     IDLE = "idle"  # stopped
     RUNNING = "running"  # a program runs in it
-    FORKING = "forking"  # it was told to fork
-    RESTING = "resting"  # done; the session init stops it and kills what it left
+    FORKING = "forking"  # it is forking
+    RESTING = "resting"  # done; the session init stops it and kills leftover processes
     ENDING = "ending"  # it was killed
 
 
@@ -29,22 +29,22 @@ class State(Enum):
 class SessionFamily:
     """A session and its forks: one session init, one slot, one PID namespace."""
 
-    identifier: int  # below zero, so that zygotes may count them among the programs
+    identifier: int  # negative, since zygotes keep them among the programs
     slot: int
     init: socket.socket
     pid: int = 0
-    given_up: bool = False  # the server has its session init killed, which did not answer
+    given_up: bool = False  # the session init did not respond, so the server killed it
     sessions: dict[int, ServerSession] = field(default_factory=dict)
 
     def tell(self, operation: str, session: int, descriptors: tuple[int, ...] = ()) -> None:
-        """Send the session init a message. One that is gone is heard of from its zygote."""
+        """Send the session init a message. If it is gone, its zygote reports that."""
         try:
             socket.send_fds(self.init, [json.dumps({"op": operation, "id": session}).encode()], descriptors)
         except OSError:
             return
 
     def usage(self, beyond: int) -> tuple[dict[int, Usage], Usage]:
-        """What each session uses, and what processes use that no session answers for."""
+        """The usage of each session, and that of stray processes."""
         by_pid = {session.pid: session.identifier for session in self.sessions.values()}
         known: dict[int, Usage] = {}
         stray = Usage()
@@ -60,16 +60,16 @@ class SessionFamily:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Fork:
-    """A fork that was asked for. Both sides speak: its session init of the new process, the origin of itself."""
+    """A requested fork. The session init reports on the new process, the origin on itself."""
 
     request: int
     child: ServerSession
-    error: int | None = None  # what the session init says; 0: the new process is there
+    error: int | None = None  # the session init's report; 0: the new process exists
     origin_error: int | None = None
 
     @property
     def concluded(self) -> bool:
-        """Whether nothing more is waited for."""
+        """Whether all reports have arrived."""
         return bool(self.origin_error) or (self.origin_error is not None and self.error is not None)
 
 
@@ -81,19 +81,19 @@ class ServerSession:
     family: SessionFamily
     control: socket.socket
     state: State = State.OPENING
-    due: float = math.inf  # when its state has lasted too long
-    request: int = 0  # who waits for it to open
+    due: float = math.inf  # deadline of its state
+    request: int = 0  # the request that waits for it to open
     pid: int = 0  # in its own PID namespace
-    serial: int = 0  # of the message that the interpreter must answer
+    serial: int = 0  # of the request that the interpreter must answer
     program: Program | None = None
     fork: Fork | None = None
-    answer: Frame[ServerReply] | None = None  # goes to the client once the session is at rest
-    why: str = ""  # it ends
+    answer: Frame[ServerReply] | None = None  # sent to the client once the session is idle
+    why: str = ""  # why it ends, if it does
     closers: list[int] = field(default_factory=list)  # requests to close it
 
 
 def _inner_pid(pid: int) -> int:
-    """The number that a process has in its own PID namespace; 0 for one that is gone."""
+    """The PID of a process in its own PID namespace; 0 if it is gone."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             for line in file:

@@ -1,12 +1,12 @@
 """The init process of a session and its forks: their parent, which stops, kills and reaps them.
 
-It is forked from a warm interpreter, locks itself in like a program, and runs no line of one. The programs share its
-user, so it is closed to tracing; the kernel keeps signals of its own namespace from it. What it says of processes it
-has from the kernel.
+It is forked from a warm interpreter, isolates itself like a program, and runs no untrusted code. The programs have the
+same user, so it forbids tracing; the kernel blocks signals from its own namespace. Its reports about processes come
+from the kernel.
 
     server -> init   {"op": "wake", "id"} · {"op": "rest", "id"} · {"op": "kill", "id"}
-                       {"op": "expect", "id"} with a socket (SO_PASSCRED) on which a fork will say that it is there
-                       {"op": "forget", "id"}: that fork is no longer waited for
+                       {"op": "expect", "id"} with a socket (SO_PASSCRED) on which a fork will announce itself
+                       {"op": "forget", "id"}: stop waiting for that fork
     init -> server   {"op": "born", "id", "pid", "error"} · {"op": "rested", "id"} · {"op": "exit", "id", "status"}
                        {"op": "failed", "why"}
 """
@@ -145,7 +145,7 @@ class SessionInit:
         self._poll.register(birth, select.POLLIN)
 
     def _on_birth(self, descriptor: int) -> None:
-        """The kernel names the process that spoke; it must be a child of ours. An end without a word is a failure."""
+        """Check that the announced process, identified by the kernel, is a child of this one."""
         session, birth = self._expected.pop(descriptor)
         self._poll.unregister(descriptor)
         with birth:
@@ -214,7 +214,7 @@ class SessionInit:
         found: set[int] = set()
         for child in (pid for pid, parent in parents.items() if parent == os.getpid()):
             if child not in sessions:
-                if not self._expected:  # it may be a fork that has not spoken yet
+                if not self._expected:  # it may be a fork that has not announced itself yet
                     found |= processes_below(child, parents) | {child}
             elif sessions[child] not in self._running:
                 found |= processes_below(child, parents)

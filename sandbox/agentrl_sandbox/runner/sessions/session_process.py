@@ -1,10 +1,10 @@
-"""A session's interpreter: runs one program after the other in one ``__main__``, and forks when told to.
+"""A session's interpreter: runs one program after another in one ``__main__``, and forks on request.
 
     server -> process   {"op": "run", "serial"} with descriptors [program file, stdout, stderr] and [fetch file]
                         {"op": "fork", "serial", "directory"} with descriptors [the fork's socket, its birth socket]
     process -> server   DONE: serial, exit status, whether memory ran out, error number of a fork that failed
 
-Whatever programs do to this process, the server believes no more of it than that a program of this session is done.
+Programs can tamper with this process, so the server trusts it only to report that a program of this session is done.
 Between programs the session init stops this process.
 """
 
@@ -39,13 +39,13 @@ _MOST_DESCRIPTORS = 4
 
 
 def serve_session(control: int, scratch: str, first: str, lockdown: Lockdown) -> NoReturn:
-    """Lock this process in and become a session's interpreter, in the directory ``first`` made beneath ``scratch``.
+    """Isolate this process and become a session's interpreter, in a new directory ``first`` inside ``scratch``.
 
     Never returns.
     """
     leave = os._exit  # programs may replace os._exit
     try:
-        os.setpgid(0, 0)  # what programs send to their group is not for the session init
+        os.setpgid(0, 0)  # signals that programs send to their group must not reach the session init
         os.mkdir(f"{scratch}/{first}", 0o700)
         kernel.set_dumpable()
         kernel.die_with_parent(signal.SIGKILL)
@@ -103,7 +103,7 @@ class SessionProcess:
         self._restore_streams()
         task = read_task(0)
         exit_code = self._run_task(task)
-        if os.getpid() != self._pid:  # a child of the program got here too
+        if os.getpid() != self._pid:  # a forked child of the program also returns here
             os._exit(interpreter.finish(exit_code, self._on_out_of_memory))
         resource.setrlimit(resource.RLIMIT_AS, self._address_space)
         if fetched:
@@ -124,7 +124,7 @@ class SessionProcess:
     def _fetch(self, task: Task, file: int) -> None:
         try:
             fetch_files(self._scratch, task.fetch, Fetched(file, task.fetch))
-        except Exception:  # noqa: BLE001 - programs may have broken what this needs; the outcome stays as it is
+        except Exception:  # noqa: BLE001 - programs may have broken what this needs; the outcome is unchanged
             return
         finally:
             os.close(file)
@@ -137,10 +137,10 @@ class SessionProcess:
             os.dup2(self._null, number)
         for stream in self._streams:
             if not stream.closed:
-                stream.flush()  # what could not be written is not to stand in the next program's output
+                stream.flush()  # unwritten output must not appear in the next program's output
 
     def _restore_streams(self) -> None:
-        """Every program has its own; what an earlier one closed or put in their place is undone."""
+        """Give each program fresh streams, even if an earlier one closed or replaced them."""
         sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), encoding="utf-8")
         stdout, stderr = (
             stream if not stream.closed else open(number, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
@@ -168,7 +168,7 @@ class SessionProcess:
         return os.waitstatus_to_exitcode(status)
 
     def _be_born(self, directory: str, control: int, birth: int) -> None:
-        """Become a session of its own: other socket, other directory. The kernel tells the session init who this is."""
+        """Become a separate session with its own socket and directory. The kernel identifies it to the session init."""
         self._control.close()
         self._control = socket.socket(fileno=control)
         inside = os.path.relpath(os.getcwd(), self._scratch)
@@ -186,7 +186,7 @@ class SessionProcess:
         os.environ["HOME"] = os.environ["TMPDIR"] = self._scratch
         tempfile = sys.modules.get("tempfile")
         if tempfile is not None:
-            tempfile.__dict__["tempdir"] = None  # look at TMPDIR again
+            tempfile.__dict__["tempdir"] = None  # read TMPDIR again
 
 
 def _leave_the_fork_to_init() -> None:
@@ -203,9 +203,9 @@ def _leave_the_fork_to_init() -> None:
 
 
 def _quiet_fork() -> int:
-    """Fork without Python's warning about the program's threads, which the fork does not have.
+    """Fork without Python's warning about threads, which the fork does not have.
 
-    ``random`` seeds itself anew in every fork; a branch of a session goes on with its origin's numbers.
+    ``random`` reseeds itself in every fork; a fork of a session keeps its origin's state.
     """
     state = random.getstate()
     with warnings.catch_warnings():

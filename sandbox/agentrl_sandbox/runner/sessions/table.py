@@ -1,4 +1,4 @@
-"""The sessions of a server, by the client's numbers: how they come, and how they end."""
+"""The table of a server's sessions, and how they end."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from agentrl_sandbox.types import Outcome
 from agentrl_sandbox.wire import Frame
 
 KIND = "science"
-"""The interpreter that sessions are forked from: what programs will import is not known when a session opens."""
+"""The interpreter that sessions are forked from, since a session's imports are not known when it opens."""
 
 END_SECONDS = 5.0
-"""For the session init to stop or to kill a session process; then the session init is killed."""
+"""The time that the session init has to stop or kill a process before it is killed itself."""
 
 
 class ServerCallbacks(Protocol):
-    """What sessions need of the server."""
+    """The operations of the server that sessions use."""
 
     def listen(self, descriptor: int, handler: Callable[[], None]) -> None: ...
     def ignore(self, descriptor: int) -> None: ...
@@ -36,7 +36,7 @@ class ServerCallbacks(Protocol):
 
 
 class SessionTable:
-    """Who is there, and what is said when someone goes."""
+    """The live sessions and families, and the messages to the client when one ends."""
 
     def __init__(self, server: ServerCallbacks) -> None:
         self._server = server
@@ -44,24 +44,24 @@ class SessionTable:
         self.families: dict[int, SessionFamily] = {}
 
     def drop(self, child: ServerSession, origin: ServerSession) -> None:
-        """Forget a fork that did not come to be."""
+        """Forget a failed fork."""
         origin.family.tell("forget", child.identifier)
         if child.pid:
             origin.family.tell("kill", child.identifier)
         self.leave(child)
 
     def kill(self, number: int) -> None:
-        """Kill an interpreter; its exit tells the rest."""
+        """Kill an interpreter; the rest follows from its exit."""
         session = self.sessions[number]
         if session.program is not None and session.program.reason is not None and not session.why:
             session.why = f"its program was killed: {session.program.reason.value}"
         if session.pid == 0:
-            return  # it is killed when it is there
+            return  # it is killed once it is born
         session.state, session.due = State.ENDING, time.monotonic() + END_SECONDS
         session.family.tell("kill", number)
 
     def end(self, session: ServerSession, why: str) -> None:
-        """Kill a session; what runs in it was killed. The first reason counts."""
+        """Kill a session and its program. The first reason counts."""
         if session.why:
             return
         session.why = why
@@ -71,7 +71,7 @@ class SessionTable:
             self.kill(session.identifier)
 
     def end_family(self, family: SessionFamily, why: str, *, killed: bool = False) -> None:
-        """A session init has ended, and with it its session processes. ``killed``: by its programs."""
+        """Handle the end of a session init and its processes. ``killed``: by its own programs."""
         self.end_processes(family, why, killed=killed)
         if self.families.pop(family.identifier, None) is not None:
             self._server.ignore(family.init.fileno())
@@ -79,7 +79,7 @@ class SessionTable:
             self._server.release(family.slot, KIND)
 
     def end_processes(self, family: SessionFamily, why: str, *, killed: bool = False) -> None:
-        """A session init ends, and says why; or was ``killed`` by its programs."""
+        """End all sessions of a family."""
         for session in list(family.sessions.values()):
             if session.program is not None:
                 if session.program.reason is None and not killed:
@@ -90,7 +90,7 @@ class SessionTable:
             self.gone(session, session.why or why)
 
     def gone(self, session: ServerSession, why: str) -> None:
-        """The process has ended: tell everyone who waits, and forget it."""
+        """A session's process has ended: answer all waiting requests and forget it."""
         if session.fork is not None:
             fork, session.fork = session.fork, None
             self.drop(fork.child, session)
@@ -103,14 +103,14 @@ class SessionTable:
         self.leave(session)
 
     def answer(self, session: ServerSession) -> None:
-        """Send the client what was kept for it until the session was at rest."""
+        """Send the client the answer that was held until the session was idle."""
         if session.answer is not None:
             header, blobs = session.answer
             session.answer = None
             self._server.reply(header, *blobs)
 
     def enter(self, session: ServerSession, on_word: Callable[[ServerSession], None]) -> None:
-        """Know a session from now on. ``on_word`` is called when its interpreter says something."""
+        """Add a session. ``on_word`` is called when its interpreter sends a message."""
         self.sessions[session.identifier] = session
         session.family.sessions[session.identifier] = session
         self._server.listen(session.control.fileno(), lambda: on_word(session))

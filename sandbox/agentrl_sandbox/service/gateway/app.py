@@ -1,4 +1,4 @@
-"""The gateway's HTTP interface. It executes nothing: programs go to the runners of a pool."""
+"""The gateway's HTTP interface. It executes nothing; programs run at the runners of a pool."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ from agentrl_sandbox.types import Execution
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": meaning}
     for status, meaning in {
-        401: "no token, or a wrong one",
+        401: "the token is missing or wrong",
         404: "no such session",
-        409: "as many sessions are open as may be, or a session cannot be forked",
+        409: "max_sessions sessions are open, or a session cannot be forked",
         415: "not JSON",
-        422: "impossible arguments",
-        429: "the queue is full: try again after the seconds in Retry-After",
-        503: "no runner had room, or the service is stopping: try again after the seconds in Retry-After",
+        422: "invalid arguments",
+        429: "the queue is full; retry after the seconds in Retry-After",
+        503: "no runner had room, or the service is stopping; retry after the seconds in Retry-After",
     }.items()
 }
 
 
 class Gateway:
-    """What the endpoints share: the pool, the counts, and whether the service is stopping."""
+    """The state that endpoints share: the pool, the metrics, and whether the service is stopping."""
 
     def __init__(self, pool: RunnerPool, *, batch_limit: int) -> None:
         self.pool = pool
@@ -82,9 +82,9 @@ class Gateway:
     def _gauges(self) -> list[tuple[str, str, Callable[[], float]]]:
         registry, queue, sessions = self.pool.registry, self.pool.queue, self.pool.sessions
         return [
-            ("queue_length", "calls that wait for a runner", lambda: queue.length),
-            ("running", "requests that are with runners", lambda: registry.running),
-            ("runners", "runners that take programs", lambda: registry.runners),
+            ("queue_length", "calls waiting for a runner", lambda: queue.length),
+            ("running", "requests being run", lambda: registry.running),
+            ("runners", "runners that accept programs", lambda: registry.runners),
             ("workers", "programs that can run at once", lambda: registry.workers),
             ("sessions", "open sessions", lambda: len(sessions)),
         ]
@@ -101,7 +101,7 @@ def build_app(gateway: Gateway) -> FastAPI:
 
     app = FastAPI(
         title="agentrl-sandbox",
-        summary="Runs Python programs that a language model wrote.",
+        summary="Runs untrusted Python programs.",
         lifespan=lifespan,
         redoc_url=None,
         responses=_PROBLEMS,
@@ -143,7 +143,7 @@ def _add_state(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/health", tags=["state"])
     async def health() -> dict[str, str]:
-        """The gateway lives."""
+        """Whether the gateway is up."""
         return {"status": "ok"}
 
     @app.get("/ready", tags=["state"])
@@ -162,19 +162,19 @@ def _add_state(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/metrics", tags=["state"])
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Prometheus metrics."""
         return Response(gateway.metrics.text(), media_type=CONTENT_TYPE)
 
 
 def _add_programs(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/execute", response_model=ExecutionAnswer, tags=["programs"])
     async def execute(request: ProgramRequest) -> Response:
-        """Run a program. It dies if the client leaves."""
+        """Run a program. It is killed if the client disconnects."""
         return _json(execution_json(await gateway.run(request.call(), request.request_id)))
 
     @app.post("/v1/execute_batch", response_model=BatchAnswer, tags=["programs"])
     async def execute_batch(request: BatchRequest) -> Response:
-        """Run many programs; all of them or, without room in the queue, none."""
+        """Run many programs; all of them, or none if the queue lacks room."""
         count = len(request.requests)
         if count > gateway.batch_limit:
             raise ImpossibleCallError(f"a batch has at most {gateway.batch_limit} programs, not {count}")

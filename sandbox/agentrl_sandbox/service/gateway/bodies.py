@@ -1,4 +1,4 @@
-"""The JSON of ``/v1``: what comes in, checked, and what goes out."""
+"""The JSON of ``/v1``: requests, which are validated, and answers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from agentrl_sandbox.types import Execution, Outcome
 
 
 def _any_text(value: object) -> str:
-    """Any string of JSON, also one with lone surrogates, which are for the program's interpreter to judge."""
+    """Any JSON string, including lone surrogates, which the program's interpreter handles."""
     if not isinstance(value, str):
-        raise ValueError("a string is expected")
+        raise ValueError("expected a string")
     return value
 
 
 class Base64Error(ValueError):
-    """A file's content is no base64 text."""
+    """The content of a file is not base64 text."""
 
 
 def from_base64(value: object) -> bytes:
     """Raises Base64Error."""
     if not isinstance(value, str):
-        raise Base64Error("base64 text is expected")
+        raise Base64Error("expected base64 text")
     try:
         return base64.b64decode(value, validate=True)
     except binascii.Error as error:
@@ -49,17 +49,21 @@ class ProgramRequest(_Body):
     """A program to run."""
 
     program: Text = Field(description="Python")
-    timeout: float | None = Field(None, gt=0, le=3600, description="seconds of wall clock; null: the runner's setting")
-    stdin: Text = Field("", description="what it reads from standard input")
-    request_id: str | None = Field(
-        None, min_length=1, max_length=256, description="equal requests with one id share one run"
+    timeout: float | None = Field(
+        None, gt=0, le=3600, description="seconds of wall clock time; null: the runner's setting"
     )
-    files: dict[Path, Content] = Field({}, max_length=1024, description="base64, by path below the scratch directory")
-    fetch_files: list[Path] = Field([], max_length=1024, description="paths to read when the program has ended")
-    echo: bool = Field(False, description="print the value of a last expression, as a notebook does")
+    stdin: Text = Field("", description="standard input")
+    request_id: str | None = Field(
+        None, min_length=1, max_length=256, description="identical requests with the same id share one run"
+    )
+    files: dict[Path, Content] = Field(
+        {}, max_length=1024, description="base64 contents by path in the scratch directory"
+    )
+    fetch_files: list[Path] = Field([], max_length=1024, description="paths to return after the program has ended")
+    echo: bool = Field(False, description="print the value of a last expression, as in a notebook")
 
     def call(self, session: str | None = None) -> Call:
-        """For the pool."""
+        """The request as a call for the pool."""
         return Call(
             program=self.program,
             timeout=self.timeout,
@@ -83,10 +87,12 @@ class ExecutionAnswer(BaseModel):
     outcome: Outcome
     stdout: str
     stderr: str
-    exit_code: int | None = Field(description="minus the signal's number if one ended it; null: the sandbox failed")
+    exit_code: int | None = Field(
+        description="minus the signal's number if a signal ended it; null if the sandbox failed"
+    )
     seconds: float
-    truncated: bool = Field(description="whether the middle of an output was left out")
-    files: dict[str, str] = Field(description="base64, those of fetch_files that were there")
+    truncated: bool = Field(description="whether the middle of an output was dropped")
+    files: dict[str, str] = Field(description="base64 contents of those fetch_files that exist")
 
 
 class BatchAnswer(BaseModel):
@@ -105,11 +111,11 @@ class ErrorAnswer(BaseModel):
     """Why a request was not carried out."""
 
     detail: object
-    error: str | None = Field(None, description="what kind of problem, by the name of the client's error")
+    error: str | None = Field(None, description="the name of the client's error class")
 
 
 def execution_json(execution: Execution) -> dict[str, object]:
-    """The fields of ``ExecutionAnswer``."""
+    """The JSON of an ``ExecutionAnswer``."""
     return {
         "outcome": execution.outcome.value,
         "stdout": execution.stdout,

@@ -1,9 +1,8 @@
 """The two endpoints of SandboxFusion's HTTP interface, with its fields and values.
 
-A program that could be run is answered with status 200, whatever became of it; so is a failure of the sandbox
-(``SandboxError``). Where this service has no room it says so with 429 and 503, as everywhere else. Only ``python`` is
-there to run. ``memory_limit_MB`` and ``compile_timeout`` are taken and change nothing: the runner's own limit on
-memory holds, and Python is not compiled beforehand.
+A program that ran gets status 200, whatever its outcome; so does a failure of the sandbox (``SandboxError``). Overload
+gets 429 and 503, as elsewhere. ``python`` is the only language. ``memory_limit_MB`` and ``compile_timeout`` are
+accepted but have no effect: the runner's own memory limit applies, and Python is not compiled beforehand.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ class RunCodeRequest(BaseModel):
 
     code: Text
     language: Literal["python"]
-    compile_timeout: float = Field(10, description="without effect on Python")
+    compile_timeout: float = Field(10, description="no effect on Python")
     run_timeout: float = Field(10, gt=0, le=3600, description="seconds")
-    memory_limit_MB: int = Field(-1, description="the runner's own limit holds")
+    memory_limit_MB: int = Field(-1, description="the runner's own limit applies")
     stdin: Text | None = None
     files: dict[Path, str | None] = Field({}, description="base64 by path")
     fetch_files: list[Path] = []
@@ -41,9 +40,9 @@ class RunJupyterRequest(BaseModel):
     """The cells of a notebook."""
 
     cells: list[Text]
-    cell_timeout: float = Field(0, ge=0, le=3600, description="seconds for each cell; 0: only the total counts")
+    cell_timeout: float = Field(0, ge=0, le=3600, description="seconds for each cell; 0: only the total limit applies")
     total_timeout: float = Field(45, gt=0, le=3600, description="seconds for all of them")
-    memory_limit_MB: int = Field(-1, description="the runner's own limit holds")
+    memory_limit_MB: int = Field(-1, description="the runner's own limit applies")
     kernel: Literal["python3"] = "python3"
     files: dict[Path, str | None] = Field({}, description="base64 by path")
     fetch_files: list[Path] = []
@@ -60,7 +59,7 @@ class CommandRunResult(BaseModel):
 
 
 class CellRunResult(BaseModel):
-    """What a cell wrote and showed. It comes from the program itself: it says nothing that can be relied on."""
+    """The output of a cell. It comes from the program itself and is untrusted."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -74,7 +73,7 @@ Status = Literal["Success", "Failed", "SandboxError"]
 
 
 class RunCodeResponse(BaseModel):
-    """What became of a program."""
+    """The result of a program."""
 
     status: Status
     message: str = ""
@@ -85,7 +84,7 @@ class RunCodeResponse(BaseModel):
 
 
 class RunJupyterResponse(BaseModel):
-    """What became of a notebook."""
+    """The result of a notebook."""
 
     status: Status
     message: str = ""
@@ -145,7 +144,7 @@ async def run_jupyter(request: RunJupyterRequest, run: Run) -> RunJupyterRespons
     try:
         cells = _CELL_RESULTS.validate_json(results)
     except ValidationError:
-        return RunJupyterResponse(status="Failed", message="a cell meddled with the results", driver=driver)
+        return RunJupyterResponse(status="Failed", message="a cell tampered with the results", driver=driver)
     return RunJupyterResponse(status="Success", driver=driver, cells=cells, files=to_base64(files))
 
 

@@ -1,8 +1,8 @@
-"""Who may speak to the gateway, checked before anything else sees a request.
+"""Authenticates requests before anything else sees them.
 
-A browser that a web page steers sends a Host header, an Origin and a content type that the page cannot choose freely:
-a foreign Host is refused (DNS rebinding), a foreign Origin is refused, and a body must be JSON, which a page cannot
-send to another site without asking first. Everything that runs programs needs the bearer token as well.
+A web page cannot freely choose the Host header, Origin and content type that a browser sends for it. So a foreign Host
+(DNS rebinding) or Origin is rejected, and a body must be JSON, which a page cannot send to another site without a
+preflight request. All paths that run programs also need the bearer token.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_OPEN_PATHS = frozenset({"/health", "/ready", "/docs", "/openapi.json"})  # they run nothing and hold no secret
+_OPEN_PATHS = frozenset({"/health", "/ready", "/docs", "/openapi.json"})  # they run nothing and reveal no secret
 
 
 class _ClientLeftError(Exception):
-    """The client left before its request was complete."""
+    """The client disconnected before its request was complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class RejectedRequestError(Exception):
-    """Why a request is turned away."""
+    """A request is rejected with this status."""
 
     status: int
     detail: str
@@ -37,7 +37,7 @@ class RejectedRequestError(Exception):
 
 
 class Guard:
-    """ASGI middleware: refuses, reads the body up to ``max_body`` bytes, and ends requests whose client has left."""
+    """ASGI middleware: rejects requests, bounds bodies, and cancels requests of disconnected clients."""
 
     def __init__(self, app: App, *, token: str | None, hosts: frozenset[str], max_body: int) -> None:
         self._app = app
@@ -107,7 +107,7 @@ class Guard:
                 return b"".join(parts)
 
     async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """Run the application, and cancel it when the client leaves: that kills the client's program."""
+        """Run the application; cancel it, and so kill its program, when the client disconnects."""
         parts = [{"type": "http.request", "body": body, "more_body": False}]
         left: asyncio.Future[Message] = asyncio.ensure_future(receive())
 
@@ -127,7 +127,7 @@ class Guard:
 
 
 def _headers(scope: Scope) -> dict[bytes, bytes]:
-    """Raises RejectedRequestError where one that is checked here comes twice."""
+    """Raises RejectedRequestError if a header that is checked here is repeated."""
     headers: dict[bytes, bytes] = {}
     for name, value in scope["headers"]:
         if name in headers and name in (b"host", b"origin", b"authorization", b"content-type", b"content-length"):

@@ -1,4 +1,4 @@
-"""What Prometheus reads."""
+"""The Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -13,33 +13,36 @@ _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
 
 
 class Metrics:
-    """Counts of one gateway. Each has its own registry: two gateways in one process do not mix."""
+    """The metrics of one gateway, with a registry of its own so that gateways in one process do not mix."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._outcomes = Counter(
             "agentrl_sandbox_executions",
-            "answered calls by how their programs ended",
+            "answered calls by outcome",
             ["outcome"],
             registry=self._registry,
         )
         for outcome in Outcome:
             self._outcomes.labels(outcome.value)
         self._seconds = Histogram(
-            "agentrl_sandbox_execution_seconds", "wall time of programs", buckets=_SECONDS, registry=self._registry
+            "agentrl_sandbox_execution_seconds",
+            "wall clock time of programs",
+            buckets=_SECONDS,
+            registry=self._registry,
         )
         self._answer_seconds = Histogram(
             "agentrl_sandbox_answer_seconds",
-            "from a call's arrival to its answer, the queue included",
+            "time from a call's arrival to its answer, including the queue",
             buckets=_SECONDS,
             registry=self._registry,
         )
         self._refused = Counter(
-            "agentrl_sandbox_refused", "calls not carried out, by HTTP status", ["status"], registry=self._registry
+            "agentrl_sandbox_refused", "rejected calls by HTTP status", ["status"], registry=self._registry
         )
 
     def gauge(self, name: str, meaning: str, value: Callable[[], float]) -> None:
-        """Show a number that is looked up whenever Prometheus asks."""
+        """Add a number that is read whenever Prometheus scrapes."""
         Gauge(f"agentrl_sandbox_{name}", meaning, registry=self._registry).set_function(value)
 
     def ran(self, execution: Execution, answer_seconds: float) -> None:
@@ -49,9 +52,9 @@ class Metrics:
         self._answer_seconds.observe(answer_seconds)
 
     def refused(self, status: int) -> None:
-        """Count a call that was turned away."""
+        """Count a rejected call."""
         self._refused.labels(str(status)).inc()
 
     def text(self) -> bytes:
-        """The page."""
+        """The metrics in the text format."""
         return generate_latest(self._registry)

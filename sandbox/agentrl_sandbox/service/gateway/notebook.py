@@ -1,6 +1,6 @@
-"""A program that runs cells as a notebook does: one namespace, output and last expression of each kept apart.
+"""A program that runs cells like a notebook: in one namespace, with separate output and result of each.
 
-It is sent to a runner as text, with the file ``CELLS`` beside it, and leaves the file ``RESULTS``; nothing imports it.
+It is sent to a runner as text with the file ``CELLS`` and writes the file ``RESULTS``. Nothing imports it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ CELLS, RESULTS = ".agentrl-cells.json", ".agentrl-results.json"
 
 
 class CellTimeoutError(BaseException):
-    """A cell was longer at it than it may be."""
+    """A cell exceeded its time limit."""
 
 
 def main() -> None:
-    """Run every cell, also those behind one that failed, and write down what each did."""
+    """Run every cell, even after one failed, and write the results."""
     with open(CELLS, encoding="utf-8") as file:
         task = json.load(file)
     os.unlink(CELLS)
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def run_cell(number: int, source: str, seconds: float, namespace: dict[str, object]) -> dict[str, object]:
-    """One cell: what it wrote, the value of its last expression, and the error that ended it."""
+    """Run one cell. Returns its output, the value of its last expression, and its error."""
     result: dict[str, object] = {"stdout": "", "stderr": "", "display": [], "error": []}
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         kept = [(stream, os.dup(stream)) for stream in (1, 2)]
@@ -42,7 +42,7 @@ def run_cell(number: int, source: str, seconds: float, namespace: dict[str, obje
         os.dup2(stderr.fileno(), 2)
         try:
             result["display"] = execute(number, source, seconds, namespace)
-        except BaseException as error:  # noqa: BLE001 - a cell may raise anything, and the next one runs all the same
+        except BaseException as error:  # noqa: BLE001 - a cell may raise anything, and the next one still runs
             result["error"] = [describe(error)]
         for stream, before in kept:
             flush(sys.stdout if stream == 1 else sys.stderr)
@@ -55,7 +55,7 @@ def run_cell(number: int, source: str, seconds: float, namespace: dict[str, obje
 
 
 def execute(number: int, source: str, seconds: float, namespace: dict[str, object]) -> list[dict[str, str]]:
-    """Run the statements, then the last expression, whose value is shown unless it is None."""
+    """Run the statements, then the last expression; return its value unless it is None."""
     name = f"<cell {number}>"
     tree = ast.parse(source, name)
     last = tree.body[-1] if tree.body else None
@@ -79,7 +79,7 @@ def stop_cell(number: int, frame: object) -> None:
 
 
 def describe(error: BaseException) -> dict[str, object]:
-    """As a kernel reports an error."""
+    """The error in a Jupyter kernel's form."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals is globals():
         frames = frames.tb_next

@@ -1,4 +1,4 @@
-"""The gateway as a process: uvicorn around the application, with a SIGTERM that finishes what runs."""
+"""The gateway process: runs the application in uvicorn and drains it on SIGTERM."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from agentrl_sandbox.service.gateway_settings import NO_TOKEN, GatewaySettings
 from agentrl_sandbox.service.pool.pool import RunnerPool
 
 _log = logging.getLogger(__name__)
-_KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close them first
+_KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close first
 
 
 class DrainingServer(uvicorn.Server):
-    """At the first signal new calls get 503 while the others finish; at the second it stops at once."""
+    """On the first signal new calls get 503 while the others finish; on the second it stops at once."""
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway, drain_seconds: float) -> None:
         super().__init__(config)
@@ -35,7 +35,7 @@ class DrainingServer(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Until it is told to stop."""
+        """Serve until told to stop."""
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
 
@@ -52,22 +52,22 @@ class DrainingServer(uvicorn.Server):
         self._drain = asyncio.get_running_loop().create_task(self._until_idle())
 
     async def _until_idle(self) -> None:
-        _log.info("stopping: %d calls are left", self._gateway.calls)
+        _log.info("stopping: %d calls are still running", self._gateway.calls)
         try:
             async with asyncio.timeout(self._drain_seconds):
                 while self._gateway.calls:
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            _log.warning("%d calls were not done after %g s", self._gateway.calls, self._drain_seconds)
+            _log.warning("%d calls did not finish within %g s", self._gateway.calls, self._drain_seconds)
         self.should_exit = True
 
 
 async def serve_gateway(
     settings: GatewaySettings, sockets: Path, *, on_listening: Callable[[int], None] = lambda port: None
 ) -> None:
-    """Serve until SIGTERM, SIGINT or a cancellation. ``on_listening`` is told the port.
+    """Serve until SIGTERM, SIGINT or a cancellation. ``on_listening`` gets the port.
 
-    Raises StartError where it cannot listen.
+    Raises StartError if it cannot listen.
     """
     token = settings.token or kept_token(settings.token_file)
     pool = RunnerPool(sockets, queue_limit=settings.queue_limit, queue_seconds=settings.queue_seconds)
@@ -115,13 +115,13 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def kept_token(file: Path | None) -> str:
-    """The token in a file, made and written there first if need be; without a file a new one, shown once.
+    """The token in ``file``, which is created if needed; without a file, a new token, which is logged once.
 
     Raises StartError.
     """
     if file is None:
         token = secrets.token_urlsafe(32)
-        _log.warning("token: %s (SANDBOX_TOKEN chooses one, --no-token turns it off)", token)
+        _log.warning("token: %s (set SANDBOX_TOKEN to choose one, --no-token to turn authentication off)", token)
         return token
     try:
         if not file.exists():
@@ -130,8 +130,8 @@ def kept_token(file: Path | None) -> str:
                 opened.write(secrets.token_urlsafe(32) + "\n")
         token = file.read_text("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise StartError(f"cannot keep the token in {file}: {error}") from error
+        raise StartError(f"cannot store the token in {file}: {error}") from error
     if not token:
-        raise StartError(f"{file} holds no token; remove it")
+        raise StartError(f"{file} contains no token; remove the file")
     _log.info("the token is in %s", file)
     return token

@@ -1,4 +1,4 @@
-"""The gateway's end of one runner's socket. A runner is hostile: what it may not send ends the connection."""
+"""The gateway's side of one runner's socket. Runners are untrusted: an invalid message ends the connection."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from agentrl_sandbox.service.pool.messages import (
 from agentrl_sandbox.wire import Frame, FrameBuffer, FrameError, fail_all, pack
 
 _HELLO_SECONDS = 10.0
-_GRACE_SECONDS = 60.0  # beyond a program's deadline; a runner that is silent longer is given up
+_GRACE_SECONDS = 60.0  # beyond a program's deadline; then the runner counts as hung
 
 
 class RunnerGoneError(ConnectionError):
-    """The runner went while a request was with it."""
+    """The runner disconnected during a request."""
 
 
 class NotSentError(RunnerGoneError):
-    """The runner was gone before the request was sent: another one may take it."""
+    """The runner was gone before the request was sent, so another one may run it."""
 
 
 class RunnerLink(asyncio.Protocol):
-    """A connection to one runner, from ``connect`` until it is gone. ``on_change`` is called when it may have room."""
+    """A connection to one runner, from ``connect`` until it is gone. ``on_change``: it may have capacity."""
 
     def __init__(self, name: str, on_change: Callable[[RunnerLink], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -51,27 +51,27 @@ class RunnerLink(asyncio.Protocol):
 
     @classmethod
     async def connect(cls, path: str, name: str, on_change: Callable[[RunnerLink], None]) -> RunnerLink:
-        """Connect and hear the runner's hello. Raises OSError and TimeoutError."""
+        """Connect and wait for the runner's hello. Raises OSError and TimeoutError."""
         loop = asyncio.get_running_loop()
         _, link = await loop.create_unix_connection(lambda: cls(name, on_change), path)
         try:
             await asyncio.wait_for(asyncio.shield(link.hello), _HELLO_SECONDS)
         except BaseException:
-            link.abort("it did not say hello")
+            link.abort("it sent no hello")
             raise
         return link
 
     @property
     def in_flight(self) -> int:
-        """Requests whose answer has not come, the cancelled ones included: their programs may still be dying."""
+        """Unanswered requests, including cancelled ones, whose programs may still be ending."""
         return len(self._waiting)
 
     def has_room_for(self, count: int) -> bool:
-        """Whether it would start so many more programs at once."""
+        """Whether it would start ``count`` more programs at once."""
         return not self.gone and not self.leaving and self.in_flight + count <= self.hello.result().workers
 
     async def request(self, header: Mapping[str, object], blobs: list[bytes], *, timeout: float) -> Answer:
-        """Send a request and give its answer. Cancelling it cancels it there.
+        """Send a request and return its answer. Cancelling this cancels the request at the runner.
 
         Raises NotSentError, RunnerGoneError and FrameError.
         """
@@ -84,7 +84,9 @@ class RunnerLink(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answer] = loop.create_future()
         self._waiting[identifier] = future
-        self._timers[identifier] = loop.call_later(timeout + _GRACE_SECONDS, self.abort, "a runner was silent too long")
+        self._timers[identifier] = loop.call_later(
+            timeout + _GRACE_SECONDS, self.abort, "a runner did not answer in time"
+        )
         self._transport.write(frame)
         try:
             return await future
@@ -106,15 +108,15 @@ class RunnerLink(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
-        """Cut into frames; the first that cannot be right ends the connection."""
+        """Cut the bytes into frames; the first invalid one ends the connection."""
         try:
             for frame in self._frames.feed(data):
                 self._on_frame(frame)
         except FrameError as error:
-            self.abort(f"a runner broke the protocol: {error}")
+            self.abort(f"a runner violated the protocol: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Everyone who waits hears of it."""
+        """Fail all waiting requests."""
         self.gone = True
         for timer in self._timers.values():
             timer.cancel()
@@ -127,7 +129,7 @@ class RunnerLink(asyncio.Protocol):
     def _on_frame(self, frame: Frame[dict[str, object]]) -> None:
         message, execution = read(frame)
         if isinstance(message, Hello) != (not self.hello.done()):
-            raise FrameError("hello comes first, and once")
+            raise FrameError("hello must be the first message, and sent once")
         if isinstance(message, Hello):
             self.hello.set_result(message)
         elif isinstance(message, Leaving):
@@ -140,7 +142,7 @@ class RunnerLink(asyncio.Protocol):
     def _answer(self, identifier: int, answer: Answer) -> None:
         future = self._waiting.pop(identifier, None)
         if future is None:
-            raise FrameError("an answer that nobody asked for")
+            raise FrameError("an answer without a request")
         self._timers.pop(identifier).cancel()
         if not future.done():
             future.set_result(answer)

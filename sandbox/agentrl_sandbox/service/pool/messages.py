@@ -1,4 +1,4 @@
-"""What a runner tells the gateway. The gateway believes none of it before it has been read by these models.
+"""The messages between gateway and runners. The gateway validates everything from a runner with these models.
 
     gateway -> runner    {"op": "execute", "id", ...} program stdin contents...
                        {"op": "open_session", "id"} · {"op": "fork_session" | "close_session", "id", "session"}
@@ -7,7 +7,7 @@
                        {"op": "execution", "id", ...} stdout stderr contents... · {"op": "session", "id", "session"}
                        {"op": "refused", "id", "kind", "why"}
 
-Every request gets exactly one answer, also a cancelled one.
+Every request gets exactly one answer, including cancelled ones.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from agentrl_sandbox.types import Execution, Isolation, Outcome
 from agentrl_sandbox.wire import Frame, FrameError
 
 MAX_FRAME = 64 << 20
-"""Bytes of a frame in either direction."""
+"""The largest frame in bytes, in either direction."""
 
 MAX_ANSWER = MAX_FRAME // 2
-"""Bytes of a program's output and files that a runner sends."""
+"""The most bytes of output and files that a runner sends for one program."""
 
 _TOLD = ("timeout", *LIMITS)  # the settings that a runner announces
-_LONGEST_ENCODING = 3  # bytes of U+FFFD, which stands for a byte that is no UTF-8
-_NOTES = 1024  # bytes at most that say what was left out, and why
+_LONGEST_ENCODING = 3  # bytes of U+FFFD, which replaces an invalid byte
+_NOTES = 1024  # the most bytes of notes about dropped output
 _Identifier = Annotated[int, Field(ge=1)]
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
 _Why = Annotated[str, Field(max_length=65_536)]
@@ -48,7 +48,7 @@ class _Message(BaseModel):
 
 
 class Hello(_Message):
-    """Who a runner is."""
+    """A runner's first message: its capacity, isolation and limits."""
 
     op: Literal["hello"]
     workers: Annotated[int, Field(ge=1, le=4096)]
@@ -58,12 +58,12 @@ class Hello(_Message):
 
     @property
     def isolation(self) -> Isolation:
-        """As the runner's probes found it."""
+        """The isolation that the runner's probes found."""
         return Isolation(layers=self.layers, mode=self.mode)
 
 
 class Leaving(_Message):
-    """It finishes what it has and takes nothing more."""
+    """The runner finishes its requests and accepts no more."""
 
     op: Literal["leaving"]
 
@@ -109,7 +109,7 @@ _MODELS: dict[str, type[_Message]] = {
 
 
 def check_answers_fit(settings: SandboxSettings) -> None:
-    """Programs must not be able to write answers that cannot be sent, which would read as failures of the sandbox.
+    """Check that programs cannot produce answers too large to send, which would look like sandbox failures.
 
     Raises StartError.
     """
@@ -133,7 +133,7 @@ def hello(settings: SandboxSettings, isolation: Isolation) -> dict[str, object]:
 
 
 def ran(identifier: int, execution: Execution) -> Frame[dict[str, object]]:
-    """The frame that carries a program's end."""
+    """The frame that carries an execution."""
     header: dict[str, object] = {
         "op": "execution",
         "id": identifier,
@@ -148,19 +148,19 @@ def ran(identifier: int, execution: Execution) -> Frame[dict[str, object]]:
 
 
 def read(frame: Frame[dict[str, object]]) -> tuple[_Message, Execution | None]:
-    """A runner's message, and the execution it carries if it is one. Raises FrameError on anything else."""
+    """Parse a runner's message, with its execution if it has one. Raises FrameError for anything invalid."""
     header, blobs = frame
     model = _MODELS.get(str(header.get("op")))
     if model is None:
-        raise FrameError("a message of an unknown kind")
+        raise FrameError("a message with an unknown op")
     try:
         message = model.model_validate(header)
     except ValidationError as error:
-        raise FrameError(f"an impossible {header['op']} message: {error.errors()[0]['msg']}") from error
+        raise FrameError(f"an invalid {header['op']} message: {error.errors()[0]['msg']}") from error
     if isinstance(message, Ran):
         return message, _execution(message, blobs)
     if blobs:
-        raise FrameError("bytes where none belong")
+        raise FrameError("unexpected bytes after a header")
     return message, None
 
 

@@ -1,4 +1,4 @@
-"""A sandbox over however many runners there are."""
+"""A sandbox over any number of runners."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agentrl_sandbox.wire import FrameError
 class RunnerPool(CallSandbox):
     """Sends each program to the runner with the fewest in flight; a session stays with its runner.
 
-    ``queue_limit`` calls may wait, each for ``queue_seconds`` at most.
+    At most ``queue_limit`` calls wait, each for at most ``queue_seconds``.
     """
 
     def __init__(self, directory: Path, *, queue_limit: int, queue_seconds: float) -> None:
@@ -32,11 +32,11 @@ class RunnerPool(CallSandbox):
         self._closed = False
 
     def open(self) -> None:
-        """Begin to look for runners."""
+        """Start looking for runners."""
         self.registry.open()
 
     async def close(self) -> None:
-        """Leave every runner: what was asked for there dies."""
+        """Disconnect from all runners, which ends their programs."""
         self._closed = True
         self.queue.close()
         await self.sessions.close()
@@ -44,15 +44,15 @@ class RunnerPool(CallSandbox):
 
     @property
     def isolation(self) -> Isolation:
-        """What holds at every runner."""
+        """The isolation that all runners provide."""
         return self.registry.isolation
 
     def check_room(self, count: int) -> None:
-        """Raises QueueFullError unless so many calls more could start or wait here."""
+        """Raises QueueFullError unless ``count`` more calls could start or wait."""
         self.queue.check_room(max(0, count - max(0, self.registry.workers - self.registry.running)))
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
-        """Queue a program and run it, once. What its runner breaks is an infrastructure failure.
+        """Queue a program and run it once. If its runner fails, the outcome is an infrastructure failure.
 
         Equal calls with one ``request_id`` share a run. Raises BusyError, UnknownSessionError, ClosedError
         and ImpossibleCallError.

@@ -1,4 +1,4 @@
-"""Who runs next: a bounded queue in front of runners with bounded room."""
+"""A bounded queue in front of runners of bounded capacity."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from agentrl_sandbox.errors import BusyError, ClosedError, QueueFullError
 from agentrl_sandbox.service.pool.link import RunnerLink
 
-Waiter = tuple[asyncio.Future[RunnerLink], RunnerLink | None]  # with the only runner that will do, if there is one
+Waiter = tuple[asyncio.Future[RunnerLink], RunnerLink | None]  # with the required runner, if any
 
 
 class Queue:
-    """Calls that wait for room, first come first served. ``links`` gives the runners there are."""
+    """Calls that wait for capacity, first come, first served. ``links`` returns the connected runners."""
 
     def __init__(self, links: Callable[[], Iterable[RunnerLink]], *, limit: int, seconds: float) -> None:
         self._links = links
@@ -22,20 +22,20 @@ class Queue:
         self._seconds = seconds
         self._waiters: deque[Waiter] = deque()
         self._length = 0
-        self._promised: dict[RunnerLink, int] = {}  # given to a waiter that has not sent its request yet
+        self._promised: dict[RunnerLink, int] = {}  # assigned to a waiter that has not sent its request yet
 
     @property
     def length(self) -> int:
-        """How many calls wait."""
+        """The number of waiting calls."""
         return self._length
 
     def check_room(self, count: int = 1) -> None:
-        """Raises QueueFullError unless so many more calls could wait here."""
+        """Raises QueueFullError unless ``count`` more calls could wait."""
         if self._length + count > self._limit:
-            raise QueueFullError(f"{self._length} calls wait already; at most {self._limit} may")
+            raise QueueFullError(f"{self._length} calls are waiting; at most {self._limit} may wait")
 
     async def place(self, only: RunnerLink | None = None) -> RunnerLink:
-        """Wait for a runner with room; the caller sends its request without any other wait in between.
+        """Wait for a runner with capacity. The caller must send its request without awaiting anything else first.
 
         Raises QueueFullError when the queue is full, BusyError when no runner had room for too long, and ClosedError.
         """
@@ -57,22 +57,22 @@ class Queue:
         finally:
             self._length -= 1
             if future.cancelled():
-                with contextlib.suppress(ValueError):  # `serve` may have thrown it out
+                with contextlib.suppress(ValueError):  # `serve` may have removed it
                     self._waiters.remove(waiter)
             elif future.exception() is None:
                 self._release(future.result())
-                if promised is None:  # cancelled in the instant it was its turn
+                if promised is None:  # cancelled just as its turn came
                     self.serve()
 
     def close(self) -> None:
-        """Nobody waits any longer: each gets ClosedError."""
+        """Fail all waiting calls with ClosedError."""
         for future, _ in self._waiters:
             if not future.done():
                 future.set_exception(ClosedError("the sandbox was closed"))
         self._waiters.clear()
 
     def serve(self) -> None:
-        """Give what room there is to those who wait longest. Call it whenever there may be more room."""
+        """Assign free capacity to the longest-waiting calls. Call it whenever there may be more capacity."""
         passed: deque[Waiter] = deque()
         while self._waiters:
             future, only = self._waiters.popleft()
@@ -82,7 +82,7 @@ class Queue:
             if link is None:
                 passed.append((future, only))
                 if only is None:
-                    break  # no runner has room: nobody behind has a better claim
+                    break  # no runner has capacity for any later call either
                 continue
             self._promised[link] = self._promised.get(link, 0) + 1
             future.set_result(link)

@@ -1,4 +1,4 @@
-"""The runners there are: their sockets in one directory, which may come and go."""
+"""The connected runners, found by their sockets in one directory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from agentrl_sandbox.service.pool.link import RunnerLink
 from agentrl_sandbox.types import PROPERTIES, Isolation
 
 _log = logging.getLogger(__name__)
-_LOOK_SECONDS = 0.2  # between two looks at the directory
+_LOOK_SECONDS = 0.2  # between two scans of the directory
 _MOST_RUNNERS = 1024
 
 
 class RunnerRegistry:
-    """Keeps a link to every runner in a directory; ``on_change`` hears of one that may have room or is gone."""
+    """Keeps a link to every runner in a directory; ``on_change`` is called when one may have capacity or is gone."""
 
     def __init__(self, directory: Path, on_change: Callable[[RunnerLink], None]) -> None:
         self._directory = directory
@@ -29,11 +29,11 @@ class RunnerRegistry:
         self.links: dict[str, RunnerLink] = {}
 
     def open(self) -> None:
-        """Begin to look for runners."""
+        """Start looking for runners."""
         self._looking = asyncio.get_running_loop().create_task(self._look())
 
     async def close(self) -> None:
-        """Leave every runner: what was asked for there dies."""
+        """Disconnect from all runners, which ends their programs."""
         tasks = [*self._connecting.values(), *([self._looking] if self._looking else [])]
         for task in tasks:
             task.cancel()
@@ -45,29 +45,29 @@ class RunnerRegistry:
 
     @property
     def runners(self) -> int:
-        """How many runners take programs."""
+        """The number of runners that accept programs."""
         return sum(not link.leaving for link in self.links.values())
 
     @property
     def running(self) -> int:
-        """How many requests are with runners."""
+        """The number of requests at runners."""
         return sum(link.in_flight for link in self.links.values())
 
     @property
     def workers(self) -> int:
-        """How many programs run at once."""
+        """The number of programs that can run at once."""
         return sum(link.hello.result().workers for link in self.links.values() if not link.leaving)
 
     @property
     def limits(self) -> dict[str, float]:
-        """For each limit the smallest of any runner."""
+        """For each limit the smallest value of all runners."""
         hellos = [link.hello.result() for link in self.links.values()]
         names = {name for hello in hellos for name in hello.limits}
         return {name: min(hello.limits.get(name, 0.0) for hello in hellos) for name in sorted(names)}
 
     @property
     def isolation(self) -> Isolation:
-        """What holds at every runner: a property that one of them lacks is missing; without runners all are."""
+        """The isolation of all runners: a property that one lacks is missing; without runners all are missing."""
         found = [link.hello.result().isolation for link in self.links.values()]
         layers: dict[str, str | None] = {}
         for name in dict.fromkeys([*PROPERTIES, *(name for isolation in found for name in isolation.layers)]):
@@ -77,7 +77,7 @@ class RunnerRegistry:
         return Isolation(layers=layers, mode=" or ".join(sorted({isolation.mode for isolation in found})) or "none")
 
     async def wait_for_runner(self, seconds: float) -> bool:
-        """Wait until a runner is there; whether one came."""
+        """Wait for a runner; return whether one came."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not self.runners:
@@ -96,18 +96,18 @@ class RunnerRegistry:
             with os.scandir(self._directory) as entries:
                 names = [entry.name for entry in entries if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode)]
         except OSError:
-            return []  # not there yet, or changing under our eyes: look again
+            return []  # it does not exist yet or is changing: scan again
         return [name for name in sorted(names)[:_MOST_RUNNERS] if name.endswith(".sock")]
 
     async def _connect(self, name: str) -> None:
         try:
             link = await RunnerLink.connect(str(self._directory / name), name, self._changed)
-        except (OSError, TimeoutError):  # left behind by a runner that was killed, or one that says nothing
+        except (OSError, TimeoutError):  # the socket of a killed runner, or a runner that sent no hello
             await asyncio.sleep(_LOOK_SECONDS)
         else:
             if not link.gone:
                 self.links[name] = link
-                _log.info("runner %s came: %s", name, link.hello.result().isolation.describe())
+                _log.info("runner %s connected: %s", name, link.hello.result().isolation.describe())
                 self._on_change(link)
         finally:
             del self._connecting[name]
@@ -115,5 +115,5 @@ class RunnerRegistry:
     def _changed(self, link: RunnerLink) -> None:
         if link.gone and self.links.get(link.name) is link:
             del self.links[link.name]
-            _log.warning("runner %s went: %s", link.name, link.why_gone)
+            _log.warning("runner %s disconnected: %s", link.name, link.why_gone)
         self._on_change(link)

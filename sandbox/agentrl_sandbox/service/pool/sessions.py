@@ -1,4 +1,4 @@
-"""Sessions of a pool: which runner each lives at, and whose turn it is. Runners limit their number and age."""
+"""The sessions of a pool: the runner of each, and whose turn it is. Runners limit their number and age."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentrl_sandbox.service.pool.messages import RefusedMessage, SessionMessage
 
 _T = TypeVar("_T")
 _WORK_SECONDS = 60.0  # for opening, forking and closing a session
-_REMEMBERED = 65_536  # names, of sessions that live or have ended
+_REMEMBERED = 65_536  # names of sessions, live and ended
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class PoolSession:
 
 
 class PoolSessions:
-    """Names of sessions; ``links`` gives the runners there are."""
+    """Sessions by name; ``links`` returns the connected runners."""
 
     def __init__(self, links: Callable[[], Iterable[RunnerLink]]) -> None:
         self._links = links
@@ -39,18 +39,18 @@ class PoolSessions:
         self._background: set[asyncio.Task[object]] = set()
 
     async def close(self) -> None:
-        """Stop; the sessions end with their runners' connections."""
+        """Stop background work; sessions end with their runners' connections."""
         tasks = list(self._background)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def __len__(self) -> int:
-        """How many sessions are not known to have ended."""
+        """The number of sessions not known to have ended."""
         return len(self._live)
 
     async def make(self, like: str | None = None) -> str:
-        """Open a session, or fork one. If the caller leaves meanwhile, it is ended again.
+        """Open a session, or fork one. If the caller is cancelled meanwhile, the session is closed again.
 
         Raises SessionLimitError, SessionForkError, UnknownSessionError and BusyError.
         """
@@ -62,7 +62,7 @@ class PoolSessions:
             raise
 
     async def end(self, session: str) -> None:
-        """Nothing happens if it has ended. Raises UnknownSessionError, and BusyError where its runner fails to."""
+        """No effect if it has ended. Raises UnknownSessionError, and BusyError if its runner fails."""
         if session in self._ended:
             return
         found = self._find(session)
@@ -72,12 +72,12 @@ class PoolSessions:
 
     @asynccontextmanager
     async def turn(self, session: str) -> AsyncIterator[PoolSession]:
-        """Wait until nobody else uses a session. Raises UnknownSessionError."""
+        """Wait for exclusive use of a session. Raises UnknownSessionError."""
         async with self._find(session).lock:
             yield self._find(session)  # it may have ended meanwhile
 
     def forget(self, session: str, why: str) -> None:
-        """It has ended."""
+        """Record that a session has ended."""
         if self._live.pop(session, None) is not None:
             self._ended[session] = why
             if len(self._ended) > _REMEMBERED:
@@ -96,7 +96,7 @@ class PoolSessions:
         return found
 
     async def _open(self) -> str:
-        """At the runner with the fewest sessions that takes one more."""
+        """Open one at the runner with the fewest sessions that has capacity."""
         here = Counter(id(session.link) for session in self._live.values())
         links = sorted((link for link in self._links() if not link.leaving), key=lambda link: here[id(link)])
         full: SessionLimitError | None = None
@@ -107,7 +107,7 @@ class PoolSessions:
                 full = error
             except NotSentError:
                 continue
-        raise full or BusyError("no runner is there")
+        raise full or BusyError("no runner is connected")
 
     async def _fork(self, session: str) -> str:
         async with self.turn(session) as found:
@@ -121,7 +121,7 @@ class PoolSessions:
         key = secrets.token_urlsafe(16)
         self._live[key] = PoolSession(link=link, name=name)
         if len(self._live) > _REMEMBERED:
-            self._live.popitem(last=False)  # long ended: no runners hold so many
+            self._live.popitem(last=False)  # ended long ago: no runners hold so many
         return key
 
     def _end_unwanted(self, task: asyncio.Task[str]) -> None:
@@ -140,7 +140,7 @@ class PoolSessions:
 
 
 async def _ask(link: RunnerLink, operation: str, name: str | None = None) -> str:
-    """Raises NotSentError, BusyError where the runner fails, and what it refuses with."""
+    """Raises NotSentError, BusyError if the runner fails, and the error of a refusal."""
     header = {"op": operation} if name is None else {"op": operation, "session": name}
     try:
         answer = await link.request(header, [], timeout=_WORK_SECONDS)
@@ -151,7 +151,7 @@ async def _ask(link: RunnerLink, operation: str, name: str | None = None) -> str
     if isinstance(answer, SessionMessage):
         return answer.session
     if not isinstance(answer, RefusedMessage):
-        raise BusyError("the runner gave an answer to another question")
+        raise BusyError("the runner answered another question")
     if answer.kind == "unknown_session":
         raise UnknownSessionError(answer.why)
     if answer.kind == "session_limit":
