@@ -119,7 +119,7 @@ class Gauge:
         )
 
 
-class Server(Protocol):
+class ScoringServer(Protocol):
     """What is asked of an engine that is a process of its own."""
 
     @property
@@ -139,7 +139,7 @@ class Verifier:
         self._gauges: dict[str, Gauge] = {}
         self._compared: dict[str, tuple[int, int]] = {}
 
-    async def look(self, server: Server, probe: Probe) -> str | None:
+    async def look(self, server: ScoringServer, probe: Probe) -> str | None:
         """Have a server tell its checksums, if it can, and score the probe; what is wrong with it, or None."""
         told = add_up(await server.checksums()) if server.tells_checksums else {}
         scores = await server.score(probe.token_ids, salt=f"probe-{secrets.token_hex(8)}")

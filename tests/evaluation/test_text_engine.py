@@ -12,7 +12,7 @@ import pytest
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.play.text_engine import (
     ContextFullError,
-    RefusedError,
+    RequestRefusedError,
     TextCompletion,
     TextEngine,
     TextSampling,
@@ -205,7 +205,7 @@ async def test_characters_that_come_in_halves(pieces: list[str | bytes], text: s
 
 
 async def test_an_error_with_half_a_character_can_be_printed() -> None:
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(RequestRefusedError) as caught:
         await Endpoint(httpx.Response(400, text='{"error": {"message": "bad \\ud83d"}}')).ask()
     assert str(caught.value).endswith("bad \ufffd")
 
@@ -318,7 +318,7 @@ async def test_an_endpoint_that_does_not_know_stream_options_is_asked_without() 
 async def test_the_other_refusals_are_typed() -> None:
     with pytest.raises(ContextFullError):
         await Endpoint(refused(400, "This model's maximum context length is 4096 tokens")).ask()
-    with pytest.raises(RefusedError, match="content filter"):
+    with pytest.raises(RequestRefusedError, match="content filter"):
         await Endpoint(refused(400, "content filter")).ask()
     with pytest.raises(SettingsError, match=r"no chat template.*evaluation\.endpoint\.api=completions"):
         await Endpoint(refused(400, "As of v4.44, default chat template is no longer allowed")).ask()

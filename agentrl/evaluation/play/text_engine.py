@@ -23,7 +23,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
-import httpx
 import stamina
 
 from agentrl.errors import SettingsError, WorldError
@@ -40,6 +39,7 @@ from agentrl.evaluation.play.text_messages import (
 from agentrl.evaluation.records.characters import whole_characters
 from agentrl.evaluation.settings import EndpointSettings
 from agentrl.rollout.engines.base import EngineError
+from agentrl.rollout.engines.http import Response, StreamClient, Transport, UnreachableError
 
 _AGAIN = frozenset({408, 409, 425, 429, *range(500, 600)})
 _LONGEST_WAIT = 60.0
@@ -58,7 +58,7 @@ class ContextFullError(EngineError):
     """The conversation is longer than the endpoint's model can read."""
 
 
-class RefusedError(EngineError):
+class RequestRefusedError(EngineError):
     """The endpoint does not answer this request, however often it is asked."""
 
 
@@ -96,7 +96,7 @@ class TextEngine:
         self,
         settings: EndpointSettings,
         *,
-        transport: httpx.AsyncBaseTransport | None = None,
+        transport: Transport | None = None,
         sleep: Sleep = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -105,11 +105,11 @@ class TextEngine:
             raise SettingsError("evaluation.endpoint.url is not set: there is no endpoint to ask (--base-url)")
         key = os.environ.get(settings.key_variable)
         self._settings = settings
-        self._client = httpx.AsyncClient(
-            base_url=settings.url.rstrip("/") + "/",
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(settings.read_timeout, connect=min(30.0, settings.read_timeout), pool=None),
-            limits=httpx.Limits(max_connections=settings.concurrency + 4),
+        self._client = StreamClient(
+            settings.url,
+            key=key,
+            read_timeout=settings.read_timeout,
+            connections=settings.concurrency + 4,
             transport=transport,
         )
         self._sleep, self._clock = sleep, clock
@@ -131,7 +131,7 @@ class TextEngine:
                 ["Hello"],
                 TextSampling(max_tokens=1, temperature=1.0, top_p=1.0, seed=0, stop=(), complete=lambda text: False),
             )
-        except RefusedError as error:
+        except RequestRefusedError as error:
             raise SettingsError(f"the endpoint {self._settings.url} refuses the request: {error}") from error
         except EngineError as error:
             raise WorldError(f"the endpoint {self._settings.url} does not serve: {error}") from error
@@ -153,7 +153,7 @@ class TextEngine:
     async def generate(self, conversation: Sequence[str], sampling: TextSampling) -> TextCompletion:
         """One turn after ``conversation``: the prompt, a turn, its observation, a turn, its observation ...
 
-        Raises ContextFullError, RefusedError, EngineError (not to be had within ``retry_deadline``) and SettingsError.
+        Raises ContextFullError, RequestRefusedError, EngineError (no answer within ``retry_deadline``), SettingsError.
         """
         body = self._body(conversation, sampling)
         path = "chat/completions" if self._settings.api == "chat" else "completions"
@@ -165,7 +165,7 @@ class TextEngine:
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._client.aclose()
+        await self._client.close()
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -242,10 +242,10 @@ class TextEngine:
                             self._not_before = max(self._not_before, self._clock() + error.wait)
                         self._say(error)
                         raise
-                    except httpx.TransportError as error:
+                    except UnreachableError as error:
                         self._say(error)
                         raise
-        except (AgainError, httpx.TransportError) as error:
+        except (AgainError, UnreachableError) as error:
             said = str(error) or type(error).__name__
             raise EngineError(
                 f"{said} (tried for evaluation.endpoint.retry_deadline={self._settings.retry_deadline:g} s)"
@@ -276,14 +276,14 @@ class TextEngine:
 
     async def _stream(self, path: str, body: Mapping[str, Any], sampling: TextSampling) -> TextCompletion:
         await self._turn()
-        async with self._client.stream("POST", path, json=body) as response:
+        async with self._client.post(path, body) as response:
             await self._check(response)
             if "text/event-stream" not in response.headers.get("content-type", ""):
                 await response.aread()
                 return self._whole(read_object(response.text), sampling)
             return await self._pieces(read_events(response.aiter_bytes()), sampling)
 
-    async def _check(self, response: httpx.Response) -> None:
+    async def _check(self, response: Response) -> None:
         """Raise what the status asks for."""
         status = response.status_code
         if status == 200:
@@ -319,7 +319,7 @@ class TextEngine:
                 f"the endpoint {self._settings.url} has no chat template for {self._model}: {said}; a base model is "
                 "asked with evaluation.endpoint.api=completions"
             )
-        raise RefusedError(said)
+        raise RequestRefusedError(said)
 
     # -- answers --------------------------------------------------------------------------------------------------
 
@@ -365,7 +365,7 @@ def _backoff(error: Exception) -> bool | float:
     """Whether to try again; with a ``Retry-After`` at once, because the engine's own gate waits."""
     if isinstance(error, AgainError):
         return True if error.wait is None else 0.0
-    return isinstance(error, httpx.TransportError)
+    return isinstance(error, UnreachableError)
 
 
 def _complete(text: str, before: int, sampling: TextSampling) -> int | None:

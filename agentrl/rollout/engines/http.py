@@ -1,9 +1,9 @@
 """JSON over HTTP: the one module of this distribution that knows the HTTP library.
 
-HTTPFailure
+ServerCallError
 ├── UnreachableError   no connection, or it broke; the server is gone or not there yet
 ├── TooSlowError       no answer within the deadline
-├── RefusedError       an answer that says no; ``status`` and its message
+├── StatusError        an answer that says no; ``status`` and its message
 └── GarbageError       an answer that is not what was asked for
 """
 
@@ -11,24 +11,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 
 
-class HTTPFailure(Exception):
+class ServerCallError(Exception):
     """A call that gave no usable answer."""
 
 
-class UnreachableError(HTTPFailure):
+class UnreachableError(ServerCallError):
     """No connection, or it broke."""
 
 
-class TooSlowError(HTTPFailure):
+class TooSlowError(ServerCallError):
     """No answer within the deadline."""
 
 
-class RefusedError(HTTPFailure):
+class StatusError(ServerCallError):
     """An answer with a status of 400 or above."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -37,9 +39,12 @@ class RefusedError(HTTPFailure):
         self.message = message
 
 
-class GarbageError(HTTPFailure):
+class GarbageError(ServerCallError):
     """An answer that is not what was asked for."""
 
+
+Response = httpx.Response
+Transport = httpx.AsyncBaseTransport
 
 # Characters of an answer that an error quotes.
 _QUOTED = 300
@@ -94,8 +99,46 @@ class JSONClient:
         except httpx.HTTPError as error:
             raise GarbageError(f"{self.address}{path} answered what is not HTTP: {error}") from error
         if answer.status_code >= 400:
-            raise RefusedError(answer.status_code, _message(answer.content))
+            raise StatusError(answer.status_code, _message(answer.content))
         return answer.content
+
+
+class StreamClient:
+    """Requests to one endpoint whose answers come in pieces; the caller reads their status. An answer lasts as long as
+    pieces come, each within ``read_timeout`` seconds."""
+
+    def __init__(
+        self, url: str, *, key: str | None, read_timeout: float, connections: int, transport: Transport | None = None
+    ) -> None:
+        """``transport`` is for tests."""
+        self._client = httpx.AsyncClient(
+            base_url=url.rstrip("/") + "/",
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(read_timeout, connect=min(30.0, read_timeout), pool=None),
+            limits=httpx.Limits(max_connections=connections),
+            transport=transport,
+        )
+
+    async def get(self, path: str) -> Response:
+        """The whole answer. Raises UnreachableError."""
+        async with self._reached():
+            return await self._client.get(path)
+
+    @asynccontextmanager
+    async def post(self, path: str, body: object) -> AsyncIterator[Response]:
+        """The answer, not yet read; leaving the context closes its connection. Raises UnreachableError, also inside."""
+        async with self._reached(), self._client.stream("POST", path, json=body) as response:
+            yield response
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    @asynccontextmanager
+    async def _reached(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except httpx.TransportError as error:
+            raise UnreachableError(str(error) or type(error).__name__) from error
 
 
 def _message(content: bytes) -> str:

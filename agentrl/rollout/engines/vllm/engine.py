@@ -18,7 +18,7 @@ from pathlib import Path
 from agentrl.errors import WorldError
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, Sampling
-from agentrl.rollout.engines.http import GarbageError, HTTPFailure, RefusedError, TooSlowError
+from agentrl.rollout.engines.http import GarbageError, ServerCallError, StatusError, TooSlowError
 from agentrl.rollout.engines.vllm.balancer import Balancer
 from agentrl.rollout.engines.vllm.pulse import Pulse
 from agentrl.rollout.engines.vllm.replica import Identity, Replica
@@ -50,7 +50,7 @@ class Member:
 
 
 Check = Callable[[Replica], Awaitable[str | None]]
-"""Looks at a server: None, or what is wrong with its weights. Raises HTTPFailure."""
+"""Looks at a server: None, or what is wrong with its weights. Raises ServerCallError."""
 
 
 class VLLMEngine:
@@ -143,7 +143,7 @@ class VLLMEngine:
                 self._untouched = False
             elif self._label:
                 await member.replica.label(self._version)
-        except HTTPFailure as error:
+        except ServerCallError as error:
             raise WorldError(
                 f"the vLLM server {member.replica.address} failed while it was looked at: {error}"
             ) from error
@@ -157,7 +157,7 @@ class VLLMEngine:
             try:
                 await member.replica.healthy()
                 return
-            except HTTPFailure as error:
+            except ServerCallError as error:
                 said = str(error)
             if member.server is not None and member.server.ended:
                 raise WorldError(
@@ -192,7 +192,7 @@ class VLLMEngine:
             limit = self._balancer.loads[place].limit
             try:
                 return await self._ask(place, token_ids, sampling, trajectory_id, request_id, seed)
-            except HTTPFailure as error:
+            except ServerCallError as error:
                 failures.append(f"{self._members[place].replica.address}: {error}")
                 if says_out_of_memory(str(error)) and self._balancer.loads[place].limit == limit:
                     self._less(place)  # once for all the requests that one shortage failed
@@ -268,7 +268,7 @@ class VLLMEngine:
         for place in self._balancer.up():
             try:
                 return await self._members[place].replica.score(token_ids, salt=self._salt(self._version))
-            except HTTPFailure as error:
+            except ServerCallError as error:
                 self._note_failure(place, error)
         raise EngineError("no vLLM server works: " + "; ".join(member.lost for member in self._members))
 
@@ -279,7 +279,7 @@ class VLLMEngine:
         for said in await asyncio.gather(*asked, return_exceptions=True):
             if isinstance(said, CacheUse):
                 known.append(said)
-            elif not isinstance(said, HTTPFailure):
+            elif not isinstance(said, ServerCallError):
                 raise said
         if not known:
             return None
@@ -291,11 +291,11 @@ class VLLMEngine:
 
     # -- failures -------------------------------------------------------------------------------------------------
 
-    def _note_failure(self, place: int, error: HTTPFailure) -> bool:
+    def _note_failure(self, place: int, error: ServerCallError) -> bool:
         """Draw the consequences for a server; whether asking again makes sense."""
         member, load = self._members[place], self._balancer.loads[place]
         member.failure = str(error)
-        if isinstance(error, RefusedError):
+        if isinstance(error, StatusError):
             if says_out_of_memory(error.message):
                 return True
             if error.status < 500:
@@ -341,7 +341,7 @@ class VLLMEngine:
                 await self._prove(member)
                 if self._gate.is_set() and version == self._version:
                     break
-            except HTTPFailure as error:
+            except ServerCallError as error:
                 member.failure = str(error)
             await asyncio.sleep(pause)
             pause = min(_LONGEST_LOOK, 2 * pause)
@@ -349,7 +349,7 @@ class VLLMEngine:
         self._balancer.loads[place].up = True
 
     async def _prove(self, member: Member) -> None:
-        """Look at a server that comes back. Raises HTTPFailure if it is not the present policy."""
+        """Look at a server that comes back. Raises ServerCallError if it is not the present policy."""
         check = self._check if self._check is not None else self._answers
         try:
             async with asyncio.timeout(self._vllm.stall_deadline):
@@ -493,13 +493,13 @@ class VLLMEngine:
             *(call(self._members[place].replica) for place in places), return_exceptions=True
         )
         for place, outcome in zip(places, outcomes, strict=True):
-            if isinstance(outcome, HTTPFailure):
+            if isinstance(outcome, ServerCallError):
                 self._members[place].stale = False
                 self._note_failure(place, outcome)
                 self._balancer.loads[place].up = False
             elif isinstance(outcome, BaseException):
                 raise outcome
-        failed = sum(isinstance(outcome, HTTPFailure) for outcome in outcomes)
+        failed = sum(isinstance(outcome, ServerCallError) for outcome in outcomes)
         if failed == len(places):
             raise WorldError(
                 "no vLLM server is left to take the weights: " + "; ".join(member.lost for member in self._members)

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from agentrl.rollout.engines.http import HTTPFailure, TooSlowError
+from agentrl.rollout.engines.http import ServerCallError, TooSlowError
 
 # Seconds between looks.
 _LOOK = 15.0
@@ -81,7 +81,7 @@ class Pulse:
         """The tokens computed by now. A server that does not answer shows no sign of life: as before."""
         try:
             return await self._tokens()
-        except HTTPFailure:
+        except ServerCallError:
             return _NOTHING if before is None else before
 
     async def close(self) -> None:

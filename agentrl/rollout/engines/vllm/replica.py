@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import CacheUse, Completion, Sampling
-from agentrl.rollout.engines.http import GarbageError, JSONClient, RefusedError
+from agentrl.rollout.engines.http import GarbageError, JSONClient, StatusError
 from agentrl.rollout.engines.vllm.messages import (
     GENERATE,
     generate_body,
@@ -73,12 +73,12 @@ class Replica:
         eos_ids: frozenset[int],
         salt: str,
     ) -> Completion:
-        """One turn, however long it takes. Raises HTTPFailure."""
+        """One turn, however long it takes. Raises ServerCallError."""
         body = generate_body(token_ids, sampling, request_id=request_id, seed=seed, eos_ids=sorted(eos_ids), salt=salt)
         return read_completion(await self._http.post(GENERATE, body, seconds=None), sampling, eos_ids)
 
     async def score(self, token_ids: tuple[int, ...], *, salt: str, seconds: float = _LONG) -> tuple[float, ...]:
-        """Log-probabilities at temperature 1 of ``token_ids[1:]``. Raises HTTPFailure."""
+        """Log-probabilities at temperature 1 of ``token_ids[1:]``. Raises ServerCallError."""
         return read_scores(
             await self._http.post(GENERATE, score_body(token_ids, salt=salt), seconds=seconds), token_ids
         )
@@ -86,7 +86,7 @@ class Replica:
     # -- control --------------------------------------------------------------------------------------------------
 
     async def healthy(self, *, seconds: float = _QUICK) -> None:
-        """Return if it answers. Raises HTTPFailure."""
+        """Return if it answers. Raises ServerCallError."""
         await self._http.get("/health", seconds=seconds)
 
     async def version(self) -> str:
@@ -94,14 +94,14 @@ class Replica:
         return str(await self._told("/weight_info", "weight_version", str))
 
     async def cache_use(self) -> CacheUse:
-        """How full its KV cache is. Raises HTTPFailure."""
+        """How full its KV cache is. Raises ServerCallError."""
         return read_cache_use(await self._http.text("/metrics", seconds=_QUICK))
 
     async def tokens_so_far(self) -> int | None:
-        """Tokens that it has computed in its life, None if it does not tell. Raises HTTPFailure where it is gone."""
+        """Tokens computed since it started; None if it does not tell. Raises ServerCallError if it is gone."""
         try:
             return read_tokens(await self._http.text("/metrics", seconds=_QUICK))
-        except (RefusedError, GarbageError):
+        except (StatusError, GarbageError):
             return None
 
     async def pause(self) -> None:
@@ -149,14 +149,14 @@ class Replica:
     async def identify(self, codec: TextCodec, *, vocabulary: int, needed: int, seeded: bool) -> Identity:
         """Compare it with what is needed: endpoints, settings, token limit, tokenizer, size of the vocabulary.
 
-        Raises SettingsError that says what differs and how the server has to be started; HTTPFailure if it is gone.
+        Raises SettingsError that says what differs and how the server has to be started; ServerCallError if it is gone.
         """
         await self.healthy()
         try:
             version = await self.version()
             config = await self._config()
             workers = await self._told("/get_world_size", "world_size", int)
-        except RefusedError as error:
+        except StatusError as error:
             raise self._wrong(_CONTROLS) from error
         self._check_config(config, needed, seeded=seeded)
         self.tells_checksums = config.get("parallel_config", {}).get("worker_extension_cls") == WITNESS
@@ -215,7 +215,7 @@ class Replica:
     async def _check_generate(self) -> None:
         try:
             await self.score((1, 2), salt="check", seconds=_LONG)
-        except RefusedError as error:
+        except StatusError as error:
             if error.status in (403, 404):
                 raise self._wrong(f"it does not serve {GENERATE}: start it with --enable-scale-out") from error
             raise
@@ -223,7 +223,7 @@ class Replica:
     async def _check_tokenizer(self, codec: TextCodec) -> None:
         try:
             answer = await self._http.post("/tokenize", {"prompt": _TEXT, "add_special_tokens": False}, seconds=_QUICK)
-        except RefusedError as error:
+        except StatusError as error:
             raise self._wrong(f"it serves no tokenizer (/tokenize: {error}): start it without --tokens-only") from error
         said = answer.get("tokens") if isinstance(answer, Mapping) else None
         if not isinstance(said, list):
@@ -241,7 +241,7 @@ class Replica:
             try:
                 await self.score((1, token), salt="check")
                 exists = True
-            except RefusedError as error:
+            except StatusError as error:
                 if error.status != 400:
                     raise
                 exists = False
