@@ -22,8 +22,7 @@ from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.engines.base import Completion, Engine, EngineError, Sampling
 from agentrl.rollout.engines.sampling import sampling_key
-from agentrl.rollout.fair_yield import FairYield
-from agentrl.rollout.rounds import Rounds
+from agentrl.rollout.gates import FairYield, Rounds
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group, Segment, Trajectory
@@ -155,7 +154,7 @@ class _Draft:
 class Driver:
     """Plays groups of trajectories. One asyncio task a trajectory in flight, no barrier between turns.
 
-    ``deterministic`` plays turns in rounds (:class:`~agentrl.rollout.rounds.Rounds`), for bitwise reproducible runs.
+    ``deterministic`` plays turns in rounds (:class:`~agentrl.rollout.gates.Rounds`), for bitwise reproducible runs.
     Randomness is keyed by ``seed``, step, problem, sample and turn.
     """
 

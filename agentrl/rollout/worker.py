@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.filters import FilterRules, filter_groups
-from agentrl.rollout.metrics import rollout_metrics
+from agentrl.rollout.metrics import VersionClock, rollout_metrics
 from agentrl.rollout.schedule import Schedule
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.sources import BackgroundSource, OnDemandSource, RolloutSource
-from agentrl.rollout.staleness import VersionClock
 from agentrl.rollout.work_queue import QueueState, WorkQueue
 from agentrl.trajectory import Group
 

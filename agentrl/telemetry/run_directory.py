@@ -22,7 +22,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from agentrl.errors import SettingsError, WorldError
@@ -101,14 +100,6 @@ class RunDirectory:
         if self._unlock is not None:
             self._unlock()
             self._unlock = None
-
-    def __enter__(self) -> RunDirectory:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def write_text(self, name: str, text: str) -> None:
         """Write the file ``name`` whole."""

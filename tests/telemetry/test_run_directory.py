@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def test_what_a_run_killed_at_birth_leaves_is_no_hindrance(tmp_path: Path) -> No
 
 def test_a_run_that_never_wrote_a_row_gives_its_name_back(tmp_path: Path) -> None:
     RunDirectory.create(tmp_path / "x", "a: mistake\n").close()
-    with RunDirectory.create(tmp_path / "x", CONFIG) as run:
+    with closing(RunDirectory.create(tmp_path / "x", CONFIG)) as run:
         assert run.config.read_text() == CONFIG
         run.append_metrics({"step": 0})
     with pytest.raises(SettingsError, match="is not empty"):

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from agentrl.rollout.fair_yield import FairYield
-from agentrl.rollout.rounds import Rounds
+from agentrl.rollout.gates import FairYield, Rounds
 
 
 async def settle() -> None:
