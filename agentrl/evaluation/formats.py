@@ -32,7 +32,7 @@ class Provenance(TypedDict):
     seed: int
 
 
-class IntervalRecord(TypedDict):
+class Bounds(TypedDict):
     """A 95 % interval."""
 
     low: float
@@ -43,8 +43,8 @@ class ScoreRecord(TypedDict):
     """avg@n: `agentrl.evaluation.results.scores.Score`."""
 
     mean: float
-    this_benchmark: IntervalRecord
-    problems_like_these: IntervalRecord
+    this_benchmark: Bounds
+    problems_like_these: Bounds
     problems: int
     samples: int
     problems_without_samples: int

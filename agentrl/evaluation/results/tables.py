@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agentrl.evaluation.formats import BenchmarkResults, IntervalRecord, Results
+from agentrl.evaluation.formats import BenchmarkResults, Bounds, Results
 from agentrl.evaluation.records.kinds import KINDS
 
 
@@ -108,7 +108,7 @@ def _failures(benchmarks: Mapping[str, BenchmarkResults]) -> Table:
 _COUNTS = ("total", "retried")
 
 
-def _interval(interval: IntervalRecord) -> str:
+def _interval(interval: Bounds) -> str:
     return f"{interval['low']:.3f} to {interval['high']:.3f}"
 
 

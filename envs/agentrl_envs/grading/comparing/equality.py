@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import Any
 
 from mpmath import mp
 
-from agentrl_envs.grading.comparing.values import NoValueError, random_number, value_of
+from agentrl_envs.grading.comparing.values import NoValueError, Scalar, random_number, value_of
 from agentrl_envs.grading.reading.expressions import (
     FLOAT_DIGITS,
     Expression,
@@ -59,7 +58,7 @@ def equal(left: Expression, right: Expression) -> bool | None:
 
 def proportional(left: Expression, right: Expression) -> Fraction | None:
     """A number whose product with ``right`` is ``left`` everywhere; None where there is none, or it is not rational."""
-    ratio: Any = None
+    ratio: Scalar = None
     for point, _ in _points(symbols(left) | symbols(right)):
         try:
             over, under = value_of(left, point, _DIGITS[0]), value_of(right, point, _DIGITS[0])
@@ -76,7 +75,7 @@ def proportional(left: Expression, right: Expression) -> Fraction | None:
     return _rational(ratio)
 
 
-def _rational(value: Any) -> Fraction | None:
+def _rational(value: Scalar) -> Fraction | None:
     if value is None or isinstance(value, Fraction):
         return value
     if mp.im(value) != 0:
@@ -125,7 +124,7 @@ def _agree_at(left: Expression, right: Expression, point: dict[str, Fraction], *
         return None
 
 
-def _digits_for(value: Any) -> int | None:
+def _digits_for(value: Scalar) -> int | None:
     """How many digits show what stands behind the point (2^{2005} + 1 is not 2^{2005}); None where too many would."""
     with mp.workdps(_DIGITS[0]):
         size = abs(_number(value))
@@ -133,7 +132,7 @@ def _digits_for(value: Any) -> int | None:
     return None if before > _MOST_DIGITS else _DIGITS[1] + int(before / _AGREE)
 
 
-def _matrices_agree(left: Expression, right: Expression, first: Any, second: Any) -> bool:
+def _matrices_agree(left: Expression, right: Expression, first: Scalar, second: Scalar) -> bool:
     if not isinstance(first, tuple) or not isinstance(second, tuple):
         return False
     if (len(first), len(first[0])) != (len(second), len(second[0])):
@@ -147,15 +146,15 @@ def _matrices_agree(left: Expression, right: Expression, first: Any, second: Any
     return True
 
 
-def _is_real(value: Any) -> bool:
+def _is_real(value: Scalar) -> bool:
     return isinstance(value, Fraction) or abs(mp.im(value)) <= mp.mpf(10) ** (-_DIGITS[0] * _AGREE) * abs(value)
 
 
-def _both_real(first: Any, second: Any) -> bool:
+def _both_real(first: Scalar, second: Scalar) -> bool:
     return _is_real(first) and _is_real(second)
 
 
-def _near(first: Any, second: Any, digits: int, *, relative: bool = False) -> bool:
+def _near(first: Scalar, second: Scalar, digits: int, *, relative: bool = False) -> bool:
     if isinstance(first, Fraction) and isinstance(second, Fraction):
         return first == second
     with mp.workdps(digits):
@@ -166,7 +165,7 @@ def _near(first: Any, second: Any, digits: int, *, relative: bool = False) -> bo
         return bool(abs(first - second) <= mp.mpf(10) ** (-digits * _AGREE) * size)
 
 
-def _rounds_to(left: Expression, right: Expression, first: Any, second: Any, *, scaled: bool) -> bool:
+def _rounds_to(left: Expression, right: Expression, first: Scalar, second: Scalar, *, scaled: bool) -> bool:
     if _within_rounding(first, second, scaled=scaled):
         return True
     printed = any(isinstance(tree, Number) and tree.digits >= FLOAT_DIGITS for tree in (left, right))
@@ -175,7 +174,7 @@ def _rounds_to(left: Expression, right: Expression, first: Any, second: Any, *, 
         return printed and bool(abs(first - second) <= _number(_FLOAT) * max(abs(first), abs(second)))
 
 
-def _within_rounding(first: Any, second: Any, *, scaled: bool) -> bool:
+def _within_rounding(first: Scalar, second: Scalar, *, scaled: bool) -> bool:
     """``scaled``: at a point for symbols, where large values are no sign of many digits."""
     exact = isinstance(first, Fraction) and isinstance(second, Fraction)
     with mp.workdps(_DIGITS[0]):
@@ -190,5 +189,5 @@ def _within_rounding(first: Any, second: Any, *, scaled: bool) -> bool:
         return bool(abs(first - second) <= rounded * (size if scaled and size > 1 else 1))
 
 
-def _number(value: Any) -> Any:
+def _number(value: Scalar) -> Scalar:
     return mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value

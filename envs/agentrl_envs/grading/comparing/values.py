@@ -23,7 +23,8 @@ from mpmath import mp
 
 from agentrl_envs.grading.reading.expressions import Apply, Expression, Number, Symbol
 
-Scalar: TypeAlias = Any  # a Fraction, or an mpmath number where the value is not rational or too large
+# A Fraction, or an mpmath number where the value is not rational or too large; of an expression also a Matrix of them.
+Scalar: TypeAlias = Any
 Matrix: TypeAlias = tuple[tuple[Scalar, ...], ...]
 
 _BITS = 1 << 17  # of an exact number
@@ -94,7 +95,7 @@ class _Evaluation:
         self._point = point
         self._terms = 0
 
-    def value(self, tree: Expression) -> Any:
+    def value(self, tree: Expression) -> Scalar:
         match tree:
             case Number(value):
                 return value
@@ -148,7 +149,7 @@ class _Evaluation:
         return result
 
 
-def _approximate(value: Scalar) -> Any:
+def _approximate(value: Scalar) -> Scalar:
     return mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
 
@@ -277,7 +278,7 @@ def _of_integers(function: Callable[..., int]) -> Callable[..., Scalar]:
     return lambda *values: Fraction(function(*map(_integer, values)))
 
 
-def _most(function: Callable[..., Any]) -> Callable[..., Scalar]:
+def _most(function: Callable[..., object]) -> Callable[..., Scalar]:
     def chosen(*values: Scalar) -> Scalar:
         exact = all(isinstance(value, Fraction) for value in values)
         return function(*(value if exact else _real(_approximate(value)) for value in values))
@@ -291,7 +292,7 @@ def _integer(value: Scalar) -> int:
     raise NoValueError("no integer")
 
 
-def _real(value: Any) -> Any:
+def _real(value: Scalar) -> Scalar:
     if mp.im(value) != 0:
         raise NoValueError("no real number")
     return mp.re(value)
@@ -315,7 +316,7 @@ def random_number(name: str) -> Fraction:
     return Fraction(4_001 + drawn % 12_007, 9_973)
 
 
-def _of_matrices(function: str, values: list[Any]) -> Any:
+def _of_matrices(function: str, values: list[Scalar]) -> Scalar:
     match function:
         case "row":
             return tuple(values)
@@ -338,7 +339,7 @@ def _scaled(matrix: Matrix, factor: Scalar) -> Matrix:
     return tuple(tuple(_times(cell, factor) for cell in row) for row in matrix)
 
 
-def _matrix_sum(values: list[Any]) -> Matrix:
+def _matrix_sum(values: list[Scalar]) -> Matrix:
     shapes = {(len(value), len(value[0])) if isinstance(value, tuple) else None for value in values}
     if None in shapes or len(shapes) != 1:
         raise NoValueError("a sum of different shapes")
@@ -348,7 +349,7 @@ def _matrix_sum(values: list[Any]) -> Matrix:
     return tuple(result)
 
 
-def _matrix_product(values: list[Any]) -> Any:
+def _matrix_product(values: list[Scalar]) -> Scalar:
     result = values[0]
     for value in values[1:]:
         if not isinstance(value, tuple):
@@ -363,7 +364,7 @@ def _matrix_product(values: list[Any]) -> Any:
     return result
 
 
-def _sum(values: Any) -> Scalar:
+def _sum(values: Scalar) -> Scalar:
     result: Scalar = Fraction(0)
     for value in values:
         result = _plus(result, value)
@@ -404,6 +405,6 @@ _FUNCTIONS: dict[str, Callable[..., Scalar]] = {
     "min": _most(min),
 }
 _TRIGONOMETRIC_NAMES = "sin cos tan sec csc cot sinh cosh tanh arcsin arccos arctan arcsec arccsc arccot"
-_TRIGONOMETRIC: dict[str, Callable[[Any], Any]] = {
+_TRIGONOMETRIC: dict[str, Callable[[Scalar], Scalar]] = {
     name: getattr(mp, f"a{name[3:]}" if name.startswith("arc") else name) for name in _TRIGONOMETRIC_NAMES.split()
 }
