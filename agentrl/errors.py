@@ -2,7 +2,7 @@
 
 AgentRLError
 ├── SettingsError             the user's settings or files: one message, exit code 2
-│   └── ProblemError          problems that cannot be had as asked (agentrl.problems.errors)
+│   └── ProblemError          problems that cannot be had as asked (agentrl.problems.problem_errors)
 │       ├── ProblemFileError
 │       ├── ProblemFieldError
 │       ├── EmptyProblemsError

@@ -39,6 +39,7 @@ from agentrl.algorithms.kl import (
 )
 from agentrl.algorithms.losses.aggregation import AGGREGATIONS, aggregate, loss_normalizer
 from agentrl.algorithms.losses.compute import check_aggregation, default_aggregation, policy_loss, step_selection
+from agentrl.algorithms.losses.definitions import LOSSES, LossInputs, LossTraits, PolicyLoss, register_loss
 from agentrl.algorithms.losses.options import (
     ClipCovarianceOptions,
     ClipOptions,
@@ -51,7 +52,6 @@ from agentrl.algorithms.losses.options import (
     SequenceClipOptions,
     WeightClipOptions,
 )
-from agentrl.algorithms.losses.records import LOSSES, LossInputs, LossTraits, PolicyLoss, register_loss
 from agentrl.algorithms.mismatch import mismatch_metrics, perplexity_metrics
 from agentrl.algorithms.records import AdvantageInputs, Advantages
 from agentrl.algorithms.registry import NoOptions

@@ -16,7 +16,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 
-from agentrl.problems.errors import ProblemFieldError
+from agentrl.problems.problem_errors import ProblemFieldError
 from agentrl.problems.rows import Row
 from agentrl.problems.settings import FieldName
 from agentrl_envs.types import Problem

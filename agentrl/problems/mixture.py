@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from agentrl.problems.errors import EmptyProblemsError, ProblemError
+from agentrl.problems.problem_errors import EmptyProblemsError, ProblemError
 from agentrl_envs.types import Problem
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from agentrl.problems.errors import ProblemError, ProblemFileError
+from agentrl.problems.problem_errors import ProblemError, ProblemFileError
 
 Row = dict[str, object]
 

@@ -11,8 +11,8 @@ from array import array
 from random import Random
 from typing import TypedDict
 
-from agentrl.problems.errors import SamplerStateError
 from agentrl.problems.mixture import Mixture, ProblemSource
+from agentrl.problems.problem_errors import SamplerStateError
 from agentrl_envs.types import Problem
 
 

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
-from agentrl.problems.errors import (
+from agentrl.problems.fields import problem_of, statement_of
+from agentrl.problems.masking import MaskedSplit, split_by_masked_statement
+from agentrl.problems.mixture import FiniteSource, Mixture, ProblemSource
+from agentrl.problems.problem_errors import (
     EmptyProblemsError,
     ProblemError,
     ProblemFieldError,
     ProblemFileError,
 )
-from agentrl.problems.fields import problem_of, statement_of
-from agentrl.problems.masking import MaskedSplit, split_by_masked_statement
-from agentrl.problems.mixture import FiniteSource, Mixture, ProblemSource
 from agentrl.problems.rows import Row, read_hub, read_jsonl, read_parquet
 from agentrl.problems.settings import BUILTIN, DEFAULT_SPLIT, ProblemSourceSettings
 from agentrl_envs.registry import did_you_mean

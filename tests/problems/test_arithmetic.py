@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
 from agentrl.problems.demonstrations.demonstration import Demonstration, tokenizer_corpus
 from agentrl.problems.demonstrations.exercises import FAMILIES
-from agentrl.problems.errors import EmptyProblemsError, ProblemError
+from agentrl.problems.problem_errors import EmptyProblemsError, ProblemError
 from agentrl_envs.types import Problem
 
 FENCE = re.compile(r"\A```py\n(.*)\n```\Z", re.DOTALL)

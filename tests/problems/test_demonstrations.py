@@ -8,7 +8,7 @@ import pytest
 from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
 from agentrl.problems.demonstrations.demonstration import ShownTurn, read_demonstrations
 from agentrl.problems.demonstrations.loading import load_demonstrations
-from agentrl.problems.errors import EmptyProblemsError, ProblemError, ProblemFileError
+from agentrl.problems.problem_errors import EmptyProblemsError, ProblemError, ProblemFileError
 from agentrl_envs.types import Problem
 
 

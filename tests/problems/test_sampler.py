@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
-from agentrl.problems.errors import EmptyProblemsError, ProblemError, SamplerStateError
 from agentrl.problems.mixture import FiniteSource, Mixture
+from agentrl.problems.problem_errors import EmptyProblemsError, ProblemError, SamplerStateError
 from agentrl.problems.sampler import ProblemSampler
 from agentrl_envs.types import Problem
 

@@ -10,9 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
-from agentrl.problems.errors import EmptyProblemsError, ProblemError, ProblemFieldError, ProblemFileError
 from agentrl.problems.fields import problem_of, unwrap
 from agentrl.problems.masking import masked_statement
+from agentrl.problems.problem_errors import EmptyProblemsError, ProblemError, ProblemFieldError, ProblemFileError
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import LoadedSource, evaluation_set, load_mixture, load_source
 from agentrl_envs.types import Problem

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from agentrl.problems.demonstrations.formulas import Formula, FormulaError
 from agentrl.problems.demonstrations.word_problems import formula_demonstrations
-from agentrl.problems.errors import EmptyProblemsError
 from agentrl.problems.masking import masked_statement, split_by_masked_statement
 from agentrl.problems.numbers import number_mentions, words_value
+from agentrl.problems.problem_errors import EmptyProblemsError
 from agentrl_envs.types import Problem
 
 PROGRAM = re.compile(r"\A```py\nfinal_answer\(([\d+*/()-]+)\)\n```\Z")

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from agentrl.algorithms.losses.definitions import LossInputs, LossTraits, register_loss
 from agentrl.algorithms.losses.options import ClipOptions, DualClipOptions, GateOptions, WeightClipOptions
-from agentrl.algorithms.losses.records import LossInputs, LossTraits, register_loss
 from agentrl.algorithms.registry import NoOptions
 
 

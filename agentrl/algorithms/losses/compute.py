@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.errors import AlgorithmError, InvalidInputError, check_choice
+from agentrl.algorithms.losses.definitions import LOSSES, LossInputs, PolicyLoss
 from agentrl.algorithms.losses.draws import token_draws
-from agentrl.algorithms.losses.records import LOSSES, LossInputs, PolicyLoss
 from agentrl.algorithms.validation import as_mask, check_finite
 
 _LOG_RATIO_LIMIT = 20.0

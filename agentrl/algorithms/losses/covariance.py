@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.losses.clip import clip_fractions, clipped, is_clipped
+from agentrl.algorithms.losses.definitions import LossInputs, LossTraits, register_loss
 from agentrl.algorithms.losses.options import ClipCovarianceOptions, KLCovarianceOptions
-from agentrl.algorithms.losses.records import LossInputs, LossTraits, register_loss
 
 
 def covariance(inputs: LossInputs) -> Tensor:

@@ -6,8 +6,8 @@ Both are -A sg[min(ratio, 20)] ln p for the tokens they keep, 0 for the others.
 import torch
 from torch import Tensor
 
+from agentrl.algorithms.losses.definitions import LossInputs, register_loss
 from agentrl.algorithms.losses.options import DivergenceClipOptions, ProbabilityClipOptions
-from agentrl.algorithms.losses.records import LossInputs, register_loss
 
 _RATIO_LIMIT = 20.0
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.losses.clip import clip_fractions, clipped
+from agentrl.algorithms.losses.definitions import SEQUENCE_MEAN, LossInputs, LossTraits, register_loss
 from agentrl.algorithms.losses.options import LogClipOptions, SequenceClipOptions
-from agentrl.algorithms.losses.records import SEQUENCE_MEAN, LossInputs, LossTraits, register_loss
 
 _LOG_LIMIT = 10.0
 _TRAITS = LossTraits(aggregation="seq_mean_token_mean", aggregations=SEQUENCE_MEAN)

@@ -149,7 +149,7 @@ class TextPlayer:
     async def _conversation(self, sample: Sample) -> Transcript:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        draft = _Draft(sample=sample)
+        draft = _TextDraft(sample=sample)
         episode = self._environment.episode(sample.problem)
         try:
             ended = await self._converse(draft, episode)
@@ -159,7 +159,7 @@ class TextPlayer:
             await episode.close()
         return draft.finish(ended, loop.time() - began)
 
-    async def _converse(self, draft: _Draft, episode: Episode) -> Ended:
+    async def _converse(self, draft: _TextDraft, episode: Episode) -> Ended:
         draft.conversation.append(await answer_of(episode.start(), self._settings))
         while True:
             room = self._settings.max_response_tokens - draft.tokens
@@ -179,7 +179,7 @@ class TextPlayer:
             if spent(draft.calls, self._settings):
                 return Ended.DEADLINE
 
-    async def _turn(self, draft: _Draft, episode: Episode, limit: int) -> str:
+    async def _turn(self, draft: _TextDraft, episode: Episode, limit: int) -> str:
         sample = draft.sample
         turn = sum(item.origin == "model" for item in draft.turns)
         key = sampling_key(self._seed, sample.benchmark, sample.problem.id, sample.number, sample.attempt, turn)
@@ -205,7 +205,7 @@ class TextPlayer:
 
 
 @dataclass(slots=True)
-class _Draft:
+class _TextDraft:
     """A conversation while it is being played; ``conversation`` alternates between what is shown and what is said."""
 
     sample: Sample

@@ -14,7 +14,7 @@ from typing import Literal
 
 from agentrl.problems.demonstrations.demonstration import Demonstration
 from agentrl.problems.demonstrations.exercises import FAMILIES, ExerciseFamily, Numbers
-from agentrl.problems.errors import EmptyProblemsError, ProblemError
+from agentrl.problems.problem_errors import EmptyProblemsError, ProblemError
 from agentrl_envs.registry import did_you_mean
 from agentrl_envs.types import Problem
 

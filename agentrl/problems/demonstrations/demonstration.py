@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.problems.errors import EmptyProblemsError, ProblemFieldError
+from agentrl.problems.problem_errors import EmptyProblemsError, ProblemFieldError
 from agentrl.problems.rows import read_jsonl
 from agentrl_envs.types import Problem
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
 from agentrl.problems.demonstrations.demonstration import Demonstration, read_demonstrations
 from agentrl.problems.demonstrations.word_problems import formula_demonstrations
-from agentrl.problems.errors import ProblemError, ProblemFileError
+from agentrl.problems.problem_errors import ProblemError, ProblemFileError
 from agentrl.problems.settings import BUILTIN
 from agentrl.problems.sources import GENERATORS, expand
 from agentrl_envs.registry import did_you_mean

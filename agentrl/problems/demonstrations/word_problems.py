@@ -16,9 +16,9 @@ from random import Random
 
 from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn, program
 from agentrl.problems.demonstrations.formulas import Formula, FormulaError
-from agentrl.problems.errors import EmptyProblemsError
 from agentrl.problems.fields import problem_of
 from agentrl.problems.numbers import Mention, number_mentions, replace_mentions
+from agentrl.problems.problem_errors import EmptyProblemsError
 from agentrl.problems.rows import read_jsonl
 from agentrl_envs.types import Problem
 

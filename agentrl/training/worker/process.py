@@ -31,7 +31,7 @@ from agentrl.training.coldstart.policy import computing_processes, quieten_libra
 from agentrl.training.engine.determinism import set_determinism
 from agentrl.training.worker.local import LocalService
 from agentrl.training.worker.service import InterruptedRunError
-from agentrl.training.worker.wire import Caller, Failure, Reply, Request, Startup
+from agentrl.training.worker.wire import Caller, Failure, Reply, Startup, WorkerRequest
 from agentrl_envs.episode import EnvironmentContractError
 from agentrl_envs.registry import PluginError
 from agentrl_sandbox.client import SandboxError
@@ -56,7 +56,7 @@ class Server:
         self._connections = {0: first}
         self._controls = {0: control}
         self._door = door
-        self._requests: queue.Queue[tuple[int, Request | None]] = queue.Queue()
+        self._requests: queue.Queue[tuple[int, WorkerRequest | None]] = queue.Queue()
         self._interrupt: Callable[[], None] | None = None
         self._interrupted = False
         self._gone: int | None = None
@@ -138,7 +138,7 @@ class Server:
                 service.interrupt()
 
     def _answer_all(self, service: LocalService) -> None:
-        waiting: dict[int, Request] = {}
+        waiting: dict[int, WorkerRequest] = {}
         while True:
             rank, request = self._requests.get()
             if request is None:
@@ -151,7 +151,7 @@ class Server:
             self._carry_out(service, waiting[0])
             waiting.clear()
 
-    def _carry_out(self, service: LocalService, request: Request) -> None:
+    def _carry_out(self, service: LocalService, request: WorkerRequest) -> None:
         """Carry out a request and answer every rank."""
         try:
             values: list[object]

@@ -27,7 +27,7 @@ from agentrl.errors import SettingsError, WorldError
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.training.engine.deepspeed_engine import from_rank_zero, gather_from_ranks
 from agentrl.training.worker.service import CALLS, InterruptedRunError, RolloutService
-from agentrl.training.worker.wire import Caller, Failure, Reply, Request, Startup, WorkerLostError, receive
+from agentrl.training.worker.wire import Caller, Failure, Reply, Startup, WorkerLostError, WorkerRequest, receive
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -127,7 +127,7 @@ class RemoteService:
         with contextlib.suppress(ConnectionError):  # the worker is gone, but its last message may still be unread
             if not self._connection.poll():
                 own = arguments if self._rank == 0 else {}
-                self._connection.send(Request(name=name, waiting_for=waiting_for, arguments=own))
+                self._connection.send(WorkerRequest(name=name, waiting_for=waiting_for, arguments=own))
         return self._answer(waiting_for, self._seconds, self._interrupted if call.interruptible else None)
 
     def _answer(self, waiting_for: str, seconds: float, stops: threading.Event | None = None) -> object:

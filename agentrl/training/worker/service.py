@@ -26,7 +26,7 @@ class InterruptedRunError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class WorkerCall:
     """A method that can be called in the worker's process. ``waiting_for`` says what a rank waits for meanwhile, as a
     format of the arguments. ``interruptible``: a request to stop cancels the call."""
 
@@ -41,13 +41,13 @@ class Call:
         return {name: value for name, value in bound.arguments.items() if name != "self"}
 
 
-CALLS: dict[str, Call] = {}
+CALLS: dict[str, WorkerCall] = {}
 """The calls that can be sent to the worker's process, by method."""
 
 
 def _call(waiting_for: str, *, interruptible: bool = False) -> Callable[[_Method], _Method]:
     def register(method: _Method) -> _Method:
-        CALLS[method.__name__] = Call(
+        CALLS[method.__name__] = WorkerCall(
             signature=inspect.signature(method), waiting_for=waiting_for, interruptible=interruptible
         )
         return method

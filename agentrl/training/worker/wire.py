@@ -41,7 +41,7 @@ class Caller:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class WorkerRequest:
     """A call of the service's method ``name``. All ranks make it, waiting for the same; ``arguments`` are rank 0's."""
 
     name: str
