@@ -169,6 +169,7 @@ def test_a_bug_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch, work: Recorde
         run(monkeypatch, "train")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -228,6 +229,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert all(command in done.stdout for command in ("train", "coldstart", "eval", "variance", "doctor"))
 
 
+@pytest.mark.slow
 def test_doctor_says_what_is_here() -> None:
     done = subprocess.run([sys.executable, "-m", "agentrl.cli", "doctor"], capture_output=True, text=True, check=True)
     assert [line.split(":")[0] for line in done.stdout.splitlines()] == [

@@ -29,6 +29,7 @@ def in_a_process(*, wanted: bool, **environment: str) -> str:
     return subprocess.run(command, env=clean | environment, capture_output=True, text=True, check=True).stdout.strip()
 
 
+@pytest.mark.slow
 def test_cublas_is_told_before_cuda_starts_and_children_inherit_it() -> None:
     assert in_a_process(wanted=True) == "True :4096:8 False"
     assert in_a_process(wanted=True, CUBLAS_WORKSPACE_CONFIG=":16:8") == "True :16:8 False"
