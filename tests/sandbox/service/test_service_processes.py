@@ -79,7 +79,7 @@ async def gone(pid: int) -> bool:
 
 async def test_real_programs_through_the_whole_service():
     async with serving("timeout=20", "workers=4") as service:
-        sandbox = await open_sandbox(service.gateway_settings(timeout=20))
+        sandbox = await open_sandbox(service.settings(timeout=20))
         assert sandbox.isolation.missing == ()
         programs = {
             "print(6 * 7)": (Outcome.OK, "42\n"),
@@ -112,7 +112,7 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
     print(b"SANDBOX_TOKEN" in text, b"--sockets" in text)
 """
     async with serving() as service:
-        sandbox = await open_sandbox(service.gateway_settings())
+        sandbox = await open_sandbox(service.settings())
         lines = set((await sandbox.execute(program)).stdout.split("\n"))
         assert lines <= {"None", "False False", ""}
         await sandbox.close()
@@ -120,7 +120,7 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
 
 async def test_a_killed_runner_is_replaced_and_nothing_is_lost_or_run_twice():
     async with serving("workers=2") as service:
-        sandbox = await open_sandbox(service.gateway_settings(retry_deadline=120.0))
+        sandbox = await open_sandbox(service.settings(retry_deadline=120.0))
         before = await service.runner()
         sleeping = [asyncio.ensure_future(sandbox.execute("import time; time.sleep(9)")) for _ in range(2)]
         await service.until_running(2)
@@ -135,7 +135,7 @@ async def test_a_killed_runner_is_replaced_and_nothing_is_lost_or_run_twice():
 
 async def test_sigterm_finishes_what_runs_and_leaves_no_process():
     async with serving("workers=2") as service:
-        sandbox = await open_sandbox(service.gateway_settings())
+        sandbox = await open_sandbox(service.settings())
         runner = await service.runner()
         call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(4); print('done')"))
         await service.until_running(1)
