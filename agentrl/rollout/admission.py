@@ -1,15 +1,16 @@
-"""How many trajectories may be in flight, given the engine's KV cache.
+"""The number of trajectories in flight, limited by the engine's KV cache.
 
-A trajectory without room for its next token is preempted: its keys and values are dropped and recomputed later. So new
-trajectories start only while the running ones have room to grow.
+A trajectory without room for its next token is preempted: its keys and values are dropped and recomputed later. New
+trajectories therefore start only while the running ones have room to grow.
 
 ``safe`` trajectories fit at any length and may always run. Beyond them, up to ``rollout.concurrency``:
 
-1. Once that many have ended, their mean length says how many would fit if all were at their full length at once.
+1. Once ``safe`` trajectories have ended, their mean length tells how many would fit if all had their full length at the
+   same time.
 2. From there the limit grows by a quarter while the cache stays below ``rollout.kv_high_watermark``, but only when half
-   of a trajectory's life has passed since it changed: the memory of new ones does not show before.
-3. Above ``rollout.kv_high_watermark``, or after a preemption, it falls to three quarters of those in flight. Nothing
-   that runs is stopped.
+   of a trajectory's duration has passed since the last change: the memory of new trajectories is not visible earlier.
+3. Above ``rollout.kv_high_watermark``, or after a preemption, the limit falls to three quarters of the trajectories in
+   flight. Running trajectories are never stopped.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ from statistics import fmean
 
 from agentrl.rollout.engines.base import CacheUse
 
-# Seconds between looks at the engine.
+# Seconds between polls of the engine.
 _LOOK = 2.0
 _GROWTH = 1.25
 _RETREAT = 0.75
-# Averages are over at least this many trajectories, and over the last so many.
+# Averages are taken over at least the first number of trajectories, and over the most recent ones up to the second.
 _ENOUGH = 8
 _REMEMBERED = 512
 
 
 class Admission:
-    """Admits trajectories, first come, first served. ``look`` asks the engine, which may not know (None).
+    """Admits trajectories, first come, first served. ``look`` polls the engine, which may not know (None).
 
-    A task looks while more than the safe number are in flight, or any wait. It ends when all have ended.
+    A task polls while more than the safe number are in flight or any trajectory waits. It ends when all have ended.
     """
 
     def __init__(
         self, look: Callable[[], Awaitable[CacheUse | None]], *, ceiling: int, longest: int, kv_high_watermark: float
     ) -> None:
-        """``ceiling``: ``rollout.concurrency``; ``longest``: tokens that a trajectory may have, prompt included."""
+        """``ceiling``: ``rollout.concurrency``; ``longest``: most tokens of a trajectory, including its prompt."""
         self._look = look
         self._ceiling = ceiling
         self._longest = longest
@@ -60,7 +61,7 @@ class Admission:
         self._preempted = 0
 
     async def __aenter__(self) -> None:
-        """Return when one more may run."""
+        """Return when one more trajectory may run."""
         if self._failure is not None:
             raise self._failure
         if self._waiting or self._in_flight >= self._limit:
@@ -71,7 +72,7 @@ class Admission:
                 await future
             except asyncio.CancelledError:
                 if not future.cancelled() and future.exception() is None:
-                    self._in_flight -= 1  # let in and cancelled at once
+                    self._in_flight -= 1  # admitted and cancelled at the same time
                 self._settle()
                 raise
         else:
@@ -83,7 +84,7 @@ class Admission:
         self._settle()
 
     def ended(self, tokens: int, seconds: float) -> None:
-        """A trajectory of so many tokens has ended."""
+        """Note that a trajectory of ``tokens`` tokens has ended after ``seconds`` seconds."""
         self._lengths.append(tokens)
         self._lives.append(seconds)
 
@@ -103,7 +104,7 @@ class Admission:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Admit those that fit; stop looking when none are left."""
+        """Admit the trajectories that fit; stop polling when none is left."""
         while self._waiting and (self._waiting[0].done() or self._in_flight < self._limit):
             future = self._waiting.popleft()
             if not future.done():
@@ -129,7 +130,7 @@ class Admission:
             await asyncio.sleep(_LOOK)
 
     def _crashed(self, watch: asyncio.Task[None]) -> None:
-        """A crash of the watch reaches all that wait or come later."""
+        """Raise a crash of the watch in every trajectory that waits or arrives later."""
         if watch.cancelled() or (failure := watch.exception()) is None:
             return
         self._failure = failure
@@ -139,7 +140,7 @@ class Admission:
 
     def _take(self, use: CacheUse | None) -> None:
         if use is None:
-            if self._last is None:  # it may never report
+            if self._last is None:  # the engine may never report
                 self._limit = self._ceiling
             return
         before, now = self._last or use, asyncio.get_running_loop().time()
@@ -163,7 +164,7 @@ class Admission:
 
 
 def safe_number(use: CacheUse, *, longest: int, ceiling: int) -> int:
-    """How many trajectories fit into the cache at any length; at least 1.
+    """The number of trajectories that fit into the cache at any length; at least 1.
 
     >>> safe_number(CacheUse(tokens=10_000, used=0.0, preemptions=0), longest=2_000, ceiling=100)
     5

@@ -1,8 +1,8 @@
-"""The driver: plays episodes against an engine, each trajectory on its own, and writes trajectories.
+"""The driver: plays episodes against an engine, each independently, and produces trajectories.
 
-It alone knows both tokens and text. The ids the engine sampled are the ids of the trajectory; an observation is
-encoded once, on its own, as plain text but for the marks that a protocol has set; nothing is ever decoded and encoded
-again.
+Only the driver handles both tokens and text. The ids that the engine sampled are the ids of the trajectory. An
+observation is encoded once, separately, as plain text except for the marks that a protocol has set. Nothing is ever
+decoded and then encoded again.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 
-# Encoded prompts that are kept.
+# Number of encoded prompts to cache.
 _PROMPTS = 512
-# What users' rewards call the origin of a segment.
+# The role by which users' rewards know the origin of a segment.
 _ROLES: Final[dict[Literal["model", "observation"], Literal["assistant", "tool"]]] = {
     "model": "assistant",
     "observation": "tool",
@@ -54,10 +54,10 @@ class Job:
 
 
 class Jobs(Protocol):
-    """Where players get their next trajectory from; shared by all of them."""
+    """The source of trajectories to play, shared by all players."""
 
     async def next(self) -> Job | None:
-        """The next one, when it may start; None if there is none any more."""
+        """Return the next job when it may start; None if there are no more."""
 
 
 class _Listed:
@@ -73,17 +73,17 @@ class _Listed:
 
 
 class NoAnswerError(Exception):
-    """An environment has not answered in time: the trajectory says nothing about the policy."""
+    """An environment has not answered in time, so the trajectory is no evidence about the policy."""
 
 
 async def answer_of(environment: Awaitable[_Answer], settings: RolloutSettings) -> _Answer:
-    """What an environment answers to a start or a turn. Raises NoAnswerError past ``environment_deadline``."""
+    """Return an environment's answer to a start or a turn. Raises NoAnswerError past ``environment_deadline``."""
     try:
         async with asyncio.timeout(settings.environment_deadline) as limit:
             return await environment
     except TimeoutError:
         if not limit.expired():
-            raise  # not ours
+            raise  # not this deadline
         said = f"the environment gave no answer within {settings.environment_deadline:g} s"
         raise NoAnswerError(f"{said} (rollout.environment_deadline)") from None
 
@@ -94,7 +94,7 @@ def spent(calls: Sequence[ToolCall], settings: RolloutSettings) -> bool:
 
 
 class _InfrastructureFailureError(Exception):
-    """Carries a trajectory that failed outside the policy to the retry around it."""
+    """Carries a trajectory that failed outside the policy to the surrounding retry."""
 
     def __init__(self, trajectory: Trajectory) -> None:
         super().__init__(f"problem {trajectory.problem.id}: infrastructure failure")
@@ -103,10 +103,10 @@ class _InfrastructureFailureError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Running:
-    """What the trajectories of one call of :meth:`Driver.run` share."""
+    """The state shared by all trajectories of one call of :meth:`Driver.run`."""
 
     temperature: float
-    greedy_sample: int | None  # the number of the sample that is played at temperature 0
+    greedy_sample: int | None  # the index of the sample played at temperature 0
     rounds: Rounds | None
     fair_yield: FairYield
 
@@ -152,7 +152,7 @@ class _Draft:
 
 
 class Driver:
-    """Plays groups of trajectories. One asyncio task a trajectory in flight, no barrier between turns.
+    """Plays groups of trajectories, with one asyncio task per trajectory in flight and no barrier between turns.
 
     ``deterministic`` plays turns in rounds (:class:`~agentrl.rollout.gates.Rounds`), for bitwise reproducible runs.
     Randomness is keyed by ``seed``, step, problem, sample and turn.
@@ -170,9 +170,9 @@ class Driver:
         label: str = "",
         reward: Reward | None = None,
     ) -> None:
-        """``label`` sets this driver's trajectories apart from those of another one at the same engine.
+        """``label`` distinguishes this driver's trajectories from those of another driver on the same engine.
 
-        ``reward`` takes the place of the environment's rewards, on a trajectory's last model token.
+        ``reward`` replaces the environment's rewards, on a trajectory's last model token.
         """
         self._reward = reward
         self._environment = environment
@@ -192,11 +192,11 @@ class Driver:
         self._encode_plain_prompt = lru_cache(maxsize=_PROMPTS)(codec.encode_prompt)
 
     def _encode_prompt(self, text: str) -> tuple[int, ...]:
-        # Two marked texts that read the same may differ in what is marked: those are not kept.
+        # Marked texts are not cached: two with the same characters may differ in their marks.
         return self._codec.encode_prompt(text) if isinstance(text, MarkedText) else self._encode_plain_prompt(text)
 
     def metrics(self) -> dict[str, float]:
-        """What admission to the engine was like since this was last asked."""
+        """Metrics of admission to the engine since the last call."""
         return self._admission.metrics()
 
     async def prompt_tokens(self, problem: Problem) -> int:
@@ -220,9 +220,9 @@ class Driver:
         temperature: float | None = None,
         greedy: bool = False,
     ) -> AsyncGenerator[Group]:
-        """Groups of ``group_size`` trajectories, each as soon as its last trajectory has ended.
+        """Yield groups of ``group_size`` trajectories, each as soon as its last trajectory has ended.
 
-        ``greedy`` plays one more of each problem, at temperature 0.
+        ``greedy`` plays one more trajectory of each problem, at temperature 0.
         """
         samples = group_size + int(greedy)
         players = min(self._settings.concurrency, len(requests) * samples)
@@ -236,7 +236,7 @@ class Driver:
         return self._run(jobs, running, players=players, samples=samples, groups=len(requests))
 
     def run_jobs(self, jobs: Jobs, *, group_size: int, greedy: bool = False) -> AsyncGenerator[Group]:
-        """Groups without end, from jobs that come over time: all samples of a request, ``greedy`` one more."""
+        """Yield groups endlessly from jobs that arrive over time: all samples of a request, plus one if ``greedy``."""
         running = _Running(
             temperature=self._settings.temperature,
             greedy_sample=group_size if greedy else None,
@@ -253,8 +253,8 @@ class Driver:
         tasks = [asyncio.create_task(self._player(jobs, running, finished)) for _ in range(players)]
         for task in tasks:
             task.add_done_callback(finished.put_nowait)
-        # What exists by now (libraries, the model) is not searched for garbage while thousands of trajectories live:
-        # those pauses of the event loop are longer than all others.
+        # Exclude everything that exists by now (libraries, the model) from garbage collection while thousands of
+        # trajectories are alive: collecting it causes the longest pauses of the event loop.
         gc.freeze()
         try:
             async for group in self._grouped(finished, samples, running.greedy_sample, groups):
@@ -272,7 +272,7 @@ class Driver:
         greedy_sample: int | None,
         groups: int | None,
     ) -> AsyncGenerator[Group]:
-        """Whole groups out of finished trajectories. A player that crashed comes as its task and raises here."""
+        """Assemble groups from finished trajectories. A crashed player arrives as its task and raises here."""
         parts: dict[int, list[Trajectory]] = {}
         whole = 0
         while whole != groups:
@@ -311,7 +311,7 @@ class Driver:
                 running.rounds.leave()
 
     async def _trajectory(self, job: Job, running: _Running) -> Trajectory:
-        """One trajectory; what failed outside the policy starts afresh, a bounded number of times."""
+        """Play one trajectory. After a failure outside the policy it restarts, a bounded number of times."""
         trajectory = await self._attempt(job, running)
         if trajectory.ended is not Ended.INFRASTRUCTURE_FAILURE:
             return trajectory
@@ -320,7 +320,7 @@ class Driver:
                 on=_InfrastructureFailureError, attempts=self._settings.retries + 1, timeout=None, wait_max=10.0
             ):
                 with attempt:
-                    # The first attempt is over; only what fails pays for the retry's machinery.
+                    # The first attempt is over; only failures pay for the overhead of retrying.
                     if attempt.num > 1:
                         trajectory = await self._attempt(job, running)
                     if trajectory.ended is Ended.INFRASTRUCTURE_FAILURE:
@@ -332,7 +332,7 @@ class Driver:
     async def _attempt(self, job: Job, running: _Running) -> Trajectory:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        # Zero-padded, so that the order of names is the order of requests, samples and turns.
+        # Zero-padded, so that names sort in the order of requests, samples and turns.
         name = f"{self._label}{job.step:08d}-{job.request.index:012d}-{job.sample:06d}"
         draft = _Draft(job=job, name=name)
         episode = self._environment.episode(job.request.problem)
@@ -349,7 +349,7 @@ class Driver:
         return await self._rewarded(draft.finish(ended, loop.time() - began), running)
 
     async def _rewarded(self, trajectory: Trajectory, running: _Running) -> Trajectory:
-        """With the reward of ``reward.function`` where there is one; one that takes too long leaves no data."""
+        """The trajectory with the reward of ``reward.function``, if set; excluded from the data if that times out."""
         if self._reward is None or trajectory.no_data:
             return trajectory
         turns = tuple(Message(role=_ROLES[segment.origin], text=segment.text) for segment in trajectory.segments)
@@ -388,9 +388,9 @@ class Driver:
                 return ended
 
     def _observe(self, draft: _Draft, step: Step, *, full: bool, cut: bool) -> Ended | None:
-        """Append the observation; how the trajectory ended, if it did.
+        """Append the observation. Returns how the trajectory ended, or None if it continues.
 
-        ``full``: the total limit cut the turn; ``cut``: that one or the turn's own did.
+        ``full``: the total token limit cut the turn; ``cut``: the total limit or the turn's own limit cut it.
         """
         parts = self._codec.unsampled(step.observation, draft.context) if step.observation else ()
         observed = self._codec.encode_parts(parts)
@@ -405,9 +405,9 @@ class Driver:
         return Ended.DEADLINE if spent(draft.calls, self._settings) else None
 
     async def _turn(self, draft: _Draft, episode: Episode, running: _Running) -> tuple[Completion, str, bool]:
-        """One turn's tokens and text; True if the trajectory's token limit cut it.
+        """Sample one turn: its tokens, its text, and whether the trajectory's token limit cut it.
 
-        Where the engine stopped at a string that does not complete the turn, the same turn goes on from the exact ids.
+        If the engine stopped at a string that does not complete the turn, the same turn continues from the exact ids.
         """
         job = draft.job
         turn = sum(segment.origin == "model" for segment in draft.segments)
@@ -440,7 +440,7 @@ class Driver:
 
 
 def _joined(first: Completion, second: Completion) -> Completion:
-    """Two parts of one turn as one completion."""
+    """Join two parts of one turn into one completion."""
     return replace(
         second,
         token_ids=first.token_ids + second.token_ids,

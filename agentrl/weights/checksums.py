@@ -1,9 +1,10 @@
-"""Checksums of parameters that do not depend on how an engine lays them out.
+"""Checksums of parameters that do not depend on an engine's memory layout.
 
-An engine fuses matrices, shards them over GPUs, pads vocabularies and transposes. So a checksum is a sum over the
-values of a parameter, each mixed into 64 bits: it is the same in any order, sums of shards add up, and zeros (padding)
-count nothing. Any one value that differs by one bit changes it; values that changed together leave it as it was with a
-chance of 2^-64. The order of the values within one parameter is what it does not see.
+An engine fuses matrices, shards them over GPUs, pads vocabularies and transposes. A checksum is therefore a sum over
+the values of a parameter, each mixed into 64 bits: it is the same in any order, the sums of shards add up, and zeros
+(padding) contribute nothing. A change of one bit in one value always changes the checksum; a change of several values
+leaves it unchanged with probability 2^-64. A checksum does not detect a different order of the values within one
+parameter.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
 _MODULUS = 1 << 64
-# Elements at a time: what mixing needs of memory is 24 bytes for each of them.
+# Elements processed at a time: mixing needs 24 bytes of memory for each.
 _CHUNK = 1 << 22
 # The constants of splitmix64's finalizer, as signed 64-bit integers.
 _FIRST = 0xBF58476D1CE4E5B9 - _MODULUS
@@ -28,7 +29,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checksum:
-    """``values``: how many are not zero; ``total``: the sum modulo 2^64 of what they are mixed to."""
+    """``values``: the number of nonzero values; ``total``: the sum of the mixed values modulo 2^64."""
 
     values: int
     total: int
@@ -37,7 +38,7 @@ class Checksum:
         return Checksum(values=self.values + other.values, total=(self.total + other.total) % _MODULUS)
 
     def copies_in(self, other: Checksum) -> bool:
-        """Whether ``other`` is this parameter once, or as often as tensor parallelism repeats it.
+        """Whether ``other`` is one copy of this parameter, or as many as tensor parallelism makes.
 
         >>> one = Checksum(values=2, total=5)
         >>> one.copies_in(one), one.copies_in(one + one), one.copies_in(Checksum(values=4, total=11))
@@ -50,7 +51,7 @@ class Checksum:
 
 
 def checksum(tensor: Tensor) -> Checksum:
-    """The checksum of a tensor's values as float32; bfloat16 and float16 are exact in it.
+    """The checksum of a tensor's values as float32, which represents bfloat16 and float16 exactly.
 
     >>> checksum(torch.tensor([1.0, 2.0])) == checksum(torch.tensor([2.0, 0.0, 1.0], dtype=torch.bfloat16))
     True
@@ -59,7 +60,7 @@ def checksum(tensor: Tensor) -> Checksum:
     """
     values = total = 0
     for chunk in tensor.detach().reshape(-1).split(_CHUNK):
-        # Some processors compute with denormal numbers as zeros, and a product with 1 loses the sign of -0.
+        # Some processors treat denormal numbers as zeros, and a product with 1 loses the sign of -0.
         exact = chunk.float()
         bits = exact.view(torch.int32).to(torch.int64)
         bits = torch.where(exact.abs() < torch.finfo(torch.float32).tiny, 0, bits)
@@ -69,7 +70,7 @@ def checksum(tensor: Tensor) -> Checksum:
 
 
 def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Checksum]:
-    """The checksum of each parameter; what comes in pieces of one name is added up."""
+    """The checksum of each parameter; pieces with the same name are added up."""
     found: dict[str, Checksum] = {}
     for name, tensor in tensors:
         new = checksum(tensor)
@@ -78,7 +79,7 @@ def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Checksum]:
 
 
 def add_up(workers: Iterable[Mapping[str, tuple[int, int]]]) -> dict[str, Checksum]:
-    """Checksums of whole parameters from those of every worker's share: numbers of values, and totals."""
+    """Checksums of whole parameters, from each worker's counts of values and totals."""
     found: dict[str, Checksum] = {}
     for share in workers:
         for name, (values, total) in share.items():
@@ -87,13 +88,13 @@ def add_up(workers: Iterable[Mapping[str, tuple[int, int]]]) -> dict[str, Checks
 
 
 def with_head(found: Mapping[str, Checksum]) -> dict[str, Checksum]:
-    """The same with the embedding's checksum as the head's, where the two are tied."""
+    """The same checksums, with the embedding's as the head's if the two are tied."""
     tied = EMBEDDING in found and HEAD not in found
     return {**found, HEAD: found[EMBEDDING]} if tied else dict(found)
 
 
 def say_differing(trainer: Mapping[str, Checksum], engine: Mapping[str, Checksum]) -> str | None:
-    """Which parameters of an engine are not the trainer's, of those that both know; None if all are.
+    """Name the parameters that differ between engine and trainer, among those that both know; None if none differs.
 
     >>> two, three = Checksum(values=1, total=2), Checksum(values=1, total=3)
     >>> say_differing({"a": two, "b": two}, {"a": two, "b": three})
@@ -109,7 +110,7 @@ def say_differing(trainer: Mapping[str, Checksum], engine: Mapping[str, Checksum
 
 
 def _mixed(bits: Tensor) -> Tensor:
-    """Each integer mixed over 64 bits; one to one, and 0 stays 0."""
+    """Mix each integer over 64 bits. The mapping is one to one, and 0 stays 0."""
     mixed = _folded(bits * _FIRST, 30) * _SECOND
     return _folded(mixed, 31)
 

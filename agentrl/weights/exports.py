@@ -1,7 +1,7 @@
-"""A policy's directory whose head is a parameter of its own, for engines that cannot follow tied embeddings.
+"""Policy directories in which the head is a separate parameter, for engines that cannot update tied embeddings.
 
-vLLM on CPU packs the head's weight when it starts; new weights for a model with tied embeddings then leave the packed
-copy as it was, without an error, unless they bring the head as a tensor of its own.
+vLLM on CPU packs the head's weight when it starts. New weights for a model with tied embeddings then leave the packed
+copy unchanged, without an error, unless they contain the head as a separate tensor.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from agentrl.weights.transports import held, read_weights, write_weights
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 256 * 1024 * 1024
-"""Bytes of one file, which are also what writing holds in memory."""
+"""Bytes of one file; writing holds as much in memory."""
 
 
 def untied(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The same tensors, with the embedding once more as the head's weight where no head comes.
+    """The same tensors; if they include no head, the embedding is repeated as the head's weight.
 
     >>> import torch
     >>> tied = {"model.embed_tokens.weight": torch.zeros(2, 1), "model.norm.weight": torch.ones(1)}
@@ -43,7 +43,7 @@ def untied(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]
 
 
 def write_untied_copy(model: Path, target: Path) -> Path:
-    """Copy the policy in ``model`` to ``target`` with a head of its own; returns ``target``."""
+    """Copy the policy in ``model`` to ``target`` with a separate head, and return ``target``."""
     shutil.rmtree(target, ignore_errors=True)
     write_shards(target, untied(read_export(model)))
     for file in model.iterdir():
@@ -56,9 +56,9 @@ def write_untied_copy(model: Path, target: Path) -> Path:
 
 
 def write_export(folder: Path, tensors: Iterable[tuple[str, Tensor]], version: int) -> Path:
-    """Write one version's weights into a directory of its own under ``folder``; older ones but the last go.
+    """Write one version's weights into a directory of its own under ``folder``; remove all older versions but the last.
 
-    The last stays for an engine that is still reading it.
+    The last is kept for an engine that is still reading it.
     """
     target = folder / f"version-{version:09d}"
     partial = folder / f"{target.name}.partial"
@@ -72,7 +72,7 @@ def write_export(folder: Path, tensors: Iterable[tuple[str, Tensor]], version: i
 
 
 def write_shards(target: Path, tensors: Iterable[tuple[str, Tensor]], *, most: int = SHARD_BYTES) -> None:
-    """Write tensors to files of at most ``most`` bytes (a larger tensor alone); no more than that is held at once."""
+    """Write tensors to files of at most ``most`` bytes, which also bounds memory; a larger tensor gets its own file."""
     shard: dict[str, Tensor] = {}
     places: dict[str, str] = {}
     size = written = 0

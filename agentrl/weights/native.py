@@ -1,11 +1,11 @@
-"""vLLM's own weight transfer, from the training ranks straight into the servers' GPUs (NCCL or CUDA IPC).
+"""vLLM's own weight transfer, from the training ranks directly into the servers' GPUs (NCCL or CUDA IPC).
 
-The trainer's side of vLLM's API: a :class:`vllm.distributed.weight_transfer.base.WeightSource` over our
-:class:`~agentrl.weights.sources.ParameterSource` (the stock ``ModuleSource`` reads shapes that are empty under
-ZeRO-3), and a control client that drives any number of servers as one. Every rank makes a :class:`NativeTransfer`
-and calls ``send``; rank 0 alone talks to the servers.
+This module implements the trainer's side of vLLM's API: a
+:class:`vllm.distributed.weight_transfer.base.WeightSource` over our :class:`~agentrl.weights.sources.ParameterSource`
+(the stock ``ModuleSource`` reads shapes that are empty under ZeRO-3), and a control client that drives any number of
+servers as one. Every rank creates a :class:`NativeTransfer` and calls ``send``; only rank 0 talks to the servers.
 
-Where each path has run is said in docs/rollout.md.
+docs/rollout.md lists where each path has run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agentrl.errors import SettingsError, WorldError
 from agentrl.weights.sources import GROUP_ELEMENTS, ParameterSource
 from agentrl.weights.transports import TransferTarget
 
-# Seconds one call to a server may take, the transfer of all weights included.
+# Seconds one call to a server may take, including the transfer of all weights.
 _CALL = 1800.0
 _SMALLEST_BUFFER = 4 * GROUP_ELEMENTS
 
@@ -30,8 +30,8 @@ _SMALLEST_BUFFER = 4 * GROUP_ELEMENTS
 class ServersClient:
     """Several vLLM servers as one, for a trainer's transfer engine (``VLLMWeightSyncClient``, a structural protocol).
 
-    Each call goes to all servers at once and ends when all have answered. Their workers join one NCCL group after the
-    sender: the ranks of server ``i`` start behind those of the servers before it.
+    Each call goes to all servers at once and returns when all have answered. Their workers join one NCCL group after
+    the sender: the ranks of server ``i`` follow those of the servers before it.
     """
 
     def __init__(self, clients: Sequence[Any], world_sizes: Sequence[int]) -> None:
@@ -63,7 +63,7 @@ class ServersClient:
 
 
 def vllm_source(source: ParameterSource) -> Any:
-    """``source`` as vLLM's ``WeightSource``: shapes without communication, values whole and in the same order."""
+    """``source`` as vLLM's ``WeightSource``: shapes without communication, then whole values in the same order."""
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
     class _Source(WeightSource):
@@ -79,15 +79,15 @@ def vllm_source(source: ParameterSource) -> Any:
 
 
 class NativeTransfer:
-    """One rank's side of the native transfer; all ranks make it and call :meth:`send` together."""
+    """One rank's side of the native transfer. All ranks create one and call :meth:`send` together."""
 
     def __init__(self, init_info: Any, client: Any, source: ParameterSource) -> None:
-        """``init_info`` is one of vLLM's trainer init infos and chooses the backend. See :func:`open_native`."""
+        """``init_info`` is one of vLLM's trainer init infos and selects the backend. See :func:`open_native`."""
         factory, _ = _vllm()
         self._engine = factory.trainer_init(init_info=init_info, client=client, source=vllm_source(source))
 
     def send(self) -> None:
-        """Send every parameter to every server and wait until they have it. Collective; servers must be paused."""
+        """Send every parameter to every server and wait for its arrival. Collective; the servers must be paused."""
         try:
             self._engine.send_weights()
         except (OSError, RuntimeError, ValueError) as error:
@@ -99,9 +99,9 @@ class NativeTransfer:
 
 
 def open_native(target: TransferTarget, source: ParameterSource, *, rank: int, host: str) -> NativeTransfer:
-    """The transfer to ``target``; all ranks call it. ``host``: where the servers reach rank 0.
+    """Open the transfer to ``target``; all ranks call it. ``host``: the address at which the servers reach rank 0.
 
-    Raises SettingsError where vLLM cannot be imported, WorldError where the servers do not join.
+    Raises SettingsError if vLLM cannot be imported, WorldError if the servers do not join.
     """
     _, clients = _vllm()
     largest = max((item.bytes for item in source.shapes()), default=0)
@@ -150,7 +150,7 @@ def _free_port(host: str) -> int:
 
 
 def default_backend(placement: str) -> Literal["file", "nccl", "ipc"]:
-    """The fastest way that this machine has: CUDA IPC on the same GPUs, NCCL to others, files without GPUs."""
+    """The fastest backend on this machine: CUDA IPC on the same GPUs, NCCL to other GPUs, files without GPUs."""
     if not torch.cuda.is_available():
         return "file"
     return "ipc" if placement == "colocated" else "nccl"

@@ -1,4 +1,4 @@
-"""Reading a model of which every rank holds a shard (ZeRO-3), so that it need not fit any of them whole."""
+"""Reading a model into shards, one per rank (ZeRO-3), so that the whole model need not fit any rank."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from agentrl.weights.sources import GROUP_ELEMENTS, gathered_groups
 
 
 def read_sharded(path: str | Path, settings: ModelSettings, config: dict[str, Any]) -> Any:
-    """The model in ``path``, its parameters sharded over all ranks by DeepSpeed's ``config``. Collective.
+    """Read the model in ``path``, its parameters sharded over all ranks by DeepSpeed's ``config``. Collective.
 
-    Equal to what :func:`~agentrl.models.loading.read_model` gives. Rank 0 alone reads the weights, into host memory,
-    and hands them out in groups; the others never hold more than a group beside their shard.
+    The result equals that of :func:`~agentrl.models.loading.read_model`. Only rank 0 reads the weights, into host
+    memory, and distributes them in groups; the others never hold more than a group in addition to their shard.
     """
     import deepspeed
     from transformers.initialization import no_init_weights
 
-    # DeepSpeed's own linear function, which it would put in place of torch's for good, is not asked for.
+    # Keep DeepSpeed's own linear function off: it would replace torch's permanently.
     with no_init_weights(), deepspeed.zero.Init(config_dict_or_path=config, mem_efficient_linear=False):
         model = empty_model(path, settings)
     model.tie_weights()
@@ -32,13 +32,13 @@ def read_sharded(path: str | Path, settings: ModelSettings, config: dict[str, An
 
 @torch.no_grad()
 def _fill(model: Any, whole: Any | None) -> None:
-    """Give ``model`` what ``whole``, which rank 0 has, holds."""
+    """Fill ``model`` with the parameters and buffers of ``whole``, which only rank 0 has."""
     values = {} if whole is None else dict(whole.named_parameters())
     for group in gathered_groups(model, group_elements=GROUP_ELEMENTS, modifier_rank=0):
         for name, parameter in group:
             if whole is not None:
                 parameter.copy_(values[name])
-    # Buffers are no parameters and are computed while a model is made, where DeepSpeed sets the dtype.
+    # Buffers are not parameters; they are computed while a model is built, when DeepSpeed sets the dtype.
     box = [None if whole is None else (dict(whole.named_buffers()), whole.generation_config)]
     torch.distributed.broadcast_object_list(box)
     assert box[0] is not None

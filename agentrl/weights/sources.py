@@ -1,4 +1,4 @@
-"""Where weights come from: the parameters of a training module, whole, whatever ZeRO stage shards them."""
+"""The source of weights: the whole parameters of a training module, under any ZeRO stage."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from agentrl.weights.checksums import Checksum, checksum, with_head
 
 GROUP_ELEMENTS = 64 * 1024 * 1024
-"""Parameters gathered at once under ZeRO-3, in elements; a larger one is gathered alone."""
+"""The largest group of parameters gathered at once under ZeRO-3, in elements; a larger parameter is gathered alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterShape:
-    """What iterating a source will yield at one place."""
+    """The parameter that a source yields at one position of its iteration."""
 
     name: str
     dtype: torch.dtype
@@ -30,15 +30,15 @@ class ParameterShape:
 
 
 class ParameterSource:
-    """The whole parameters of a module that trains under ZeRO 0 to 3, as often as they are asked for.
+    """The whole parameters of a module that trains under ZeRO 0 to 3; can be iterated any number of times.
 
-    ``shapes`` says without any communication what iteration yields: the same parameters in the same order with the
-    same whole shapes, on every rank, because the module's own order decides. Iteration is collective under ZeRO-3:
-    every rank must run it to the end. ``checksums`` are those of the values that the last iteration gave.
+    ``shapes`` describes, without any communication, what an iteration yields: on every rank the same parameters in the
+    same order with the same whole shapes, because the module's own order decides. Iteration is collective under ZeRO-3:
+    every rank must run it to the end. ``checksums`` are those of the values that the last iteration yielded.
     """
 
     def __init__(self, module: nn.Module, *, group_elements: int = GROUP_ELEMENTS, summed: bool = True) -> None:
-        """``summed``: compute checksums, which one rank needs."""
+        """``summed``: compute checksums, which only one rank needs."""
         self._module = module
         self._group_elements = group_elements
         self._summed = summed
@@ -63,11 +63,11 @@ class ParameterSource:
 
 
 def full_parameters(module: nn.Module, *, group_elements: int = GROUP_ELEMENTS) -> Iterator[tuple[str, Tensor]]:
-    """Name and whole value of every parameter, in one order on all ranks; tied ones once.
+    """Name and whole value of every parameter, in the same order on all ranks; tied parameters once.
 
     Under ZeRO-3 this is collective: every rank must run it to the end. Parameters are gathered in groups of at most
-    ``group_elements`` and given back before the next group, never one gathering inside another. A value is valid
-    until the next is asked for.
+    ``group_elements`` and released before the next group; gatherings never nest. A value is valid until the next one
+    is requested.
     """
     parameters = list(module.named_parameters())
     if not any(hasattr(parameter, "ds_id") for _, parameter in parameters):
@@ -76,15 +76,15 @@ def full_parameters(module: nn.Module, *, group_elements: int = GROUP_ELEMENTS) 
     for group in gathered_groups(module, group_elements=group_elements):
         yield from ((name, parameter.detach()) for name, parameter in group)
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # who was given a value may still copy it on a stream of its own
+            torch.cuda.synchronize()  # the receiver of a value may still be copying it on another stream
 
 
 def gathered_groups(
     module: nn.Module, *, group_elements: int, modifier_rank: int | None = None
 ) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Groups of sharded parameters with their names, whole until the next group. Collective.
+    """Groups of sharded parameters with their names, gathered until the next group. Collective.
 
-    What ``modifier_rank`` writes into them is what every rank's shard holds afterwards.
+    Every rank's shard then takes the values that ``modifier_rank`` wrote.
     """
     import deepspeed
 

@@ -1,4 +1,4 @@
-"""How weights travel to an engine that holds a copy; files are written whole and renamed."""
+"""Transports of weights to an engine that holds a copy. A file is written completely, then renamed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class TransferTarget:
-    """Where weights go and how. ``file``: a directory that the engine reads; else servers and their GPU workers."""
+    """The destination of weights and the way there: a directory that the engine reads (``file``), or servers and
+    their GPU workers."""
 
     backend: Literal["file", "nccl", "ipc"]
     addresses: tuple[str, ...] = ()
@@ -23,7 +24,7 @@ class TransferTarget:
 
 
 def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write tensors that :func:`held` gave to ``path`` (safetensors) under a temporary name, then rename."""
+    """Write tensors from :func:`held` to ``path`` (safetensors): under a temporary name first, then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     save_file(tensors, partial)
@@ -31,7 +32,7 @@ def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def held(tensor: Tensor) -> Tensor:
-    """A copy in memory that shares nothing, as safetensors wants it."""
+    """A copy in host memory that shares no storage, as safetensors requires."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 

@@ -1,8 +1,8 @@
-"""Whether a transfer arrived: checksums of every parameter, and a probe that the trainer and the engine score.
+"""Verification of weight transfers: checksums of every parameter, and a probe that trainer and engine both score.
 
-The probe is tokens of real prompts. How far the two sides' log-probabilities lie apart with equal weights is measured
-with the policy that a run starts from; from then on a larger difference, or scores that do not move while the
-trainer's do, mean that the weights are not there. Small movements are added up until they exceed that noise.
+The probe consists of tokens of real prompts. The difference between the two sides' log-probabilities at equal weights
+is measured with a run's start policy. After that, a larger difference, or scores that do not move while the trainer's
+do, mean that the weights did not arrive. Small movements are added up until they exceed that noise.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Protocol
 from agentrl.weights.checksums import Checksum, add_up, say_differing
 
 FLOORS = {"float32": 1e-4, "bfloat16": 5e-3}
-"""The smallest bound by dtype (nats, mean absolute difference on the probe), whatever is measured."""
+"""The smallest bound by dtype (nats, mean absolute difference on the probe), whatever the measurement says."""
 
 LIMITS = {"float32": 1e-2, "bfloat16": 0.15}
-"""The largest difference by dtype that is taken for the noise of one policy computed twice."""
+"""The largest difference by dtype that counts as noise between two computations of one policy."""
 
 PROBE_TOKENS = 512
-# The bound over the measured difference, and the share of the trainer's movement that may be missing from the engine's.
+# The ratio of the bound to the measured difference, and the share of the trainer's movement that the engine may lack.
 _TIMES = 4.0
 _MISSING = 0.75
 
 
 def probe_tokens(prompts: Iterable[tuple[int, ...]], *, longest: int) -> tuple[int, ...]:
-    """The first tokens of prompts one after another, at most ``PROBE_TOKENS`` and ``longest``.
+    """The first tokens of the concatenated prompts, at most ``PROBE_TOKENS`` and ``longest``.
 
     >>> probe_tokens([(1, 2, 3), (4, 5)], longest=4)
     (1, 2, 3, 4)
@@ -44,7 +44,7 @@ def probe_tokens(prompts: Iterable[tuple[int, ...]], *, longest: int) -> tuple[i
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What the trainer says of its weights: ``log_probs`` of ``token_ids[1:]`` at temperature 1, and checksums."""
+    """The trainer's reference for its weights: ``log_probs`` of ``token_ids[1:]`` at temperature 1, and checksums."""
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -52,10 +52,10 @@ class Probe:
 
 
 class Gauge:
-    """Whether one engine follows the trainer, by its scores of the probe."""
+    """Judges by the scores of the probe whether one engine follows the trainer."""
 
     def __init__(self, dtype: str, *, bound: float | None = None) -> None:
-        """``bound``: in place of the one that is measured."""
+        """``bound`` replaces the measured bound."""
         self._limit = LIMITS[dtype] if bound is None else bound
         self._floor = FLOORS[dtype] if bound is None else bound
         self.measured: float | None = None
@@ -64,9 +64,9 @@ class Gauge:
         self._moved: tuple[Probe, tuple[float, ...]] | None = None
 
     def judge(self, probe: Probe, scores: Sequence[float]) -> str | None:
-        """What is wrong with an engine that scores so; None if nothing is.
+        """The problem with an engine that returns these scores, or None.
 
-        The first scores measure the bound: there the weights are equal by construction.
+        The first scores measure the bound, because the weights are equal by construction then.
 
         >>> gauge = Gauge("bfloat16")
         >>> gauge.judge(Probe(token_ids=(1, 2, 3), log_probs=(-1.0, -2.0)), (-1.01, -2.01)), round(gauge.bound, 3)
@@ -92,7 +92,7 @@ class Gauge:
         return problem
 
     def _rests(self, before: Probe, said: tuple[float, ...], probe: Probe, scores: tuple[float, ...]) -> str | None:
-        """Scores that are the same to the last bit, although the trainer's weights and most of its scores are not."""
+        """Report scores that are bitwise identical while the trainer's weights and most of its scores changed."""
         changed = sum(a != b for a, b in zip(probe.log_probs, before.log_probs, strict=True))
         known = probe.checksums and probe.checksums == before.checksums
         if scores != said or known or 2 * changed <= len(scores):
@@ -103,7 +103,7 @@ class Gauge:
         )
 
     def _lags(self, before: Probe, said: tuple[float, ...], probe: Probe, scores: tuple[float, ...]) -> str | None:
-        """Scores that do not move with the trainer's, once those moved further than noise since they last did."""
+        """Report scores that do not move with the trainer's, once those have moved further than the noise."""
         moved = _mean_difference(probe.log_probs, before.log_probs)
         if moved <= self.bound:
             return None
@@ -120,7 +120,7 @@ class Gauge:
 
 
 class ScoringServer(Protocol):
-    """What is asked of an engine that is a process of its own."""
+    """The calls that verification makes to an engine in another process."""
 
     @property
     def address(self) -> str: ...
@@ -131,7 +131,7 @@ class ScoringServer(Protocol):
 
 
 class Verifier:
-    """Whether the engines of a run hold the trainer's weights."""
+    """Checks that the engines of a run hold the trainer's weights."""
 
     def __init__(self, dtype: str, *, bound: float | None = None) -> None:
         self._dtype = dtype
@@ -140,13 +140,16 @@ class Verifier:
         self._compared: dict[str, tuple[int, int]] = {}
 
     async def look(self, server: ScoringServer, probe: Probe) -> str | None:
-        """Have a server tell its checksums, if it can, and score the probe; what is wrong with it, or None."""
+        """Get a server's checksums, if it provides them, and its scores of the probe; return the problem, or None."""
         told = add_up(await server.checksums()) if server.tells_checksums else {}
         scores = await server.score(probe.token_ids, salt=f"probe-{secrets.token_hex(8)}")
         return self.judge(f"the vLLM server {server.address}", probe, told=told, scores=scores)
 
     def judge(self, engine: str, probe: Probe, *, told: Mapping[str, Checksum], scores: Sequence[float]) -> str | None:
-        """What is wrong with an engine that tells these checksums (none: it cannot) and scores; None if nothing is."""
+        """The problem with an engine that returns these checksums and scores, or None.
+
+        ``told`` is empty if the engine provides no checksums.
+        """
         problem = say_differing(probe.checksums, told)
         if problem is None:
             gauge = self._gauges.setdefault(engine, Gauge(self._dtype, bound=self._bound))
@@ -157,7 +160,7 @@ class Verifier:
         return None
 
     def describe(self) -> list[str]:
-        """One line an engine: what is compared at every transfer, what was measured at the start."""
+        """One line per engine: what every transfer compares, and what the start measured."""
         lines = []
         for engine, (known, all_of_them) in self._compared.items():
             gauge = self._gauges[engine]

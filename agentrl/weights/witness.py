@@ -1,7 +1,7 @@
-"""What vLLM's worker is extended by: checksums of the weights that it computes with.
+"""An extension of vLLM's worker: checksums of the weights that it computes with.
 
-Servers that are started here load :class:`WeightWitness` by ``--worker-extension-cls``; those started elsewhere can.
-vLLM itself is not imported: its modules are known by their attributes.
+Servers started by a run load :class:`WeightWitness` through ``--worker-extension-cls``; external servers can do the
+same. This module does not import vLLM: it recognizes vLLM's modules by their attributes.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from torch import Tensor, nn
 
 from agentrl.weights.checksums import checksums
 
-# Columns of a packed matrix that are read at a time.
+# Columns of a packed matrix read at a time.
 _COLUMNS = 256
 
 
 class WeightWitness:
-    """Mixed into vLLM's worker, whose ``get_model`` it uses; called by ``/collective_rpc``."""
+    """A mixin of vLLM's worker, whose ``get_model`` it uses; called through ``/collective_rpc``."""
 
     get_model: Any
 
     @torch.inference_mode()
     def agentrl_checksums(self) -> dict[str, list[int]]:
-        """This worker's share of every parameter, by the name that a checkpoint has for it: values and total."""
+        """The count of values and the total of this worker's share of every parameter, by its checkpoint name."""
         found = checksums(served_parameters(self.get_model()))
         return {name: [one.values, one.total] for name, one in found.items()}
 
 
 def served_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters in use, under a checkpoint's names and in pieces; those without such a name are left out.
+    """The parameters in use, in pieces under their checkpoint names; parameters without such a name are left out.
 
-    ``packed_modules_mapping`` names what a fused layer is made of, ``output_partition_sizes`` says how much of it.
+    ``packed_modules_mapping`` names the parts of a fused layer, ``output_partition_sizes`` gives their sizes.
     """
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
     for path, module in model.named_modules():
@@ -45,14 +45,14 @@ def served_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         names = [f"{parent}.{part}" if parent else part for part in parts]
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.is_floating_point() or parameter.element_size() < 2:
-                continue  # quantized: its values are others than the checkpoint's
+                continue  # quantized: its values differ from the checkpoint's
             for piece in _in_use(module, name, parameter):
                 rows = piece.split(sizes) if len(parts) > 1 else (piece,)
                 yield from ((f"{part}.{name}", values) for part, values in zip(names, rows, strict=True))
 
 
 def _in_use(module: nn.Module, name: str, parameter: Tensor) -> Iterator[Tensor]:
-    """The parameter; of one that vLLM packed for a CPU what the packed copy holds, some columns at a time."""
+    """The parameter, or, if vLLM packed it for a CPU, the contents of the packed copy, a few columns at a time."""
     heads = any(kind.__name__ == "ParallelLMHead" for kind in type(module).__mro__)
     linear = getattr(module, "cpu_linear", None)
     if name != "weight" or linear is None or (parameter.numel() and not heads):
@@ -64,7 +64,7 @@ def _in_use(module: nn.Module, name: str, parameter: Tensor) -> Iterator[Tensor]
         if hasattr(module, key)
     )
     for first in range(0, width, _COLUMNS):
-        # Rows of the identity pick columns of the matrix: a product with 1 and zeros is exact.
+        # Rows of the identity select columns of the matrix: a product with 1 and zeros is exact.
         rows = torch.zeros(min(_COLUMNS, width - first), width, dtype=parameter.dtype)
         rows[:, first:].fill_diagonal_(1)
         yield linear(rows, parameter, None).T

@@ -135,7 +135,7 @@ async def test_another_release_of_vllm_is_said(caplog: pytest.LogCaptureFixture)
 # -- garbage --------------------------------------------------------------------------------------------------------
 
 GARBAGE: dict[str, tuple[Any, str]] = {
-    "text": (b"<html>busy</html>", "not JSON"),
+    "text": (b"<html>busy</html>", "answered with invalid JSON"),
     "no choices": ({"choices": []}, "not one choice"),
     "a list": ([1], "not one choice"),
     "no tokens": ({"choices": [sampled([])]}, "not 1 to 4 token ids"),

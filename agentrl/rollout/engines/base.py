@@ -1,4 +1,4 @@
-"""What an engine is: token ids in; sampled token ids, their log-probabilities and policy versions out."""
+"""The interface of engines: token ids in; sampled token ids, their log-probabilities and policy versions out."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How to sample one turn: from the tempered distribution, cut to its likeliest tokens of probability ``top_p``.
+    """How to sample one turn: from the tempered distribution, cut to its nucleus of probability ``top_p``.
 
-    Temperature 0 is greedy.
+    Temperature 0 means greedy sampling.
     """
 
     max_tokens: int
@@ -25,9 +25,9 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """What was sampled: EOS and whatever stands past a stop string's end included.
+    """The sampled tokens, including EOS and any text past the end of a stop string.
 
-    ``log_probs`` are those of the distribution sampled from; ``version_spans`` (policy version, number of tokens).
+    ``log_probs`` refer to the distribution sampled from; ``version_spans`` lists (policy version, number of tokens).
     """
 
     token_ids: tuple[int, ...]
@@ -38,9 +38,9 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheUse:
-    """An engine's KV cache: ``tokens`` that it holds at most and the share that is in use where it is fullest (0 to 1).
+    """An engine's KV cache: its capacity in ``tokens``, and the share ``used`` (0 to 1) of its fullest part.
 
-    ``preemptions``: how often in its life a trajectory lost keys and values for want of room.
+    ``preemptions``: how often since the start a trajectory lost its keys and values for lack of room.
     """
 
     tokens: int
@@ -49,9 +49,9 @@ class CacheUse:
 
 
 class Engine(Protocol):
-    """Thousands of calls may be in flight; cancelling one aborts its request.
+    """An engine that serves thousands of concurrent calls; cancelling a call aborts its request.
 
-    A call lasts as long as tokens come: time bounds no turn, since that would drop long ones on a busy engine.
+    A call lasts as long as tokens arrive. No turn has a time limit, which would drop long turns on a busy engine.
     """
 
     async def generate(
@@ -65,13 +65,13 @@ class Engine(Protocol):
     ) -> Completion: ...
 
     def release(self, trajectory_id: str) -> None:
-        """Nothing more will be asked for this trajectory: what is cached for it may go."""
+        """Allow the engine to drop a trajectory's cache, because no further request will follow."""
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Log-probabilities at temperature 1 of tokens 1.. given those before: for probes."""
+        """Log-probabilities of ``token_ids[1:]`` at temperature 1, each given the tokens before it; used by probes."""
 
     async def cache_use(self) -> CacheUse | None:
-        """How full the KV cache is; None if nobody can tell at present."""
+        """The usage of the KV cache; None if it is currently unknown."""
 
     def fingerprint(self) -> str: ...
 

@@ -1,4 +1,4 @@
-"""Continuous batching: whatever requests wait join the running batch at its next forward."""
+"""Continuous batching: waiting requests join the running batch at its next forward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from agentrl.rollout.engines.decode_attention import decoding
 from agentrl.rollout.engines.kv_slots import SlotCache
 from agentrl.rollout.engines.sampling import keyed_uniform, sample_tokens
 
-# A prefill interrupts decoding: it waits until this share of the running rows waits, or for so many decoding steps.
+# A prefill interrupts decoding. It therefore waits until the number of waiting requests reaches this share of the
+# running rows, or for this many decoding steps.
 _JOIN_SHARE = 8
 _JOIN_PATIENCE = 6
 
@@ -42,11 +43,11 @@ class Request:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """All its tokens so far."""
+        """All tokens of the request so far."""
         return (*self.token_ids, *self.sampled) if self.sampled else self.token_ids
 
     def close_span(self, version: int) -> None:
-        """The tokens sampled since the last span are of ``version``."""
+        """Attribute the tokens sampled since the last span to ``version``."""
         count = len(self.sampled) - sum(count for _, count in self.version_spans)
         if count:
             self.version_spans.append((version, count))
@@ -64,7 +65,7 @@ class Request:
 
 @dataclass(eq=False, slots=True)
 class _Row:
-    """What a row of the cache holds: ``cached`` are the tokens whose keys and values are stored."""
+    """The contents of a row of the cache: ``cached`` are the tokens whose keys and values are stored."""
 
     trajectory_id: str | None = None
     cached: list[int] = field(default_factory=list)
@@ -101,8 +102,8 @@ class Batcher:
         self._owner: dict[str, int] = {}  # trajectory -> row
         self._waiting: deque[Request] = deque()
         self._waited = 0
-        self.evictions = 0  # trajectories that lost their prefix to another one
-        self._reach = 0  # the longest that any row may become; the cache itself is as long as the rows are
+        self.evictions = 0  # trajectories that lost their prefix to another trajectory
+        self._reach = 0  # the maximum length of any row; the cache itself is only as long as the rows are
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -110,7 +111,7 @@ class Batcher:
         self._waiting.append(request)
 
     def release(self, trajectory_id: str) -> None:
-        """Forget a trajectory. A release that comes late, when it has been started afresh, takes no row from it."""
+        """Forget a trajectory. A late release, after the trajectory was restarted, does not take its row."""
         place = self._owner.get(trajectory_id)
         if place is None:
             return
@@ -120,9 +121,9 @@ class Batcher:
             row.trajectory_id, row.cached = None, []
 
     def change_weights(self, version: int, *, keep_running: bool) -> None:
-        """What is cached came from the weights of ``version``, which change now.
+        """Handle a change of weights; the contents of the cache were computed with the old ``version``.
 
-        Prefixes are forgotten; keys and values of requests under way are kept or computed again with the new weights.
+        Prefixes are dropped. Keys and values of running requests are kept, or recomputed with the new weights.
         """
         self.drop_cancelled()
         for request in (*self._waiting, *(row.request for row in self._rows if row.request is not None)):
@@ -137,7 +138,7 @@ class Batcher:
             self.clear()
 
     def clear(self) -> None:
-        """Forget every cached prefix. No request may run."""
+        """Drop every cached prefix. No request may be running."""
         self.drop_cancelled()
         if any(row.request is not None for row in self._rows):
             raise EngineError("the cache cannot be cleared while a request runs")
@@ -147,22 +148,22 @@ class Batcher:
         self._cache.forget()
 
     def abandon(self) -> None:
-        """Forget every request and every prefix, after a failure."""
+        """Drop every request and every prefix, after a failure."""
         self._waiting.clear()
         for row in self._rows:
             row.request = None
         self.clear()
-        self._cache = SlotCache(self._model.config.num_hidden_layers)  # what a failed forward stored may be NaN
+        self._cache = SlotCache(self._model.config.num_hidden_layers)  # a failed forward may have stored NaN
 
     def halve(self) -> tuple[int, int]:
-        """Make do with half from now on: of the tokens of a forward, and of the rows that are there (one stays)."""
+        """Halve two limits permanently: the tokens of a forward, and the present number of rows (at least one)."""
         self._max_batch_tokens = max(1, self._max_batch_tokens // 2)
         self.kv_cache_tokens = max(1, self._reach, min(self.kv_cache_tokens, len(self._rows) * self._reach) // 2)
         return self._max_batch_tokens, self.kv_cache_tokens
 
     @property
     def used(self) -> float:
-        """The share of the cache that trajectories hold."""
+        """The share of the cache that trajectories occupy."""
         return len(self._owner) * self._reach / self.kv_cache_tokens
 
     @property
@@ -173,7 +174,7 @@ class Batcher:
 
     @torch.inference_mode()
     def advance(self) -> list[Request]:
-        """One forward: a prefill of waiting requests or one token for every running one. Returns what ended."""
+        """Run one forward, a prefill or one token for every running request. Returns the requests that ended."""
         ended = self.drop_cancelled()
         running = [index for index, row in enumerate(self._rows) if row.request is not None]
         behind = [index for index in running if self._pending(index) > 1]
@@ -188,7 +189,7 @@ class Batcher:
             self._waited += bool(self._waiting)
             return ended + self._decode(running)
         if self._waiting:
-            # Nothing runs and the first request fits into no row: prefixes of other trajectories have to go.
+            # Nothing runs, and the first request fits into no row: drop the prefixes of other trajectories.
             self.evictions += len(self._owner)
             self.clear()
             joined = self._join(0)
@@ -220,7 +221,7 @@ class Batcher:
     # -- rows -----------------------------------------------------------------------------------------------------
 
     def _join(self, running: int) -> list[int]:
-        """Give waiting requests a row each, as far as the cache and the batch reach."""
+        """Assign rows to waiting requests, as far as the cache and the batch allow."""
         joined: list[int] = []
         longest = 0
         while self._waiting:
@@ -238,10 +239,10 @@ class Batcher:
         return joined
 
     def _row_for(self, request: Request, length: int) -> int | None:
-        """The row that holds the request's longest known prefix, a free one, or a new one; none if all are taken."""
+        """The row with the request's longest known prefix, a free row, or a new one; None if all rows are taken."""
         index = self._owner.get(request.trajectory_id)
         if index is not None and self._rows[index].request is not None:
-            return None  # the trajectory's other request goes first
+            return None  # another request of the trajectory comes first
         if index is None:
             index = next((i for i, row in enumerate(self._rows) if row.trajectory_id is None), None)
         length = max(length, self._reach)
@@ -261,13 +262,13 @@ class Batcher:
             self._owner[request.trajectory_id] = index
         row.cached = row.cached[: _common_prefix(row.cached, request.token_ids[:-1])]
         self._reach = length
-        # Room for those who wait as well: growing copies what is stored.
+        # Reserve room for waiting requests too, because growing the cache copies it.
         room = min(len(self._rows) + len(self._waiting) - 1, self.kv_cache_tokens // length)
         self._cache.reserve(max(len(self._rows), room))
         return index
 
     def _compact(self, running: list[int]) -> list[int]:
-        """Bring running rows to the front when fewer than half of the rows up to the last one run."""
+        """Move running rows to the front if fewer than half of the rows up to the last running one are running."""
         count = len(running)
         if running[-1] + 1 <= 2 * count:
             return running
@@ -284,7 +285,7 @@ class Batcher:
         return list(range(count))
 
     def _pending(self, index: int) -> int:
-        """Tokens of a running row that are not cached; one while it decodes."""
+        """The number of a running row's tokens that are not cached; one while it decodes."""
         row = self._rows[index]
         return len(_running(row).token_ids) + len(_running(row).sampled) - len(row.cached)
 
@@ -300,7 +301,7 @@ class Batcher:
     # -- forwards -------------------------------------------------------------------------------------------------
 
     def _prefill(self, joined: list[int]) -> list[Request]:
-        """One forward over the pending tokens of rows; rows with equal fresh prompts share one computation."""
+        """Run one forward over the pending tokens of rows; rows with equal new prompts share one computation."""
         leaders: dict[tuple[int, ...], int] = {}
         followers: list[tuple[int, int]] = []
         for index in joined:
@@ -345,7 +346,7 @@ class Batcher:
         return hidden[torch.arange(len(indices), device=self._device), last]
 
     def _decode(self, running: list[int]) -> list[Request]:
-        """The next token of every running row."""
+        """Sample the next token of every running row."""
         running = self._compact(running)
         count = running[-1] + 1
         ids, positions = [0] * count, [-1] * count
@@ -383,7 +384,7 @@ class Batcher:
     # -- sampling -------------------------------------------------------------------------------------------------
 
     def _sample(self, indices: list[int], logits: Tensor) -> list[Request]:
-        """Append one token to each row's request; returns those that ended."""
+        """Append one token to each row's request, and return the requests that ended."""
         requests = [_running(self._rows[index]) for index in indices]
         keys = np.array([request.seed for request in requests], dtype=np.uint64)
         places = np.array([len(request.sampled) for request in requests], dtype=np.uint64)

@@ -1,7 +1,7 @@
-"""Attention with one query a row, as decoding has it, for processors.
+"""Attention with one query per row, as in decoding, for CPUs.
 
-``scaled_dot_product_attention`` splits its work over queries; with a single one a row it spends most of its time on
-overhead. Two batched matrix products over the cache as it lies take about half as long on a CPU.
+``scaled_dot_product_attention`` splits its work over queries; with a single query per row it spends most of its time
+on overhead. Two batched matrix products over the cache in place take about half as long on a CPU.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def decode_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """``softmax(q k^T scaling) v`` without gradient and dropout, in the form of `transformers`' attention functions.
+    """``softmax(q k^T scaling) v`` without gradient and dropout, with the signature of `transformers`' functions.
 
     ``query`` [m, heads, 1, dim], ``key`` and ``value`` [m, kv_heads, width, dim], ``attention_mask`` [m, 1, 1, width]
-    True where a query looks. Returns [m, 1, heads, dim] and no weights. Any other forward, which another thread may
-    make while the model decodes, goes to ``scaled_dot_product_attention``.
+    True where a query attends. Returns [m, 1, heads, dim] and no weights. Any other forward, which another thread may
+    run while the model decodes, uses ``scaled_dot_product_attention``.
     """
     rows, heads, queries, dim = query.shape
     if queries != 1 or attention_mask is None or torch.is_grad_enabled():
@@ -52,7 +52,7 @@ AttentionMaskInterface.register(_NAME, sdpa_mask)
 
 @contextmanager
 def decoding(config: Any) -> Iterator[None]:
-    """The model of ``config`` computes attention by :func:`decode_attention` inside this block."""
+    """Make the model of ``config`` compute attention with :func:`decode_attention` inside this block."""
     usual = config._attn_implementation
     config._attn_implementation = _NAME
     try:

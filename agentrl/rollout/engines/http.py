@@ -1,10 +1,10 @@
 """JSON over HTTP: the one module of this distribution that knows the HTTP library.
 
 ServerCallError
-├── UnreachableError   no connection, or it broke; the server is gone or not there yet
+├── UnreachableError   no connection, or it broke: the server is gone or not yet up
 ├── TooSlowError       no answer within the deadline
-├── StatusError        an answer that says no; ``status`` and its message
-└── GarbageError       an answer that is not what was asked for
+├── StatusError        an error answer, with its ``status`` and message
+└── GarbageError       an answer with unexpected content
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import httpx
 
@@ -40,29 +39,29 @@ class StatusError(ServerCallError):
 
 
 class GarbageError(ServerCallError):
-    """An answer that is not what was asked for."""
+    """An answer with unexpected content."""
 
 
 Response = httpx.Response
 Transport = httpx.AsyncBaseTransport
 
-# Characters of an answer that an error quotes.
+# Maximum number of characters of an answer that an error quotes.
 _QUOTED = 300
 
 
 class JSONClient:
-    """Calls to one address. Cancelling a call closes its connection, which is how the server hears of it."""
+    """Calls to one address. Cancelling a call closes its connection; by that the server learns of it."""
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
         self._client = httpx.AsyncClient(
             base_url=self.address,
-            timeout=None,  # every call has a deadline of its own, or none because slow is not dead
+            timeout=None,  # each call sets its own deadline, or none, because a slow server is not a dead one
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0),
             trust_env=False,
         )
 
-    async def get(self, path: str, *, seconds: float) -> Any:
+    async def get(self, path: str, *, seconds: float) -> object:
         """The JSON at ``path``; None for an empty answer."""
         return await self._call("GET", path, None, seconds)
 
@@ -70,24 +69,24 @@ class JSONClient:
         """The text at ``path``."""
         return (await self._content("GET", path, None, seconds)).decode(errors="replace")
 
-    async def post(self, path: str, body: Any = None, *, seconds: float | None) -> Any:
-        """The JSON that ``path`` answers to ``body``; None for an empty answer.
+    async def post(self, path: str, body: object = None, *, seconds: float | None) -> object:
+        """The JSON answer of ``path`` to ``body``; None for an empty answer.
 
-        ``seconds`` None waits as long as the connection holds.
+        With ``seconds`` None, wait as long as the connection is open.
         """
         return await self._call("POST", path, body, seconds)
 
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _call(self, method: str, path: str, body: Any, seconds: float | None) -> Any:
+    async def _call(self, method: str, path: str, body: object, seconds: float | None) -> object:
         content = await self._content(method, path, body, seconds)
         try:
             return json.loads(content) if content else None
         except ValueError:
-            raise GarbageError(f"{self.address}{path} answered what is not JSON: {_quoted(content)}") from None
+            raise GarbageError(f"{self.address}{path} answered with invalid JSON: {_quoted(content)}") from None
 
-    async def _content(self, method: str, path: str, body: Any, seconds: float | None) -> bytes:
+    async def _content(self, method: str, path: str, body: object, seconds: float | None) -> bytes:
         try:
             async with asyncio.timeout(seconds):
                 answer = await self._client.request(method, path, json=body)
@@ -97,15 +96,17 @@ class JSONClient:
             said = str(error) or type(error).__name__
             raise UnreachableError(f"{self.address}{path} cannot be reached: {said}") from error
         except httpx.HTTPError as error:
-            raise GarbageError(f"{self.address}{path} answered what is not HTTP: {error}") from error
+            raise GarbageError(f"{self.address}{path} answered with invalid HTTP: {error}") from error
         if answer.status_code >= 400:
             raise StatusError(answer.status_code, _message(answer.content))
         return answer.content
 
 
 class StreamClient:
-    """Requests to one endpoint whose answers come in pieces; the caller reads their status. An answer lasts as long as
-    pieces come, each within ``read_timeout`` seconds."""
+    """Requests to one endpoint with streamed answers; the caller reads their status.
+
+    An answer may last as long as pieces arrive, each within ``read_timeout`` seconds.
+    """
 
     def __init__(
         self, url: str, *, key: str | None, read_timeout: float, connections: int, transport: Transport | None = None
@@ -126,7 +127,7 @@ class StreamClient:
 
     @asynccontextmanager
     async def post(self, path: str, body: object) -> AsyncIterator[Response]:
-        """The answer, not yet read; leaving the context closes its connection. Raises UnreachableError, also inside."""
+        """The answer, not yet read. Leaving the context closes the connection. Raises UnreachableError, also inside."""
         async with self._reached(), self._client.stream("POST", path, json=body) as response:
             yield response
 
@@ -142,7 +143,7 @@ class StreamClient:
 
 
 def _message(content: bytes) -> str:
-    """What a refusal says: vLLM's own form, or the text as it is."""
+    """The message of an error answer: in vLLM's format, or the plain text."""
     try:
         return str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""A key-value cache with one row per trajectory, for continuous batching over a model of `transformers`."""
+"""A key-value cache with one row per trajectory, for continuous batching over a `transformers` model."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _ROUND = 16
 
 
 class SlotCache(Cache):
-    """Keys and values ``[rows, heads, length + 1, head_dim]`` a layer, contiguous and no longer than needed.
+    """Keys and values ``[rows, heads, length + 1, head_dim]`` per layer, contiguous and no longer than needed.
 
-    Before a forward the caller says which rows take part and at which positions their tokens stand
-    (:meth:`select`); each layer's ``update`` writes there and returns what the rows may attend to. The last column is
-    a bin for padding; no mask shows it. Stale entries behind a row's length need no clearing: the mask hides them
+    Before a forward the caller selects the rows that take part and the positions of their tokens (:meth:`select`).
+    Each layer's ``update`` writes there and returns the keys and values that the rows may attend to. The last column
+    collects padding and is always masked. Stale entries past a row's length need no clearing: the mask hides them
     until they are overwritten.
 
-    A decoding step reads every column of every layer, so columns that nobody needs yet cost time. The length
-    therefore follows the longest row, an eighth at a time, and memory is handed round: a layer that grows moves into
-    what the layer before it left.
+    A decoding step reads every column of every layer, so unused columns cost time. The length therefore follows the
+    longest row in steps of an eighth, and memory is passed on: a layer that grows moves into the memory that the layer
+    before it left.
     """
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers=[])
         # Keys of all layers, then values of all layers.
         self._stores: list[Tensor | None] = [None] * (2 * layers)
-        self._memory: list[Tensor | None] = [None] * (2 * layers)  # flat; a store is the beginning of its memory
+        self._memory: list[Tensor | None] = [None] * (2 * layers)  # flat; a store occupies the beginning of its memory
         self._spare: Tensor | None = None
         self._layers = layers
         self._wanted_rows = 0
@@ -38,11 +38,11 @@ class SlotCache(Cache):
         self.length = 0
 
     def reserve(self, rows: int) -> None:
-        """There will be ``rows`` rows: growing makes room for all of them at once."""
+        """Announce ``rows`` rows, so that growing makes room for all of them at once."""
         self._wanted_rows = max(rows, self._wanted_rows)
 
     def forget(self) -> None:
-        """Forget all rows; their memory stays for the next ones."""
+        """Forget all rows but keep their memory for the next ones."""
         self.rows = self.length = self._wanted_rows = 0
         self._live = False
 
@@ -50,12 +50,12 @@ class SlotCache(Cache):
         """Choose rows (an index tensor [m], or the first ``rows``) and token positions [m, q]; -1 is padding.
 
         ``width`` is the largest position plus one. Returns the attention mask [m, 1, q, columns], True where a query
-        may look; ``columns`` are those that :meth:`update` returns.
+        may attend; ``columns`` are the columns that :meth:`update` returns.
         """
         count = rows if isinstance(rows, int) else len(rows)
         self._grow(count if isinstance(rows, int) else int(rows.max()) + 1, width)
         self._selected = rows
-        # Whole rows are returned as they lie; a choice of rows is copied, and then only as far as it reaches.
+        # All rows are returned in place; a selection of rows is copied, but only up to its width.
         self._width = self.length + 1 if isinstance(rows, int) else width
         self._index = torch.arange(count, device=positions.device) if isinstance(rows, int) else rows
         self._positions = torch.where(positions < 0, self.length, positions)
@@ -66,7 +66,7 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store this forward's keys and values [m, heads, q, head_dim]; return all that the rows hold."""
+        """Store this forward's keys and values [m, heads, q, head_dim]; return all keys and values of the rows."""
         return self._write(layer_idx, key_states), self._write(self._layers + layer_idx, value_states)
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
@@ -115,12 +115,12 @@ class SlotCache(Cache):
             self._stores[index] = new
 
     def _placed(self, index: int, heads: int, dim: int, like: Tensor) -> Tensor:
-        """A store of the present size: in its own memory if nothing there has to survive, else in the spare one."""
+        """A store of the current size: in its own memory if that can be overwritten, else in the spare memory."""
         shape = (self.rows, heads, self.length + 1, dim)
         size = math.prod(shape)
         memory = self._spare if self._live and self._memory[index] is not None else self._memory[index]
         if memory is None or memory.numel() < size:
-            # Zeros, since a masked entry still multiplies: it must be finite.
+            # Zeros, because a masked entry is still multiplied and must therefore be finite.
             memory = like.new_zeros(size * 5 // 4)
         self._memory[index] = memory
         return memory[:size].view(shape)

@@ -1,4 +1,4 @@
-"""Engines with their lifecycle: opened as the settings say, weights received and verified, paused, resumed, closed.
+"""The lifecycle of engines: opened by the settings, paused, given new weights, verified, resumed and closed.
 
 Training, evaluation and ``agentrl serve-policy`` open engines here; :mod:`agentrl.rollout.engines.table` lists them.
 """
@@ -32,11 +32,11 @@ from agentrl.weights.verify import Probe, Verifier
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
-    """Which engine to open, over which policy.
+    """The engine to open and its policy.
 
-    ``longest``: tokens of the longest sequence that will be asked for. ``folder``: for the logs of servers and the
-    weights they start from. ``model``: the loaded policy, of an engine in this process; ``shared``: it is the very
-    module that is trained, so no weights travel. ``trained``: its weights will change.
+    ``longest``: tokens of the longest sequence that will be requested. ``folder``: the place for servers' logs and
+    their initial weights. ``model``: the loaded policy, for an engine in this process. ``shared``: ``model`` is the
+    trained module itself, so weights need no transfer. ``trained``: the weights will change.
     """
 
     rollout: RolloutSettings
@@ -53,10 +53,11 @@ class EngineRequest:
 
 
 class ManagedEngine(Protocol):
-    """One lifecycle for every engine: ``open``; then sampling through ``engine``; at an update of the weights
-    ``pause``, ``install``, which verifies and resumes; ``close``.
+    """The lifecycle of every engine.
 
-    ``verify`` and ``install`` return None, or what is wrong with the weights that the engine holds.
+    ``open`` comes first, then sampling through ``engine``. An update of the weights calls ``pause`` and ``install``,
+    which verifies and resumes. ``close`` comes last. ``verify`` and ``install`` return the problem with the engine's
+    weights, or None.
     """
 
     verifier: Verifier
@@ -65,40 +66,43 @@ class ManagedEngine(Protocol):
     def engine(self) -> Engine: ...
 
     async def open(self) -> None:
-        """Make it ready to sample. Raises SettingsError or WorldError, and leaves nothing running then."""
+        """Make the engine ready to sample. Raises SettingsError or WorldError; then nothing is left running."""
 
     def begin_rollouts(self) -> None:
-        """Sampling starts again after training steps."""
+        """Prepare for sampling after a training step."""
 
     async def end_rollouts(self) -> None:
-        """A training step starts: leave to it the weights, or the GPUs, that are shared."""
+        """Prepare for a training step: hand over the shared weights or GPUs."""
 
     def target(self) -> TransferTarget | None:
-        """Where new weights are sent; None for an engine that shares the trained module."""
+        """The destination of new weights; None for an engine that shares the trained module."""
 
     async def verify(self, version: int, probe: Probe) -> str | None:
-        """Compare the weights that it was opened with; requests resume if they are right."""
+        """Verify the weights that the engine was opened with; requests resume if they are right."""
 
     async def pause(self, *, zero_weights: bool) -> None:
-        """Pause all requests until :meth:`install`. ``zero_weights``: zero all parameters, so that gaps show."""
+        """Pause all requests until :meth:`install`.
+
+        ``zero_weights``: set all parameters to zero, so that an incomplete transfer is detected.
+        """
 
     async def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
-        """Take the weights of ``version``, from ``directory`` or as they arrived, verify them, resume requests."""
+        """Take the weights of ``version``, from ``directory`` or as transferred; verify them; resume requests."""
 
     def record(self) -> Mapping[str, str]:
-        """What identifies the engine in results."""
+        """The fields that identify the engine in results."""
 
     async def close(self) -> None: ...
 
 
 def managed_engine(request: EngineRequest) -> ManagedEngine:
-    """The engine that ``rollout.engine`` names, not yet open. Raises SettingsError if it cannot be placed."""
+    """The engine named by ``rollout.engine``, not yet open. Raises SettingsError if it cannot be placed."""
     made: ManagedEngine = resolve_name(engine_facts(request.rollout).opener)(request)
     return made
 
 
 async def open_managed_engine(request: EngineRequest) -> ManagedEngine:
-    """The same, open."""
+    """The engine named by ``rollout.engine``, open. Raises SettingsError or WorldError."""
     managed = await asyncio.to_thread(managed_engine, request)
     await managed.open()
     return managed
@@ -117,7 +121,7 @@ class ManagedTransformers:
         self.verifier = Verifier(request.policy.dtype)
 
     async def open(self) -> None:
-        """The model is loaded already."""
+        """Return at once: the model is already loaded."""
 
     def begin_rollouts(self) -> None:
         self._model.eval()
@@ -133,7 +137,7 @@ class ManagedTransformers:
         return await self._compare(probe)
 
     async def pause(self, *, zero_weights: bool) -> None:
-        """Nothing needs zeroing: every parameter comes with a file."""
+        """Pause requests; ``zero_weights`` has no effect, because a file contains every parameter."""
         self.engine.pause()
 
     async def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
@@ -156,9 +160,9 @@ class ManagedTransformers:
 
 
 class ManagedVLLM:
-    """vLLM servers, started here or elsewhere.
+    """vLLM servers, started by this process or external.
 
-    Where nothing is trained, servers that would share its GPUs stay awake, and no transfer of weights is prepared.
+    Without training, servers that would share its GPUs stay awake, and no weight transfer is prepared.
     """
 
     def __init__(self, request: EngineRequest) -> None:
@@ -173,7 +177,7 @@ class ManagedVLLM:
         self.verifier = Verifier(request.policy.dtype, bound=vllm.probe_bound)
         if self._backend != "file" and not torch.cuda.is_available():
             raise SettingsError(f"rollout.vllm.transfer={vllm.transfer} needs a GPU here; set it to file")
-        # Weights that never change may stay tied, on a CPU too.
+        # Weights that never change can stay tied, even on a CPU.
         copied = request.trained and not self._external
         start = request.folder / ".weights" / "start"
         self.engine = server_engine(
@@ -196,7 +200,7 @@ class ManagedVLLM:
             raise
 
     def begin_rollouts(self) -> None:
-        """Servers that slept were woken for their weights."""
+        """Do nothing: sleeping servers were woken to receive their weights."""
 
     async def end_rollouts(self) -> None:
         if self._colocated:
@@ -211,9 +215,9 @@ class ManagedVLLM:
         )
 
     async def verify(self, version: int, probe: Probe) -> str | None:
-        """Servers that hold the right weights are taken whatever their label, unless those will change.
+        """Accept servers with the right weights; the version label matters only if the weights will change.
 
-        Raises SettingsError for external servers of another model.
+        Raises SettingsError for external servers that serve another model.
         """
         if self._trained and not self.engine.untouched:
             return "its weights are of an earlier run"
@@ -226,7 +230,7 @@ class ManagedVLLM:
         return problem
 
     async def pause(self, *, zero_weights: bool) -> None:
-        """Servers that tell no checksums are always zeroed."""
+        """Pause all requests. The weights of servers without checksums are always set to zero."""
         await self.engine.pause()
         await self.engine.zero_weights(all_of_them=zero_weights)
 
@@ -243,9 +247,9 @@ class ManagedVLLM:
         await self.engine.close()
 
     async def _compare(self, probe: Probe) -> str | None:
-        """Have every server tell its checksums and score the probe; requests resume if all are right."""
+        """Get every server's checksums and scores of the probe; resume requests if all are right."""
 
-        def look(replica: Replica) -> Coroutine[Any, Any, str | None]:
+        def look(replica: Replica) -> Coroutine[object, object, str | None]:
             return self.verifier.look(replica, probe)
 
         problems = await self.engine.problems(look)
@@ -258,12 +262,12 @@ class ManagedVLLM:
 
 
 def transfer_backend(vllm: VLLMSettings) -> Literal["file", "nccl", "ipc"]:
-    """How weights travel: ``rollout.vllm.transfer``, or the fastest way that this machine has."""
+    """The transfer backend: ``rollout.vllm.transfer``, or the fastest one on this machine."""
     return default_backend(vllm.placement) if vllm.transfer == "auto" else vllm.transfer
 
 
 def changeable_policy(policy_path: str, copy: Path) -> str:
-    """What servers read if their weights will change: on a CPU a copy without tied embeddings, written to ``copy``.
+    """The policy that servers load if their weights will change: on a CPU, a copy with untied embeddings in ``copy``.
 
     ``policy_path``: a directory or a Hugging Face id.
     """
@@ -278,7 +282,7 @@ def changeable_policy(policy_path: str, copy: Path) -> str:
 
 
 def _awake(rollout: RolloutSettings) -> RolloutSettings:
-    """Servers of their own instead of colocated ones: nothing trains beside them."""
+    """The settings with dedicated instead of colocated servers, because nothing trains on their GPUs."""
     if rollout.vllm.placement != "colocated":
         return rollout
     return rollout.model_copy(update={"vllm": rollout.vllm.model_copy(update={"placement": "dedicated"})})

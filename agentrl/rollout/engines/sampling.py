@@ -1,7 +1,7 @@
 """Sampling from the tempered distribution, with randomness keyed by request and position.
 
-A key's uniform number depends on nothing else: not on the batch a request happens to share, not on the order of
-arrival, not on the device.
+The uniform number of a key and position depends on nothing else: not on the batch that the request shares, the order of
+arrival or the device.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from torch import Tensor
 from agentrl.kernels.backends.running import running_sum
 
 _MASK = 0xFFFFFFFFFFFFFFFF
-_ROUNDING = 1e-6  # of float32 probabilities: a set that reaches top_p but for this reaches it
+_ROUNDING = 1e-6  # of float32 probabilities: a set that misses top_p by no more than this reaches it
 
 
 def sampling_key(*parts: int | str) -> int:
-    """A 64-bit key of the things that identify a request: seed, step, problem, sample, turn."""
+    """A 64-bit key from the parts that identify a request: seed, step, problem, sample, turn."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
 def keyed_uniform(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Uniform numbers in [0, 1) for pairs of key and position (SplitMix64, Steele et al. 2014). uint64 in, float64 out.
+    """Uniform numbers in [0, 1) for pairs of key and position (SplitMix64, Steele et al. 2014).
+
+    The inputs are uint64, the result is float64.
 
     >>> keys = np.array([1, 1, 2], dtype=np.uint64)
     >>> u = keyed_uniform(keys, np.array([0, 1, 0], dtype=np.uint64))
@@ -42,12 +44,12 @@ def keyed_uniform(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 def sample_tokens(
     logits: Tensor, temperatures: Tensor, uniforms: Tensor, top_ps: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a row by inverting the cumulative distribution.
+    """Draw one token per row by inverting the cumulative distribution.
 
-    ``logits`` [n, V], ``temperatures`` [n], ``uniforms`` [n] float64 in [0, 1), ``top_ps`` [n] in (0, 1] (None: all 1)
-    give token ids [n] and their log-probabilities [n] (float32) under the distribution sampled from:
-    ``softmax(logits / temperature)``, cut to its nucleus and renormalised. At temperature 0 that is the likeliest
-    token, the first of equals, with log-probability 0.
+    Takes ``logits`` [n, V], ``temperatures`` [n], ``uniforms`` [n] float64 in [0, 1) and ``top_ps`` [n] in (0, 1]
+    (None: all 1). Returns token ids [n] and their log-probabilities [n] (float32) under the distribution sampled from:
+    ``softmax(logits / temperature)``, cut to its nucleus and renormalised. At temperature 0 the token is the likeliest
+    one, the first on a tie, with log-probability 0.
     """
     greedy = temperatures == 0
     divisors = torch.where(greedy, 1.0, temperatures)
@@ -62,7 +64,7 @@ def sample_tokens(
 
 
 def nucleus(log_probs: Tensor, top_ps: Tensor) -> Tensor:
-    """Each row's smallest set of likeliest tokens whose probability reaches ``top_p``, renormalised; the rest -inf.
+    """Each row's smallest set of likeliest tokens whose probability reaches ``top_p``, renormalised; all others -inf.
 
     Rows with ``top_p`` 1 keep every token (Holtzman et al. 2020).
 

@@ -1,4 +1,4 @@
-"""The table of engines: what a run must know about its engine before it is opened. Imports nothing heavy."""
+"""The table of engines: the facts that a run needs about its engine before opening it. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class EngineFacts:
     """An engine as ``rollout`` configures it.
 
     ``opener``: ``module:class`` of its :class:`~agentrl.rollout.engines.managed.ManagedEngine`. ``in_process``: it
-    computes in the rollout worker, with a model that is loaded there. ``reproducible``: the same requests give the
-    same bits, whenever they arrive. ``kv_slots``: tokens of its KV cache, where a setting says how many.
-    ``prompt_limit``: tokens of the longest prompt that it takes. ``shares_gpus``: with the training ranks, so one of
-    the two rests while the other computes. ``starts_servers``: on this machine. ``start_seconds``: how long opening it
-    may take beyond loading a model.
+    computes in the rollout worker, with a model loaded there. ``reproducible``: the same requests give the same bits,
+    regardless of when they arrive. ``kv_slots``: tokens of its KV cache, if a setting fixes the number.
+    ``prompt_limit``: tokens of the longest prompt that it accepts. ``shares_gpus``: it shares GPUs with the training
+    ranks, so one of the two is idle while the other computes. ``starts_servers``: it starts servers on this machine.
+    ``start_seconds``: how long opening it may take beyond loading a model.
     """
 
     opener: str
@@ -32,7 +32,7 @@ class EngineFacts:
 
 
 def engine_facts(rollout: RolloutSettings) -> EngineFacts:
-    """The facts about the engine that ``rollout.engine`` names."""
+    """The facts about the engine named by ``rollout.engine``."""
     return ENGINES[rollout.engine](rollout)
 
 
@@ -63,4 +63,4 @@ def _vllm(rollout: RolloutSettings) -> EngineFacts:
 
 
 ENGINES: Mapping[str, Callable[[RolloutSettings], EngineFacts]] = {"transformers": _transformers, "vllm": _vllm}
-"""By the values of ``rollout.engine``."""
+"""Facts by the value of ``rollout.engine``."""

@@ -6,8 +6,9 @@
       best.json                the evaluation: its step, avg@k and interval
     checkpoints/.best-000005/  exported, but not yet part of a checkpoint
 
-An export moves to ``best/`` once a saved checkpoint holds its evaluation. So a run that is killed and resumes from an
-older checkpoint finds the best policy up to that checkpoint. Not guarded: other programs that write there.
+An export moves to ``best/`` once a saved checkpoint contains its evaluation. A run that is killed and resumes from an
+older checkpoint therefore finds the best policy up to that checkpoint. There is no protection against other programs
+that write there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _RECORD = "best.json"
 
 
 def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord | None:
-    """The evaluation with the highest avg@k, the earliest of equals. Those with falsified observations do not count.
+    """The evaluation with the highest avg@k; the earliest one on a tie. Falsified evaluations are ignored.
 
     >>> one, two = {"step": 0, "mean": 0.5, "falsified": False}, {"step": 9, "mean": 0.5, "falsified": False}
     >>> best_evaluation([one, two, {"step": 9, "mean": 0.9, "falsified": True}])["step"]
@@ -43,7 +44,7 @@ class BestPolicy:
         self.path = self._checkpoints / "best"
 
     def write(self, evaluation: EvaluationRecord, export: Callable[[Path], None]) -> None:
-        """Have ``export`` write the policy of ``evaluation``, to be kept by :meth:`settle`. Raises WorldError."""
+        """Have ``export`` write the policy of ``evaluation``; :meth:`settle` puts it in place. Raises WorldError."""
         waiting = self._waiting(evaluation["step"])
         partial = self._checkpoints / f"{waiting.name}.partial"
         with world_errors(partial, "write the best policy to"):
@@ -55,7 +56,7 @@ class BestPolicy:
             partial.rename(waiting)
 
     def settle(self, best: EvaluationRecord | None) -> None:
-        """Keep the export of ``best``, the best evaluation that is saved; remove all others."""
+        """Keep the export of ``best``, the best saved evaluation, and remove all others."""
         with world_errors(self.path, "put the best policy in"):
             if best is not None and self._waiting(best["step"]).is_dir():
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -66,12 +67,12 @@ class BestPolicy:
                 shutil.rmtree(other)
 
     def holds(self, best: EvaluationRecord | None) -> bool:
-        """Whether the export in place is that of ``best``."""
+        """Whether the current export belongs to ``best``."""
         record = self.path / _RECORD
         return best is not None and record.is_file() and bool(json.loads(record.read_text())["step"] == best["step"])
 
     def record(self, evaluations: Sequence[EvaluationRecord]) -> BestRecord | None:
-        """The best evaluation and its policy's place in the run directory."""
+        """The best evaluation and the path of its policy in the run directory."""
         best = best_evaluation(evaluations)
         if best is None:
             return None

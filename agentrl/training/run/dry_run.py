@@ -1,4 +1,4 @@
-"""``--dry-run``: the resolved settings, the plan of passes and an estimate of memory; nothing is run or written."""
+"""``--dry-run``: print the resolved settings, the planned passes and a memory estimate. Nothing is run or written."""
 
 from __future__ import annotations
 

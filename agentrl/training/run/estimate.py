@@ -1,4 +1,4 @@
-"""The memory that a run needs, estimated from shapes for ``--dry-run``."""
+"""Estimate a run's memory from tensor shapes, for ``--dry-run``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes that one training rank needs. Activations are rough, without attention's buffers and fragmentation."""
+    """Bytes that one training rank needs.
+
+    The figure for activations is rough: it excludes attention's buffers and fragmentation.
+    """
 
     parameters: int  # a count, not bytes
     weights: int
@@ -42,10 +45,10 @@ class MemoryEstimate:
 
 
 def estimate_memory(settings: Settings, config: Any, parameters: int) -> MemoryEstimate:
-    """For a model of ``parameters`` parameters with a `transformers` ``config``.
+    """The estimate for a model with ``parameters`` parameters and a `transformers` ``config``.
 
     ZeRO 1 shards the optimizer's state over the ranks, 2 also the gradients, 3 also the weights. Gradients are float32;
-    with bfloat16 the optimizer holds float32 weights besides its two moments.
+    with bfloat16 the optimizer also holds float32 weights in addition to its two moments.
     """
     size = _BYTES[settings.model.dtype]
     bfloat16 = settings.model.dtype == "bfloat16"
@@ -78,7 +81,7 @@ def estimate_memory(settings: Settings, config: Any, parameters: int) -> MemoryE
 
 
 def planned_passes(settings: Settings) -> PassPlan:
-    """The passes of a step whose groups have their maximum length."""
+    """The passes of a step in which every trajectory has its maximum length."""
     longest = settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens
     return plan_passes(
         ObjectiveSettings.of(settings),

@@ -1,10 +1,11 @@
 """Start several training ranks on this machine with DeepSpeed's launcher.
 
-``deepspeed.launcher.launch`` is the part of it that works on one machine; it runs on CPUs as on GPUs. The outer part
+``deepspeed.launcher.launch`` is the launcher's single-machine part; it runs on CPUs as well as on GPUs. The outer part
 (``deepspeed``, the runner) also works on CPUs, but imports everything twice, reads a machine-wide hostfile and adds a
-process between the user's signal and the ranks. ``torch.distributed.run`` works too; it turns every exit code into 1
-under a traceback of its own and kills ranks 30 s after SIGTERM, saved or not. So does DeepSpeed's on SIGTERM, which is
-why signals go to the ranks directly: they save for as long as it takes and end by themselves.
+process between the user's signal and the ranks. ``torch.distributed.run`` works too, but it turns every exit code into
+1, prints a traceback of its own and kills ranks 30 s after SIGTERM, whether or not they have saved. DeepSpeed's
+launcher does the same on SIGTERM. Signals therefore go directly to the ranks, which take as long as they need to save
+and then exit.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ WATCHED = "AGENTRL_LAUNCHED_BY"
 
 
 def launch(settings: Settings, run_path: Path, *, resume: bool) -> int:
-    """Run ``training.num_processes`` ranks on the run directory until they end; returns the exit code.
+    """Run ``training.num_processes`` ranks on the run directory until they end, and return the exit code.
 
-    Raises WorldError when a rank was killed.
+    Raises WorldError if a rank was killed.
     """
     process = _start(settings, run_path, resume)
     asked = threading.Event()
@@ -61,7 +62,7 @@ def launch(settings: Settings, run_path: Path, *, resume: bool) -> int:
         code = process.wait()
     killed = _signal_of(code)
     if insisted.is_set() or (asked.is_set() and (killed is not None or code == 0)):
-        return INTERRUPTED  # at once, or before the ranks could catch the signal
+        return INTERRUPTED  # forced, or before the ranks could catch the signal
     if killed is not None:
         raise WorldError(
             f"a training rank or its launcher was ended by {killed}; continue from the last checkpoint with --resume"
@@ -80,12 +81,12 @@ def _start(settings: Settings, run_path: Path, resume: bool) -> subprocess.Popen
         environment[ALL_GPUS] = ",".join(visible_gpus(torch.cuda.device_count()))
     if not torch.cuda.is_available():
         environment.setdefault("DS_ACCELERATOR", "cpu")
-    # A session of its own: Ctrl-C reaches this process alone, which passes it on.
+    # In a session of its own: only this process receives Ctrl-C, and it passes it on.
     return subprocess.Popen(command, env=environment, start_new_session=True)
 
 
 def _devices(count: int) -> list[int | str]:
-    """The device of each rank: the first of the visible GPUs; on CPUs only numbers."""
+    """The device of each rank: the first visible GPUs. On CPUs they are mere numbers."""
     if not torch.cuda.is_available():
         return list(range(count))
     found = torch.cuda.device_count()
@@ -103,7 +104,7 @@ def _children(pid: int) -> list[psutil.Process]:
 
 
 def _signal_of(code: int) -> str | None:
-    """The signal that ended a rank or the launcher. The launcher's exit code is that of the first rank that failed.
+    """The signal that ended a rank or the launcher. The launcher exits with the code of the first rank that failed.
 
     >>> _signal_of(-9), _signal_of(256 - 9), _signal_of(1), _signal_of(130)
     ('SIGKILL', 'SIGKILL', None, None)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def evaluation_record(report: EvaluationReport) -> EvaluationRecord:
-    """An evaluation as checkpoints and ``summary.json`` hold it."""
+    """An evaluation as stored in checkpoints and ``summary.json``."""
     score = report.overall
     return {
         "step": report.step,
@@ -48,7 +48,7 @@ class Export:
     steps: int
 
     def write(self, folder: Path, remark: str) -> None:
-        """In the format of `transformers`; ``remark`` ends the model card."""
+        """Write the policy in the `transformers` format; ``remark`` ends the model card."""
         settings = self.settings
         write_model(
             folder,

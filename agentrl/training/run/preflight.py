@@ -1,7 +1,7 @@
-"""Checks before a run directory is made: all user input that can be wrong and is cheap to read.
+"""Checks before a run directory is created: all user input that can be wrong and is cheap to read.
 
-A run that cannot start leaves nothing behind, so its name is free once the mistake is corrected. Not checked: data sets
-by Hugging Face id, which may need a download, and the weights of the model.
+A run that cannot start leaves nothing behind, so its name stays free while the mistake is corrected. Two inputs are not
+checked: data sets given by Hugging Face id, which may need a download, and the weights of the model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def check_inputs(settings: Settings) -> list[str]:
-    """One line for each problem file that was read. Raises SettingsError, ProblemError or PluginError."""
+    """Return one line for each problem file read. Raises SettingsError, ProblemError or PluginError."""
     resolve_environment(settings.env)  # first: its module may register an estimator or a loss
     build_reward(settings.reward)
     _check_template(settings)
@@ -43,7 +43,7 @@ def check_inputs(settings: Settings) -> list[str]:
 
 
 def machine_problems(settings: Settings) -> list[str]:
-    """What the settings need and this machine lacks, one message each."""
+    """The requirements of the settings that this machine does not meet, one message each."""
     found = []
     if settings.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         found.append(
@@ -69,7 +69,7 @@ def machine_problems(settings: Settings) -> list[str]:
 
 
 def _check_template(settings: Settings) -> None:
-    """Raise SettingsError if the protocol needs a chat template and the model has no usable one."""
+    """Raise SettingsError if the protocol needs a chat template and the model has none that is usable."""
     path = settings.model.path
     if path is None or not needs_chat_format(settings):
         return

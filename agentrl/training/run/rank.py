@@ -18,7 +18,7 @@ from agentrl_envs.registry import resolve_environment
 
 
 def main() -> int:
-    """Train as the rank named in the environment, with the settings of the run directory."""
+    """Train as the rank that the environment variables name, with the settings of the run directory."""
     end_with(os.getppid(), int(os.environ[WATCHED]))
     path = Path(sys.argv[1]).absolute()
     rank = os.environ["RANK"]
@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def end_with(*processes: int) -> None:
-    """Kill this process as soon as one of ``processes`` ends: without its launcher nothing would stop it."""
+    """Kill this process as soon as one of ``processes`` ends: without its launcher, nothing else would stop it."""
     watched = select.poll()
     for process in processes:
         try:

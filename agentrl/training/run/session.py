@@ -46,13 +46,13 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
     from agentrl.evaluation.play.during_training import EvaluationReport
 
-# Steps in a row without a group to train between two warnings.
+# Consecutive steps without a group to train, between two warnings.
 _EMPTY_STEPS = 10
 
 
 @dataclass(slots=True)
 class _Progress:
-    """The progress that a run keeps across restarts."""
+    """A run's progress, kept across restarts."""
 
     step: int = 0
     updates: int = 0
@@ -152,7 +152,7 @@ class Session:
         """Report the environment, engine and problems; restore the newest checkpoint of a resumed run."""
         for line in self._service.describe():
             self._console.note(line)
-        self._sender.begin()  # also before a checkpoint is loaded: both sides hold the start policy's weights
+        self._sender.begin()  # before a checkpoint is loaded, while both sides hold the start policy's weights
         if resume:
             self._restore()
         self._warn_of_damaged_trajectories()
@@ -166,7 +166,7 @@ class Session:
         )
 
     def loop(self) -> int:
-        """All steps; returns the exit code."""
+        """Run all steps and return the exit code."""
         try:
             self._advance()
         except InterruptedRunError:
@@ -182,7 +182,7 @@ class Session:
             self._run.close()
 
     def _make_room(self) -> None:
-        """Move the optimizer state off GPUs that servers generate on."""
+        """Move the optimizer state off the GPUs on which servers generate."""
         if self._shares_gpus:
             self._engine.offload()
 
@@ -196,7 +196,7 @@ class Session:
         return engine_facts(self._settings.rollout).shares_gpus
 
     def request_stop(self) -> None:
-        """End the run before the next step and cancel rollouts that a rank waits for. From any thread."""
+        """End the run before the next step and cancel rollouts that a rank waits for. Callable from any thread."""
         self._service.interrupt()
 
     # -- steps ----------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class Session:
             self._evaluate(falsified=True)
 
     def _step(self, step: int, progress: RunProgress) -> None:
-        """Roll out, train and send the weights. Raises InterruptedRunError before the step has changed anything."""
+        """Roll out, train and send the weights. Raises InterruptedRunError only before the step changes anything."""
         began = time.monotonic()
         plan = self._service.plan(step)
         planned = time.monotonic()
@@ -244,10 +244,10 @@ class Session:
         self._warn_of_empty_steps(step, metrics)
 
     def _commit(self, step: int, updates: int, metrics: Metrics) -> None:
-        """Record a finished step: trajectories and queue at the worker, progress here, its row of metrics.
+        """Record a finished step: trajectories and queue in the worker, progress and the row of metrics here.
 
-        The only place where a run's state advances. A kill between two lines leaves the previous checkpoint, and
-        ``--resume`` removes what was written since.
+        This is the only place where a run's state advances. If the run is killed between two of its lines, the previous
+        checkpoint remains and ``--resume`` removes everything written after it.
         """
         self._service.confirm(step)
         self._done.step, self._done.updates = step, updates
@@ -271,8 +271,10 @@ class Session:
             self._evaluate()
 
     def _evaluate(self, *, falsified: bool = False) -> None:
-        """Play the held-out problems, at most once per step even after a resume. Raises InterruptedRunError, which
-        leaves nothing of the evaluation."""
+        """Play the held-out problems, at most once per step even after a resume.
+
+        Raises InterruptedRunError; then nothing of the evaluation is kept.
+        """
         if any((item["step"], item["falsified"]) == (self._done.step, falsified) for item in self._done.evaluations):
             return
         report = self._service.evaluate(self._done.step, falsified=falsified)
@@ -296,7 +298,7 @@ class Session:
         )
 
     def _export_if_best(self) -> None:
-        """Export the policy if the evaluation of this step is the best so far. Collective."""
+        """Export the policy if this step's evaluation is the best so far. Collective."""
         best = best_evaluation(self._done.evaluations)
         if best is not None and best["step"] == self._done.step:
             export = self._export()
@@ -386,7 +388,7 @@ class Session:
         self._service.barrier("the end of the run")
 
     def _export(self) -> Export:
-        """The present policy. Every rank takes part in gathering the parameters; rank 0 keeps them."""
+        """The current policy. Every rank takes part in gathering the parameters; rank 0 keeps them."""
         return Export(
             settings=self._settings,
             model=self._policy.causal_lm,

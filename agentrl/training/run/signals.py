@@ -1,7 +1,7 @@
-"""SIGTERM and Ctrl-C as requests to stop: the first one asks, a later one forces.
+"""SIGTERM and Ctrl-C as requests to stop: the first signal asks, a later one forces.
 
-A thread receives them at once, whatever the main thread does. A handler in Python would wait until a backward pass or
-a collective returns, which may never happen.
+A thread receives signals at once, whatever the main thread is doing. A handler in Python would wait until a backward
+pass or a collective returns, which may never happen.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ INTERRUPTED = 130
 """Exit code of a run that stopped on request."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Seconds in which further signals are the same request: a launcher passes on what the terminal has sent to everybody.
+# Seconds within which further signals count as the same request: a launcher passes on a signal that the terminal has
+# already sent to every process.
 _SAME = 1.0
 
 
 @contextmanager
 def stop_requests(ask: Callable[[], None], insist: Callable[[], None]) -> Iterator[None]:
-    """Call ``ask`` at the first signal and ``insist`` at later ones, in a thread. Use it in the main thread only."""
+    """Call ``ask`` at the first signal and ``insist`` at later ones, in a thread. Enter it in the main thread only."""
     heard, signalled = os.pipe()
     os.set_blocking(signalled, False)
     listener = threading.Thread(target=_listen, args=(heard, ask, insist), daemon=True, name="stop-requests")
@@ -43,7 +44,7 @@ def stop_requests(ask: Callable[[], None], insist: Callable[[], None]) -> Iterat
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, as Ctrl-C does: for the time before there is anything to save."""
+    """Make SIGTERM raise KeyboardInterrupt, as Ctrl-C does, while there is nothing to save yet."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -52,18 +53,18 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 def end_at_once() -> None:
-    """End this process now. Its children notice and end."""
+    """End this process now. Its children detect this and end too."""
     os._exit(INTERRUPTED)
 
 
 def _leave_to_thread(number: int, frame: object) -> None:
-    """Without a handler, Python would not write the signal's number."""
+    """Do nothing: Python writes the signal's number only for a signal that has a handler."""
 
 
 def _listen(heard: int, ask: Callable[[], None], insist: Callable[[], None]) -> None:
     first: float | None = None
     while number := os.read(heard, 1):
-        if number[0] not in _SIGNALS:  # another handler's
+        if number[0] not in _SIGNALS:  # it belongs to another handler
             continue
         if first is None:
             first = time.monotonic()

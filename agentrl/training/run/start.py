@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def train(settings: Settings, resume: bool) -> int:
-    """Train; returns the exit code. Under a launcher (RANK is set) this process is one of its ranks."""
+    """Train and return the exit code. Under a launcher (RANK is set) this process is one of its ranks."""
     if "RANK" in os.environ:
         run = _open_run(settings, resume) if os.environ["RANK"] == "0" else None
         return run_rank(settings, run, resume=resume)
@@ -68,13 +68,13 @@ def _open_run(settings: Settings, resume: bool) -> RunDirectory:
 
 
 def run_rank(settings: Settings, run: RunDirectory | None, *, resume: bool) -> int:
-    """Run one training rank from start to end. ``run`` is rank 0's; other ranks print nothing."""
+    """Run one training rank from start to end. Only rank 0 has a ``run``; other ranks print nothing."""
     quieten_libraries()
     set_determinism(settings.training)
     rank, world = start_distributed(deadline=settings.training.collective_deadline)
     set_threads(settings, processes=computing_processes(settings, ranks=world))
     torch.manual_seed(settings.seed)
-    # Without a name in the settings, each rank of a foreign launcher has made up its own.
+    # If the settings name no run, each rank under an external launcher has generated a name of its own.
     name, runs_dir = from_rank_zero(lambda: (settings.name, settings.runs_dir))
     settings = settings.model_copy(update={"name": name, "runs_dir": runs_dir})
     with _console_file(rank) as file:

@@ -13,26 +13,29 @@ _Result = TypeVar("_Result")
 
 
 class Loop(Protocol):
-    """Runs coroutines to their end, one at a time."""
+    """Runs coroutines to completion, one at a time."""
 
-    def run(self, work: Coroutine[Any, Any, _Result], *, interruptible: bool) -> _Result:
-        """The coroutine's result; asyncio.CancelledError if it is interruptible and :meth:`interrupt` was called."""
+    def run(self, work: Coroutine[object, object, _Result], *, interruptible: bool) -> _Result:
+        """Return the coroutine's result.
+
+        Raises asyncio.CancelledError if it is interruptible and :meth:`interrupt` was called.
+        """
 
     def interrupt(self) -> None:
-        """Cancel what is interruptible, now and from now on; from any thread and from signal handlers."""
+        """Cancel interruptible work, now and in future. Callable from any thread and from signal handlers."""
 
     def close(self) -> None: ...
 
 
 class RestingLoop:
-    """Runs in the calling thread, only during a call: nothing happens while a rank trains."""
+    """Runs in the calling thread and only during a call, so nothing happens while a rank trains."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._running: asyncio.Task[Any] | None = None
         self._interrupted = False
 
-    def run(self, work: Coroutine[Any, Any, _Result], *, interruptible: bool) -> _Result:
+    def run(self, work: Coroutine[object, object, _Result], *, interruptible: bool) -> _Result:
         task = self._loop.create_task(work)
         if interruptible:
             self._running = task
@@ -55,14 +58,14 @@ class RestingLoop:
 
 
 class RunningLoop:
-    """Runs all the time in a thread of its own, for rollouts during training."""
+    """Runs continuously in a thread of its own, for rollouts during training."""
 
     def __init__(self) -> None:
         self._thread = LoopThread()
         self._running: asyncio.Task[Any] | None = None
         self._interrupted = False
 
-    def run(self, work: Coroutine[Any, Any, _Result], *, interruptible: bool) -> _Result:
+    def run(self, work: Coroutine[object, object, _Result], *, interruptible: bool) -> _Result:
         try:
             return self._thread.run(self._noted(work) if interruptible else work)
         except concurrent.futures.CancelledError:
@@ -77,7 +80,7 @@ class RunningLoop:
     def close(self) -> None:
         self._thread.close()
 
-    async def _noted(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+    async def _noted(self, work: Coroutine[object, object, _Result]) -> _Result:
         self._running = asyncio.current_task()
         if self._interrupted and self._running is not None:  # before the assignment
             self._running.cancel()

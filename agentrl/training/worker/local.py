@@ -1,4 +1,4 @@
-"""The rollout worker, in the process that this is made in: environment, engine, event loop and rollouts."""
+"""The rollout worker in the current process: environment, engine, event loop and rollouts."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
 
 _Result = TypeVar("_Result")
-# Problems whose prompts make up the probe.
+# Number of problems whose prompts form the probe.
 _PROBE_PROBLEMS = 8
 
 
 class LocalService:
     """Carries out the calls of a :class:`~agentrl.training.worker.service.RolloutService`.
 
-    With ``rollout.schedule=synchronous`` the event loop rests while the ranks train; otherwise it always runs.
+    With ``rollout.schedule=synchronous`` the event loop is idle while the ranks train; otherwise it always runs.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class LocalService:
         ranks: int,
         shared: bool,
     ) -> None:
-        """``environment`` is opened here. ``shared``: ``model`` is the very module that is trained.
+        """Opens ``environment``. ``shared``: ``model`` is the trained module itself.
 
-        Servers are started from ``policy_path``; then no ``model`` is needed.
+        Servers are started from ``policy_path`` and need no ``model``.
         """
         self._settings = settings
         self._ranks = ranks
@@ -114,7 +114,7 @@ class LocalService:
         return self.plans(step)[0]
 
     def barrier(self, place: str) -> None:
-        """This process is the only rank."""
+        """Return at once: this process is the only rank."""
 
     def plans(self, step: int) -> list[RankPlan]:
         """Roll out one step and plan it for every rank."""
@@ -185,7 +185,7 @@ class LocalService:
         self._worker.load_state_dict(state)
 
     def interrupt(self) -> None:
-        if not self._interrupted:  # cancelled tasks clean up, and must not be cancelled again
+        if not self._interrupted:  # cancelled tasks are cleaning up and must not be cancelled again
             self._interrupted = True
             self._loop.interrupt()
 
@@ -206,8 +206,8 @@ class LocalService:
     async def _saved(self) -> QueueState:
         return self._worker.state_dict()
 
-    async def _arrived(self, transfer: Coroutine[Any, Any, str | None], version: int) -> str | None:
-        """What is wrong with a transfer, or None. After None, the worker's tokens are of ``version``."""
+    async def _arrived(self, transfer: Coroutine[object, object, str | None], version: int) -> str | None:
+        """The problem with a transfer, or None. After None, the worker samples with ``version``."""
         problem = await transfer
         if problem is None:
             self._worker.installed(version)
@@ -225,7 +225,7 @@ class LocalService:
         )
 
     def _evaluation_driver(self, environment: Environment) -> Driver:
-        """As for training, with the limits and the sampling of evaluation, and the environment's own rewards."""
+        """A driver as for training, with evaluation's limits and sampling and with the environment's own rewards."""
         return Driver(
             environment=environment,
             engine=NucleusEngine(self._engine, self._settings.evaluation.top_p),
@@ -236,11 +236,11 @@ class LocalService:
             label="evaluation-",
         )
 
-    def _finish(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """As :meth:`_run`, but without interruption: changes of weights are short and must be complete."""
+    def _finish(self, work: Coroutine[object, object, _Result]) -> _Result:
+        """Like :meth:`_run`, but not interruptible: changes of weights are short and must be complete."""
         return self._loop.run(work, interruptible=False)
 
-    def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+    def _run(self, work: Coroutine[object, object, _Result]) -> _Result:
         if self._interrupted:
             work.close()
             raise InterruptedRunError

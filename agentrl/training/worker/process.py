@@ -36,10 +36,10 @@ from agentrl_envs.episode import EnvironmentContractError
 from agentrl_envs.registry import PluginError
 from agentrl_sandbox.client import SandboxError
 
-# Errors that end the run with their message alone, and the exit code of those that have none.
+# Errors that end the run with only their message, and the exit code of those that define none.
 _REPORTED = (AgentRLError, EnvironmentContractError, PluginError, SandboxError)
 _USERS = 2
-# Seconds for ranks to connect, and for this process to end in order once a rank is gone.
+# Seconds for ranks to connect, and for this process to end cleanly once a rank is gone.
 _CONNECT = 600.0
 _END = 20.0
 
@@ -49,10 +49,10 @@ class _RankGoneError(Exception):
 
 
 class Server:
-    """Receives requests on one thread and carries each out on the main thread, once all ranks have made it."""
+    """Receives requests on one thread; carries out each one on the main thread, once all ranks have sent it."""
 
     def __init__(self, first: Connection, control: Connection, door: socket.socket) -> None:
-        """Rank 0's connections, and where the other ranks connect."""
+        """``first`` and ``control`` are rank 0's connections; the other ranks connect at ``door``."""
         self._connections = {0: first}
         self._controls = {0: control}
         self._door = door
@@ -65,7 +65,7 @@ class Server:
     # -- connections ----------------------------------------------------------------------------------------------
 
     def listen(self, startup: Startup) -> None:
-        """Accept the other ranks' connections, then listen to all."""
+        """Accept the other ranks' connections, then listen to all ranks."""
         arrived: queue.Queue[tuple[Caller, Connection]] = queue.Queue()
         threading.Thread(target=_accept, args=(self._door, startup.key, arrived), daemon=True, name="accept").start()
         deadline = time.monotonic() + _CONNECT
@@ -98,7 +98,7 @@ class Server:
                     self._requests.put((talks[ready], message))
 
     def _end(self, rank: int) -> None:
-        """A rank is gone: wake the main thread, and end the process if that takes too long."""
+        """Wake the main thread because a rank is gone, and end the process if shutting down takes too long."""
         self._gone = rank
         timer = threading.Timer(_END, os._exit, args=(1,))
         timer.daemon = True
@@ -115,7 +115,7 @@ class Server:
     # -- answers --------------------------------------------------------------------------------------------------
 
     def serve(self, make: Callable[[], LocalService]) -> None:
-        """Make the service, then answer until a rank is gone or a request fails."""
+        """Create the service, then answer until a rank is gone or a request fails."""
         service: LocalService | None = None
         try:
             service = make()
@@ -175,7 +175,7 @@ class Server:
             self._send(rank, reply)
 
     def _send(self, rank: int, reply: Reply) -> None:
-        with contextlib.suppress(ConnectionError):  # :meth:`_hear` notices its end
+        with contextlib.suppress(ConnectionError):  # :meth:`_hear` detects its end
             self._connections[rank].send(reply)
 
 
@@ -222,7 +222,7 @@ def main() -> None:
     startup: Startup = first.recv()
     quieten_libraries()
     set_determinism(startup.settings.training)
-    # While the ranks wait for this process, it may use every core.
+    # It may use every core, because the ranks wait for it.
     resting = startup.settings.rollout.schedule == "synchronous"
     set_threads(
         startup.settings, processes=1 if resting else computing_processes(startup.settings, ranks=startup.ranks)

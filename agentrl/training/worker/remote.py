@@ -1,8 +1,8 @@
-"""The rollout worker in a process of its own, as every training rank sees it.
+"""The training ranks' client of a rollout worker in a process of its own.
 
-Rank 0 starts the process and talks to it over inherited pipes; the other ranks connect over TCP with a random key
-that rank 0 hands them in a collective. Each rank has one connection to talk and one to interrupt. The worker ends when
-a rank does, and the ranks end with it.
+Rank 0 starts the process and talks to it over inherited pipes. The other ranks connect over TCP with a random key that
+rank 0 broadcasts. Each rank has one connection for calls and one for interrupts. The worker ends when any rank ends,
+and the ranks end with it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from agentrl.training.worker.wire import Caller, Failure, Reply, Startup, Worker
 if TYPE_CHECKING:
     from agentrl.config import Settings
 
-# Seconds for the worker to start and for ranks to reach it; models may lie on slow disks.
+# Seconds for the worker to start and for ranks to reach it; models may be on slow disks.
 _START = 600.0
 # Seconds for the worker to release its engine and environment after its connection has ended.
 _END = 30.0
@@ -41,16 +41,16 @@ _LAST_WORDS = 30.0
 
 
 def open_remote_service(settings: Settings, policy_path: str, *, rank: int, ranks: int) -> RolloutService:
-    """The worker in a process of its own, for ``ranks`` ranks; called on every rank at once.
+    """Open a worker in a process of its own for ``ranks`` ranks. Every rank makes this call.
 
-    ``policy_path`` holds the weights to start from. Raises WorldError if the worker does not come up.
+    ``policy_path`` holds the initial weights. Raises WorldError if the worker does not start.
     """
     return cast("RolloutService", RemoteService(settings, policy_path, rank=rank, ranks=ranks))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Where the worker listens."""
+    """The address at which the worker listens."""
 
     address: tuple[str, int]
     key: bytes
@@ -73,7 +73,7 @@ class RemoteService:
             door = socket.create_server(("127.0.0.1" if len(set(hosts)) == 1 else hosts[0], 0), backlog=2 * ranks)
             return _Place(address=door.getsockname(), key=secrets.token_bytes(32))
 
-        # The worker takes seconds to minutes to start: ranks learn its address first and wait outside of collectives.
+        # The worker takes seconds to minutes to start: ranks receive its address first and wait outside collectives.
         place = from_rank_zero(open_door)
         if door is not None:
             startup = Startup(settings=settings, policy_path=policy_path, ranks=ranks, key=place.key)
@@ -85,15 +85,15 @@ class RemoteService:
         self._answer("the rollout worker's set-up", _START + engine_facts(settings.rollout).start_seconds)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Any method of :data:`CALLS`, carried out by the worker."""
+        """A method of :data:`CALLS` that the worker carries out."""
         if name not in CALLS:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}", name=name, obj=self)
         return partial(self._ask, name)
 
     def interrupt(self) -> None:
-        """Have the worker cancel its rollouts. From any thread; one rank is enough."""
+        """Have the worker cancel its rollouts. Callable from any thread; a call by one rank is enough."""
         self._interrupted.set()
-        with contextlib.suppress(OSError):  # no worker, nothing to cancel
+        with contextlib.suppress(OSError):  # without a worker there is nothing to cancel
             self._control.send("interrupt")
 
     def close(self) -> None:
@@ -140,9 +140,10 @@ class RemoteService:
         return reply.value
 
     def _end_with_worker(self) -> None:
-        """End this process some time after the worker, which ends with the first rank that ends.
+        """End this process a fixed time after the worker, which ends with the first rank that ends.
 
-        A rank that talks to the worker notices earlier; one that waits in a collective for a lost rank may never.
+        A rank that is calling the worker notices earlier; a rank that waits in a collective for a lost rank may never
+        notice.
         """
         with contextlib.suppress(EOFError, OSError):
             self._control.recv()

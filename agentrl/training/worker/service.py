@@ -1,8 +1,8 @@
-"""What training ranks ask of the rollout worker: each call is written here once, with what a rank then waits for.
+"""The calls that training ranks make to the rollout worker. Each is defined here once, with a description of the wait.
 
-:class:`~agentrl.training.worker.local.LocalService` carries the calls out in the process it lives in. With several
-ranks, or rollouts beside training, that is the worker's own process (:mod:`agentrl.training.worker.process`), and
-:class:`~agentrl.training.worker.remote.RemoteService` sends every call there by its name.
+:class:`~agentrl.training.worker.local.LocalService` carries out the calls in its own process. With several ranks, or
+with rollouts during training, that is the worker's process (:mod:`agentrl.training.worker.process`), and
+:class:`~agentrl.training.worker.remote.RemoteService` sends every call there by name.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ _Method = TypeVar("_Method", bound=Callable[..., object])
 
 
 class InterruptedRunError(Exception):
-    """The run was asked to stop (SIGTERM, Ctrl-C). Raised by interruptible calls alone, on all ranks at once."""
+    """The run was asked to stop (SIGTERM, Ctrl-C). Only interruptible calls raise it, on all ranks alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerCall:
-    """A method that can be called in the worker's process. ``waiting_for`` says what a rank waits for meanwhile, as a
-    format of the arguments. ``interruptible``: a request to stop cancels the call."""
+    """A method that can be called in the worker's process.
+
+    ``waiting_for`` describes what a rank waits for during the call; it is a format string over the arguments.
+    ``interruptible``: a request to stop cancels the call.
+    """
 
     signature: inspect.Signature
     waiting_for: str
     interruptible: bool
 
     def arguments(self, *args: object, **kwargs: object) -> dict[str, Any]:
-        """The arguments of a call by their names, defaults included."""
+        """The arguments of a call by name, including defaults."""
         bound = self.signature.bind(None, *args, **kwargs)  # None: self
         bound.apply_defaults()
         return {name: value for name, value in bound.arguments.items() if name != "self"}
@@ -60,36 +63,39 @@ class WeightReceiver(Protocol):
 
     @_call("where the engine's weights go")
     def transfer_target(self) -> TransferTarget | None:
-        """Where to send weights; None if the engine shares them with the trainer."""
+        """The destination of weights; None if the engine shares them with the trainer."""
 
     @_call("the prompts of the first problems")
     def probe_tokens(self) -> tuple[int, ...]:
-        """The tokens that trainer and engine both score: prompts of the first problems."""
+        """The tokens that both trainer and engine score: the prompts of the first problems."""
 
     @_call("how transfers are verified")
     def verification(self) -> list[str]:
-        """How transfers are verified, and the noise that was measured for it."""
+        """How transfers are verified, and the noise measured for this."""
 
     @_call("the engine to score the first probe")
     def verify(self, version: int, probe: Probe) -> str | None:
-        """Whether the engine holds the policy it was started with: None, or what is wrong."""
+        """Check that the engine holds the policy it was started with. Returns the problem, or None."""
 
     @_call("the engine to pause")
     def pause(self, *, zero_weights: bool) -> None:
-        """Pause all requests until :meth:`install`. ``zero_weights``: zero all weights, so that gaps show."""
+        """Pause all requests until :meth:`install`.
+
+        ``zero_weights``: set all weights to zero, so that an incomplete transfer is detected.
+        """
 
     @_call("the engine to load version {version}")
     def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
-        """Load ``version``, drop caches and resume requests. None if the probe agrees, or what is wrong."""
+        """Load ``version``, drop caches and resume requests. Returns the problem, or None if the probe agrees."""
 
 
 class RolloutService(WeightReceiver, Protocol):
     """The rollout worker. All calls block, for at most ``training.worker_timeout`` seconds.
 
     Every rank makes every call, in the same order. A call is carried out once all ranks have made it, with rank 0's
-    arguments, and returns or raises the same on all of them. So nothing slow is waited for within a collective, and
-    all ranks learn at one place that the run is to stop: in an interruptible call. A step whose plan was handed out is
-    finished.
+    arguments, and returns or raises the same on all of them. No rank therefore waits for slow work inside a collective,
+    and all ranks learn of a request to stop at the same place: in an interruptible call. A step whose plan was handed
+    out is always finished.
     """
 
     @_call("the worker's description")
@@ -98,13 +104,13 @@ class RolloutService(WeightReceiver, Protocol):
 
     @_call("the plan of step {step} (training.worker_timeout)", interruptible=True)
     def plan(self, step: int) -> RankPlan:
-        """Roll out a step; this rank's part of it."""
+        """Roll out a step and return this rank's part of it."""
 
     @_call("the batch under way (training.worker_timeout)", interruptible=True)
     def settle(self) -> None:
-        """Return when the weights may change: after the batch under way if it must be of one policy version.
+        """Return when the weights may change: after the current batch if one policy version must sample all of it.
 
-        Returns at once if the run is to stop.
+        Returns at once after a request to stop.
         """
 
     @_call("the other ranks at {place} (training.worker_timeout)")
@@ -113,14 +119,14 @@ class RolloutService(WeightReceiver, Protocol):
 
     @_call("the worker to note that step {step} is trained")
     def confirm(self, step: int) -> None:
-        """The step is trained: write its trajectories and remove its groups from the work queue."""
+        """Note that the step is trained: write its trajectories and remove its groups from the work queue."""
 
     @_call("the evaluation at step {step} (training.worker_timeout)", interruptible=True)
     def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
-        """Play the held-out problems with the engine's present weights; None if there are none to play.
+        """Play the held-out problems with the engine's current weights; None if there are none to play.
 
-        With ``falsified`` observations, only problems that reveal a value by execution are played. The report has no
-        groups.
+        With ``falsified`` observations, only problems that reveal a value by execution are played. The report contains
+        no groups.
         """
 
     @_call("the worker's state")
@@ -132,7 +138,7 @@ class RolloutService(WeightReceiver, Protocol):
         """Continue from a saved position."""
 
     def interrupt(self) -> None:
-        """Cancel interruptible calls, now and from now on. From any thread."""
+        """Cancel interruptible calls, now and in future. Callable from any thread."""
 
     def close(self) -> None:
         """Release the worker's rollouts, engine and environment."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def serve_command(settings: Settings, model: str, *, host: str, port: int | None) -> None:
-    """Serve the policy in ``model`` until told to stop. Its weights may then be changed by a run that names it."""
+    """Serve the policy in ``model`` until a signal to stop. A run that names the server may change its weights."""
     quieten_libraries()
     console = Console(settings.telemetry)
     with tempfile.TemporaryDirectory(prefix="agentrl-policy-") as folder:

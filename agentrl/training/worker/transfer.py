@@ -1,6 +1,7 @@
-"""From the trained weights to an engine that holds a copy: sent, verified, sent again once, or the end.
+"""Transfer of the trained weights to an engine that holds a copy: sent, verified and, if they did not arrive, resent
+once; a second failure ends the run.
 
-Every rank has a :class:`WeightSender` and calls it at the same places, as it does the rollout worker, whose answers are
+Every rank has a :class:`WeightSender` and calls it at the same places. The rollout worker's answers, which it uses, are
 the same on all ranks.
 """
 
@@ -28,11 +29,11 @@ _ATTEMPTS = 2
 
 
 class WeightMismatchError(AgentRLError):
-    """An engine does not hold the weights that were sent to it, twice."""
+    """An engine does not hold the weights although they were sent twice."""
 
 
 class WeightSender:
-    """Sends a policy's weights; collective over ranks under ZeRO-3, and for what all must agree on."""
+    """Sends a policy's weights. Collective under ZeRO-3, and wherever all ranks must agree."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class WeightSender:
         console: Console,
         host: str = "127.0.0.1",
     ) -> None:
-        """``folder``: for files; ``host``: where servers reach rank 0."""
+        """``folder`` holds files of weights; ``host`` is the address at which servers reach rank 0."""
         self._service = service
         self._engine = engine
         self._source = ParameterSource(engine.module.causal_lm, summed=engine.rank == 0)
@@ -54,15 +55,15 @@ class WeightSender:
         self._native: tuple[TransferTarget, NativeTransfer] | None = None
 
     def begin(self) -> None:
-        """At the start, a resumed run's too: the engine holds the policy that the run starts from, or gets it.
+        """Make sure that the engine holds the start policy. Called when a run starts, and also when it resumes.
 
-        This is where the noise between trainer and engine is measured, so the trainer must hold that policy too.
+        The noise between trainer and engine is measured here, so the trainer must hold the start policy too.
         """
         if self._service.transfer_target() is None:
             return
         self._probe = self._service.probe_tokens()
         for _ in self._source:
-            pass  # for its checksums
+            pass  # iterating computes the checksums
         problem = self._service.verify(0, self._score())
         if problem is not None:
             self.send(0)
@@ -70,7 +71,7 @@ class WeightSender:
             self._console.note(line)
 
     def send(self, version: int) -> None:
-        """Bring ``version`` to the engine. Raises WeightMismatchError if it does not arrive, twice."""
+        """Send ``version`` to the engine. Raises WeightMismatchError if two attempts fail."""
         target = self._service.transfer_target()
         if target is None:
             self._service.install(None, version, None)
@@ -103,7 +104,7 @@ class WeightSender:
         return self._service.install(directory, version, self._with_checksums(probe))
 
     def _export(self, version: int) -> str:
-        """Rank 0 writes; every rank takes part in the gathering to its end, also where writing fails."""
+        """Rank 0 writes. Every rank takes part in the gathering to its end, even if writing fails."""
         tensors = iter(self._source)
         try:
             if self._engine.rank > 0:
@@ -115,7 +116,7 @@ class WeightSender:
                 pass
 
     def _native_to(self, target: TransferTarget) -> NativeTransfer:
-        """The open transfer; a new one where servers have come or gone."""
+        """The open transfer, or a new one if the set of servers has changed."""
         if self._native is not None and self._native[0] != target:
             self._native[1].close()
             self._native = None
@@ -128,13 +129,13 @@ class WeightSender:
         return self._with_checksums(score_probe(self._engine, self._probe))
 
     def _with_checksums(self, probe: Probe) -> Probe:
-        """With the checksums of what was sent last."""
+        """The probe with the checksums of the weights sent last."""
         return replace(probe, checksums=self._source.checksums)
 
 
 @torch.no_grad()
 def score_probe(engine: TrainingEngine, token_ids: tuple[int, ...]) -> Probe:
-    """The trained policy's log-probabilities at temperature 1 of ``token_ids[1:]``. Collective under ZeRO-3."""
+    """The trained policy's log-probabilities of ``token_ids[1:]`` at temperature 1. Collective under ZeRO-3."""
     ids = torch.tensor([token_ids], device=engine.device)
     engine.module.eval()
     statistics, _ = engine(

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 STOP_TIMEOUT = 60.0
-"""Seconds for the worker to cancel its rollouts, which waits for running programs and requests alone."""
+"""Seconds for the worker to cancel its rollouts; it waits only for running programs and requests."""
 
-# Seconds between checks whether to end a wait.
+# Seconds between checks of whether to end a wait.
 _LOOK = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Startup:
-    """Rank 0's first message, with all that the worker needs. ``key`` authenticates the other ranks."""
+    """Rank 0's first message, with everything the worker needs. ``key`` authenticates the other ranks."""
 
     settings: Settings
     policy_path: str
@@ -34,7 +34,7 @@ class Startup:
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """The first message on another rank's connection. ``control``: the connection is for interrupts."""
+    """The first message on the connection of another rank. ``control``: the connection carries interrupts."""
 
     rank: int
     control: bool
@@ -42,7 +42,7 @@ class Caller:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerRequest:
-    """A call of the service's method ``name``. All ranks make it, waiting for the same; ``arguments`` are rank 0's."""
+    """A call of the service's method ``name``. All ranks send it and wait together; ``arguments`` are rank 0's."""
 
     name: str
     waiting_for: str
@@ -51,7 +51,7 @@ class WorkerRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a call failed. ``interrupted``: the run is to stop; otherwise it ends with ``exit_code``."""
+    """Why a call failed. ``interrupted``: the run was asked to stop; otherwise it ends with ``exit_code``."""
 
     message: str
     exit_code: int = 1
@@ -60,14 +60,14 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """The method's return value, or why it failed."""
+    """The method's return value, or the reason why it failed."""
 
     value: object = None
     failure: Failure | None = None
 
 
 class WorkerLostError(WorldError):
-    """The other end of a connection is gone, or did not answer in time."""
+    """The other end of a connection is gone or did not answer in time."""
 
 
 def receive(
@@ -78,7 +78,7 @@ def receive(
     stops: threading.Event | None = None,
     stop_timeout: float = STOP_TIMEOUT,
 ) -> Any:
-    """The next message. Raises WorkerLostError when the other end is gone or ``seconds`` have passed.
+    """Return the next message. Raises WorkerLostError if the other end is gone or ``seconds`` have passed.
 
     Once ``stops`` is set, the other end must answer within ``stop_timeout`` seconds.
     """

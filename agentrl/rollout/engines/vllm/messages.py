@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from agentrl.rollout.engines.base import CacheUse, Completion, Sampling
 from agentrl.rollout.engines.http import GarbageError
@@ -27,12 +27,12 @@ def generate_body(
     seed: int | None,
     eos_ids: Sequence[int],
     salt: str,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """One turn. Where it ends is ours alone to say: at ``eos_ids`` and stop strings, not at what the server believes.
 
     ``salt`` separates cached prefixes: only requests with the same one share keys and values.
     """
-    parameters: dict[str, Any] = {
+    parameters: dict[str, object] = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "logprobs": 0,
@@ -48,7 +48,7 @@ def generate_body(
     return {"request_id": request_id, "token_ids": list(token_ids), "sampling_params": parameters, "cache_salt": salt}
 
 
-def read_completion(answer: Any, sampling: Sampling, eos_ids: frozenset[int]) -> Completion:
+def read_completion(answer: object, sampling: Sampling, eos_ids: frozenset[int]) -> Completion:
     """The sampled tokens of an answer to :func:`generate_body`, checked."""
     choice = _choice(answer)
     token_ids = choice.get("token_ids")
@@ -70,13 +70,13 @@ def read_completion(answer: Any, sampling: Sampling, eos_ids: frozenset[int]) ->
     )
 
 
-def score_body(token_ids: Sequence[int], *, salt: str) -> dict[str, Any]:
+def score_body(token_ids: Sequence[int], *, salt: str) -> dict[str, object]:
     """Log-probabilities of a prompt's own tokens; the one token it must sample is thrown away."""
     parameters = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
     return {"token_ids": list(token_ids), "sampling_params": parameters, "cache_salt": salt}
 
 
-def read_scores(answer: Any, token_ids: Sequence[int]) -> tuple[float, ...]:
+def read_scores(answer: object, token_ids: Sequence[int]) -> tuple[float, ...]:
     """Log-probabilities of ``token_ids[1:]`` from an answer to :func:`score_body`."""
     entries = answer.get("prompt_logprobs") if isinstance(answer, Mapping) else None
     if not isinstance(entries, list) or len(entries) != len(token_ids):
@@ -130,7 +130,7 @@ def read_tokens(metrics: str) -> int | None:
     return int(sum(counts)) if counts else None
 
 
-def read_checksums(answer: Any) -> list[dict[str, tuple[int, int]]]:
+def read_checksums(answer: object) -> list[dict[str, tuple[int, int]]]:
     """What each worker tells of its parameters: how many values, and their total.
 
     >>> read_checksums({"results": [{"a": [2, 9]}, {"a": [1, 5]}]})
@@ -145,7 +145,7 @@ def read_checksums(answer: Any) -> list[dict[str, tuple[int, int]]]:
         raise GarbageError(f"no checksums: {_short(answer)}") from error
 
 
-def _choice(answer: Any) -> Mapping[str, Any]:
+def _choice(answer: object) -> Mapping[str, object]:
     choices = answer.get("choices") if isinstance(answer, Mapping) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
         raise GarbageError(f"not one choice: {_short(answer)}")
@@ -153,7 +153,7 @@ def _choice(answer: Any) -> Mapping[str, Any]:
 
 
 def _reason(
-    choice: Mapping[str, Any], token_ids: list[int], eos_ids: frozenset[int]
+    choice: Mapping[str, object], token_ids: list[int], eos_ids: frozenset[int]
 ) -> Literal["eos", "stop", "length"]:
     match choice.get("finish_reason"):
         case "length":
@@ -163,7 +163,7 @@ def _reason(
     raise GarbageError(f"the server ended a turn for the reason {choice.get('finish_reason')!r}")
 
 
-def _log_probs(choice: Mapping[str, Any], token_ids: list[int]) -> tuple[float, ...]:
+def _log_probs(choice: Mapping[str, object], token_ids: list[int]) -> tuple[float, ...]:
     logprobs = choice.get("logprobs")
     content = logprobs.get("content") if isinstance(logprobs, Mapping) else None
     if not isinstance(content, list) or len(content) != len(token_ids):
@@ -176,7 +176,7 @@ def _log_probs(choice: Mapping[str, Any], token_ids: list[int]) -> tuple[float, 
     return tuple(values)
 
 
-def _spans(spans: Any, count: int) -> tuple[tuple[int, int], ...]:
+def _spans(spans: object, count: int) -> tuple[tuple[int, int], ...]:
     """Versions and lengths out of vLLM's half-open intervals, which must cover all tokens in order."""
     found: list[tuple[int, int]] = []
     place = 0
@@ -194,7 +194,7 @@ def _spans(spans: Any, count: int) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _finite(value: Any) -> float:
+def _finite(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not _FLOOR < value <= 1e-6:
         raise GarbageError(f"{value!r} is no log-probability")
     if not math.isfinite(value):
@@ -202,10 +202,10 @@ def _finite(value: Any) -> float:
     return float(value)
 
 
-def _are_ids(values: list[Any]) -> bool:
+def _are_ids(values: list[object]) -> bool:
     return all(type(item) is int and item >= 0 for item in values)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 200 else text[:200] + "..."
