@@ -1,4 +1,4 @@
-"""The environment that a run's settings name, and the codec in which its conversations become tokens."""
+"""The environment named by a run's settings, and the codec that turns its conversations into tokens."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def build_environment(settings: EnvironmentSections, chat: ChatFormat | None = None) -> Environment:
-    """The environment of ``settings.env``, not yet open; a plain gymnasium class gets its options as they are.
+    """The environment of ``settings.env``, not yet open. A plain gymnasium class receives its options unchanged.
 
-    ``chat``: of the model that plays, by :func:`chat_format`.
+    ``chat``: the chat format of the model that plays, from :func:`chat_format`.
     """
     factory = resolve_environment(settings.env)
     if settings.env in ENVIRONMENTS.own:
@@ -29,9 +29,9 @@ def build_environment(settings: EnvironmentSections, chat: ChatFormat | None = N
 
 
 def chat_format(settings: EnvironmentSections, tokenizer: Any, name: str) -> ChatFormat | None:
-    """The chat template of the model ``name`` where the environment's protocol needs one; None where it does not.
+    """The chat template of the model ``name`` if the environment's protocol needs one, else None.
 
-    Raises SettingsError where it does and there is none that it can speak.
+    Raises SettingsError if the protocol needs one and the model has none that it supports.
     """
     if not needs_chat_format(settings):
         return None
@@ -45,7 +45,7 @@ def chat_format(settings: EnvironmentSections, tokenizer: Any, name: str) -> Cha
 
 
 def build_reward(reward: RewardSettings) -> Reward | None:
-    """The user's reward. Raises PluginError where ``reward.function`` leads to none."""
+    """The user's reward. Raises PluginError if ``reward.function`` names none."""
     return None if reward.function is None else Reward(reward.function, deadline=reward.deadline)
 
 
@@ -55,12 +55,12 @@ def needs_chat_format(settings: EnvironmentSections) -> bool:
 
 
 def environment_and_codec(settings: EnvironmentSections, tokenizer: Any, name: str) -> tuple[Environment, TextCodec]:
-    """What a driver needs beside an engine, for the model ``name``: the environment is not yet open."""
+    """The environment, not yet open, and the codec that a driver needs in addition to an engine, for model ``name``."""
     chat = chat_format(settings, tokenizer, name)
     return build_environment(settings, chat), build_codec(tokenizer, name, chat)
 
 
 def build_codec(tokenizer: Any, name: str, chat: ChatFormat | None) -> TextCodec:
-    """The codec of conversations with the model ``name`` in a chat template, or in none."""
+    """The codec of conversations with the model ``name``, with or without a chat template."""
     turn_end = "" if chat is None else chat.turn_end
     return TextCodec(tokenizer, turn_end=turn_end, generation_ends=read_generation_ends(name))

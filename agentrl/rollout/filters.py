@@ -1,4 +1,4 @@
-"""Which trajectories enter a baseline, which enter the loss, and which groups are trained."""
+"""Filters: which trajectories count in a baseline, which in the loss, and which groups are trained."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from agentrl_envs.types import Ended, Verdict
 _TOLERANCE = 1e-8
 
 COUNTS = ("no_data", "void", "dropped_empty", "dropped_no_greedy", "dropped_accuracy", "dropped_zero_variance")
-"""Reasons why trajectories (the first two) and groups are not trained, as counted in metrics."""
+"""Reasons why trajectories (the first two) and groups are not trained, counted in metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilterRules:
-    """``void_turns``: ``remove`` excludes them from training, ``loss_only`` keeps them in the baseline, as published
-    code does. ``accuracy_range`` drops groups by their share of correct verdicts, ``drop_zero_variance`` those whose
-    rewards are equal."""
+    """The rules of :func:`filter_groups`.
+
+    ``void_turns``: ``remove`` excludes trajectories with void turns from training, ``loss_only`` keeps them in the
+    baseline, as published code does. ``accuracy_range`` drops groups by their share of correct verdicts,
+    ``drop_zero_variance`` drops groups with equal rewards.
+    """
 
     void_turns: Literal["remove", "loss_only"]
     accuracy_range: tuple[float, float] | None
@@ -30,8 +33,10 @@ class FilterRules:
 
 @dataclass(frozen=True, kw_only=True)
 class Filtered:
-    """``groups`` are trained; rows in ``no_loss`` (group, sample) count in baselines only. ``counts`` says why the
-    others are missing."""
+    """``groups`` are trained; rows in ``no_loss`` (group, sample) count in baselines only.
+
+    ``counts`` counts the excluded trajectories and groups by reason.
+    """
 
     groups: tuple[Group, ...]
     no_loss: frozenset[tuple[int, int]]
@@ -41,8 +46,8 @@ class Filtered:
 def filter_groups(groups: Iterable[Group], rules: FilterRules) -> Filtered:
     """Apply the rules in order: no data, void turns, nothing left to train, greedy rollout, accuracy, variance.
 
-    A greedy rollout that failed removes its group; its reward counts in the group's variance alone. Raises
-    SettingsError for an ``accuracy_range`` where answers are not graded.
+    A failed greedy rollout removes its group; the reward of a greedy rollout counts only in the group's variance.
+    Raises SettingsError for an ``accuracy_range`` if answers are not graded.
     """
     counts = dict.fromkeys(COUNTS, 0)
     kept: list[Group] = []
@@ -64,7 +69,7 @@ def filter_groups(groups: Iterable[Group], rules: FilterRules) -> Filtered:
 
 
 def _reason_to_drop(group: Group, data: list[Trajectory], trainable: int, rules: FilterRules) -> str | None:
-    """Why a group is dropped, or None."""
+    """The reason for dropping a group, or None."""
     if not data or (rules.void_turns == "loss_only" and trainable <= 0):
         return "dropped_empty"
     if group.greedy is not None and group.greedy.no_data:
@@ -80,7 +85,7 @@ def _reason_to_drop(group: Group, data: list[Trajectory], trainable: int, rules:
 
 
 def _accuracy(data: list[Trajectory]) -> float:
-    """The share of correct verdicts, whatever the rewards are; a trajectory that gave no answer is not correct."""
+    """The share of correct verdicts, regardless of rewards; a trajectory without an answer is not correct."""
     if any(item.ended is Ended.ANSWERED and item.verdict is None for item in data):
         raise SettingsError(
             "algorithm.accuracy_range needs verdicts on answers, and the environment gave none for problem "

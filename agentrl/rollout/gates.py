@@ -1,4 +1,4 @@
-"""Gates that the tasks of trajectories wait at: for a responsive event loop, and for turns in rounds."""
+"""Gates at which the tasks of trajectories wait: for a responsive event loop, and for turns in rounds."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _WIDTH = 16
 class FairYield:
     """Lets at most 16 tasks pass in one iteration of the event loop, first come, first served.
 
-    Without it, all that a batch of completions wakes (decoding, parsing, starting programs) runs in one iteration,
-    and timers, new requests and cancellations wait behind it. A task that finds the gate free does not wait.
+    Without it, all work that a batch of completions triggers (decoding, parsing, starting programs) would run in one
+    iteration and delay timers, new requests and cancellations. A task that finds the gate free does not wait.
     """
 
     def __init__(self) -> None:
@@ -68,17 +68,17 @@ class Rounds:
         try:
             await future
         finally:
-            # Cancelled while waiting, by its deadline.
+            # Its deadline cancelled it while it waited.
             if self._waiting.get(request_id) is future:
                 del self._waiting[request_id]
 
     def leave(self) -> None:
-        """A player has no further turn to take."""
+        """Note that a player has no further turn to take."""
         self._players -= 1
         self._look()
 
     def _look(self) -> None:
-        # Later, so that the last to arrive waits like the others.
+        # Deferred, so that the last player to arrive waits like the others.
         asyncio.get_running_loop().call_soon(self._open_if_complete)
 
     def _open_if_complete(self) -> None:

@@ -1,6 +1,6 @@
-"""Metrics of a step's rollouts, and how old their tokens are.
+"""Metrics of a step's rollouts, and the age of their tokens.
 
-Trajectories excluded from training data are counted, and enter no average.
+Trajectories excluded from training data are counted, but enter no average.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from agentrl.trajectory import Group, Trajectory
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Averages over trajectories, greedy ones not among them; the standard error takes groups as clusters."""
+    """Averages over trajectories, excluding greedy ones; the standard error treats groups as clusters."""
     played = [item for group in groups for item in group.trajectories]
     data = [item for item in played if not item.no_data]
     metrics: dict[str, float] = {
@@ -67,10 +67,10 @@ def _mean(values: Sequence[float]) -> float:
 
 
 class VersionClock:
-    """Which policy version the engine held after how many training steps.
+    """Maps policy versions to the training steps after which the engine held them.
 
-    Versions count optimizer updates, staleness counts steps: a token's is the number of steps that were trained since
-    its version was the newest. A trajectory is as stale as its oldest model token.
+    Versions count optimizer updates, staleness counts steps: the staleness of a token is the number of steps trained
+    since its version was the newest. A trajectory is as stale as its oldest model token.
     """
 
     def __init__(self) -> None:
@@ -81,32 +81,32 @@ class VersionClock:
 
     @property
     def version(self) -> int:
-        """The version that the engine holds."""
+        """The version that the engine currently holds."""
         return self._version
 
     def installed(self, version: int) -> None:
-        """The engine holds ``version`` now."""
+        """Note that the engine now holds ``version``."""
         self._version = version
         self._steps_at[version] = self._trained + self._training
 
     def collected(self) -> None:
-        """A batch goes to the trainer."""
+        """Note that a batch goes to the trainer."""
         self._training = True
 
     def trained(self) -> None:
-        """The batch has been trained. The version that the engine holds by now is the newest."""
+        """Note that the batch has been trained. The engine's current version is then the newest."""
         self._trained += self._training
         self._training = False
         self._steps_at[self._version] = self._trained
 
     def staleness(self, version: int) -> int:
-        """How many training steps ``version`` is behind. RuntimeError for a version that the engine never held."""
+        """The number of training steps that ``version`` is behind. Raises RuntimeError if the engine never held it."""
         if version not in self._steps_at:
             raise RuntimeError(f"a token was sampled by version {version}, which the engine was never given")
         return self._trained - self._steps_at[version]
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Staleness over model tokens and of the stalest trajectory; the share of trajectories of several versions.
+        """Staleness of model tokens and of the stalest trajectory; the share of trajectories with several versions.
 
         Trajectories excluded from training data do not count.
         """

@@ -1,15 +1,16 @@
-"""When groups may start and which finished ones make a batch: arithmetic alone, no clock and no tasks.
+"""When groups may start, and which finished groups form a batch: pure arithmetic without clocks or tasks.
 
-A batch is ``groups`` groups. A group carries the number of batches that were trained when it was issued; none of its
+A batch consists of ``groups`` groups. Each group records the number of batches trained when it was issued; none of its
 tokens can be older. It is *due* in the batch by which its oldest token would be ``max_staleness`` batches old.
 
-Admission. A group starts only if fewer than ``(max_staleness + 1) * groups`` groups are issued and not trained. So all
-that are under way fit the batches before the last of them is due, whatever their length, and nothing is ever dropped.
+Admission. A group starts only if fewer than ``(max_staleness + 1) * groups`` groups are issued and not trained. All
+issued groups therefore fit into the batches up to the one in which the last of them is due, whatever their length, and
+no group is ever dropped.
 
-Overtaking. Groups that finish early may be trained before earlier ones, as long as those that stay behind can still be
+Overtaking. Groups that finish early may be trained before earlier groups, as long as the remaining ones can still be
 trained in time: for every k, at most k batches' worth of them are due within the next k batches. Otherwise the trainer
-waits. Taking the earliest of the finished is the best choice for that (earliest deadline first), so if it does not
-hold, no choice does.
+waits. Taking the earliest finished groups is the best choice (earliest deadline first), so if it violates the
+condition, every choice does.
 
     >>> schedule = Schedule(groups=2, max_staleness=1)
     >>> [schedule.start(index) for index in range(schedule.room())]
@@ -31,29 +32,31 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class _Cohort:
-    """The groups that were issued after the same number of trained batches and are not taken."""
+    """The groups that were issued after the same number of trained batches and are not yet taken."""
 
     left: int = 0
     finished: int = 0
 
 
 class Schedule:
-    """The groups under way, in the order of issue.
+    """The groups in progress, in the order of issue.
 
-    Finished groups are counted by cohort, of which there are at most ``max_staleness + 1``, so the cost does not grow
+    Finished groups are counted by cohort. There are at most ``max_staleness + 1`` cohorts, so the cost does not grow
     with the number of groups.
     """
 
     def __init__(self, *, groups: int, max_staleness: int, in_flight: bool = True, batches: int | None = None) -> None:
-        """``groups`` of a batch; ``batches`` that will be trained, if known: no more groups are issued than they need.
+        """``groups``: groups per batch. ``batches``: batches to train, if known; no group is issued beyond their needs.
 
-        Without ``in_flight`` no group may start before the batch before it is taken (``rollout.schedule=overlapped``).
+        Without ``in_flight`` no group may start until the previous batch is taken (``rollout.schedule=overlapped``).
         """
         self.groups = groups
         self.max_staleness = max_staleness
         self._in_flight = in_flight
         self._batches = batches
-        self._issued: dict[int, tuple[int, int]] = {}  # not taken: the batches trained at its issue, its number
+        self._issued: dict[
+            int, tuple[int, int]
+        ] = {}  # groups not taken: the batches trained at their issue, their number
         self._cohorts: dict[int, _Cohort] = {}  # by the batches trained at their issue, oldest first
         self._finished: set[int] = set()
         self._issues = 0
@@ -68,16 +71,16 @@ class Schedule:
 
     @property
     def waiting(self) -> int:
-        """Groups that are finished and not taken."""
+        """The number of groups that are finished and not taken."""
         return len(self._finished)
 
     @property
     def running(self) -> int:
-        """Groups that are issued and not finished."""
+        """The number of groups that are issued and not finished."""
         return len(self._issued) - len(self._finished)
 
     def room(self, extra: int = 0) -> int:
-        """How many groups may be issued now. ``extra``: what the batch that is being made needs beyond its share."""
+        """How many groups may be issued now. ``extra``: groups that the current batch needs beyond its share."""
         room = self.groups + extra - len(self._issued)
         if self._in_flight:
             room += (self.max_staleness - self._in_training) * self.groups
@@ -86,20 +89,20 @@ class Schedule:
         return max(0, room)
 
     def start(self, index: int) -> None:
-        """A group starts."""
+        """Note that a group starts."""
         self._issued[index] = self._trained, self._issues
         self._issues += 1
         self._cohorts.setdefault(self._trained, _Cohort()).left += 1
 
     def finish(self, index: int) -> None:
-        """All its trajectories have ended."""
+        """Note that all trajectories of a group have ended."""
         self._finished.add(index)
         self._cohorts[self._issued[index][0]].finished += 1
 
     def take(self, count: int, *, more: bool = False) -> list[int] | None:
-        """The next ``count`` groups to train, in the order of issue; None while the trainer has to wait for them.
+        """Take the next ``count`` groups to train, in the order of issue; None while the trainer has to wait.
 
-        ``more``: for the batch that was taken last, which the filters left too small.
+        ``more``: the groups complete the batch taken last, which the filters left too small.
         """
         if len(self._finished) < count or not self._leaves_time(count, self._taken - more):
             return None
@@ -117,7 +120,7 @@ class Schedule:
         return chosen
 
     def _leaves_time(self, count: int, batch: int) -> bool:
-        """Whether those behind the earliest ``count`` finished groups can still be trained before they are due."""
+        """Whether the groups after the earliest ``count`` finished ones can still be trained before they are due."""
         behind = 0
         for issued_at, cohort in self._cohorts.items():
             chosen = min(count, cohort.finished)
@@ -129,6 +132,6 @@ class Schedule:
         return True
 
     def train(self) -> None:
-        """The batch that was taken last has been trained."""
+        """Note that the batch taken last has been trained."""
         self._trained += 1
         self._in_training = False

@@ -1,4 +1,4 @@
-"""Settings of rollouts: how many trajectories, how long, how sampled, by which engine and how rewarded."""
+"""Settings of rollouts: number, length, sampling, engine and rewards of trajectories."""
 
 from __future__ import annotations
 
@@ -153,12 +153,12 @@ class RolloutSettings(BaseModel):
 
     @property
     def staleness_bound(self) -> int:
-        """Training steps that no token may be older than when it is trained."""
+        """The maximum age of a token when it is trained, in training steps."""
         return {"synchronous": 0, "overlapped": 1, "asynchronous": self.max_staleness}[self.schedule]
 
 
 class RewardSettings(BaseModel):
-    """What a trajectory is worth, and what is added to that before advantages. Filters do not see what is added."""
+    """A trajectory's reward, and the penalty added to it before advantages. Filters do not see the penalty."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -196,7 +196,7 @@ class RewardSettings(BaseModel):
 
 
 class EnvironmentSections(Protocol):
-    """The sections of a run's settings that say which environment is played."""
+    """The sections of a run's settings that select the environment."""
 
     @property
     def env(self) -> str: ...
@@ -209,7 +209,7 @@ class EnvironmentSections(Protocol):
 
 
 class EngineSections(Protocol):
-    """The sections of a run's settings that say which policy samples, and how."""
+    """The sections of a run's settings that select the sampling policy and its engine."""
 
     @property
     def seed(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Where a step's groups come from: rolled out on demand, or ahead of training in the background."""
+"""Sources of a step's groups: rolled out on demand, or ahead of training in the background."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from agentrl.trajectory import Group
 
 
 class RolloutSource(Protocol):
-    """Gives a step's groups. One batch at a time: ``take``, perhaps ``take`` more, then ``trained``."""
+    """Supplies a step's groups, one batch at a time: ``take``, possibly ``take`` with ``more``, then ``trained``."""
 
     async def take(self, count: int, *, step: int, deadline: float, more: bool = False) -> list[Group]:
-        """``count`` groups in the order of issue; ``more`` of them for a batch that the filters left too small.
+        """Return ``count`` groups in the order of issue. ``more``: for a batch that the filters left too small.
 
-        ``deadline`` in seconds of the event loop's clock; past it the call raises WorldError.
+        ``deadline`` is in seconds of the event loop's clock; after it the call raises WorldError.
         """
 
     def trained(self) -> None:
-        """The batch has been trained."""
+        """Note that the batch has been trained."""
 
     async def settle(self, *, step: int, deadline: float) -> None:
-        """Return when the weights may change; raises as :meth:`take`."""
+        """Return when the weights may change; raises like :meth:`take`."""
 
     def metrics(self) -> dict[str, float]:
         """Metrics since the last call."""
@@ -37,7 +37,7 @@ class RolloutSource(Protocol):
 
 
 class OnDemandSource:
-    """Plays groups while they are waited for (``rollout.schedule=synchronous``)."""
+    """Plays groups only during a call of :meth:`take` (``rollout.schedule=synchronous``)."""
 
     def __init__(self, driver: Driver, queue: WorkQueue, settings: RolloutSettings, *, greedy: bool) -> None:
         self._driver = driver
@@ -64,22 +64,22 @@ class OnDemandSource:
         return sorted(played, key=lambda group: group.index)
 
     def trained(self) -> None:
-        """Nothing was played ahead."""
+        """Do nothing: no group is played ahead."""
 
     async def settle(self, *, step: int, deadline: float) -> None:
-        """Nothing runs between two calls of :meth:`take`."""
+        """Return at once: nothing runs between two calls of :meth:`take`."""
 
     def metrics(self) -> dict[str, float]:
         return {"time/rollout_idle_s": self._idle.take()}
 
     async def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing: no task runs."""
 
 
 class BackgroundSource:
-    """Plays groups in a background task, as far ahead as a :class:`Schedule` admits.
+    """Plays groups in a background task, as far ahead as a :class:`Schedule` allows.
 
-    For ``rollout.schedule=overlapped`` and ``asynchronous``. Failures of the task raise in :meth:`take`.
+    Used for ``rollout.schedule=overlapped`` and ``asynchronous``. Failures of the task raise in :meth:`take`.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class BackgroundSource:
         step: int,
         greedy: bool,
     ) -> None:
-        """Starts at training step ``step``; within an event loop."""
+        """Starts at training step ``step``. Create it within a running event loop."""
         self._queue = queue
         self._settings = settings
         self._schedule = schedule
@@ -141,7 +141,7 @@ class BackgroundSource:
         self._tell()
 
     async def settle(self, *, step: int, deadline: float) -> None:
-        """Overlapped: wait for the batch under way, which is of one version. Asynchronous: at once."""
+        """Overlapped: wait for the current batch, which one version must sample. Asynchronous: return at once."""
         if not self._overlapped:
             return
         try:
@@ -173,20 +173,20 @@ class BackgroundSource:
                 self._tell()
 
     def _tell(self) -> None:
-        """Wake all that wait for a change."""
+        """Wake all callers of :meth:`_wait`."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def _wait(self) -> None:
-        """Return after the next change; raises what ended the rollouts."""
+        """Return after the next change. Raises the error that ended the rollouts, if any."""
         if self._task.done():
             self._task.result()
-            raise RuntimeError("the rollouts ended by themselves")
+            raise RuntimeError("the rollouts ended without an error")
         await self._changed.wait()
 
 
 class _Idle:
-    """Adds up the time in which no group is played."""
+    """Adds up the time during which no group is played."""
 
     def __init__(self) -> None:
         self._since: float | None = None

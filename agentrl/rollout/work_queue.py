@@ -14,9 +14,9 @@ from agentrl_envs.types import Problem
 
 logger = logging.getLogger(__name__)
 
-# This many problems in a row with prompts over the limit mean that the limit is wrong.
+# This many consecutive problems with prompts over the limit mean that the limit is wrong.
 _MOST_SKIPPED = 1000
-# Skipped problems that are logged by name.
+# Number of skipped problems that are logged by name.
 _MOST_LOGGED = 10
 
 
@@ -29,15 +29,17 @@ class RolloutRequest:
 
 
 class RequestState(TypedDict):
-    """A request in a checkpoint; ``problem`` by its fields."""
+    """A request in a checkpoint. ``problem`` holds the problem's fields."""
 
     index: int
     problem: dict[str, Any]
 
 
 class QueueState(TypedDict):
-    """A work queue in a checkpoint. ``queue`` holds the requests that are not trained, ``drawn`` a problem taken from
-    the sampler and not yet measured."""
+    """A work queue in a checkpoint.
+
+    ``queue`` holds the untrained requests, ``drawn`` a problem taken from the sampler and not yet measured.
+    """
 
     sampler: SamplerState
     next_index: int
@@ -58,7 +60,7 @@ class WorkQueue:
         prompt_tokens: Callable[[Problem], Awaitable[int]],
         max_prompt_tokens: int,
     ) -> None:
-        """``prompt_tokens`` measures a problem's prompt; those over ``max_prompt_tokens`` are skipped and counted."""
+        """``prompt_tokens`` measures prompts; problems over ``max_prompt_tokens`` are skipped and counted."""
         self._sampler = sampler
         self._prompt_tokens = prompt_tokens
         self._max_prompt_tokens = max_prompt_tokens
@@ -70,7 +72,7 @@ class WorkQueue:
         self._logged = 0
 
     async def next(self) -> RolloutRequest:
-        """The next problem. Raises SettingsError if the limit on prompts leaves none."""
+        """Issue the next problem. Raises SettingsError if the limit on prompts leaves none."""
         request = self._again.popleft() if self._again else await self._new()
         self._untrained[request.index] = request
         return request
@@ -91,7 +93,7 @@ class WorkQueue:
         return skipped
 
     def state_dict(self) -> QueueState:
-        """The sampler's position and what was taken from it and is not trained, JSON-able; at any moment."""
+        """The sampler's position and the untrained problems taken from it, as JSON values. Callable at any time."""
         rows: list[RequestState] = [
             {"index": request.index, "problem": asdict(request.problem)} for request in self._all_untrained()
         ]
@@ -103,7 +105,7 @@ class WorkQueue:
         }
 
     def load_state_dict(self, state: QueueState) -> None:
-        """Continue where :meth:`state_dict` was taken."""
+        """Continue from a state of :meth:`state_dict`."""
         self._sampler.load_state_dict(state["sampler"])
         self._next_index = state["next_index"]
         self._drawn = None if state["drawn"] is None else Problem(**state["drawn"])
@@ -131,7 +133,7 @@ class WorkQueue:
         )
 
     def _log_skipped(self, problem: Problem, tokens: int) -> None:
-        """The first few by name; all are counted in ``groups/skipped_long_prompt``."""
+        """Log the first few by name; all are counted in ``groups/skipped_long_prompt``."""
         self._logged += 1
         if self._logged > _MOST_LOGGED:
             return

@@ -1,4 +1,4 @@
-"""The rollout worker: owns the sampler, the queue, the environment and the engine, and makes batches."""
+"""The rollout worker: owns the sampler, the queue, the environment and the engine, and forms batches."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from agentrl.trajectory import Group
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBatch:
-    """One step's rollouts: ``played`` is everything, ``groups`` what is trained, ``no_loss`` rows without loss.
+    """One step's rollouts: all groups ``played``, the ``groups`` to train, and their rows without loss (``no_loss``).
 
-    ``version`` is the policy version that is trained on them.
+    ``version`` is the policy version to be trained on them.
     """
 
     step: int
@@ -34,7 +34,7 @@ class RolloutBatch:
 
 
 class RolloutWorker:
-    """Collects groups, filters them and knows how old they are."""
+    """Collects groups, filters them and tracks their age."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class RolloutWorker:
         greedy: bool = False,
         last_step: int | None = None,
     ) -> None:
-        """``greedy``: every problem is also played once at temperature 0, for a baseline.
+        """``greedy``: play every problem once more at temperature 0, for a baseline.
 
-        ``last_step``: of the run; nothing is played ahead of it.
+        ``last_step``: the run's last step; nothing is played for later steps.
         """
         self._driver = driver
         self._settings = settings
@@ -63,7 +63,7 @@ class RolloutWorker:
         self._step = 0
 
     async def next_batch(self, step: int) -> RolloutBatch:
-        """This step's groups, those of the queue before new ones. Raises WorldError past the deadline.
+        """Return this step's groups, queued ones before new ones. Raises WorldError after the deadline.
 
         While the filters leave too few groups, up to ``max_extra_rounds`` further rounds are played.
         """
@@ -106,14 +106,14 @@ class RolloutWorker:
         )
 
     def confirm(self, batch: RolloutBatch) -> None:
-        """The step was trained: its groups leave the queue. Within the event loop, where rollouts run ahead."""
+        """Remove a trained step's groups from the queue. Call it in the event loop if rollouts run ahead."""
         self._queue.trained({group.index for group in batch.played})
         self._clock.trained()
         if self._source is not None:
             self._source.trained()
 
     async def settle(self) -> None:
-        """Return when the engine's weights may change. Raises WorldError past ``step_deadline``."""
+        """Return when the engine's weights may change. Raises WorldError after ``step_deadline``."""
         if self._source is not None:
             deadline = asyncio.get_running_loop().time() + self._settings.step_deadline
             await self._source.settle(step=self._step, deadline=deadline)
@@ -128,11 +128,11 @@ class RolloutWorker:
             await self._source.close()
 
     def state_dict(self) -> QueueState:
-        """The sampler's position and the queue, JSON-able."""
+        """The sampler's position and the queue, as JSON values."""
         return self._queue.state_dict()
 
     def load_state_dict(self, state: QueueState) -> None:
-        """Continue where :meth:`state_dict` was taken; what was issued and not trained is issued first."""
+        """Continue from a state of :meth:`state_dict`; problems issued and not trained are issued first."""
         self._queue.load_state_dict(state)
 
     @property
@@ -161,10 +161,10 @@ class RolloutWorker:
 
 
 def drawn(groups: tuple[Group, ...], count: int, *, step: int) -> tuple[Group, ...]:
-    """``count`` of ``groups`` in their order, each as likely as any other, the same ones for a step.
+    """Draw ``count`` of ``groups`` uniformly, keeping their order; the draw is the same every time for a step.
 
-    Of groups that were played ahead, those issued last are there because they were short: to leave them out would
-    train on longer ones.
+    Among groups played ahead, those issued last are present because they were short: always leaving them out would
+    bias training towards longer ones.
     """
     if len(groups) <= count:
         return groups
@@ -173,9 +173,9 @@ def drawn(groups: tuple[Group, ...], count: int, *, step: int) -> tuple[Group, .
 
 
 def further_problems(first: int, needed: int, *, played: int, kept: int) -> int:
-    """How many problems another round issues: what should fill the batch if as many are kept as so far.
+    """The number of problems for another round: enough to fill the batch at the share kept so far.
 
-    Never more than the first round's, which is also the number where nothing was kept.
+    It never exceeds that of the first round, which is also used if nothing was kept.
 
     >>> further_problems(8, 8, played=8, kept=2)
     8

@@ -88,7 +88,7 @@ async def test_a_server_that_earlier_weights_were_sent_to_gets_new_ones(policy: 
         servers[0].version = "7"
         one = host(policy, servers)
         await one.engine.open()
-        assert await one.verify(0, PROBE) == "its weights are of an earlier run"
+        assert await one.verify(0, PROBE) == "its weights come from an earlier run"
         await one.engine.close()
 
 

@@ -108,7 +108,9 @@ async def test_another_tokenizer_is_told_by_its_first_difference() -> None:
 async def test_nobody_at_the_address() -> None:
     settings = rollout([f"http://127.0.0.1:{unused_port()}"], start_deadline=0.3)
     engine = VLLMEngine(settings.vllm.addresses, CODEC, settings, vocabulary=VOCABULARY, max_tokens=200)
-    with pytest.raises(WorldError, match=r"rollout.vllm.start_deadline=0.3 s in vain .* cannot be reached"):
+    with pytest.raises(
+        WorldError, match=r"rollout.vllm.start_deadline=0.3 s from the vLLM server .* cannot be reached"
+    ):
         await engine.open()
     await engine.close()
 
@@ -151,11 +153,11 @@ GARBAGE: dict[str, tuple[Any, str]] = {
     ),
     "clamped": (
         {"choices": [sampled([1] * 4, logprobs={"content": [{"token_id": 1, "logprob": -9999.0}] * 4})]},
-        "-9999.0 is no log-probability",
+        "-9999.0 is not a log-probability",
     ),
     "positive": (
         {"choices": [sampled([1] * 4, logprobs={"content": [{"token_id": 1, "logprob": 0.1}] * 4})]},
-        "0.1 is no log-probability",
+        "0.1 is not a log-probability",
     ),
     "no versions": ({"choices": [sampled([1] * 4, weight_versions=None)]}, "do not cover 4 tokens"),
     "unlabelled": ({"choices": [sampled([1] * 4, version="default")]}, "the label 'default'"),

@@ -220,7 +220,7 @@ def test_a_worker_that_does_not_answer_is_not_waited_for_once_the_run_is_to_stop
     here, there = Pipe()
     asked = threading.Event()
     asked.set()
-    with pytest.raises(WorkerLostError, match=r"in vain for the plan \(0\.1 s of them since it was asked to stop\)"):
+    with pytest.raises(WorkerLostError, match=r"of waiting for the plan \(0\.1 s of them since it was asked to stop\)"):
         receive(here, seconds=3600.0, waiting_for="the plan", stops=asked, stop_timeout=0.1)
     there.send("the plan")  # asked or not: what comes in time is taken
     assert receive(here, seconds=3600.0, waiting_for="the plan", stops=asked, stop_timeout=60.0) == "the plan"

@@ -17,8 +17,8 @@ from agentrl.rollout.engines.decode_attention import decoding
 from agentrl.rollout.engines.kv_slots import SlotCache
 from agentrl.rollout.engines.sampling import keyed_uniform, sample_tokens
 
-# A prefill interrupts decoding. It therefore waits until the number of waiting requests reaches this share of the
-# running rows, or for this many decoding steps.
+# A prefill interrupts decoding. It therefore waits until one request waits per this many running rows, or for this
+# many decoding steps.
 _JOIN_SHARE = 8
 _JOIN_PATIENCE = 6
 

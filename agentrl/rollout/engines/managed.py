@@ -220,7 +220,7 @@ class ManagedVLLM:
         Raises SettingsError for external servers that serve another model.
         """
         if self._trained and not self.engine.untouched:
-            return "its weights are of an earlier run"
+            return "its weights come from an earlier run"
         problem = await self._compare(probe)
         if problem is not None and self._external:
             raise SettingsError(
@@ -236,7 +236,7 @@ class ManagedVLLM:
 
     async def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
         if probe is None:
-            raise ValueError("weights of servers are never taken without a probe")
+            raise ValueError("servers accept new weights only with a probe")
         await self.engine.install(None if directory is None else Path(directory), version)
         return await self._compare(probe)
 

@@ -1,4 +1,4 @@
-"""The in-process engine: a model of `transformers` behind continuous batching, on CPU or GPU."""
+"""The in-process engine: a `transformers` model with continuous batching, on CPU or GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from agentrl.rollout.settings import RolloutSettings
 
 logger = logging.getLogger(__name__)
 
-# Forwards in a row on the engine's thread before it looks at the event loop again.
+# Consecutive forwards on the engine's thread before control returns to the event loop.
 _FORWARDS = 64
 
 
@@ -35,7 +35,7 @@ TOO_LARGE = (
 
 
 def is_too_large(parameters: int, device: str) -> bool:
-    """Whether a model of so many parameters on a device (``cuda``, ``cpu``) is one for vLLM.
+    """Whether a model with ``parameters`` parameters on ``device`` (``cuda``, ``cpu``) should be served by vLLM.
 
     >>> is_too_large(7_000_000_000, "cuda"), is_too_large(7_000_000_000, "cpu"), is_too_large(1_000_000_000, "cuda")
     (True, False, False)
@@ -46,10 +46,11 @@ def is_too_large(parameters: int, device: str) -> bool:
 class TransformersEngine:
     """An :class:`~agentrl.rollout.engines.base.Engine` over ``model``, which may share its weights with training.
 
-    Sampled tokens and log-probabilities come from this model's own forward at the set temperature. Keys and values of
-    a trajectory stay between its turns. Forwards run on one thread of their own, so the event loop stays free.
-    Not thread-safe beyond one event loop. In ``deterministic`` mode requests wait until none is running and are
-    computed in the order of their ids from their full contexts, so that a batch depends on its requests alone.
+    Sampled tokens and log-probabilities come from this model's own forward at the set temperature. A trajectory's keys
+    and values are kept between its turns. Forwards run on a separate thread, so the event loop stays responsive. Use
+    the engine from one event loop only; it is not otherwise thread-safe. In ``deterministic`` mode requests wait until
+    none is running and are computed in the order of their ids from their full contexts, so that a batch depends only
+    on its requests.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class TransformersEngine:
             self._futures.pop(request, None)
 
     def release(self, trajectory_id: str) -> None:
-        """Free what is cached for a trajectory."""
+        """Free a trajectory's cache."""
         self._released.append(trajectory_id)
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
@@ -127,7 +128,7 @@ class TransformersEngine:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, token_ids)
 
     def pause(self) -> None:
-        """Let no request go on until :meth:`resume`; a forward that runs is finished first by what comes next."""
+        """Pause all requests until :meth:`resume`. The next operation on the model waits for a running forward."""
         self._open.clear()
 
     def resume(self) -> None:
@@ -135,9 +136,9 @@ class TransformersEngine:
         self._open.set()
 
     async def rest(self) -> None:
-        """Return when no forward runs: one may, of requests that were cancelled, while all others have ended.
+        """Return when no forward runs. Cancelled requests may still be in one after all others have ended.
 
-        Raises EngineError where a request goes on.
+        Raises EngineError if a request is still running.
         """
         await asyncio.get_running_loop().run_in_executor(self._thread, self._finish_cancelled)
 
@@ -149,10 +150,10 @@ class TransformersEngine:
                 raise EngineError("the engine cannot rest while a request runs")
 
     async def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take new weights (none for those that are shared) and forget all cached prefixes.
+        """Install new weights (no tensors if the weights are shared) and drop all cached prefixes.
 
-        Requests under way go on from the tokens they have; ``rollout.kv_on_update`` says what becomes of their keys
-        and values. Raises EngineError for tensors that do not fit.
+        Running requests continue from their current tokens; ``rollout.kv_on_update`` decides whether their keys and
+        values are kept. Raises EngineError for tensors that do not fit.
         """
         await asyncio.get_running_loop().run_in_executor(self._thread, self._update, tensors, version)
 
@@ -172,7 +173,7 @@ class TransformersEngine:
         return self._version
 
     async def cache_use(self) -> CacheUse:
-        """Trajectories hold a row each from their first turn to their end."""
+        """The usage of the cache. Each trajectory holds a row from its first turn to its end."""
         return CacheUse(
             tokens=self._batcher.kv_cache_tokens, used=self._batcher.used, preemptions=self._batcher.evictions
         )
@@ -213,7 +214,7 @@ class TransformersEngine:
                 await self._open.wait()
                 for request in await loop.run_in_executor(self._thread, self._advance):
                     self._deliver(request)
-                # Those whose turn ended act now (run their programs) before the next forward.
+                # Let trajectories whose turn ended act (run their programs) before the next forward.
                 await asyncio.sleep(0)
 
     def _deliver(self, request: Request) -> None:
@@ -226,10 +227,10 @@ class TransformersEngine:
             future.set_result(request.completion())
 
     def _served(self, server: asyncio.Task[None]) -> None:
-        """A forward failed: out of memory is the world's fault and typed, anything else is a bug and raises as it is.
+        """Handle a failed forward. Out of memory becomes an EngineError; any other error is a bug and raises unchanged.
 
-        Either way every request under way ends with the error, and the next one finds an empty engine; after the first
-        kind less is computed at once.
+        Either way every running request ends with the error, and the next request finds an empty engine. After running
+        out of memory, the engine computes less at a time.
         """
         if server.cancelled():
             return
@@ -248,7 +249,7 @@ class TransformersEngine:
         self._batcher.abandon()
 
     def _advance(self) -> list[Request]:
-        """Forwards until a request ends, on the engine's thread."""
+        """Run forwards until a request ends, on the engine's thread."""
         with self._lock:
             for _ in range(_FORWARDS):
                 self._take_arrivals()

@@ -91,7 +91,9 @@ def receive(
                 stopping, deadline = True, min(deadline, time.monotonic() + stop_timeout)
             if time.monotonic() >= deadline:
                 told = f" ({stop_timeout:g} s of them since it was asked to stop)" if stopping else ""
-                raise WorkerLostError(f"waited {time.monotonic() - began:.0f} s in vain for {waiting_for}{told}")
+                raise WorkerLostError(
+                    f"no answer after {time.monotonic() - began:.0f} s of waiting for {waiting_for}{told}"
+                )
         return connection.recv()
     except (EOFError, ConnectionError) as error:
         raise WorkerLostError(f"the connection ended while waiting for {waiting_for}") from error

@@ -1,4 +1,4 @@
-"""Which of several servers a request goes to: the one with the least to do, counting what it would compute again."""
+"""Load balancing: a request goes to the server with the least work, including the prefix it would have to recompute."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False, slots=True)
 class Load:
-    """What one server has to do. ``limit`` bounds its requests in flight; a server that is not ``up`` gets none."""
+    """The load of one server. ``limit`` bounds its requests in flight; a server that is not ``up`` gets none."""
 
     up: bool = True
     tokens: int = 0
     requests: int = 0
     limit: int | None = None
-    cached: dict[str, int] = field(default_factory=dict)  # trajectory -> tokens of its context that it has seen
+    cached: dict[str, int] = field(default_factory=dict)  # trajectory -> tokens of its context processed here
 
     @property
     def full(self) -> bool:
         return self.limit is not None and self.requests >= self.limit
 
     def halve(self) -> int:
-        """Admit half as many requests as were in flight with the one that has just failed; returns the new limit."""
+        """Admit half as many requests as were in flight, including the one that just failed. Returns the new limit."""
         in_flight = self.requests + 1
         self.limit = max(1, (in_flight if self.limit is None else min(self.limit, in_flight)) // 2)
         return self.limit
@@ -31,8 +31,8 @@ class Load:
 class Balancer:
     """Sends each request to the server with the smallest sum of tokens in flight and tokens to prefill for it.
 
-    A trajectory so stays with the server that holds its prefix, until another one is idler by more than the prefix
-    costs.
+    A trajectory therefore stays with the server that holds its prefix, until another server is less loaded by more than
+    the cost of the prefix.
 
     >>> balancer = Balancer(2)
     >>> balancer.take(0, "t", context=100, reserved=50)
@@ -48,38 +48,38 @@ class Balancer:
         self._changed: asyncio.Event = asyncio.Event()
 
     def choose(self, trajectory_id: str, *, context: int, avoid: frozenset[int] = frozenset()) -> int | None:
-        """The server for a request, or None while none may take it. ``avoid`` are taken only if no other is up."""
+        """The server for a request; None while no server can accept it. ``avoid`` is used only if no other is up."""
         up = [place for place, load in enumerate(self.loads) if load.up]
         usable = [place for place in up if place not in avoid] or up
         free = [place for place in usable if not self.loads[place].full]
         return min(free, key=lambda place: self._cost(place, trajectory_id, context), default=None)
 
     def take(self, place: int, trajectory_id: str, *, context: int, reserved: int) -> None:
-        """A request with ``context`` tokens and room for ``reserved`` more is on its way to a server."""
+        """Count a request with ``context`` tokens and room for ``reserved`` more as sent to a server."""
         load = self.loads[place]
         load.tokens += context + reserved
         load.requests += 1
         load.cached[trajectory_id] = context
 
     def give_back(self, place: int, trajectory_id: str, *, context: int, reserved: int) -> None:
-        """That request has ended."""
+        """Count that request as ended."""
         load = self.loads[place]
         load.tokens -= context + reserved
         load.requests -= 1
         self.wake()
 
     def release(self, trajectory_id: str) -> None:
-        """Nothing more will be asked for a trajectory."""
+        """Forget a trajectory, because no further request will follow."""
         for load in self.loads:
             load.cached.pop(trajectory_id, None)
 
     def forget_prefixes(self, place: int | None = None) -> None:
-        """A server (or all) has lost what it cached."""
+        """Note that a server (None: every server) has lost its cached prefixes."""
         for load in self.loads if place is None else [self.loads[place]]:
             load.cached.clear()
 
     def wake(self) -> None:
-        """Have those look again who wait for :meth:`changed`."""
+        """Wake all callers of :meth:`changed`."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -88,7 +88,7 @@ class Balancer:
         await self._changed.wait()
 
     def up(self) -> Sequence[int]:
-        """The servers that may be asked."""
+        """The servers that accept requests."""
         return [place for place, load in enumerate(self.loads) if load.up]
 
     def _cost(self, place: int, trajectory_id: str, context: int) -> tuple[int, int]:

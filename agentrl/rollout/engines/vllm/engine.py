@@ -1,7 +1,7 @@
-"""The engine over vLLM servers: requests balanced, retried and resumed elsewhere; weights changed on all of them.
+"""The engine over vLLM servers: balances requests, retries them on other servers and changes weights on all servers.
 
-Servers speak tokens over HTTP and are processes of their own, started here or running elsewhere. A server that fails
-gets no requests until it has proved that it works and holds the weights of the present version.
+Servers exchange tokens over HTTP. They are separate processes, started here or external. A server that fails gets no
+requests until it has proved that it works and holds the weights of the current version.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from agentrl.rollout.settings import RolloutSettings
 
 logger = logging.getLogger(__name__)
 
-# Seconds between looks at a server that is starting or down: the first and the longest.
+# Seconds between checks of a server that is starting or down: the first interval and the longest.
 _LOOK = 0.5
 _LONGEST_LOOK = 5.0
 _FIRST_BACKOFF = 0.1
@@ -35,7 +35,7 @@ _FIRST_BACKOFF = 0.1
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """A server of the engine. ``stale``: it answers and waits for weights that only a transfer brings."""
+    """A server of the engine. ``stale``: it answers, but waits for weights that only a transfer can supply."""
 
     replica: Replica
     server: ServerProcess | None = None
@@ -50,14 +50,14 @@ class Member:
 
 
 Check = Callable[[Replica], Awaitable[str | None]]
-"""Looks at a server: None, or what is wrong with its weights. Raises ServerCallError."""
+"""Checks a server: returns the problem with its weights, or None. Raises ServerCallError."""
 
 
 class VLLMEngine:
     """An :class:`~agentrl.rollout.engines.base.Engine` over vLLM servers. Used from one event loop.
 
-    Where a server dies, its requests start again on another one from the trajectory's exact tokens and with the same
-    seed; what was sampled in turns before is never sampled again.
+    If a server dies, its requests restart on another server from the trajectory's exact tokens and with the same seed.
+    Earlier turns are never sampled again.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class VLLMEngine:
         version: int = 0,
         label: bool = True,
     ) -> None:
-        """``servers`` are processes to start or addresses; ``vocabulary`` is the policy's number of tokens,
-        ``max_tokens`` the length of the longest sequence that will be asked for.
+        """``servers`` are processes to start or addresses. ``vocabulary`` is the policy's number of tokens,
+        ``max_tokens`` the length of the longest sequence that will be requested.
 
-        ``label``: tell servers without a version that theirs is ``version``; else they go on saying ``default``.
+        ``label``: label the weights of servers that have no version with ``version``; otherwise they keep ``default``.
         """
         self._codec = codec
         self._label = label
@@ -91,7 +91,7 @@ class VLLMEngine:
             for item in servers
         ]
         self._balancer = Balancer(len(self._members))
-        self._directory: Path | None = None  # the weights of the present version, where they travel by files
+        self._directory: Path | None = None  # the weights of the current version, if they are transferred by files
         self._untouched = True  # the servers hold the weights they were started with
         self._gate = asyncio.Event()  # closed while weights change
         self._pulses = [
@@ -111,7 +111,7 @@ class VLLMEngine:
     # -- start and end --------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Start what is to be started, and look at every server. Raises SettingsError or WorldError."""
+        """Start the servers to be started and check every server. Raises SettingsError or WorldError."""
         for member in self._members:
             if member.server is not None:
                 member.server.start()
@@ -119,7 +119,7 @@ class VLLMEngine:
         self._gate.set()
 
     async def close(self) -> None:
-        """Let go of the servers, and end those that were started here."""
+        """Disconnect from the servers and end those that were started here."""
         tasks = [member.reviving for member in self._members if member.reviving is not None]
         for task in tasks:
             task.cancel()
@@ -145,11 +145,11 @@ class VLLMEngine:
                 await member.replica.label(self._version)
         except ServerCallError as error:
             raise WorldError(
-                f"the vLLM server {member.replica.address} failed while it was looked at: {error}"
+                f"the vLLM server {member.replica.address} failed while it was being checked: {error}"
             ) from error
 
     async def _await_start(self, member: Member) -> None:
-        """Return when a server answers. An external one must do so soon, one that is starting takes its time."""
+        """Return when a server answers. An external server must answer soon; a starting one gets ``start_deadline``."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._vllm.start_deadline
         pause = _LOOK
@@ -162,13 +162,13 @@ class VLLMEngine:
             if member.server is not None and member.server.ended:
                 raise WorldError(
                     f"the vLLM server {member.replica.address} ended while it started (its log: {member.server.log}). "
-                    f"Its last words:\n{member.server.last_words()}"
+                    f"The end of its log:\n{member.server.last_words()}"
                 )
             if loop.time() >= deadline:
-                hint = "" if member.server is None else f"; its last words:\n{member.server.last_words()}"
+                hint = "" if member.server is None else f"; the end of its log:\n{member.server.last_words()}"
                 raise WorldError(
-                    f"waited rollout.vllm.start_deadline={self._vllm.start_deadline:g} s in vain for the vLLM server "
-                    f"{member.replica.address}: {said}{hint}"
+                    f"no answer within rollout.vllm.start_deadline={self._vllm.start_deadline:g} s from the vLLM "
+                    f"server {member.replica.address}: {said}{hint}"
                 )
             await asyncio.sleep(pause)
             pause = min(_LONGEST_LOOK, 2 * pause)
@@ -195,7 +195,7 @@ class VLLMEngine:
             except ServerCallError as error:
                 failures.append(f"{self._members[place].replica.address}: {error}")
                 if says_out_of_memory(str(error)) and self._balancer.loads[place].limit == limit:
-                    self._less(place)  # once for all the requests that one shortage failed
+                    self._less(place)  # once for all requests that the same shortage made fail
                 if not self._note_failure(place, error) or len(failures) > self._vllm.request_retries:
                     raise EngineError(f"request {request_id} failed {len(failures)} times: {failures[-1]}") from error
                 avoid.add(place)
@@ -218,7 +218,7 @@ class VLLMEngine:
                 completion = await self._members[place].replica.generate(
                     token_ids,
                     sampling,
-                    request_id=f"{request_id}-{secrets.token_hex(3)}",  # a server refuses an id that it still knows
+                    request_id=f"{request_id}-{secrets.token_hex(3)}",  # a server rejects an id that it still holds
                     seed=seed if self._vllm.seeded else None,
                     eos_ids=self._eos_ids,
                     salt=self._salt(version),
@@ -233,7 +233,7 @@ class VLLMEngine:
         return completion
 
     async def _place(self, trajectory_id: str, context: int, avoid: frozenset[int]) -> int:
-        """A server for a request; waits while weights change, while all are full and while all are down."""
+        """Choose a server for a request; waits while weights change and while all servers are full or down."""
         loop = asyncio.get_running_loop()
         while True:
             await self._gate.wait()
@@ -260,7 +260,7 @@ class VLLMEngine:
                 continue
 
     def release(self, trajectory_id: str) -> None:
-        """Nothing more will be asked for a trajectory."""
+        """Forget a trajectory, because no further request will follow."""
         self._balancer.release(trajectory_id)
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
@@ -273,7 +273,7 @@ class VLLMEngine:
         raise EngineError("no vLLM server works: " + "; ".join(member.lost for member in self._members))
 
     async def cache_use(self) -> CacheUse | None:
-        """Of all servers that are up together, as full as the fullest; None while none of them says."""
+        """The total cache of all servers that are up, with the usage of the fullest; None while none reports it."""
         asked = (self._members[place].replica.cache_use() for place in self._balancer.up())
         known: list[CacheUse] = []
         for said in await asyncio.gather(*asked, return_exceptions=True):
@@ -292,7 +292,7 @@ class VLLMEngine:
     # -- failures -------------------------------------------------------------------------------------------------
 
     def _note_failure(self, place: int, error: ServerCallError) -> bool:
-        """Draw the consequences for a server; whether asking again makes sense."""
+        """Note a server's failure, and take it out of service if needed. Returns whether to retry the request."""
         member, load = self._members[place], self._balancer.loads[place]
         member.failure = str(error)
         if isinstance(error, StatusError):
@@ -321,11 +321,11 @@ class VLLMEngine:
 
     def _revived(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            logger.error("a vLLM server is given up: %s", task.exception())
+            logger.error("giving up on a vLLM server: %s", task.exception())
         self._balancer.wake()
 
     async def _revive(self, place: int) -> None:
-        """Bring a server back: started again where it was started here, with the present weights, proved by a score."""
+        """Bring a server back: restart it if it was started here, and prove by a score that it has current weights."""
         member = self._members[place]
         pause = _LOOK
         while True:
@@ -349,7 +349,7 @@ class VLLMEngine:
         self._balancer.loads[place].up = True
 
     async def _prove(self, member: Member) -> None:
-        """Look at a server that comes back. Raises ServerCallError if it is not the present policy."""
+        """Check a server that comes back. Raises ServerCallError if it does not hold the current policy."""
         check = self._check if self._check is not None else self._answers
         try:
             async with asyncio.timeout(self._vllm.stall_deadline):
@@ -368,13 +368,13 @@ class VLLMEngine:
         if server.starts > self._vllm.restarts:
             raise WorldError(
                 f"the vLLM server {server.plan.address} ended {server.starts} times "
-                f"(rollout.vllm.restarts={self._vllm.restarts}); its last words:\n{said}"
+                f"(rollout.vllm.restarts={self._vllm.restarts}); the end of its log:\n{said}"
             )
         logger.warning("the vLLM server %s has ended and is started again", server.plan.address)
         server.start()
 
     async def _has_weights(self, member: Member) -> bool:
-        """Whether a server holds the present version, after giving it what can be given."""
+        """Whether a server holds the current version, after loading it from files if possible."""
         label = await member.replica.version()
         if label == str(self._version):
             return True
@@ -399,7 +399,7 @@ class VLLMEngine:
         return self._untouched
 
     def targets(self) -> list[tuple[str, int]]:
-        """Address and number of GPU workers of every server that answers."""
+        """The address and the number of GPU workers of every server that answers."""
         return [
             (member.replica.address, member.identity.workers if member.identity is not None else 1)
             for place, member in enumerate(self._members)
@@ -407,7 +407,7 @@ class VLLMEngine:
         ]
 
     async def pause(self) -> None:
-        """Let no request begin or go on, so that weights can change. Sleeping servers get room for weights."""
+        """Pause all requests, running and new, so that weights can change. Sleeping servers get room for weights."""
         self._gate.clear()
         if self._asleep:
             await self._on_all(lambda replica: replica.wake("weights"))
@@ -415,9 +415,9 @@ class VLLMEngine:
             await self._on_all(lambda replica: replica.pause())
 
     async def install(self, directory: Path | None, version: int) -> None:
-        """The weights of ``version`` lie in ``directory``, or (None) have arrived at the servers; :meth:`pause` first.
+        """Install the weights of ``version``: from ``directory``, or (None) those already transferred to the servers.
 
-        Running requests go on; new ones wait for :meth:`resume`.
+        Call :meth:`pause` first. Running requests continue; new ones wait for :meth:`resume`.
         """
         self._version, self._directory, self._untouched = version, directory, False
         asleep, self._asleep = self._asleep, False
@@ -442,7 +442,7 @@ class VLLMEngine:
         await replica.forget_prefixes(running_too=self._settings.kv_on_update == "recomputed")
 
     async def problems(self, check: Check) -> list[str]:
-        """What ``check`` finds wrong with the servers that answer."""
+        """The problems that ``check`` finds with the servers that answer."""
         found: list[str] = []
 
         async def look(replica: Replica) -> None:
@@ -454,9 +454,9 @@ class VLLMEngine:
         return found
 
     async def zero_weights(self, *, all_of_them: bool) -> None:
-        """Set parameters to zero before a transfer, so that what does not arrive shows.
+        """Set parameters to zero before a transfer, so that missing parameters are detected.
 
-        Of all servers, or only of those that tell no checksums.
+        ``all_of_them``: on all servers, otherwise only on those without checksums.
         """
 
         async def zero(replica: Replica) -> None:
@@ -466,7 +466,7 @@ class VLLMEngine:
         await self._on_all(zero)
 
     def resume(self, check: Check | None = None) -> None:
-        """New requests may begin. A server that comes back must be one that ``check`` finds nothing wrong with."""
+        """Allow new requests. A server that comes back must pass ``check``."""
         self._check = check
         for place, member in enumerate(self._members):
             if member.stale:
@@ -475,19 +475,19 @@ class VLLMEngine:
         self._balancer.wake()
 
     async def adopt(self) -> None:
-        """Take the servers' weights, whatever they are labelled, for those of the present version, and start ones."""
+        """Label the servers' weights as the current version, whatever their label, and treat them as start weights."""
         await self._on_all(lambda replica: replica.label(self._version))
         self._untouched = True
 
     async def sleep(self) -> None:
-        """Give the GPUs to the trainer; the weights are lost until the next :meth:`install`."""
+        """Release the GPUs to the trainer; the weights are lost until the next :meth:`install`."""
         self._gate.clear()
         self._asleep = True
         self._balancer.forget_prefixes()
         await self._on_all(lambda replica: replica.sleep())
 
     async def _on_all(self, call: Callable[[Replica], Awaitable[None]]) -> None:
-        """Call every server that answers; those that fail are down. Raises WorldError where none is left."""
+        """Call every server that answers; mark those that fail as down. Raises WorldError if none is left."""
         places = [place for place, member in enumerate(self._members) if self._balancer.loads[place].up or member.stale]
         outcomes = await asyncio.gather(
             *(call(self._members[place].replica) for place in places), return_exceptions=True
@@ -508,11 +508,11 @@ class VLLMEngine:
     # -- about ----------------------------------------------------------------------------------------------------
 
     def releases(self) -> list[str]:
-        """The releases of vLLM that serve."""
+        """The vLLM releases that the servers run."""
         return sorted({member.identity.vllm for member in self._members if member.identity is not None})
 
     def fingerprint(self) -> str:
-        """A digest of tokenizer, vocabulary and version; equal weights are proved by probes, not by this."""
+        """A digest of tokenizer, vocabulary and version. It does not prove equal weights; probes do."""
         text = f"{self._codec.encode('0 1 2 print()')} {self._vocabulary} {self._version}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -527,7 +527,7 @@ class VLLMEngine:
         return f"{about}, {len(up)} servers{down}: {addresses}; version {self._version}"
 
     def _salt(self, version: int) -> str:
-        """What separates this version's cached prefixes from those of all others, kept ones of running requests too."""
+        """The salt that separates this version's cached prefixes from all others, even those of running requests."""
         return f"{self._nonce}-{version}"
 
     def _fresh_salt(self) -> str:

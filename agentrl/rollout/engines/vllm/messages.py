@@ -1,4 +1,4 @@
-"""What is said to a vLLM server and how its answers are read; whatever is not as it must be is a GarbageError."""
+"""Builds the requests to a vLLM server and reads its answers; an invalid answer raises GarbageError."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentrl.rollout.engines.http import GarbageError
 
 GENERATE = "/inference/v1/generate"
 _SEEDS = 1 << 63
-# vLLM writes minus infinity and NaN as this.
+# vLLM encodes minus infinity and NaN as this number.
 _FLOOR = -9999.0
 _METRIC = re.compile(r"^vllm:(kv_cache_usage_perc|num_preemptions_total|cache_config_info)\{(.*)\} (\S+)", re.MULTILINE)
 _TOKENS = re.compile(r"^vllm:(?:generation|prompt)_tokens_total(?:\{.*\})? (\S+)", re.MULTILINE)
@@ -28,9 +28,9 @@ def generate_body(
     eos_ids: Sequence[int],
     salt: str,
 ) -> dict[str, object]:
-    """One turn. Where it ends is ours alone to say: at ``eos_ids`` and stop strings, not at what the server believes.
+    """The request for one turn. It ends only at ``eos_ids`` and stop strings, not at the server's own EOS tokens.
 
-    ``salt`` separates cached prefixes: only requests with the same one share keys and values.
+    ``salt`` separates cached prefixes: only requests with the same salt share keys and values.
     """
     parameters: dict[str, object] = {
         "max_tokens": sampling.max_tokens,
@@ -71,7 +71,7 @@ def read_completion(answer: object, sampling: Sampling, eos_ids: frozenset[int])
 
 
 def score_body(token_ids: Sequence[int], *, salt: str) -> dict[str, object]:
-    """Log-probabilities of a prompt's own tokens; the one token it must sample is thrown away."""
+    """The request for the log-probabilities of a prompt's own tokens. The one sampled token is discarded."""
     parameters = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
     return {"token_ids": list(token_ids), "sampling_params": parameters, "cache_salt": salt}
 
@@ -89,7 +89,7 @@ def read_scores(answer: object, token_ids: Sequence[int]) -> tuple[float, ...]:
 
 
 def read_cache_use(metrics: str) -> CacheUse:
-    """The KV cache out of a server's Prometheus metrics; engines of one server count together, the fullest for all.
+    """The KV cache from a server's Prometheus metrics: the total over its engines, with the usage of the fullest.
 
     >>> read_cache_use('''# TYPE vllm:kv_cache_usage_perc gauge
     ... vllm:kv_cache_usage_perc{engine="0",model_name="policy"} 0.25
@@ -110,11 +110,11 @@ def read_cache_use(metrics: str) -> CacheUse:
             preemptions=int(sum(float(value) for _, value in found["num_preemptions_total"])),
         )
     except (KeyError, ValueError) as error:
-        raise GarbageError(f"its metrics do not tell how full its KV cache is: {error!r}") from error
+        raise GarbageError(f"its metrics lack the usage of its KV cache: {error!r}") from error
 
 
 def read_tokens(metrics: str) -> int | None:
-    """Tokens that a server has sampled and prefilled, out of its Prometheus metrics; None if they do not tell.
+    """The number of tokens that a server has sampled and prefilled, from its Prometheus metrics; None if absent.
 
     >>> read_tokens('''vllm:prompt_tokens_total{engine="0"} 40.0
     ... vllm:generation_tokens_total{engine="0"} 1.2e+03
@@ -126,12 +126,12 @@ def read_tokens(metrics: str) -> int | None:
     try:
         counts = [float(value) for value in _TOKENS.findall(metrics)]
     except ValueError as error:
-        raise GarbageError(f"its metrics do not tell how many tokens it has computed: {error}") from error
+        raise GarbageError(f"its metrics give no valid number of computed tokens: {error}") from error
     return int(sum(counts)) if counts else None
 
 
 def read_checksums(answer: object) -> list[dict[str, tuple[int, int]]]:
-    """What each worker tells of its parameters: how many values, and their total.
+    """Each worker's count of values and total, for each parameter.
 
     >>> read_checksums({"results": [{"a": [2, 9]}, {"a": [1, 5]}]})
     [{'a': (2, 9)}, {'a': (1, 5)}]
@@ -177,7 +177,7 @@ def _log_probs(choice: Mapping[str, object], token_ids: list[int]) -> tuple[floa
 
 
 def _spans(spans: object, count: int) -> tuple[tuple[int, int], ...]:
-    """Versions and lengths out of vLLM's half-open intervals, which must cover all tokens in order."""
+    """Versions and lengths from vLLM's half-open intervals, which must cover all tokens in order."""
     found: list[tuple[int, int]] = []
     place = 0
     for span in spans if isinstance(spans, list) else ():
@@ -185,7 +185,7 @@ def _spans(spans: object, count: int) -> tuple[tuple[int, int], ...]:
             break
         version = str(span.get("version"))
         if not version.isdecimal():
-            raise GarbageError(f"tokens of weights with the label {version!r}, which is no policy version")
+            raise GarbageError(f"tokens of weights with the label {version!r}, which is not a policy version")
         if span["end"] > place:
             found.append((int(version), span["end"] - place))
         place = span["end"]
@@ -196,9 +196,9 @@ def _spans(spans: object, count: int) -> tuple[tuple[int, int], ...]:
 
 def _finite(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not _FLOOR < value <= 1e-6:
-        raise GarbageError(f"{value!r} is no log-probability")
+        raise GarbageError(f"{value!r} is not a log-probability")
     if not math.isfinite(value):
-        raise GarbageError(f"{value!r} is no log-probability")
+        raise GarbageError(f"{value!r} is not a log-probability")
     return float(value)
 
 

@@ -1,7 +1,7 @@
-"""Whether a server that has requests still computes: slow is not dead, silent is.
+"""Detects whether a server with requests has stopped computing; a slow server is not treated as dead.
 
-A turn may take an hour on a busy server. To limit its time would drop long turns and keep short ones, so what is
-watched is the server: it is stalled where none of its requests got a token for ``stall_deadline`` seconds.
+A turn may take an hour on a busy server. A time limit would drop long turns and keep short ones, so the server is
+watched instead: it has stalled if none of its requests received a token for ``stall_deadline`` seconds.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from contextlib import asynccontextmanager
 
 from agentrl.rollout.engines.http import ServerCallError, TooSlowError
 
-# Seconds between looks.
+# Seconds between polls.
 _LOOK = 15.0
 _NOTHING = -1
 
 
 class Pulse:
-    """Looks at one server while it has requests. ``tokens`` tells how many it has computed; None if it does not tell.
+    """Polls one server while it has requests. ``tokens`` returns the number of tokens computed; None if unknown.
 
-    A server that does not tell is never stalled: its connections break if it dies, and a step's rollouts have a
-    deadline of their own. While ``gate`` is closed nothing is computed, and nobody is to blame.
+    A server that does not report tokens never counts as stalled: its connections break if it dies, and a step's
+    rollouts have a deadline of their own. While ``gate`` is closed, the server computes nothing and does not count as
+    stalled.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Pulse:
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Around a request. Raises TooSlowError when the server is stalled."""
+        """Watch the server during a request. Raises TooSlowError when it stalls."""
         try:
             async with asyncio.timeout(None) as limit:
                 self._limits.add(limit)
@@ -47,7 +48,7 @@ class Pulse:
             if not limit.expired():
                 raise
             if self._watch is not None and self._watch.done():
-                self._watch.result()  # a bug in looking
+                self._watch.result()  # raises if the poll itself has a bug
             raise TooSlowError(f"{self._address} computed no token for {self._stall_deadline:g} s") from None
         finally:
             self._limits.discard(limit)
@@ -60,12 +61,12 @@ class Pulse:
             while True:
                 await self._stalled()
                 self._end_all()
-        except Exception:  # a bug: it raises in every request that relied on this
+        except Exception:  # a bug: raise it in every request that relies on the watch
             self._end_all()
             raise
 
     async def _stalled(self) -> None:
-        """Return when no token was computed for ``stall_deadline`` seconds in which some could have been."""
+        """Return when no token was computed for ``stall_deadline`` seconds of open gate."""
         loop = asyncio.get_running_loop()
         seen: int | None = _NOTHING
         since = loop.time()
@@ -78,14 +79,14 @@ class Pulse:
                 seen, since = told, loop.time()
 
     async def _look(self, before: int | None) -> int | None:
-        """The tokens computed by now. A server that does not answer shows no sign of life: as before."""
+        """The number of tokens computed so far; unchanged if the server does not answer."""
         try:
             return await self._tokens()
         except ServerCallError:
             return _NOTHING if before is None else before
 
     async def close(self) -> None:
-        """End the looking. Requests under way are for others to end."""
+        """Stop polling. Running requests are not ended."""
         if self._watch is not None:
             watch, self._watch = self._watch, None
             watch.cancel()

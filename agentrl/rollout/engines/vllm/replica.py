@@ -1,4 +1,4 @@
-"""One vLLM server: what is asked of it, and whether it is the server that is needed."""
+"""One vLLM server: the calls to it, and the checks that it is the required server."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from agentrl.rollout.engines.vllm.server import WITNESS
 
 logger = logging.getLogger(__name__)
 
-# Seconds for calls that cost a server nothing, and for those that move or hash all weights.
+# Seconds for cheap calls, and for calls that move or hash all weights.
 _QUICK = 30.0
 _LONG = 1800.0
-# Text whose tokens tell tokenizers apart: digits, blanks, code, accents, other scripts.
+# Text whose tokens distinguish tokenizers: digits, blanks, code, accents, other scripts.
 _TEXT = "The sum 12 + 345 = 357.\n```python\nprint(  7*8)\t# naïve, 你好, Ω\n```\n"
 
 RELEASE = "0.32"
-"""Of vLLM, the one that is supported."""
+"""The supported vLLM release."""
 _Value = TypeVar("_Value", str, int)
 
 _CONTROLS = "it has no control endpoints: start it with the environment variable VLLM_SERVER_DEV_MODE=1"
@@ -40,7 +40,7 @@ _CONTROLS = "it has no control endpoints: start it with the environment variable
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What a server says it is."""
+    """A server's description of itself."""
 
     vllm: str
     model: str
@@ -55,7 +55,7 @@ class Replica:
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
-        self.tells_checksums = False  # until it is identified as one that does
+        self.tells_checksums = False  # until :meth:`identify` finds that it does
         self._http = JSONClient(self.address)
 
     async def close(self) -> None:
@@ -73,7 +73,7 @@ class Replica:
         eos_ids: frozenset[int],
         salt: str,
     ) -> Completion:
-        """One turn, however long it takes. Raises ServerCallError."""
+        """Sample one turn, without a time limit. Raises ServerCallError."""
         body = generate_body(token_ids, sampling, request_id=request_id, seed=seed, eos_ids=sorted(eos_ids), salt=salt)
         return read_completion(await self._http.post(GENERATE, body, seconds=None), sampling, eos_ids)
 
@@ -86,28 +86,29 @@ class Replica:
     # -- control --------------------------------------------------------------------------------------------------
 
     async def healthy(self, *, seconds: float = _QUICK) -> None:
-        """Return if it answers. Raises ServerCallError."""
+        """Return if the server answers. Raises ServerCallError."""
         await self._http.get("/health", seconds=seconds)
 
     async def version(self) -> str:
-        """The label of its weights; ``default`` until it is given one."""
+        """The label of its weights; ``default`` until :meth:`label` sets one."""
         return str(await self._told("/weight_info", "weight_version", str))
 
     async def cache_use(self) -> CacheUse:
-        """How full its KV cache is. Raises ServerCallError."""
+        """The usage of its KV cache. Raises ServerCallError."""
         return read_cache_use(await self._http.text("/metrics", seconds=_QUICK))
 
     async def tokens_so_far(self) -> int | None:
-        """Tokens computed since it started; None if it does not tell. Raises ServerCallError if it is gone."""
+        """The tokens computed since its start; None if not reported. Raises ServerCallError if it is gone."""
         try:
             return read_tokens(await self._http.text("/metrics", seconds=_QUICK))
         except (StatusError, GarbageError):
             return None
 
     async def pause(self) -> None:
-        """Hold every request where it is, with its keys and values; they go on after :meth:`resume`.
+        """Pause every request, keeping its keys and values, until :meth:`resume`.
 
-        vLLM's documentation says that ``clear_cache`` is ignored for ``keep``; 0.32 obeys it, for running requests too.
+        vLLM's documentation says that ``clear_cache`` is ignored for ``keep``; vLLM 0.32 obeys it nevertheless, even
+        for running requests.
         """
         await self._http.post("/pause?mode=keep&clear_cache=false", seconds=_LONG)
 
@@ -115,41 +116,41 @@ class Replica:
         await self._http.post("/resume", seconds=_QUICK)
 
     async def load(self, directory: str) -> None:
-        """Read all weights from a directory that it can see. A server that cannot ends itself."""
+        """Load all weights from a directory that the server can read. A server that fails to do so exits."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
         await self._http.post("/collective_rpc", body, seconds=_LONG)
 
     async def label(self, version: int) -> None:
-        """Say which version its weights are."""
+        """Label its weights with a version."""
         await self._http.post("/update_weight_version", {"new_version": str(version)}, seconds=_QUICK)
 
     async def forget_prefixes(self, *, running_too: bool) -> None:
-        """Drop cached prefixes; ``running_too`` also those of running requests, which then compute them again."""
+        """Drop cached prefixes; with ``running_too`` also those of running requests, which then recompute them."""
         await self._http.post(f"/reset_prefix_cache?reset_running_requests={str(running_too).lower()}", seconds=_LONG)
 
     async def checksums(self) -> list[dict[str, tuple[int, int]]]:
-        """What each of its workers tells of its share of every parameter; of servers that have :data:`WITNESS`."""
+        """Each worker's checksums of its share of every parameter. Only for servers with :data:`WITNESS`."""
         answer = await self._http.post("/collective_rpc", {"method": "agentrl_checksums"}, seconds=_LONG)
         return read_checksums(answer)
 
     async def zero_weights(self) -> None:
-        """Set every parameter to zero, so that what a transfer leaves out shows."""
+        """Set every parameter to zero, so that parameters missing from a transfer are detected."""
         await self._http.post("/weight_checker", {"action": "reset"}, seconds=_LONG)
 
     async def sleep(self) -> None:
-        """Give its GPU memory back, weights included."""
+        """Release its GPU memory, including the weights."""
         await self._http.post("/sleep?level=2", seconds=_LONG)
 
     async def wake(self, tag: str) -> None:
-        """Take memory again: for ``weights`` (their values are lost) or for the ``kv_cache``."""
+        """Allocate memory again: for ``weights`` (their values are lost) or for the ``kv_cache``."""
         await self._http.post(f"/wake_up?tags={tag}", seconds=_LONG)
 
     # -- what it is -----------------------------------------------------------------------------------------------
 
     async def identify(self, codec: TextCodec, *, vocabulary: int, needed: int, seeded: bool) -> Identity:
-        """Compare it with what is needed: endpoints, settings, token limit, tokenizer, size of the vocabulary.
+        """Check the server's endpoints, settings, token limit, tokenizer and vocabulary size against the run's needs.
 
-        Raises SettingsError that says what differs and how the server has to be started; ServerCallError if it is gone.
+        Raises SettingsError, which names the difference and how to start the server; ServerCallError if it is gone.
         """
         await self.healthy()
         try:
@@ -180,15 +181,15 @@ class Replica:
         info = await self._http.get("/server_info?config_format=json", seconds=4 * _QUICK)
         config = info.get("vllm_config") if isinstance(info, Mapping) else None
         if not isinstance(config, Mapping) or not isinstance(config.get("model_config"), Mapping):
-            raise GarbageError(f"{self.address}/server_info tells no configuration of vLLM")
+            raise GarbageError(f"{self.address}/server_info returned no vLLM configuration")
         return config
 
     async def _told(self, path: str, name: str, kind: type[_Value]) -> _Value:
-        """What it says of ``name`` at ``path``. Raises GarbageError if that is nothing of the kind."""
+        """The value of ``name`` in the answer at ``path``. Raises GarbageError unless it is a ``kind``."""
         answer = await self._http.get(path, seconds=_QUICK)
         value = answer.get(name) if isinstance(answer, Mapping) else None
         if not isinstance(value, kind):
-            raise GarbageError(f"{self.address}{path} tells no {name}: {answer!r:.100}")
+            raise GarbageError(f"{self.address}{path} returned no {name}: {answer!r:.100}")
         return value
 
     def _check_config(self, config: Mapping[str, Any], needed: int, *, seeded: bool) -> None:
@@ -227,7 +228,7 @@ class Replica:
             raise self._wrong(f"it serves no tokenizer (/tokenize: {error}): start it without --tokens-only") from error
         said = answer.get("tokens") if isinstance(answer, Mapping) else None
         if not isinstance(said, list):
-            raise GarbageError(f"{self.address}/tokenize tells no tokens: {answer!r:.100}")
+            raise GarbageError(f"{self.address}/tokenize returned no tokens: {answer!r:.100}")
         theirs, ours = tuple(said), codec.encode(_TEXT)
         if theirs != ours:
             raise self._wrong(
@@ -236,7 +237,7 @@ class Replica:
             )
 
     async def _check_vocabulary(self, vocabulary: int) -> None:
-        """The policy's last token must exist there and the one behind it must not."""
+        """Check that the policy's last token exists on the server and that the next id does not."""
         for token, expected in ((vocabulary - 1, True), (vocabulary, False)):
             try:
                 await self.score((1, token), salt="check")

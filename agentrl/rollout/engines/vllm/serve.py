@@ -1,4 +1,4 @@
-"""``agentrl serve-policy``: one vLLM server, configured as training needs it, for ``placement: external``."""
+"""``agentrl serve-policy``: one vLLM server, configured as training requires, for ``placement: external``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.rollout.settings import RolloutSettings
 
 
 async def serve(rollout: RolloutSettings, plan: ServerPlan, *, vocabulary: int, say: Callable[[str], None]) -> None:
-    """Start the server, look at it as a run would, print its address, and serve until SIGTERM or Ctrl-C."""
+    """Start the server, check it as a run would, print its address, and serve until SIGTERM or Ctrl-C."""
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -47,4 +47,4 @@ async def _until(asked: asyncio.Event, server: ServerProcess) -> None:
                 await asked.wait()
         except TimeoutError:
             if server.ended:
-                raise WorldError(f"the vLLM server has ended; its last words:\n{server.last_words()}") from None
+                raise WorldError(f"the vLLM server has ended; the end of its log:\n{server.last_words()}") from None

