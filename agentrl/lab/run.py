@@ -29,8 +29,8 @@ from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import atomic_write
 from agentrl.trajectory import Group
+from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.episode import Environment
-from agentrl_envs.registry import resolve_environment
 from agentrl_envs.types import Problem
 
 if TYPE_CHECKING:

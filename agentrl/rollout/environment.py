@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.models.chat_template import read_chat_format
 from agentrl.models.tokenizer import TextCodec, read_generation_ends
+from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.episode import Environment
 from agentrl_envs.protocols.chat import ChatFormat
-from agentrl_envs.registry import ENVIRONMENTS, resolve_environment
+from agentrl_envs.registry import ENVIRONMENTS
 from agentrl_envs.rewards import Reward
 from agentrl_envs.settings import GymnasiumSettings, SimpleTIRSettings
 from agentrl_envs.tools import load_tools

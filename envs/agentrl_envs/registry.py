@@ -137,36 +137,6 @@ def register_reward(name: str) -> Callable[[Item], Item]:
     return _decorator(REWARDS, name)
 
 
-def resolve_environment(name: str) -> EnvironmentFactory:
-    """The factory behind a name: called with settings it gives an `Environment`.
-
-    A gymnasium environment class comes back as a factory of `GymnasiumEnvironment` around it (its one argument:
-    `GymnasiumSettings`). Raises `PluginError`, and `UnknownNameError` that names the valid names and the nearest.
-    """
-    found: object = ENVIRONMENTS[name]
-    if not callable(found):
-        raise PluginError(f"environment {name!r} is a {type(found).__name__}, expected a class or a function")
-    return _class_factory(name, found) if isinstance(found, type) else cast(EnvironmentFactory, found)
-
-
-def _class_factory(name: str, found: type) -> EnvironmentFactory:
-    if name in ENVIRONMENTS.own:
-        return found
-    import gymnasium
-
-    if issubclass(found, gymnasium.Env):
-        from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
-
-        return functools.partial(GymnasiumEnvironment, found)
-    missing = [method for method in ("open", "episode", "close", "describe") if not hasattr(found, method)]
-    if missing:
-        raise PluginError(
-            f"environment {name!r}: {found.__qualname__} is neither a gymnasium.Env nor an agentrl Environment "
-            f"(it lacks {', '.join(missing)})"
-        )
-    return cast(EnvironmentFactory, found)
-
-
 def import_attribute(path: str, kind: str) -> object:
     """What ``module:attribute`` names. Raises `PluginError` that says what was looked for."""
     module_name, _, attribute = path.partition(":")

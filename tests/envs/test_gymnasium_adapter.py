@@ -11,6 +11,7 @@ import gymnasium
 import pytest
 import pytest_asyncio
 
+from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
 from agentrl_envs.episode import (
     Environment,
@@ -20,7 +21,7 @@ from agentrl_envs.episode import (
 )
 from agentrl_envs.gym.spaces import UnicodeText
 from agentrl_envs.reasoning import ReasoningEnvironment
-from agentrl_envs.registry import ENVIRONMENTS, PluginError, resolve_environment
+from agentrl_envs.registry import ENVIRONMENTS, PluginError
 from agentrl_envs.settings import GymnasiumSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment
 from agentrl_envs.types import Ended, Problem, Step, Verdict

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import agentrl
+from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.protocols.factory import make_protocol
 from agentrl_envs.protocols.torl import ToRLProtocol
 from agentrl_envs.registry import (
@@ -16,7 +17,6 @@ from agentrl_envs.registry import (
     PluginError,
     Registry,
     UnknownNameError,
-    resolve_environment,
 )
 from agentrl_envs.rewards import Reward
 from agentrl_envs.settings import SimpleTIRSettings

@@ -18,7 +18,7 @@ from agentrl.rollout.engines.vllm.servers import longest_request, policy_servers
 from agentrl.rollout.environment import build_reward, chat_format, needs_chat_format
 from agentrl.training.coldstart.train import read_cold_demonstrations
 from agentrl.training.step.objective_settings import ObjectiveSettings, loss_options, needs
-from agentrl_envs.registry import resolve_environment
+from agentrl_envs.adapters.environments import resolve_environment
 
 if TYPE_CHECKING:
     from agentrl.config import Settings

@@ -14,7 +14,7 @@ from agentrl.errors import AgentRLError
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.run.launch import WATCHED
 from agentrl.training.run.start import run_rank
-from agentrl_envs.registry import resolve_environment
+from agentrl_envs.adapters.environments import resolve_environment
 
 
 def main() -> int:

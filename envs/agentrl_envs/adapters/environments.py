@@ -1,0 +1,37 @@
+"""Find the factory of a registered environment; plain gymnasium environments are wrapped."""
+
+from __future__ import annotations
+
+import functools
+from typing import cast
+
+import gymnasium
+
+from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
+from agentrl_envs.registry import ENVIRONMENTS, EnvironmentFactory, PluginError
+
+
+def resolve_environment(name: str) -> EnvironmentFactory:
+    """The factory behind a name: called with settings it gives an `Environment`.
+
+    A gymnasium environment class comes back as a factory of `GymnasiumEnvironment` around it (its one argument:
+    `GymnasiumSettings`). Raises `PluginError`, and `UnknownNameError` that names the valid names and the nearest.
+    """
+    found: object = ENVIRONMENTS[name]
+    if not callable(found):
+        raise PluginError(f"environment {name!r} is a {type(found).__name__}, expected a class or a function")
+    return _class_factory(name, found) if isinstance(found, type) else cast(EnvironmentFactory, found)
+
+
+def _class_factory(name: str, found: type) -> EnvironmentFactory:
+    if name in ENVIRONMENTS.own:
+        return found
+    if issubclass(found, gymnasium.Env):
+        return functools.partial(GymnasiumEnvironment, found)
+    missing = [method for method in ("open", "episode", "close", "describe") if not hasattr(found, method)]
+    if missing:
+        raise PluginError(
+            f"environment {name!r}: {found.__qualname__} is neither a gymnasium.Env nor an agentrl Environment "
+            f"(it lacks {', '.join(missing)})"
+        )
+    return cast(EnvironmentFactory, found)
