@@ -157,7 +157,7 @@ def test_the_command_learns_a_file_without_a_compiler(command_line: CommandLine)
         path.name for path in (made / "policy").iterdir()
     }
     # What is there is not overwritten, and a place that cannot be written is said before the training.
-    assert "something lies there already" in command_line.run(*command, code=2)
+    assert "it exists already" in command_line.run(*command, code=2)
     (command_line.folder / "file").write_text("")
     command[command.index("made/policy")] = "file/policy"
     said = command_line.run(*command, code=2)
