@@ -1,4 +1,4 @@
-"""Checks across settings: contradictions raise SettingsError, surprising combinations give a warning."""
+"""Checks across settings: contradictions raise SettingsError; surprising combinations produce a warning."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Command = Literal["train", "coldstart", "eval", "variance", "check-data", "regra
 
 
 def check_settings(settings: Settings, command: Command = "train") -> None:
-    """Raise SettingsError that lists, one a line, every contradiction and everything ``command`` needs and lacks."""
+    """Raise a SettingsError that lists, one per line, every contradiction and every setting that ``command`` lacks."""
     if command in ("check-data", "regrade"):
         return  # no model, no rollouts
-    # An evaluation trains nothing, and looks at its prompts and its model before it plays.
+    # An evaluation does not train, and it checks its prompts and its model before it samples.
     training = [] if command == "eval" else [*_length_contradictions(settings), *_objective_contradictions(settings)]
     if command == "train":
         training += _schedule_contradictions(settings)
@@ -32,7 +32,7 @@ def check_settings(settings: Settings, command: Command = "train") -> None:
 
 
 def settings_warnings(settings: Settings) -> list[str]:
-    """One sentence for each setting that is allowed and surprises."""
+    """One sentence for each setting that is valid but has a surprising effect."""
     return [
         *_group_of_one(settings),
         *_inexact_reward_kl(settings),
@@ -154,7 +154,7 @@ def _model_problems(settings: Settings) -> Iterator[str]:
 
 
 def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:
-    """Protocol hermes writes in the chat template of a model that is read here."""
+    """Contradictions of protocol hermes, which needs the chat template of a model that this process loads."""
     environment = settings.environment
     if not isinstance(environment, SimpleTIRSettings):
         return
@@ -199,12 +199,12 @@ def _server_problems(settings: Settings, command: Command) -> Iterator[str]:
         )
     for address in vllm.addresses:
         if not address.startswith(("http://", "https://")):
-            yield f"rollout.vllm.addresses: {address!r} is no address; valid: http://HOST:PORT"
+            yield f"rollout.vllm.addresses: {address!r} is not an address; valid: http://HOST:PORT"
 
 
 def _group_of_one(settings: Settings) -> Iterator[str]:
     name = settings.algorithm.estimator
-    if settings.rollout.group_size > 1 or name == "remax":  # whose greedy rollout gives variance
+    if settings.rollout.group_size > 1 or name == "remax":  # its greedy rollout provides the variance
         return
     from agentrl.algorithms import ESTIMATORS  # needs torch: groups of one are rare, and settings are read without it
 

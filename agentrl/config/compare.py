@@ -1,4 +1,4 @@
-"""Settings as text, and what differs between two runs' settings."""
+"""Settings as text, and the differences between the settings of two runs."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ RESUME_MAY_CHANGE = (
     "evaluation.",
     "telemetry.",
 )
-"""Keys, or beginnings of keys, that a resumed run may change: they set how long it runs, where its parts run and what
-they may use, and leave the problems, the distribution that is sampled from and the gradient's mathematics alone."""
+"""Keys, or prefixes of keys, that a resumed run may change. They set how long the run takes, where its parts run and
+which resources they may use; they do not affect the problems, the sampling distribution or the gradient."""
 
 
 def dump_yaml(settings: Settings) -> str:
-    """Every setting with its resolved value, as YAML that ``--config`` reads back to equal settings."""
+    """Every setting with its resolved value, as YAML that ``--config`` reads back into equal settings."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -57,14 +57,14 @@ def settings_diff(old: Settings, new: Settings) -> list[str]:
 
 
 def resume_conflicts(old: Settings, new: Settings) -> list[str]:
-    """The lines of :func:`settings_diff` that a resumed run may not have."""
+    """The lines of :func:`settings_diff` for settings that a resumed run must not change."""
     return [
         f"{key}: {before!r} -> {after!r}" for key, before, after in _changes(old, new) if not may_change_on_resume(key)
     ]
 
 
 def may_change_on_resume(key: str) -> bool:
-    """True when a run may be resumed with another value of the dotted ``key``."""
+    """True when a run may be resumed with a different value of the dotted ``key``."""
     return any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in RESUME_MAY_CHANGE)
 
 

@@ -1,9 +1,9 @@
-"""How a run's settings come together.
+"""How the settings of a run are resolved.
 
-From weakest to strongest: the models' defaults (the published values for large models); the ``tiny`` preset where no
-``model.path`` is set; ``--config FILE`` with its ``base`` chain; ``key=value`` from the command line. A mapping is
-merged key by key, everything else is replaced. On resume the run's own ``config.yaml`` takes the place of defaults and
-preset, so that a bare ``--resume`` continues with exactly the settings the run was started with.
+The layers, in increasing precedence: the defaults of the settings models (the published values for large models); the
+``tiny`` preset if ``model.path`` is not set; ``--config FILE`` with its ``base`` chain; ``key=value`` from the command
+line. Mappings are merged key by key; all other values are replaced. On resume, the run's own ``config.yaml`` replaces
+the defaults and the preset, so a bare ``--resume`` continues with exactly the settings that the run was started with.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PRESET = "tiny"
 COMMAND_LINE = "command line"
 
 Override = tuple[list[str], object]
-"""The parts of a dotted key, and the value it gets."""
+"""The parts of a dotted key, and its new value."""
 
 
 def load_settings(
@@ -39,10 +39,10 @@ def load_settings(
     resume: bool = False,
     command: Command = "train",
 ) -> Settings:
-    """The resolved settings of a run, checked for what ``command`` needs; ``name`` is always set.
+    """The resolved settings of a run, checked for everything that ``command`` needs; ``name`` is always set.
 
-    ``config_file`` is a path or the name of a shipped overlay, ``overrides`` are ``key=value`` with dotted keys and
-    YAML values. Raises SettingsError whose message has one line for each thing wrong.
+    ``config_file`` is a path or the name of a shipped overlay; ``overrides`` are ``key=value`` with dotted keys and
+    YAML values. Raises a SettingsError whose message has one line per problem.
     """
     files = overlay_chain(str(config_file)) if config_file is not None else []
     if env is not None:
@@ -52,7 +52,7 @@ def load_settings(
     files = _fitting(files, asked["env"])
     if resume:
         return _resumed(find_run(asked), files, top)
-    # What is evaluated is named, or served elsewhere: never the embedded policy.
+    # An evaluation names its model or uses an endpoint; it never uses the embedded policy.
     preset = [] if command in ("eval", "check-data", "regrade") else _preset(asked, {layer.origin for layer in files})
     settings = _validate([*preset, *files], top, command)
     if settings.name is not None:
@@ -63,7 +63,7 @@ def load_settings(
 
 
 def _resumed(run: Path, files: list[Layer], top: list[Override]) -> Settings:
-    """The run's saved settings with what was asked for now; SettingsError names each change that may not be."""
+    """The run's saved settings with the requested changes. SettingsError names every change that is not allowed."""
     saved = overlay_chain(str(run / "config.yaml"))
     place: list[Override] = [(["name"], run.name), (["runs_dir"], str(run.parent))]
     before = _validate(saved, place, "train")
@@ -80,7 +80,7 @@ def _resumed(run: Path, files: list[Layer], top: list[Override]) -> Settings:
 
 
 def find_run(merged: Mapping[str, object]) -> Path:
-    """The run directory that ``name`` means, or the newest one. Raises SettingsError when there is none to resume."""
+    """The run directory called ``name``, or the newest one. Raises SettingsError when there is no run to resume."""
     runs = Path(str(merged.get("runs_dir") or Settings().runs_dir))
     found = [path.parent for path in runs.glob("*/config.yaml")]
     name = merged.get("name")
@@ -96,7 +96,7 @@ def find_run(merged: Mapping[str, object]) -> Path:
 
 
 def _preset(asked: Mapping[str, object], named: set[str]) -> list[Layer]:
-    """The layers of the tiny preset, none where a model is given; those in ``named`` (by a ``base``) come once."""
+    """The layers of the tiny preset except those in ``named`` (by a ``base``); no layers if a model is given."""
     model = asked["model"]
     if not isinstance(model, dict) or model.get("path") is not None:
         return []
@@ -104,7 +104,7 @@ def _preset(asked: Mapping[str, object], named: set[str]) -> list[Layer]:
 
 
 def _fitting(layers: list[Layer], env: object) -> list[Layer]:
-    """The layers without what the tiny preset says of SimpleTIR's environment, where another one is asked for."""
+    """The layers; if ``env`` is not SimpleTIR, without the tiny preset's settings for SimpleTIR's environment."""
     preset = set() if env == SIMPLETIR else {layer.origin for layer in overlay_chain(PRESET)}
     return [_without_environment(layer) if layer.origin in preset else layer for layer in layers]
 
@@ -115,12 +115,12 @@ def _without_environment(layer: Layer) -> Layer:
 
 
 def _basics(layers: Sequence[Layer], top: Sequence[Override]) -> dict[str, object]:
-    """What is said so far of the settings that decide which other layers there are."""
+    """The current values of the settings that determine which other layers apply."""
     return _merge_all(SIMPLETIR, layers, [one for one in top if one[0][0] in ("env", "name", "runs_dir", "model")])
 
 
 def _merge_all(env: str, layers: Sequence[Layer], top: Sequence[Override]) -> dict[str, object]:
-    """The defaults of ``env`` under ``layers`` under ``top``."""
+    """The defaults of ``env``, overridden by ``layers`` and then by ``top``."""
     merged: dict[str, object] = settings_model(env)().model_dump(mode="json")
     for layer in layers:
         merged = _merge(merged, layer.values)
@@ -145,7 +145,7 @@ def _override(text: str) -> Override:
 
 
 def _assign(merged: dict[str, object], keys: list[str], value: object) -> None:
-    """Set one dotted key; a number is a place in a list, its length appends."""
+    """Set one dotted key. A number is a list index; an index equal to the list's length appends."""
     key = ".".join(keys)
     here: Any = merged
     for depth, part in enumerate(keys):
@@ -172,7 +172,7 @@ def _assign(merged: dict[str, object], keys: list[str], value: object) -> None:
 
 
 def _command_line(top: Sequence[Override]) -> list[Layer]:
-    """The overrides as layers, for the origin of a value in messages."""
+    """The overrides as layers, so that messages can name the origin of a value."""
     layers = []
     for keys, value in top:
         values: dict[str, object] = {keys[-1]: value}
@@ -186,7 +186,7 @@ def _validate(below: Sequence[Layer], top: Sequence[Override], command: Command)
     env = _checked_env(_basics(below, top)["env"])
     merged = interpolate(_merge_all(env, below, top))
     try:
-        # From JSON, strictly: 8.0 or "8" or true is no whole number, but lists become tuples and texts enumerations.
+        # Strict JSON validation: 8.0, "8" and true are not integers, but lists become tuples and strings become enums.
         settings = settings_model(env).model_validate_json(json.dumps(merged), strict=True)
     except ValidationError as error:
         raise settings_error(error, env, [*below, *_command_line(top)]) from error
@@ -211,7 +211,7 @@ def _next_name(runs: Path, stem: str) -> str:
 
 
 def run_config_of(model: str) -> str | None:
-    """The ``config.yaml`` of the run directory that the model directory lies in; None outside of a run."""
+    """The ``config.yaml`` of the run directory that contains the model directory; None outside a run."""
     for folder in Path(model).absolute().parents:
         if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():
             return str(folder / "config.yaml")

@@ -1,4 +1,4 @@
-"""From a refused setting to one message: the key, its value, where it came from, what is valid, the nearest key."""
+"""Messages for refused settings: the key, its value, its origin, the valid values and the nearest valid key."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ RENAMED = {
     "training.plan_deadline": "training.worker_timeout",
     "sandbox.patience": "sandbox.retry_deadline",
 }
-"""Settings that have a new name, by their old one, which is refused."""
+"""Renamed settings: old name -> new name. Old names are refused."""
 _KINDS = {"number": "a number", "integer": "a whole number", "string": "text", "boolean": "true or false"}
 
 
 def settings_error(error: ValidationError, env: str, layers: Sequence[Layer]) -> SettingsError:
-    """Every refused setting, one a line, as the error to show."""
+    """One error that lists every refused setting, one per line."""
     lines = dict.fromkeys(_describe(detail, env, layers) for detail in error.errors(include_url=False))
     return SettingsError("\n".join(lines))
 
 
 def known_keys(env: str) -> list[str]:
-    """The dotted key of every setting of a run in ``env``; ``0`` stands for any place in a list."""
+    """The dotted key of every setting of a run in ``env``; ``0`` stands for any index of a list."""
     return list(_walk(_schema(env), _schema(env), ""))
 
 
 def nearest_key(key: str, env: str) -> str:
-    """The known key that looks most like ``key``: as a whole, by its last part, or by initials (``lr``).
+    """The known key most similar to ``key``: as a whole, by its last part, or by its initials (``lr``).
 
-    A key without a section says nothing of it: of equal last parts the first is taken.
+    A key without a section does not tell which section is meant: among equal last parts, the first key is chosen.
     """
     last = key.rpartition(".")[2]
 
@@ -65,7 +65,7 @@ def nearest_key(key: str, env: str) -> str:
 
 
 def valid_values(key: str, env: str) -> str:
-    """What the setting ``key`` may be, in words. Raises KeyError for a key that no setting has."""
+    """The valid values of the setting ``key``, in words. Raises KeyError if no setting has this key."""
     schema = _schema(env)
     node = schema
     for part in key.split("."):
@@ -77,7 +77,7 @@ def valid_values(key: str, env: str) -> str:
 
 
 def find_value(key: str, layers: Sequence[Layer]) -> tuple[str, object]:
-    """Where ``key`` was set last ("" for a default), and to what."""
+    """The origin of the last value of ``key`` ("" for a default), and that value."""
     for layer in reversed(layers):
         found: object = layer.values
         for part in key.split("."):
@@ -106,7 +106,7 @@ def _describe(detail: ErrorDetails, env: str, layers: Sequence[Layer]) -> str:
     key = ".".join(path if detail["type"] == "extra_forbidden" else known)
     missing = detail["type"] == "missing" and len(path) == len(known)
     origin, found = find_value(key.rpartition(".")[0] if missing else key, layers)
-    value = detail["input"] if len(path) == len(known) else found  # of a list's bad entry, show the list
+    value = detail["input"] if len(path) == len(known) else found  # for an invalid list entry, show the whole list
     place = f" ({origin})" if origin else ""
     if detail["type"] == "extra_forbidden":
         return unknown_key(key, detail["input"], env, place)
@@ -119,7 +119,7 @@ def _describe(detail: ErrorDetails, env: str, layers: Sequence[Layer]) -> str:
 
 
 def unknown_key(key: str, value: object, env: str, place: str = "") -> str:
-    """The message for a key that no setting has, or has no longer."""
+    """The message for an unknown or renamed key."""
     if key in RENAMED:
         return f"{key} (value {show(value)}){place} has a new name: {RENAMED[key]}"
     schema = _schema(env)
@@ -137,7 +137,7 @@ def unknown_key(key: str, value: object, env: str, place: str = "") -> str:
 
 
 def show(value: object) -> str:
-    """``value`` on one line as it is written in a setting, shortened when it is long."""
+    """``value`` on one line in the syntax of a setting, shortened if it is long."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 120 else text[:117] + "..."
 
@@ -149,7 +149,7 @@ def _schema(env: str) -> _Node:
 
 
 def _options(root: _Node, node: _Node) -> list[_Node]:
-    """The alternatives of a node, references followed and null left out."""
+    """The alternatives of a node, with references resolved and null omitted."""
     if "$ref" in node:
         return _options(root, root["$defs"][node["$ref"].rpartition("/")[2]])
     alternatives = node.get("anyOf") or node.get("oneOf")
@@ -184,9 +184,9 @@ def _walk(root: _Node, node: _Node, path: str) -> Iterable[str]:
 
 
 def _valid(root: _Node, node: _Node) -> str:
-    """What a value of this node may be, in words: ``a whole number at least 1, or none``."""
+    """The valid values of this node in words, for example ``a whole number at least 1, or none``."""
     options = _options(root, node)
-    form = node.get("form")  # what a pattern means
+    form = node.get("form")  # the meaning of a pattern, in words
     words = [str(form)] if form else [_valid_option(option) for option in options]
     if any(one.get("type") == "null" for one in node.get("anyOf", [])):
         words.append("null")

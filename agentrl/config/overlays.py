@@ -1,7 +1,7 @@
-"""YAML overlays: the shipped ones, the user's files, their ``base:`` chains and ``${VARIABLE}`` in their values.
+"""YAML overlays: shipped overlays, user files, their ``base:`` chains and ``${VARIABLE}`` in their values.
 
-YAML is read by its 1.2 core rules where 1.1 surprises: ``1e-6`` is a number, ``no`` and ``on`` are text, dates are
-text, and a key that stands twice in one mapping is an error.
+YAML is read by the rules of the 1.2 core schema where version 1.1 has surprising ones: ``1e-6`` is a number, ``no`` and
+``on`` are text, dates are text, and a duplicate key in a mapping is an error.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}")
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One source of settings: where it came from, for messages, and what it sets."""
+    """One source of settings: its origin, for messages, and the values that it sets."""
 
     origin: str
     values: Mapping[str, object]
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2's numbers and booleans, without dates, and without double keys."""
+    """SafeLoader with the numbers and booleans of YAML 1.2, without dates, and without duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         seen = set()
@@ -40,7 +40,7 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, str):
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is not text", key_node.start_mark)
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is repeated", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
@@ -62,9 +62,9 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, origin: str) -> Any:
-    """The value that ``text`` stands for. Raises SettingsError with ``origin``, line and column when it is no YAML."""
+    """Parse ``text``. Raises SettingsError with ``origin``, line and column if it is not valid YAML."""
     try:
-        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+        return yaml.load(text, Loader=_Loader)  # safe: _Loader is a SafeLoader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -74,7 +74,7 @@ def parse_yaml(text: str, origin: str) -> Any:
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Name -> file of every overlay that comes with the package, from an installation or from a checkout."""
+    """Name -> file of every overlay shipped with the package, in an installation or a checkout."""
     installed = Path(str(resources.files("agentrl"))) / "configs"
     checkout = Path(str(resources.files("agentrl"))).parent / "configs"
     folder = installed if installed.is_dir() else checkout
@@ -88,7 +88,7 @@ def shipped_config(name: str) -> Path | None:
 
 
 def find_config(name: str) -> Path:
-    """A file at this path, else the shipped overlay of this name. Raises SettingsError that lists the shipped ones."""
+    """The file at this path, or else the shipped overlay of this name. SettingsError lists the shipped overlays."""
     path = Path(name)
     if path.is_file():
         return path
@@ -101,10 +101,10 @@ def find_config(name: str) -> Path:
 
 
 def overlay_chain(name: str, _seen: tuple[Path, ...] = ()) -> list[Layer]:
-    """The layers of an overlay, its ``base`` first. SettingsError for a missing, malformed or circular one."""
+    """The layers of an overlay, its ``base`` first. SettingsError for a missing, malformed or circular overlay."""
     path = find_config(name).resolve()
     if path in _seen:
-        raise SettingsError(f"{path}: 'base' goes in a circle: {' -> '.join(p.name for p in (*_seen, path))}")
+        raise SettingsError(f"{path}: 'base' is circular: {' -> '.join(p.name for p in (*_seen, path))}")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -124,7 +124,7 @@ def overlay_chain(name: str, _seen: tuple[Path, ...] = ()) -> list[Layer]:
 
 
 def interpolate(values: object, environment: Mapping[str, str] = os.environ, path: str = "") -> Any:
-    """``values`` with every ``${VARIABLE}`` in its texts replaced. Raises SettingsError for one that is not set."""
+    """``values`` with every ``${VARIABLE}`` in strings replaced. Raises SettingsError if a variable is not set."""
     if isinstance(values, dict):
         return {key: interpolate(value, environment, _join(path, key)) for key, value in values.items()}
     if isinstance(values, list):
@@ -141,7 +141,7 @@ def interpolate(values: object, environment: Mapping[str, str] = os.environ, pat
 
 
 def leaf_paths(values: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
-    """Dotted key and value of everything below ``values`` that is not a mapping or a list of mappings."""
+    """The dotted key and value of every leaf of ``values``: of everything but mappings and lists of mappings."""
     for key, value in values.items():
         yield from _leaves(_join(path, key), value)
 

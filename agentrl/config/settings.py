@@ -1,4 +1,4 @@
-"""Every setting of a run: the sections, each owned by the package that uses it, put together."""
+"""The settings of a run, composed of sections that are each owned by the package that uses them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ REASONING = "reasoning"
 class Settings(BaseModel):
     """The resolved settings of one run. The defaults are the published values for large models.
 
-    ``environment`` holds :class:`SimpleTIRSettings` when ``env`` is ``simpletir``, :class:`ReasoningSettings` when it
-    is ``reasoning`` and free options otherwise.
+    ``environment`` holds :class:`SimpleTIRSettings` if ``env`` is ``simpletir``, :class:`ReasoningSettings` if it is
+    ``reasoning``, and arbitrary options otherwise.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -68,19 +68,19 @@ class Settings(BaseModel):
 
 
 class SimpleTIRRun(Settings):
-    """Settings whose environment is validated as SimpleTIR's."""
+    """Settings whose ``environment`` section is validated for SimpleTIR."""
 
     environment: SimpleTIRSettings = SimpleTIRSettings()
 
 
 class ReasoningRun(Settings):
-    """Settings whose environment is validated as that of reasoning without tools."""
+    """Settings whose ``environment`` section is validated for reasoning without tools."""
 
     environment: ReasoningSettings = ReasoningSettings()
 
 
 class OtherRun(Settings):
-    """Settings whose environment takes any options."""
+    """Settings whose ``environment`` section accepts any options."""
 
     environment: EnvironmentOptions = EnvironmentOptions()
 

@@ -9,7 +9,7 @@ JSONObject = dict[str, Any]
 
 
 class SetRecord(TypedDict):
-    """What identifies a set of problems."""
+    """The identity of a set of problems."""
 
     revision: str
     sha256: str
@@ -17,7 +17,7 @@ class SetRecord(TypedDict):
 
 
 class Provenance(TypedDict):
-    """What results came from: ``agentrl.evaluation.records.provenance`` makes it."""
+    """The provenance of results, made by ``agentrl.evaluation.records.provenance``."""
 
     model: JSONObject
     engine: JSONObject
@@ -51,21 +51,21 @@ class ScoreRecord(TypedDict):
 
 
 class PassRecord(TypedDict):
-    """pass@k over the ``problems`` that have k samples."""
+    """pass@k over the ``problems`` that have at least k samples."""
 
     value: float
     problems: int
 
 
 class ToolCallsRecord(TypedDict):
-    """Tool calls of a rollout on average, and how often each outcome came."""
+    """Average tool calls per rollout, and the number of calls with each outcome."""
 
     mean: float
     outcomes: dict[str, int]
 
 
 class TokensRecord(TypedDict):
-    """Tokens of a rollout on average, and those of the model in all rollouts."""
+    """Average tokens per rollout, and the model's tokens in all rollouts."""
 
     prompt_mean: float
     model_mean: float
@@ -74,7 +74,7 @@ class TokensRecord(TypedDict):
 
 
 class Conduct(TypedDict):
-    """How the rollouts that hold data went."""
+    """Statistics of the rollouts that count as data."""
 
     ended: dict[str, int]
     verdicts: dict[str, int]
@@ -86,14 +86,14 @@ class Conduct(TypedDict):
 
 
 class SecondsRecord(TypedDict):
-    """How long rollouts took."""
+    """Durations of rollouts in seconds."""
 
     mean: float
     max: float
 
 
 class ProblemCounts(TypedDict):
-    """Samples of a problem that hold data, and how many of them are correct."""
+    """A problem's samples that count as data, and how many of them are correct."""
 
     samples: int
     correct: int
@@ -125,7 +125,7 @@ class Results(TypedDict):
 
 
 class Change(TypedDict):
-    """A rollout whose answer or verdict is another one after regrading."""
+    """A rollout whose answer or verdict has changed by regrading."""
 
     benchmark: str
     problem: str

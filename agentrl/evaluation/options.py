@@ -1,4 +1,4 @@
-"""What the command line of ``agentrl eval`` says, as settings; light to import."""
+"""Convert the options of ``agentrl eval`` to settings. Imports no heavy library."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from agentrl_envs.registry import did_you_mean
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
-    """What was asked for beside the settings. ``ks`` empty: 1, 2, 4 .. n. ``conversations``: of each problem in the
-    report; None: as many as fit into 10 MB."""
+    """Options that are not settings. ``ks``: empty for 1, 2, 4 .. n. ``conversations``: per problem in the report; None
+    for as many as fit into 10 MB."""
 
     benchmarks: tuple[str, ...] = ()
     data_dir: Path | None = None
@@ -25,7 +25,7 @@ class EvaluationRequest:
 def overrides_of(
     *, model: str | None, base_url: str | None, preset: str | None, n: int | None, falsified: bool
 ) -> list[str]:
-    """The options as ``key=value``, weakest first. SettingsError for an unknown preset.
+    """The options as ``key=value``, in increasing precedence. SettingsError for an unknown preset.
 
     >>> overrides_of(model="it's", base_url=None, preset=None, n=4, falsified=True)
     ["model.path='it''s'", 'evaluation.samples=4', 'evaluation.falsified=true']
@@ -46,7 +46,7 @@ def overrides_of(
 
 
 def whole_numbers(option: str, text: str) -> tuple[int, ...]:
-    """Positive whole numbers separated by commas, ascending and each once. SettingsError for anything else.
+    """Parse positive integers separated by commas; returns them sorted and distinct. SettingsError for anything else.
 
     >>> whole_numbers("--k", "8, 1,8")
     (1, 8)
@@ -58,6 +58,6 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def quoted(key: str, text: str) -> str:
-    """``key=text`` that YAML reads as this very text."""
+    """``key=text``, quoted so that YAML reads exactly this text."""
     escaped = text.replace("'", "''")
     return f"{key}='{escaped}'"

@@ -114,7 +114,7 @@ class EvaluationSettings(BaseModel):
 
 
 PRESETS: Mapping[str, Mapping[str, str]] = {
-    # SimpleTIR's published evaluation: ten turns, 12000 tokens a turn, 36000 in all, the whole distribution.
+    # SimpleTIR's published evaluation: ten turns, 12000 tokens per turn, 36000 in total, the whole distribution.
     "simpletir": {
         "evaluation.samples": "32",
         "evaluation.temperature": "1.0",
@@ -123,8 +123,8 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
         "evaluation.max_turn_tokens": "12000",
         "evaluation.max_response_tokens": "36000",
     },
-    # The optimal-token-baseline paper's (section 6, appendix F.1): avg@32 at temperature 1 and top_p 0.95. It names
-    # turns and tokens for training alone; the evaluation is taken to have the same.
+    # The optimal-token-baseline paper (section 6, appendix F.1): avg@32 at temperature 1 and top_p 0.95. It states
+    # turns and tokens only for training; the evaluation is assumed to use the same.
     "otb-paper": {
         "evaluation.samples": "32",
         "evaluation.temperature": "1.0",
@@ -134,7 +134,7 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
         "evaluation.max_response_tokens": "8192",
     },
 }
-"""``agentrl eval --preset NAME``: values under what else the command line says."""
+"""``agentrl eval --preset NAME``: values that other command-line options override."""
 
 
 class EvaluationSections(EnvironmentSections, EngineSections, Protocol):
@@ -147,4 +147,4 @@ class EvaluationSections(EnvironmentSections, EngineSections, Protocol):
     @property
     def telemetry(self) -> TelemetrySettings: ...
     def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self:
-        """The settings with other sections."""
+        """A copy of the settings with updated sections."""

@@ -1,4 +1,4 @@
-"""From a raw row to a Problem: where statement and answer stand in the schemas in use, and what is wrong with a row.
+"""Convert a raw row to a Problem: the fields of statement and answer in common schemas, and errors in a row.
 
 ==========================================  ===========================  =============================
 data set                                    statement                    answer
@@ -37,10 +37,10 @@ _WHOLE_FLOAT = re.compile(r"(?P<whole>[+-]?\d+)\.0+")
 
 
 def problem_of(row: Row, place: str, *, source: str, fields: Mapping[FieldName, str]) -> Problem | None:
-    """The problem in ``row``; None when its answer is missing or empty.
+    """The problem in ``row``; None if its answer is missing or empty.
 
-    Raises ProblemFieldError, naming ``place``, when the statement is missing or empty, when no field for the answer
-    exists, or when statement or answer are not text (an answer may be a number).
+    Raises ProblemFieldError, which names ``place``, if the statement is missing or empty, if there is no field for the
+    answer, or if statement or answer are not text (an answer may be a number).
     """
     statement = statement_of(row, place, fields=fields)
     answer = canonical_answer(_field(row, "answer", fields, place), place)
@@ -56,7 +56,7 @@ def problem_of(row: Row, place: str, *, source: str, fields: Mapping[FieldName, 
 
 
 def statement_of(row: Row, place: str, *, fields: Mapping[FieldName, str]) -> str:
-    """The statement in ``row``. Raises ProblemFieldError when it is missing, empty or not text."""
+    """The statement in ``row``. Raises ProblemFieldError if it is missing, empty or not text."""
     value = _field(row, "problem", fields, place)
     if value is not None and not isinstance(value, str):
         raise ProblemFieldError(f"{place}: the problem's statement must be text, found {type(value).__name__}")
@@ -67,15 +67,16 @@ def statement_of(row: Row, place: str, *, fields: Mapping[FieldName, str]) -> st
 
 
 def unwrap(statement: str) -> str:
-    r"""The question inside DAPO's instructions ("... Answer: $Answer ..."); any other statement unchanged."""
+    r"""The question without DAPO's instructions ("... Answer: $Answer ..."); any other statement unchanged."""
     wrapped = _DAPO_WRAPPER.match(statement)
     return wrapped["statement"] if wrapped else statement
 
 
 def canonical_answer(value: object, place: str) -> str | None:
-    r"""The answer as text; None when empty.
+    r"""The answer as text; None if it is empty.
 
-    Whole floats become integers; of a written solution the last ``\boxed{}`` counts, or what follows GSM8K's ``####``.
+    Integral floats become integers. In a written solution, the answer is the last ``\boxed{}``, or the text after
+    GSM8K's ``####``.
 
     >>> canonical_answer("27.0", ""), canonical_answer(27.0, ""), canonical_answer(3, ""), canonical_answer(" ", "")
     ('27', '27', '3', None)
@@ -98,7 +99,7 @@ def canonical_answer(value: object, place: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last ``\boxed{...}`` of ``text``, braces balanced; None without one."""
+    r"""The content of the last ``\boxed{...}`` in ``text``, with balanced braces; None if there is none."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -134,7 +135,7 @@ def _field(row: Row, wanted: FieldName, fields: Mapping[FieldName, str], place: 
 
 
 def _lookup(row: Row, path: str) -> tuple[bool, object]:
-    """``(found, value)`` at a dotted path; numbers index lists. A field whose own name has dots comes first."""
+    """``(found, value)`` at a dotted path; numbers index lists. A field whose name contains dots takes precedence."""
     if path in row:
         return True, row[path]
     value: object = row
@@ -153,7 +154,7 @@ def _names(row: Row) -> str:
 
 
 def _id(row: Row, fields: Mapping[FieldName, str], place: str, statement: str, answer: str, source: str) -> str:
-    """The row's own id, else one made of the content: equal rows get equal ids in every file and order."""
+    """The row's own id, or else a hash of its content: equal rows have equal ids in every file and order."""
     if "id" in fields:
         return str(_field(row, "id", fields, place))
     for path in USUAL_FIELDS["id"]:

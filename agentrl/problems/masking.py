@@ -1,7 +1,7 @@
-"""Statements with their numbers masked, and splits that share none of them.
+"""Masking of the numbers in statements, and splits that share no masked statement.
 
-Two problems that differ in their numbers alone are the same exercise for a model that has seen one. So cold start,
-training and evaluation are kept apart by *masked* statements.
+Two problems that differ only in their numbers are the same exercise for a model that has seen one of them. Cold start,
+training and evaluation are therefore kept disjoint by *masked* statements.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SPACE = re.compile(r"\W+")
 
 
 def masked_statement(statement: str) -> str:
-    """``statement`` in lower case, numbers (digits and words) as ``#``, punctuation and spacing dropped.
+    """``statement`` in lower case, with numbers (digits and words) as ``#``, without punctuation and extra spaces.
 
     >>> masked_statement("Tom has 1,250 pens and twenty-six  cups!") == masked_statement("tom has 3 pens, and 2 cups")
     True
@@ -31,13 +31,13 @@ def masked_statement(statement: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitReport:
-    """What a split did with every problem it was given: the four counts add up to ``given``."""
+    """Where the problems of a split went: the four counts add up to ``given``."""
 
     given: int
     train: int
     heldout: int
-    excluded: int  # their masked statement stands in the excluded problems
-    repeated: int  # statement and answer stood before
+    excluded: int  # the masked statement is among those of the excluded problems
+    repeated: int  # an earlier problem has the same statement and answer
 
     def describe(self) -> str:
         """One line for the console."""
@@ -49,7 +49,7 @@ class SplitReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedSplit:
-    """Two parts without a common masked statement, in the order given."""
+    """Two parts without a common masked statement, in input order."""
 
     train: tuple[Problem, ...]
     heldout: tuple[Problem, ...]
@@ -59,10 +59,10 @@ class MaskedSplit:
 def split_by_masked_statement(
     problems: Sequence[Problem], *, heldout_fraction: float, exclude: Iterable[str] = ()
 ) -> MaskedSplit:
-    """Split by a hash of the masked statement, after removing repeats and what ``exclude`` (statements) holds.
+    """Remove repeats and the statements in ``exclude``, then split by a hash of the masked statement.
 
-    The side of a problem depends on its masked statement and ``heldout_fraction`` (in [0, 1]) alone, so files that are
-    split apart agree, and growing files move nothing.
+    The part of a problem depends only on its masked statement and ``heldout_fraction`` (in [0, 1]). Files that are
+    split separately therefore agree, and adding problems to a file moves none of the others.
     """
     if not 0 <= heldout_fraction <= 1:
         raise ValueError(f"heldout_fraction must be in [0, 1], got {heldout_fraction}")

@@ -12,25 +12,25 @@ from agentrl_envs.types import Problem
 
 
 class ProblemSource(Protocol):
-    """Problems by index: a finite set (``size`` of them) or an endless generator (``size`` None)."""
+    """Problems by index: a finite set of ``size`` problems, or an endless generator (``size`` None)."""
 
     @property
     def name(self) -> str:
-        """What messages and saved positions call it."""
+        """The name in messages and in saved positions."""
         ...
 
     @property
     def size(self) -> int | None:
-        """How many problems there are; None when they never end."""
+        """The number of problems; None for an endless source."""
         ...
 
     @property
     def identity(self) -> str:
-        """Equal for sources that give the same problem at every index."""
+        """Equal for sources that return the same problem at every index."""
         ...
 
     def problem(self, index: int) -> Problem:
-        """Problem ``index``, always the same one."""
+        """Problem ``index``; always the same problem for the same index."""
         ...
 
 
@@ -43,7 +43,7 @@ class FiniteSource:
     """
 
     def __init__(self, name: str, problems: Sequence[Problem]) -> None:
-        """Raise EmptyProblemsError without problems and ProblemError when two problems share an id."""
+        """Raise EmptyProblemsError if there are no problems and ProblemError if two problems share an id."""
         if not problems:
             raise EmptyProblemsError(f"{name}: no problems in it")
         seen: set[str] = set()
@@ -73,7 +73,7 @@ class FiniteSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """Sources with the shares in which problems are drawn from them (positive, any scale)."""
+    """Sources with their sampling weights (positive, of any scale)."""
 
     sources: tuple[ProblemSource, ...]
     weights: tuple[float, ...]
@@ -93,5 +93,5 @@ class Mixture:
 
     @classmethod
     def of(cls, source: ProblemSource) -> Mixture:
-        """A mixture of one."""
+        """A mixture of one source."""
         return cls(sources=(source,), weights=(1.0,))

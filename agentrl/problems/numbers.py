@@ -1,4 +1,4 @@
-"""Whole numbers in a text, as digits or as English words, and how to put others in their place."""
+"""Find integers in a text, as digits or as English words, and replace them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUMBER = re.compile(rf"(?P<digits>{DIGITS})|(?P<words>{WORDS})", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mention:
-    """The whole number ``value`` at ``text[start:end]``."""
+    """The integer ``value`` at ``text[start:end]``."""
 
     start: int
     end: int
@@ -33,7 +33,7 @@ class Mention:
 
 
 def number_mentions(text: str) -> tuple[Mention, ...]:
-    """Every whole number in ``text``, in order; decimals, ordinals and numbers inside words are none.
+    """Every integer in ``text``, in order; without decimals, ordinals and numbers inside words.
 
     >>> [mention.value for mention in number_mentions("Twenty-six pens, 1,250 cups, 2.5 kg and the 3rd of two dozen.")]
     [26, 1250, 2]
@@ -62,13 +62,13 @@ def replace_mentions(text: str, mentions: Sequence[Mention], replaced: Mapping[i
 
 
 def words_value(words: str) -> int | None:
-    """The number that English words say; None when they are several numbers in a row.
+    """The value of a number in English words; None if the words are several consecutive numbers.
 
     >>> words_value("three hundred and forty-nine"), words_value("two thousand"), words_value("two three")
     (349, 2000, None)
     """
     total = group = 0
-    previous = SCALES["million"] * 10  # the next small word must be below the unit just said
+    previous = SCALES["million"] * 10  # the next small number must be below the preceding unit
     for word in re.split(r"[\s-]+", words.lower()):
         if word == "and":
             continue
@@ -93,7 +93,7 @@ def _whole(digits: str) -> int | None:
 
 
 def _glued(text: str, start: int, end: int) -> bool:
-    """True inside a word or a larger number: ``3rd``, ``A4``, ``.5``, ``1/2``."""
+    """True if the match is part of a word or a larger number: ``3rd``, ``A4``, ``.5``, ``1/2``."""
     before, after = text[start - 1 : start], text[end : end + 1]
     if before.isalnum() or before in {".", "/"} or after.isalpha() or after == "/":
         return True

@@ -1,9 +1,9 @@
-"""What can be wrong with problems. Every message is one line that names the file, the value and the way out.
+"""Errors in problems. Every message is one line that names the file, the value and the fix.
 
 ProblemError(SettingsError, ValueError): the command line reports it and ends with exit code 2
 ├── ProblemFileError        the file is missing, malformed or of an unknown kind
 ├── ProblemFieldError       a row lacks a field, or its statement or answer is unusable
-├── EmptyProblemsError      nothing is left to draw from
+├── EmptyProblemsError      no problem is left to sample
 └── SamplerStateError       a saved position belongs to other problems
 """
 
@@ -13,19 +13,19 @@ from agentrl.errors import SettingsError
 
 
 class ProblemError(SettingsError, ValueError):
-    """The problems a user asked for cannot be had as asked; the message says why and what would be valid."""
+    """The requested problems cannot be loaded; the message says why and what is valid."""
 
 
 class ProblemFileError(ProblemError):
-    """A file that is missing, not readable as what its name says, or of an unknown kind."""
+    """A file that is missing, not readable in the format of its name, or of an unknown kind."""
 
 
 class ProblemFieldError(ProblemError):
-    """A row without the fields asked for, or with an unusable statement or answer."""
+    """A row without the requested fields, or with an unusable statement or answer."""
 
 
 class EmptyProblemsError(ProblemError):
-    """A source, or what a split or a filter left of it, holds no problem."""
+    """A source has no problems, or none are left after a split or a filter."""
 
 
 class SamplerStateError(ProblemError):

@@ -1,6 +1,6 @@
-"""Raw rows out of files: JSON Lines, parquet and the Hugging Face ``datasets`` library, each with its place.
+"""Read raw rows from JSON Lines, parquet and the Hugging Face ``datasets`` library, each with its place.
 
-A place (``mawps.jsonl:17``, ``train.parquet row 3``) is what an error about the row names.
+Errors about a row name its place (``mawps.jsonl:17``, ``train.parquet row 3``).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from agentrl.problems.problem_errors import ProblemError, ProblemFileError
 
 Row = dict[str, object]
 
-_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape of one half of a pair
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # the escape of one half of a surrogate pair
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
-    """``(place, row)`` a line; blank lines are passed over. Raises ProblemFileError with file and line number."""
+    """``(place, row)`` for each line; blank lines are skipped. Raises ProblemFileError with file and line number."""
     require_file(path)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -37,15 +37,15 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _require_whole_characters(row: Row, place: str) -> None:
-    """No tokenizer reads half a character, and no file holds it. Raises ProblemFileError."""
+    """Raise ProblemFileError for a lone surrogate: no tokenizer reads it, and no file can store it."""
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ProblemFileError(f"{place}: holds half a character (a lone surrogate such as \\ud83d)") from error
+        raise ProblemFileError(f"{place}: contains half a character (a lone surrogate such as \\ud83d)") from error
 
 
 def read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
-    """``(place, row)`` a row, a batch at a time. Raises ProblemFileError when the file is not parquet."""
+    """``(place, row)`` for each row, read in batches. Raises ProblemFileError if the file is not parquet."""
     import pyarrow
     import pyarrow.parquet
 
@@ -62,9 +62,9 @@ def read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def read_hub(name: str, *, split: str, subset: str | None, revision: str | None) -> Iterator[tuple[str, Row]]:
-    """``(place, row)`` a row of a Hugging Face data set, or of a local folder in one of its layouts.
+    """``(place, row)`` for each row of a Hugging Face data set, or of a local folder in one of its layouts.
 
-    Raises ProblemError when the data set, split or subset does not exist or cannot be reached.
+    Raises ProblemError if the data set, split or subset does not exist or cannot be reached.
     """
     import datasets
 

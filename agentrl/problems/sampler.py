@@ -1,7 +1,7 @@
 """An endless stream of problems whose position can be saved.
 
-Which source the n-th draw takes, and the order of a finite source in its k-th epoch, are functions of the seed alone;
-the position is a few numbers, and no list of an endless source is ever made.
+The source of the n-th draw and the order of a finite source in its k-th epoch depend only on the seed. A position is
+therefore a few numbers, and an endless source is never materialized.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agentrl_envs.types import Problem
 
 
 class SamplerState(TypedDict):
-    """A position. ``sources`` lets :meth:`ProblemSampler.load_state_dict` refuse other problems."""
+    """A position. ``sources`` lets :meth:`ProblemSampler.load_state_dict` refuse a position for other problems."""
 
     seed: int
     drawn: int
@@ -27,9 +27,9 @@ class SamplerState(TypedDict):
 
 
 class ProblemSampler:
-    """Draw problems from a mixture, each finite source shuffled anew every epoch.
+    """Draw problems from a mixture; each finite source is reshuffled every epoch.
 
-    Every problem of a finite source comes once before any comes twice. Not thread-safe.
+    Every problem of a finite source is drawn once before any is drawn again. Not thread-safe.
 
     >>> from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
     >>> sampler = ProblemSampler(ArithmeticSource(seed=1), seed=5)
@@ -48,7 +48,7 @@ class ProblemSampler:
         self._seed = seed
         self._drawn = 0
         self._positions = [0] * len(self._mixture.sources)
-        self._orders: dict[int, tuple[int, array[int]]] = {}  # source -> (epoch, order); one epoch is kept
+        self._orders: dict[int, tuple[int, array[int]]] = {}  # source -> (epoch, order); only one epoch is kept
 
     def next(self, count: int) -> list[Problem]:
         """The next ``count`` problems."""
@@ -65,7 +65,7 @@ class ProblemSampler:
         }
 
     def load_state_dict(self, state: SamplerState) -> None:
-        """Go on exactly where ``state`` was saved. Raises SamplerStateError when it belongs to other problems."""
+        """Continue exactly where ``state`` was saved. Raises SamplerStateError if it belongs to other problems."""
         ours, saved = dict[str, object](self.state_dict()), dict[str, object](state)
         missing = sorted(ours.keys() - saved.keys())
         if missing:

@@ -59,7 +59,7 @@ class ProblemSourceSettings(BaseModel):
 
     @property
     def is_builtin(self) -> bool:
-        """True for the generators that come with the package."""
+        """True for the generators shipped with the package."""
         return self.path.startswith(BUILTIN)
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
-"""From settings to sources: files, Hugging Face data sets, benchmarks and the built-in generator.
+"""Open the sources named in settings: files, Hugging Face data sets, benchmarks and the built-in generator.
 
-What was left out on the way (unanswered, repeated, excluded, the other part of a split) is counted in a LoadReport and
-never silently lost.
+Problems that are left out (unanswered, repeated, excluded, in the other part of a split) are counted in a LoadReport;
+none is dropped silently.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
-    """What became of the rows of one source."""
+    """How many rows of one source were kept, and how many were left out for which reason."""
 
     name: str
     rows: int
@@ -48,7 +48,7 @@ class LoadReport:
     beyond_limit: int = 0
 
     def describe(self) -> str:
-        """One line for the console; counts that are zero are left out."""
+        """One line for the console, without counts of zero."""
         removed = {
             "without an answer": self.unanswered,
             "repeated": self.repeated,
@@ -62,16 +62,16 @@ class LoadReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedSource:
-    """A source with what was left out of it; ``report`` is None for endless generators."""
+    """A source with the report of what was left out; ``report`` is None for endless generators."""
 
     source: ProblemSource
     report: LoadReport | None
 
 
 def load_mixture(settings: Sequence[ProblemSourceSettings], *, seed: int = 0) -> tuple[Mixture, tuple[LoadReport, ...]]:
-    """Load every source and mix them by their weights; ``seed`` is that of generators without one of their own.
+    """Load every source and mix them by their weights; ``seed`` applies to generators that do not set their own.
 
-    Raises ProblemError (its subclasses say of what kind) with a message of one line.
+    Raises ProblemError or one of its subclasses, with a one-line message.
     """
     loaded = [load_source(entry, seed=seed) for entry in settings]
     mixture = Mixture(
@@ -110,15 +110,15 @@ def load_source(settings: ProblemSourceSettings, *, seed: int = 0) -> LoadedSour
 
 
 def read_places(settings: ProblemSourceSettings) -> Iterator[tuple[str, Problem | None]]:
-    """Every row's place and problem, repeats included, without splits and limits; None for a row left out by
-    ``skip_unanswered``."""
+    """The place and problem of every row, including repeats, before splits and limits are applied; None for a row that
+    ``skip_unanswered`` leaves out."""
     path = expand(settings.path)
     name = _name(settings, path)
     return _answered(settings, path, name)
 
 
 def evaluation_set(source: ProblemSource, count: int) -> list[Problem]:
-    """``count`` fixed problems of ``source``, spread evenly over a finite one (all of them when it has fewer)."""
+    """``count`` fixed problems of ``source``, evenly spaced if it is finite (all of them if it has fewer)."""
     if isinstance(source, ArithmeticSource):
         return source.distinct(count)
     if source.size is None:
@@ -128,7 +128,7 @@ def evaluation_set(source: ProblemSource, count: int) -> list[Problem]:
 
 
 def expand(path: str) -> str:
-    """``path`` with ``~`` and ``$VARIABLES`` replaced. Raises ProblemFileError on a variable that is not set."""
+    """``path`` with ``~`` and ``$VARIABLES`` expanded. Raises ProblemFileError if a variable is not set."""
     for match in _VARIABLE.finditer(path):
         variable = match[1] or match[2]
         if variable not in os.environ:
@@ -172,7 +172,7 @@ class _Read:
 
 
 def _read(settings: ProblemSourceSettings, path: str, name: str) -> _Read:
-    """The different problems of a source; rows repeated hundreds of times are never held together in memory."""
+    """The distinct problems of a source; rows that are repeated hundreds of times are never all held in memory."""
     problems: dict[tuple[str, str], Problem] = {}
     rows = unanswered = 0
     for _, problem in _answered(settings, path, name):
@@ -186,7 +186,7 @@ def _read(settings: ProblemSourceSettings, path: str, name: str) -> _Read:
 
 
 def _answered(settings: ProblemSourceSettings, path: str, name: str) -> Iterator[tuple[str, Problem | None]]:
-    """Every row's place and problem; None for a row that the settings leave out for want of an answer."""
+    """The place and problem of every row; None for a row without an answer if the settings skip such rows."""
     for place, row in _rows(settings, path):
         problem = problem_of(row, place, source=name, fields=settings.fields)
         if problem is None and not settings.skip_unanswered:

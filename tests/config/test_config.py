@@ -288,7 +288,7 @@ def test_forms_and_sizes_are_told_in_words() -> None:
     ("text", "expected"),
     [
         ("rollout: {a: 1\n", "mine.yaml, line 2, column 1: not valid YAML"),
-        ("seed: 1\nseed: 2\n", "mine.yaml, line 2, column 1: not valid YAML: key 'seed' stands twice"),
+        ("seed: 1\nseed: 2\n", "mine.yaml, line 2, column 1: not valid YAML: key 'seed' is repeated"),
         ("- 1\n", "a config file is a mapping of sections, this one is a list"),
         ("1: 2\n", "key 1 is not text"),
         ("base: 3\n", "base=3 must be the name of a shipped config or a path"),

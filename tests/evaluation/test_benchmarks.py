@@ -62,11 +62,11 @@ def test_wrong_counts_and_repeats_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ProblemError, match=r"aime24\.jsonl: aime24 has 30 problems, found 960"):
         load_benchmark("aime24", data_dir=tmp_path)
     write(file, [*rows(29), {**rows(1)[0], "id": "again"}])
-    first = r"problem 'What is 0 \+ 0\?' stands there 2 times, first in .*aime24\.jsonl:1"
+    first = r"problem 'What is 0 \+ 0\?' occurs 2 times, first in .*aime24\.jsonl:1"
     with pytest.raises(ProblemError, match=r"aime24\.jsonl:30: the " + first):
         load_benchmark("aime24", data_dir=tmp_path)
     write(file, [*rows(29), {**rows(30)[29], "id": "q7"}])
-    with pytest.raises(ProblemError, match=r"aime24\.jsonl:30: the id 'q7' stands there 2 times"):
+    with pytest.raises(ProblemError, match=r"aime24\.jsonl:30: the id 'q7' occurs 2 times"):
         load_benchmark("aime24", data_dir=tmp_path)
     write(file, [*rows(28), {**rows(29)[28], "answer": ""}, {**rows(30)[29], "answer": None}])
     with pytest.raises(ProblemError, match=r"aime24\.jsonl:29: the problem has no answer \(and 1 more: .*--check-data"):
@@ -134,7 +134,7 @@ async def test_a_check_lists_every_error_with_its_place(tmp_path: Path) -> None:
         "",
         r"mine.jsonl:5: the answer '\\frac{1' cannot be read (unparsable_gold)",
     ]
-    assert "mine.jsonl:6: the problem 'What is 0 + 0?' stands there 2 times, first in " in check.errors[1].describe()
+    assert "mine.jsonl:6: the problem 'What is 0 + 0?' occurs 2 times, first in " in check.errors[1].describe()
     assert check.describe()[0].endswith("mine.jsonl: 5 problems, 3 data errors")
 
 

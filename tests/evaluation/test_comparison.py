@@ -78,7 +78,7 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
     (tmp_path / "a" / "results.json").unlink()
     with pytest.raises(SettingsError, match="is not finished: the command that began it continues it"):
         compare_command(tmp_path / "a", tmp_path / "a")
-    with pytest.raises(SettingsError, match="is no evaluation"):
+    with pytest.raises(SettingsError, match="is not an evaluation"):
         compare_command(tmp_path, tmp_path / "a")
 
 

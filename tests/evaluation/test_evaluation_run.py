@@ -191,7 +191,7 @@ async def test_samples_are_played_across_the_problems(tmp_path: Path) -> None:
 )
 async def test_other_settings_are_refused_by_name(tmp_path: Path, override: str, named: str) -> None:
     await play(WrittenEngine(transcript), tmp_path, [problem_set()])
-    with pytest.raises(SettingsError, match="was begun with other settings") as refused:
+    with pytest.raises(SettingsError, match="was started with other settings") as refused:
         await play(WrittenEngine(transcript), tmp_path, [problem_set()], override)
     assert [line.strip() for line in str(refused.value).splitlines()[1:-1]] == [named]
 
@@ -288,7 +288,7 @@ def test_bad_requests(tmp_path: Path) -> None:
         evaluate_command(settings(), EvaluationRequest())
     with pytest.raises(SettingsError, match="names aime24 more than once"):
         evaluate_command(settings(), EvaluationRequest(benchmarks=("aime24", "aime24")))
-    with pytest.raises(SettingsError, match="is no evaluation"):
+    with pytest.raises(SettingsError, match="is not an evaluation"):
         EvaluationDirectory.existing(tmp_path)
 
 

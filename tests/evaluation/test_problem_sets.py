@@ -35,7 +35,7 @@ def test_a_file_is_a_benchmark_by_its_name(tmp_path: Path) -> None:
 
 
 def test_bad_files(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"mine\.jsonl.*the id 'q1' stands there 2 times"):
+    with pytest.raises(SettingsError, match=r"mine\.jsonl.*the id 'q1' occurs 2 times"):
         problem_sets(settings(), [write(tmp_path / "mine.jsonl", row(1), row(2, id="q1"))], None)
     with pytest.raises(ProblemFieldError, match=r"no field for the problem .*fields there: answer, query"):
         problem_sets(settings(), [write(tmp_path / "mine.jsonl", {"query": "1 + 1?", "answer": 2})], None)

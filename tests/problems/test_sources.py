@@ -115,7 +115,7 @@ def test_unanswered_rows_are_an_error_or_counted(tmp_path: Path):
     ("text", "message"),
     [
         ('{"problem": "a?", "answer": "1"}\n{"problem": ', r"x\.jsonl:2: not valid JSON"),
-        ('{"problem": "\\ud83d\\ude00 \\ud83d?", "answer": "1"}', r"x\.jsonl:1: holds half a character"),
+        ('{"problem": "\\ud83d\\ude00 \\ud83d?", "answer": "1"}', r"x\.jsonl:1: contains half a character"),
         ('{"problem": "a?", "answer": "1"}\n\n[1]', r"x\.jsonl:3: expected a JSON object, found list"),
         (
             '{"text": "a?", "answer": "1"}',

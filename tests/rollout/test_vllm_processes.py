@@ -143,7 +143,7 @@ def test_settings_that_contradict_one_another(settings: dict[str, Any], message:
     ("overrides", "message"),
     [
         (["training.deterministic=true"], "training.deterministic=true needs rollout.engine=transformers"),
-        (["rollout.vllm.addresses=[localhost:8000]"], "'localhost:8000' is no address; valid: http://HOST:PORT"),
+        (["rollout.vllm.addresses=[localhost:8000]"], "'localhost:8000' is not an address; valid: http://HOST:PORT"),
         (
             ["rollout.vllm.placement=colocated", "rollout.vllm.addresses=[]", "training.zero_stage=3"],
             "off the GPU only at stages 1 and 2",

@@ -1,10 +1,10 @@
-"""The public benchmarks by name, and a user's own by path: where their problems are, and how many there must be.
+"""Public benchmarks by name and custom benchmarks by path: the location and the expected number of their problems.
 
-A wrong number of problems, a repeated one or one without an answer would make every score wrong, so all are errors.
-`check_benchmark` lists what is wrong with the data instead of stopping at the first, unreadable gold answers included.
+A wrong number of problems, a repeated problem or a problem without an answer would make every score wrong, so each is
+an error. `check_benchmark` lists all data errors, including unreadable gold answers, instead of stopping at the first.
 
-``revision`` is the Hugging Face commit a benchmark is pinned to; none is, because none could be verified when this was
-written: what was scored is identified by the hash of the problems that results record.
+``revision`` is the Hugging Face commit to which a benchmark is pinned. No benchmark is pinned, because no commit could
+be verified when this was written; results record a hash of the problems that identifies what was scored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentrl_envs.types import Problem, Verdict
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark:
-    """One benchmark: its file in a data folder (without ``.jsonl`` or ``.parquet``), or its place on Hugging Face."""
+    """One benchmark: its file in a data folder (without ``.jsonl`` or ``.parquet``), or its Hugging Face data set."""
 
     name: str
     file: str
@@ -39,7 +39,7 @@ class Benchmark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataError:
-    """Something wrong with a benchmark's data. ``place`` is a file with its line, a data set with its row."""
+    """An error in a benchmark's data. ``place`` is a file and line, or a data set and row."""
 
     place: str
     reason: str
@@ -51,7 +51,7 @@ class DataError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedBenchmark:
-    """The problems as they stand in the data, with their places, and what is wrong with them but for their answers."""
+    """The problems in the order of the data, with their places, and all data errors except unreadable answers."""
 
     name: str
     path: str
@@ -63,7 +63,7 @@ class LoadedBenchmark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataCheck:
-    """All that is wrong with a benchmark's data. ``timeouts`` are gold answers that the grader had no time for."""
+    """All errors in a benchmark's data. ``timeouts`` are gold answers whose grading timed out."""
 
     name: str
     problems: int
@@ -78,10 +78,10 @@ class DataCheck:
 
 
 class ChecksGold(Protocol):
-    """What is needed of a grader."""
+    """The part of a grader that is needed here."""
 
     async def check_gold(self, gold: str) -> Verdict:
-        """Whether a gold answer can be read and equals itself."""
+        """Check that a gold answer can be read and equals itself."""
         ...
 
 
@@ -125,12 +125,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {benchmark.name: benchmark for benchmark i
 
 
 def load_benchmark(name: str, *, data_dir: str | Path | None = None) -> list[Problem]:
-    """The problems of a benchmark, without data errors.
+    """The problems of a benchmark, checked for data errors.
 
-    ``name`` is one of `BENCHMARKS`, read from its file in ``data_dir`` or, without one, from Hugging Face; or a user's
-    ``.jsonl`` or ``.parquet`` file. Raises ProblemError on an unknown name (it says the nearest), a missing file,
-    fields that are not there (it says which are), a number of problems other than the benchmark's, and a problem that
-    is repeated, has another's id or has no answer.
+    ``name`` is one of `BENCHMARKS`, read from its file in ``data_dir`` or, if ``data_dir`` is not given, from Hugging
+    Face; or the path of a ``.jsonl`` or ``.parquet`` file. Raises ProblemError for an unknown name (the message names
+    the nearest one), a missing file, missing fields (the message lists the present ones), a wrong number of problems,
+    and a problem that is repeated, shares its id with another problem or has no answer.
     """
     loaded = read_benchmark(name, data_dir=data_dir)
     if loaded.errors:
@@ -141,9 +141,9 @@ def load_benchmark(name: str, *, data_dir: str | Path | None = None) -> list[Pro
 
 
 def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBenchmark:
-    """As `load_benchmark`, but what is wrong with single rows is listed; rows without an answer are left out.
+    """Like `load_benchmark`, but errors in single rows are listed and rows without an answer are left out.
 
-    Raises ProblemError where there is nothing to list: unknown names, missing or broken files, missing fields.
+    Raises ProblemError if the data cannot be read at all: unknown name, missing or broken file, missing fields.
     """
     benchmark = BENCHMARKS.get(name)
     settings = _source_of_file(name) if benchmark is None else _source(benchmark, data_dir)
@@ -176,7 +176,7 @@ def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBe
 
 
 async def check_benchmark(name: str, grader: ChecksGold, *, data_dir: str | Path | None = None) -> DataCheck:
-    """Everything that is wrong with a benchmark's data, each gold answer graded against itself included."""
+    """All errors in a benchmark's data, including gold answers that do not grade as equal to themselves."""
     loaded = read_benchmark(name, data_dir=data_dir)
     verdicts = await asyncio.gather(*(grader.check_gold(problem.answer) for problem in loaded.problems))
     unreadable, timeouts = [], []
@@ -200,7 +200,7 @@ def _source(benchmark: Benchmark, data_dir: str | Path | None) -> ProblemSourceS
             fields=dict(benchmark.fields),
             skip_unanswered=True,
         )
-    # Copies in a data folder mostly say ``problem`` and ``answer``, whatever the original's fields: the usual names.
+    # Copies in a data folder mostly use ``problem`` and ``answer``, whatever the fields of the original.
     files = [Path(data_dir) / (benchmark.file + kind) for kind in FILE_KINDS]
     found = next((file for file in files if file.exists()), files[0])
     return ProblemSourceSettings(path=str(found), skip_unanswered=True)
@@ -224,14 +224,14 @@ def _miscounted(name: str, path: str, rows: int, expected: int | None) -> list[D
 
 
 def _repeated(places: Sequence[str], keys: Iterable[str], what: str) -> list[DataError]:
-    """An error for each key that several rows have, at the place of the second."""
+    """One error for each key that several rows share, at the place of the second row."""
     rows: dict[str, list[int]] = defaultdict(list)
     for row, key in enumerate(keys):
         rows[key].append(row)
     return [
         DataError(
             place=places[same[1]],
-            reason=f"{what} {key[:60]!r} stands there {len(same)} times, first in {places[same[0]]}",
+            reason=f"{what} {key[:60]!r} occurs {len(same)} times, first in {places[same[0]]}",
         )
         for key, same in rows.items()
         if len(same) > 1

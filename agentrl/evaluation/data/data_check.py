@@ -1,4 +1,4 @@
-"""``agentrl eval --check-data``: is everything right with the benchmarks' data? Before anything is generated."""
+"""``agentrl eval --check-data``: check the data of the benchmarks without generating anything."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def check_data_command(settings: EvaluationSections, request: EvaluationRequest) -> list[DataCheck]:
-    """Say what is wrong with each benchmark: counts, repeats, ids, and gold answers that do not verify.
+    """Print the data errors of each benchmark: counts, repeats, ids, and gold answers that do not verify.
 
-    Raises SettingsError where anything is.
+    Raises SettingsError if there is any error.
     """
     if not request.benchmarks:
         raise SettingsError("--check-data needs --benchmarks: names, or files ending in .jsonl or .parquet")

@@ -1,4 +1,4 @@
-"""The problems of an evaluation: named benchmarks, files, or the held-out sources of a run's settings."""
+"""The problems of an evaluation: named benchmarks, files, or the held-out sources in a run's settings."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ FALSIFIED = " (observations falsified)"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProblemSet:
-    """Problems that are scored together; their ids are unique (what loads them sees to it).
+    """Problems that are scored together. Their ids are unique; the code that loads them ensures this.
 
-    ``sha256`` is that of ids, statements, answers and setups, in order.
+    ``sha256`` is the hash of ids, statements, answers and setups, in order.
     """
 
     name: str
@@ -40,14 +40,14 @@ class ProblemSet:
         return digest.hexdigest()
 
     def record(self) -> SetRecord:
-        """What identifies the set in results."""
+        """The record that identifies the set in results."""
         return {"revision": self.revision, "sha256": self.sha256, "problems": len(self.problems)}
 
 
 def problem_sets(settings: EvaluationSections, names: Sequence[str], data_dir: Path | None) -> list[ProblemSet]:
-    """The benchmarks of ``names``, or what ``data.eval`` holds out; with ``evaluation.falsified`` once more falsified.
+    """The benchmarks in ``names``, or the sources in ``data.eval``; with ``evaluation.falsified`` also falsified.
 
-    Raises SettingsError where nothing is named, a name comes twice, or a benchmark cannot be had as it must be.
+    Raises SettingsError if there is nothing to evaluate on, a name is repeated, or a benchmark has data errors.
     """
     repeated = {name for name in names if names.count(name) > 1}
     if repeated:
@@ -64,7 +64,7 @@ def held_out_problems(settings: EvaluationSections) -> list[Problem]:
 
 
 def _held_out(settings: EvaluationSections) -> list[ProblemSet]:
-    """A set for each source of ``data.eval``, by its name; a name that comes twice gets a number."""
+    """One set per source in ``data.eval``, named after it; repeated names are numbered."""
     found: dict[str, ProblemSet] = {}
     for entry in settings.data.eval:
         source = load_source(entry, seed=settings.seed).source
@@ -76,7 +76,7 @@ def _held_out(settings: EvaluationSections) -> list[ProblemSet]:
 
 
 def problem_records(sets: Sequence[ProblemSet], prompts: dict[tuple[str, str], str]) -> list[ProblemRow]:
-    """A record a problem, for the run's directory: with it rollouts are read and graded again without the data."""
+    """One record per problem for the run's directory, so that rollouts can be read and regraded without the data."""
     return [
         {
             "benchmark": one.name,
@@ -95,7 +95,7 @@ def problem_records(sets: Sequence[ProblemSet], prompts: dict[tuple[str, str], s
 
 
 def _benchmark(name: str, data_dir: Path | None) -> ProblemSet:
-    """One benchmark; of a user's file, its name is the file's."""
+    """One benchmark; a custom one is named after its file."""
     problems = tuple(load_benchmark(name, data_dir=data_dir))
     known = BENCHMARKS.get(name)
     if known is None:
@@ -104,7 +104,7 @@ def _benchmark(name: str, data_dir: Path | None) -> ProblemSet:
 
 
 def _falsified(sets: Sequence[ProblemSet]) -> list[ProblemSet]:
-    """The problems that reveal a value by execution, to be shown false numbers."""
+    """The problems that reveal a value by execution; the model will be shown false numbers."""
     revealing = [(one, tuple(problem for problem in one.problems if problem.setup)) for one in sets]
     return [
         ProblemSet(name=one.name + FALSIFIED, problems=problems, revision=one.revision, falsified=True)

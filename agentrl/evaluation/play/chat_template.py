@@ -1,4 +1,4 @@
-"""A prompt as a user's message in the model's own chat template, with untrusted text kept plain."""
+"""A prompt as a user message in the model's own chat template; untrusted text stays plain text."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import TextCodec
 
-_PLACE = "\ue000the prompt\ue000"  # private use: no template and no problem holds it
+_PLACE = "\ue000the prompt\ue000"  # private-use characters, which no template and no problem contains
 
 
 class TemplatedCodec(TextCodec):
-    """Encodes a prompt between what the template writes before and after a user's message, up to the reply.
+    """Encodes a prompt between the template's text before and after a user message, up to the start of the reply.
 
-    The template's special tokens are special, those that stand in the prompt are split into plain text. Where the
+    Special tokens in the template are encoded as such; special tokens in the prompt are split into plain text. If the
     tokenizer would merge a character of the template with one of the prompt, they stay two tokens.
     """
 
     def __init__(self, tokenizer: Any, name: str, *, generation_ends: Iterable[int] = ()) -> None:
-        """Raises SettingsError where the tokenizer of the model ``name`` has no template, or one that alters text."""
+        """Raises SettingsError if the tokenizer of the model ``name`` has no template, or one that alters text."""
         super().__init__(tokenizer, generation_ends=generation_ends)
         if not tokenizer.chat_template:
             raise SettingsError(
@@ -36,5 +36,5 @@ class TemplatedCodec(TextCodec):
         self._after = tuple(tokenizer(after, add_special_tokens=False)["input_ids"])
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """Token ids up to where the model's reply begins."""
+        """Token ids up to the start of the model's reply."""
         return self._before + self.encode(text) + self._after

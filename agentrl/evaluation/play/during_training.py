@@ -1,4 +1,4 @@
-"""Evaluation of a policy on held-out problems by the same driver that trains: avg@k with its 95 % interval."""
+"""Evaluate a policy on held-out problems with the same driver as training: avg@k with its 95 % interval."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class EvaluationReport:
     no_data: int
 
     def metrics(self) -> dict[str, float]:
-        """A row for ``metrics.jsonl``: the interval is that of this benchmark (problems fixed)."""
+        """A row for ``metrics.jsonl``. The interval is the one for this benchmark (fixed problems)."""
         prefix = "eval_falsified" if self.falsified else "eval"
         row: dict[str, float] = {
             "step": self.step,
@@ -56,8 +56,8 @@ async def evaluate_policy(
 ) -> EvaluationReport:
     """Play ``samples`` trajectories of each problem and score them.
 
-    ``falsified`` shows the model false numbers and takes only the problems that reveal a value by execution
-    (``Problem.setup``): a policy that reads its observations must fail there.
+    ``falsified`` shows the model false numbers and uses only the problems that reveal a value by execution
+    (``Problem.setup``): a policy that reads its observations must fail on them.
     """
     if falsified:
         problems = [problem for problem in problems if problem.setup]
@@ -69,7 +69,7 @@ async def evaluate_policy(
 
 
 def score_groups(groups: Sequence[Group], *, step: int, samples: int, falsified: bool = False) -> EvaluationReport:
-    """Scores of played groups; what is no data is left out and counted. WorldError where nothing else is left."""
+    """Score played groups. Rollouts excluded from the data are counted; WorldError if no other rollout is left."""
     if not _has_data(groups):
         raise WorldError(
             f"evaluation at step {step}: every trajectory of {len(groups)} problems failed for reasons outside the "

@@ -1,4 +1,4 @@
-"""An endpoint as what samples in an evaluation. Light to import: an endpoint that is wrong is said within a second."""
+"""Sample from an endpoint in an evaluation. Imports nothing heavy, so a wrong endpoint is reported within a second."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 async def open_endpoint(settings: EvaluationSections) -> OpenedEndpoint:
-    """The endpoint ``evaluation.endpoint``, once it has answered. SettingsError and WorldError say what fails."""
+    """Open ``evaluation.endpoint`` and wait for its answer. SettingsError and WorldError tell what failed."""
     engine = TextEngine(settings.evaluation.endpoint)
     try:
         await engine.open()
@@ -56,7 +56,7 @@ class OpenedEndpoint:
         )
 
     def without_room(self, prompts: Sequence[str]) -> Mapping[str, int]:
-        """None: the endpoint says itself what it cannot read."""
+        """Empty: the endpoint itself refuses prompts that are too long."""
         return {}
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What samples in an evaluation: an endpoint, or the engine of the settings over a model that lies here."""
+"""Engines for evaluation: an endpoint, or the engine in the settings with a local model."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ if TYPE_CHECKING:
 
 
 class OpenedEngine(Protocol):
-    """An engine that is ready, whatever it speaks."""
+    """An engine that is ready to sample, from tokens or from text."""
 
     @property
     def concurrency(self) -> int:
-        """Conversations in flight at most."""
+        """Maximum number of conversations in flight."""
         ...
 
     def model(self) -> Mapping[str, Any]:
-        """What identifies the model in results."""
+        """The record that identifies the model in results."""
         ...
 
     def sampler(self) -> Mapping[str, Any]:
-        """What identifies the engine in results."""
+        """The record that identifies the engine in results."""
         ...
 
     def player(self, environment: Environment) -> Player: ...
 
     def without_room(self, prompts: Sequence[str]) -> Mapping[str, int]:
-        """The prompts after which the model has no room for a whole response, with their tokens.
+        """The prompts that leave the model no room for a whole response, with their numbers of tokens.
 
-        Raises SettingsError where that is so for all of them, and for lengths that a setting forbids.
+        Raises SettingsError if that holds for all prompts, and if a length exceeds the limit of a setting.
         """
         ...
 
@@ -56,9 +56,9 @@ class OpenedEngine(Protocol):
 
 
 async def open_engine(settings: EvaluationSections, folder: Path) -> OpenedEngine:
-    """``rollout.engine`` over the model in ``model.path``, open. SettingsError and WorldError say what fails.
+    """Open ``rollout.engine`` with the model in ``model.path``. SettingsError and WorldError tell what failed.
 
-    ``settings`` have evaluation's limits. ``folder``: the evaluation's, for the logs of servers that are started here.
+    ``settings`` have the limits of evaluation. ``folder`` is the evaluation's; the logs of servers go there.
     """
     path = str(settings.model.path)
     codec = _codec(settings, path)
@@ -98,12 +98,12 @@ def _codec(settings: EvaluationSections, path: str) -> TextCodec:
 
 
 def _positions(config: Any | None) -> int | None:
-    """The longest sequence that a model of ``config`` reads, where it says so."""
+    """The longest sequence that a model with ``config`` can read; None if ``config`` does not tell."""
     return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def environment_of(settings: EvaluationSections) -> Environment:
-    """The environment of an evaluation, not yet open. An endpoint's template is its own: no protocol writes in it."""
+    """The environment of an evaluation, not yet open. An endpoint applies its own template; no protocol does."""
     path = settings.model.path
     if path is None or settings.evaluation.endpoint.url is not None or not needs_chat_format(settings):
         return build_environment(settings)
@@ -112,7 +112,7 @@ def environment_of(settings: EvaluationSections) -> Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedModel:
-    """An engine of tokens over a model that lies here; ``positions`` is the longest sequence that it can read."""
+    """A token engine with a local model; ``positions`` is the longest sequence that the model can read."""
 
     engine: Engine
     codec: TextCodec

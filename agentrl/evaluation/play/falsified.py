@@ -1,4 +1,4 @@
-"""An environment that shows false numbers: a policy that reads its observations must fail there."""
+"""An environment that shows false numbers: a policy that reads its observations must fail in it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from agentrl_envs.types import Problem
 
 
 class FalsifiedEnvironment:
-    """The same environment with every observation's numbers replaced by others before the model reads them."""
+    """An environment whose observations have all numbers replaced by others before the model reads them."""
 
     def __init__(self, environment: Environment, seed: int) -> None:
         self._environment = environment
         self._seed = seed
 
     async def open(self) -> None:
-        """The environment under it is open already."""
+        """Do nothing: the wrapped environment is already open."""
 
     def episode(self, problem: Problem) -> Episode:
         return FalsifiedObservations(self._environment.episode(problem), seed=self._seed)
 
     async def close(self) -> None:
-        """The environment under it is closed by its owner."""
+        """Do nothing: the owner of the wrapped environment closes it."""
 
     def describe(self) -> list[str]:
         return [*self._environment.describe(), "observations are falsified"]

@@ -1,4 +1,4 @@
-"""Evaluation's own turns and tokens, put in the place of those of training."""
+"""Replace the turn and token limits of training by those of evaluation."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def evaluation_rollout(settings: EvaluationSections) -> RolloutSettings:
 
 
 def evaluation_settings(settings: EvaluationSections) -> EvaluationSections:
-    """``settings`` whose environment and rollouts have the limits of evaluation.
+    """``settings`` with the limits of evaluation for environment and rollouts.
 
-    ``evaluation.max_turns`` is for episodes with tools; other environments bring a limit of their own.
+    ``evaluation.max_turns`` applies to episodes with tools; other environments have their own limit.
     """
     update: dict[str, object] = {"rollout": evaluation_rollout(settings)}
     turns = settings.evaluation.max_turns
@@ -41,7 +41,7 @@ def evaluation_settings(settings: EvaluationSections) -> EvaluationSections:
 
 
 def evaluation_environment(environment: Environment, settings: EvaluationSections) -> Environment:
-    """An open ``environment`` with evaluation's turns in place of its own; what it shares stays its to close."""
+    """An open ``environment`` with evaluation's turn limit; the original environment still closes shared resources."""
     turns = settings.evaluation.max_turns
     if turns is None or not isinstance(environment, SimpleTIREnvironment):
         return environment

@@ -1,7 +1,7 @@
-"""Playing rollouts: with an engine of tokens through the driver that trains, or with an endpoint of text.
+"""Play rollouts: with a token engine through the driver used in training, or with a text endpoint.
 
-A player gives each transcript as soon as its conversation is over. It starts nothing afresh: what failed outside the
-policy comes back as such, and whoever asked decides whether to play it again.
+A player yields each transcript as soon as its conversation has ended. It does not retry: rollouts that failed for
+reasons outside the policy are returned as such, and the caller decides whether to play them again.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from agentrl_envs.types import Ended, Step, ToolCall, Verdict
 
 
 class Player(Protocol):
-    """Plays samples, many at once, in no order."""
+    """Plays samples concurrently, in no particular order."""
 
     def play(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]: ...
 
 
 class TokenPlayer:
-    """The driver of training, one group a sample, so that each is there when its own conversation is over.
+    """The driver of training, with one group per sample, so that each is returned when its own conversation ends.
 
-    Randomness is keyed by the seed, the benchmark, the problem's id, the sample's number and the attempt: more samples
-    or another benchmark beside it change no rollout that was there before.
+    Randomness is keyed by the seed, the benchmark, the problem's id, the sample's number and the attempt, so adding
+    samples or benchmarks changes no existing rollout.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TokenPlayer:
         )
 
     async def play(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]:
-        """Every sample once."""
+        """Play every sample once."""
         by_index = {_index(sample): sample for sample in samples}
         if len(by_index) < len(samples):
             raise AssertionError("two samples have one index: a sample was asked for twice")
@@ -73,7 +73,7 @@ class TokenPlayer:
 
 
 class NucleusEngine:
-    """An engine that samples with ``top_p`` and remembers why it last failed."""
+    """An engine that samples with ``top_p`` and remembers the reason for its last failure."""
 
     def __init__(self, engine: Engine, top_p: float) -> None:
         self._engine = engine
@@ -117,11 +117,11 @@ class NucleusEngine:
         return await self._engine.health()
 
     async def close(self) -> None:
-        """The engine under it is closed by its owner."""
+        """Do nothing: the owner of the wrapped engine closes it."""
 
 
 class TextPlayer:
-    """Conversations with an endpoint, ``concurrency`` at once. Token limits are as exact as the endpoint's counts."""
+    """Up to ``concurrency`` conversations with an endpoint. Token limits are as exact as the endpoint's counts."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class TextPlayer:
         self._concurrency = concurrency
 
     async def play(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]:
-        """Every sample once."""
+        """Play every sample once."""
         async with aclosing(_pooled(samples, self._conversation, self._concurrency)) as played:
             async for transcript in played:
                 yield transcript
@@ -189,7 +189,7 @@ class TextPlayer:
                 max_tokens=limit,
                 temperature=self._settings.temperature,
                 top_p=self._top_p,
-                seed=key >> 33,  # 31 bits, which every endpoint takes
+                seed=key >> 33,  # 31 bits, which every endpoint accepts
                 stop=episode.stop,
                 complete=episode.turn_complete,
             ),
@@ -206,7 +206,7 @@ class TextPlayer:
 
 @dataclass(slots=True)
 class _TextDraft:
-    """A conversation while it is being played; ``conversation`` alternates between what is shown and what is said."""
+    """A conversation in progress; ``conversation`` alternates between text shown to the model and its turns."""
 
     sample: Sample
     conversation: list[str] = field(default_factory=list)
@@ -224,7 +224,7 @@ class _TextDraft:
         return sum(turn.tokens for turn in self.turns)
 
     def take(self, step: Step) -> None:
-        """What the episode said to the last turn. An observation's tokens are guessed at four characters each."""
+        """Record the episode's reply to the last turn. Tokens of observations are estimated as characters / 4."""
         self.reward += 0.0 if step.ended is not None and step.ended.is_no_data else step.reward
         self.calls.extend(step.tool_calls)
         self.verdict, self.answer = step.verdict, step.answer
@@ -255,7 +255,7 @@ class _TextDraft:
 async def _pooled(
     samples: Sequence[Sample], play: Callable[[Sample], Awaitable[Transcript]], concurrency: int
 ) -> AsyncGenerator[Transcript, None]:
-    """The results of ``play`` as they come, at most ``concurrency`` under way. What one raises is raised here."""
+    """The results of ``play`` as they complete, at most ``concurrency`` at once. Exceptions of any call propagate."""
     work = iter(samples)
     finished: asyncio.Queue[Transcript | asyncio.Task[None]] = asyncio.Queue()
 
@@ -278,6 +278,6 @@ async def _pooled(
 
 
 def _index(sample: Sample) -> int:
-    """A number for the driver that depends on the sample alone: 63 bits of a hash."""
+    """A number for the driver that depends only on the sample: 63 bits of a hash."""
     name = f"{sample.benchmark}\0{sample.problem.id}\0{sample.number}\0{sample.attempt}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,4 +1,4 @@
-"""``agentrl eval``: play every sample of every problem, keep each rollout as it ends, and say what came out."""
+"""``agentrl eval``: play every sample of every problem, store each rollout as it ends, and show the results."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from agentrl.evaluation.play.engines import OpenedEngine
     from agentrl.evaluation.settings import EvaluationSections
 
-_DISPLAY_EVERY = (1.0, 15.0)  # seconds between two updates of a live display, and between two plain lines
+_DISPLAY_EVERY = (1.0, 15.0)  # seconds between updates of a live display, and between plain lines
 _FAILURES_IN_A_ROW = 100
 
 
 def evaluate_command(settings: EvaluationSections, request: EvaluationRequest) -> Results:
-    """Evaluate, print the tables and return ``results.json``. Ctrl-C leaves what is finished; the command continues."""
+    """Evaluate, print the tables and return ``results.json``. After Ctrl-C, the same command continues."""
     n = settings.evaluation.samples
     for k in request.ks:
         if k > n:
@@ -54,14 +54,14 @@ def evaluate_command(settings: EvaluationSections, request: EvaluationRequest) -
         try:
             directory = runner.run(Evaluation(settings, sets, request, output, console, engine=endpoint).play())
         except KeyboardInterrupt:
-            console.note(f"stopped; the rollouts that are over lie in {output}, the same command continues")
+            console.note(f"stopped; finished rollouts are in {output}, the same command continues")
             raise
     return finish(directory, settings, sets, request, console)
 
 
 @contextmanager
 def _endpoint(settings: EvaluationSections, runner: asyncio.Runner) -> Iterator[OpenedEndpoint | None]:
-    """The endpoint, if one samples: asked before the problems are read and anything heavy is imported."""
+    """The endpoint, if one is set; opened before the problems are read and heavy libraries are imported."""
     if settings.evaluation.endpoint.url is None:
         yield None
         return
@@ -73,7 +73,7 @@ def _endpoint(settings: EvaluationSections, runner: asyncio.Runner) -> Iterator[
 
 
 class Evaluation:
-    """One evaluation while it is being played."""
+    """One evaluation in progress."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Evaluation:
         engine: OpenedEngine | None = None,
         environment: Environment | None = None,
     ) -> None:
-        """``settings`` have evaluation's limits. Who opened ``engine`` and ``environment`` closes them."""
+        """``settings`` have the limits of evaluation. The caller opens and closes ``engine`` and ``environment``."""
         self._settings = settings
         self._sets = sets
         self._request = request
@@ -96,7 +96,7 @@ class Evaluation:
         self._given_environment = environment
 
     async def play(self) -> EvaluationDirectory:
-        """Play what is missing; returns the directory, complete and closed."""
+        """Play the missing rollouts. Returns the directory, complete and closed."""
         async with AsyncExitStack() as stack:
             environment = await self._environment(stack)
             engine = await self._engine(stack)
@@ -124,7 +124,7 @@ class Evaluation:
         return directory
 
     def _end_without_room(self, unfit: Mapping[tuple[str, str], int], log: RolloutLog, index: RolloutIndex) -> None:
-        """Samples of prompts that leave the model no room for a whole response: truncated before their first token."""
+        """Record samples whose prompts leave no room for a whole response as truncated before their first token."""
         if not unfit:
             return
         samples = [
@@ -154,7 +154,7 @@ class Evaluation:
     async def _environment(self, stack: AsyncExitStack) -> Environment:
         if self._given_environment is not None:
             return self._given_environment
-        from agentrl.evaluation.play.engines import environment_of  # heavy: not before the problems are found good
+        from agentrl.evaluation.play.engines import environment_of  # heavy: only after the problems have been checked
 
         environment = environment_of(self._settings)
         stack.push_async_callback(environment.close)
@@ -173,7 +173,7 @@ class Evaluation:
     async def _play_missing(
         self, engine: OpenedEngine, environment: Environment, log: RolloutLog, index: RolloutIndex
     ) -> None:
-        """Every sample, then those that failed outside the policy afresh, ``rollout.retries`` times."""
+        """Play every sample; then retry those that failed outside the policy, up to ``rollout.retries`` times."""
         n = self._settings.evaluation.samples
         total = n * sum(len(one.problems) for one in self._sets)
         display = _Display(self._console, index, total)
@@ -198,7 +198,7 @@ class Evaluation:
 
 
 class _FailureLimit:
-    """Ends an evaluation that does nothing but fail."""
+    """Stops an evaluation after too many consecutive failures."""
 
     def __init__(self, most: int, path: Path) -> None:
         self._most = most
@@ -216,7 +216,7 @@ class _FailureLimit:
 
 
 class _Display:
-    """Progress with the time left, redrawn now and then."""
+    """Progress with the remaining time, redrawn at intervals."""
 
     def __init__(self, console: Console, index: RolloutIndex, total: int) -> None:
         self._index = index
@@ -254,7 +254,7 @@ def finish(
     request: EvaluationRequest,
     console: Console,
 ) -> Results:
-    """Write and show the results of a directory whose rollouts are all there; returns ``results.json``."""
+    """Write and show the results of a directory with all its rollouts; returns ``results.json``."""
     index = RolloutIndex()
     for transcript in directory.transcripts():
         index.add(transcript)
@@ -270,7 +270,7 @@ def finish(
         console.table(f"{table.title} ({results['provenance']['model']['name']})", table.columns, table.rows)
     _warn_of_unreadable_golds(results, console)
     plots = "plots/, " if settings.telemetry.plots else ""
-    console.note(f"everything lies in {directory.path}: results.json, table.md, report.html, {plots}rollouts.jsonl.zst")
+    console.note(f"output is in {directory.path}: results.json, table.md, report.html, {plots}rollouts.jsonl.zst")
     return results
 
 
@@ -299,7 +299,7 @@ async def _results(
 
 
 def default_output(settings: EvaluationSections, sets: Sequence[ProblemSet]) -> Path:
-    """``evaluations/MODEL-DIGEST``: the same command finds the same directory, another one another."""
+    """``evaluations/MODEL-DIGEST``: the same command finds the same directory, a different command a different one."""
     endpoint = settings.evaluation.endpoint
     named = endpoint.model or "endpoint" if endpoint.url is not None else str(settings.model.path)
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(Path(named).parts[-2:])).strip("-.")
@@ -308,7 +308,7 @@ def default_output(settings: EvaluationSections, sets: Sequence[ProblemSet]) -> 
 
 
 async def _prompts(sets: Sequence[ProblemSet], environment: Environment) -> dict[tuple[str, str], str]:
-    """What the model is shown first of each problem."""
+    """The prompt of each problem, as shown to the model."""
     found = {}
     for one in sets:
         for problem in one.problems:

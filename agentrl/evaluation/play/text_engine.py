@@ -1,15 +1,16 @@
-"""An OpenAI-compatible endpoint as an engine of text: no token ids, no log-probabilities, for evaluation only.
+"""An OpenAI-compatible endpoint as a text engine: no token ids and no log-probabilities, for evaluation only.
 
-A turn ends where its protocol says so, and no list of stop strings can say that (see
-:meth:`agentrl_envs.episode.Episode.turn_complete`). So turns are streamed and the connection is closed where the turn
-is complete; an endpoint that does not stream is cut there afterwards.
+The protocol decides where a turn ends, which no list of stop strings can express (see
+:meth:`agentrl_envs.episode.Episode.turn_complete`). Turns are therefore streamed, and the connection is closed where
+the turn is complete; if an endpoint does not stream, its text is cut there afterwards.
 
-What is down, busy or broken (no connection, 408, 409, 425, 429, 5xx, a stream that breaks off or falls silent, garbage)
-is retried with growing, jittered waits for ``retry_deadline`` seconds, then it is an EngineError. ``Retry-After`` holds
-back every request of this engine. A refused key, an unknown model and a missing chat template are the user's to mend.
+Requests to an endpoint that is down, busy or broken (no connection, 408, 409, 425, 429, 5xx, a stream that breaks off
+or stalls, malformed data) are retried with growing, jittered waits for ``retry_deadline`` seconds; then an EngineError is
+raised. ``Retry-After`` delays every request of this engine. A refused key, an unknown model and a missing chat template
+are errors that the user must fix.
 
-Not guaranteed: exact token counts. They are the endpoint's where a turn ran to its end and it tells; else the number
-of pieces it sent, which is less where a piece holds several tokens.
+Not guaranteed: exact token counts. They are the endpoint's if the turn ran to its end and the endpoint reports usage;
+otherwise they are the number of pieces received, which is too low if a piece holds several tokens.
 """
 
 from __future__ import annotations
@@ -59,15 +60,15 @@ class ContextFullError(EngineError):
 
 
 class RequestRefusedError(EngineError):
-    """The endpoint does not answer this request, however often it is asked."""
+    """The endpoint refuses this request, and retries do not help."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextCompletion:
-    """One turn: ``eos`` where the model ended it, ``stop`` where it was complete, ``length`` at the token limit.
+    """One turn: ``eos`` if the model ended it, ``stop`` if it was complete, ``length`` at the token limit.
 
-    ``refused``: the endpoint's content filter ended it, or the model refused in words. ``reasoning`` is what the
-    endpoint keeps apart from the text; halves of characters in either are joined or replaced.
+    ``refused``: the endpoint's content filter ended it, or the model refused in words. ``reasoning`` is the text that
+    the endpoint reports separately as reasoning. Halves of characters in either text are joined or replaced.
     """
 
     text: str
@@ -79,7 +80,7 @@ class TextCompletion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextSampling:
-    """How a turn is sampled, and where it is over: ``complete`` is asked after each of the strings in ``stop``."""
+    """How a turn is sampled and where it ends: ``complete`` is called after each of the strings in ``stop``."""
 
     max_tokens: int
     temperature: float
@@ -90,7 +91,7 @@ class TextSampling:
 
 
 class TextEngine:
-    """Asks one endpoint. Thousands of calls may be made; how many are in flight is the caller's to decide."""
+    """Client of one endpoint. It supports thousands of calls; the caller limits how many are in flight."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class TextEngine:
         sleep: Sleep = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``transport``, ``sleep`` and ``clock`` are for tests. SettingsError where ``settings`` name no endpoint."""
+        """``transport``, ``sleep`` and ``clock`` are for tests. SettingsError if ``settings`` have no endpoint."""
         if settings.url is None:
             raise SettingsError("evaluation.endpoint.url is not set: there is no endpoint to ask (--base-url)")
         key = os.environ.get(settings.key_variable)
@@ -121,7 +122,7 @@ class TextEngine:
         self.retries = 0
 
     async def open(self) -> None:
-        """Find the model and sample one token from it. SettingsError for what the user must mend, WorldError if down.
+        """Find the model and sample one token. SettingsError if the user must fix something, WorldError if it is down.
 
         An endpoint without a list of models needs ``evaluation.endpoint.model``.
         """
@@ -144,14 +145,14 @@ class TextEngine:
         return self._model
 
     def fingerprint(self) -> str:
-        """What the endpoint tells of the weights it serves, which is seldom enough to tell two versions apart."""
+        """What the endpoint reports about its weights; rarely enough to distinguish two versions."""
         told = [f"system_fingerprint {name}" for name in sorted(self._fingerprints)]
         root = self._served.get("root")
         told += [f"root {root}"] if root is not None and root != self._model else []
         return ", ".join(told) or "not told by the endpoint"
 
     async def generate(self, conversation: Sequence[str], sampling: TextSampling) -> TextCompletion:
-        """One turn after ``conversation``: the prompt, a turn, its observation, a turn, its observation ...
+        """Sample one turn after ``conversation``: the prompt, a turn, its observation, a turn, its observation ...
 
         Raises ContextFullError, RequestRefusedError, EngineError (no answer within ``retry_deadline``), SettingsError.
         """
@@ -223,7 +224,7 @@ class TextEngine:
         self._served = next((entry for entry in served if entry["id"] == self._model), {})
 
     async def _tried(self, once: Callable[[], Awaitable[Any]]) -> Any:
-        """``once`` until it succeeds, for ``retry_deadline`` seconds."""
+        """Call ``once`` until it succeeds, for up to ``retry_deadline`` seconds."""
         try:
             async for attempt in stamina.retry_context(
                 on=_backoff,
@@ -253,7 +254,7 @@ class TextEngine:
         raise AssertionError("a retry neither succeeded nor failed")
 
     def _say(self, error: Exception) -> None:
-        """Tell of the endpoint's trouble, once in a while: thousands of requests may have the same."""
+        """Log an endpoint failure, at most once per interval: thousands of requests may fail in the same way."""
         if self._clock() < self._silent_until:
             return
         self._silent_until = self._clock() + _SAY_EVERY
@@ -284,7 +285,7 @@ class TextEngine:
             return await self._pieces(read_events(response.aiter_bytes()), sampling)
 
     async def _check(self, response: Response) -> None:
-        """Raise what the status asks for."""
+        """Raise the exception that matches the status."""
         status = response.status_code
         if status == 200:
             return
@@ -362,14 +363,14 @@ class TextEngine:
 
 
 def _backoff(error: Exception) -> bool | float:
-    """Whether to try again; with a ``Retry-After`` at once, because the engine's own gate waits."""
+    """Whether to retry. After a ``Retry-After``, retry at once: the engine's own gate waits."""
     if isinstance(error, AgainError):
         return True if error.wait is None else 0.0
     return isinstance(error, UnreachableError)
 
 
 def _complete(text: str, before: int, sampling: TextSampling) -> int | None:
-    """Where the turn is complete, if it is; only what came after ``before`` can have completed it."""
+    """The position where the turn is complete, or None; only text after ``before`` can have completed it."""
     longest = max(map(len, sampling.stop), default=0)
     start = max(0, before - longest + 1)
     places = set()

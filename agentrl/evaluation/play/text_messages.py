@@ -1,4 +1,4 @@
-"""How an OpenAI-compatible endpoint's answers are read: streams of events, choices, and errors in their own words."""
+"""Parse the answers of an OpenAI-compatible endpoint: event streams, choices and error messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LINE_END = re.compile(rb"\r\n|\r|\n")
 
 
 class AgainError(Exception):
-    """Worth another try; ``wait`` seconds if the endpoint said how long."""
+    """A failure to retry, after ``wait`` seconds if the endpoint gave a time."""
 
     def __init__(self, message: str, wait: float | None = None) -> None:
         super().__init__(message)
@@ -25,7 +25,7 @@ class AgainError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MessageDelta:
-    """A piece of a turn: its text, and its reasoning where the endpoint separates the two."""
+    """A piece of a turn: its text, and its reasoning if the endpoint separates the two."""
 
     text: str
     thought: str
@@ -33,7 +33,7 @@ class MessageDelta:
 
     @classmethod
     def of(cls, choice: Mapping[str, Any]) -> MessageDelta:
-        """Out of a choice, streamed or whole. A refusal in words of its own is text, for want of any other."""
+        """From a choice, streamed or whole. If a refusal is the only content, it is the text."""
         message = choice.get("delta") or choice.get("message") or choice
         text = message.get("content") if "content" in message else message.get("text")
         refusal = _text(message.get("refusal"))
@@ -48,8 +48,8 @@ class MessageDelta:
 async def read_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[Mapping[str, Any]]:
     """The objects of a stream of server-sent events, up to its ``[DONE]``.
 
-    Lines end as the standard says, not where Unicode would also break one. A character that lies in two events comes as
-    halves, which :func:`whole_characters` joins. Raises AgainError for a stream that breaks off.
+    Only the line ends of the standard split lines; Unicode's further line breaks do not. A character split between two
+    events is returned as halves, which :func:`whole_characters` joins. Raises AgainError if the stream breaks off.
     """
     rest = b""
     async for chunk in chunks:
@@ -66,21 +66,21 @@ async def read_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[Mapping[str
 
 
 def read_object(text: str) -> Mapping[str, Any]:
-    """A JSON object. Raises AgainError where it is none."""
+    """Parse a JSON object. Raises AgainError if ``text`` is not one."""
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise AgainError(f"the answer is no JSON: {text[:200]!r}") from error
+        raise AgainError(f"the answer is not JSON: {text[:200]!r}") from error
     if not isinstance(value, dict):
-        raise AgainError(f"the answer is no JSON object: {text[:200]!r}")
+        raise AgainError(f"the answer is not a JSON object: {text[:200]!r}")
     return value
 
 
 def listed_models(text: str) -> list[dict[str, str]]:
-    """``id`` and, where it is told, ``root`` of the models in an answer. Raises AgainError where it lists none."""
+    """``id`` and, if given, ``root`` of the models in an answer. Raises AgainError if it is not a list of models."""
     listed = read_object(text).get("data")
     if not isinstance(listed, list) or not all(isinstance(entry, dict) and "id" in entry for entry in listed):
-        raise AgainError(f"the answer is no list of models: {text[:200]!r}")
+        raise AgainError(f"the answer is not a list of models: {text[:200]!r}")
     return [
         {name: whole_characters(str(entry[name])) for name in ("id", "root") if entry.get(name) is not None}
         for entry in listed
@@ -88,13 +88,13 @@ def listed_models(text: str) -> list[dict[str, str]]:
 
 
 def first_choice(answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The first choice of an answer, if there is any."""
+    """The first choice of an answer; None if there is no choice."""
     choices = answer.get("choices")
     return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
 
 
 def error_message(text: str) -> str:
-    """The error's own words in an answer of any shape."""
+    """The error message in an answer of any format."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -105,7 +105,7 @@ def error_message(text: str) -> str:
 
 
 def retry_after(value: str | None) -> float | None:
-    """Seconds, from a number or a date; None where there is neither.
+    """Seconds to wait, from a number or a date; None if ``value`` is neither.
 
     >>> retry_after("1.5"), retry_after("soon"), retry_after("Wed, 21 Oct 2015 07:28:00 GMT")
     (1.5, None, 0.0)

@@ -1,4 +1,4 @@
-"""An engine whose servers are proved to serve the model in ``model.path``."""
+"""Open an engine and verify that its servers serve the model in ``model.path``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentrl.weights.verify import Probe
 if TYPE_CHECKING:
     from agentrl.evaluation.settings import EvaluationSections
 
-# What the servers and the model score to be compared: text of the kind that is played, of no benchmark.
+# Text that servers and model score for the comparison; similar to evaluation text, but from no benchmark.
 PROBE = """A farmer has 12 boxes with 25 apples each. He sells 30 % of all apples and gives a quarter of the rest away.
 How many apples are left? First there are 12 * 25 = 300 apples. After the sale 300 * (1 - 0.3) = 210 remain, and after
 the gift 210 * 3 / 4 = 157.5, so the story cannot be about whole apples. Let $f(x) = x^2 - 4x + 1$; then
@@ -32,7 +32,7 @@ print(min(x * x - 4 * x + 1 for x in range(-10, 11)))
 
 @dataclass(frozen=True, kw_only=True)
 class _Reference:
-    """The model as it was read here: a digest of its weights, and its scores of a probe."""
+    """The model as loaded by this process: a digest of its weights, and its scores of the probe."""
 
     fingerprint: str
     probe: Probe
@@ -41,8 +41,8 @@ class _Reference:
 async def open_verified(managed: ManagedEngine, settings: EvaluationSections, codec: TextCodec) -> str:
     """Open the engine and verify its weights; returns the fingerprint of the model in ``model.path``.
 
-    Every server must have the checksums of the model that is read here, on the CPU, while they start, and score a probe
-    as it does. Raises SettingsError and WorldError.
+    Every server must have the same weight checksums and score the probe as the model does that this process loads on
+    the CPU while the servers start. Raises SettingsError and WorldError.
     """
     try:
         reading = asyncio.to_thread(_read_reference, settings, codec)
@@ -58,7 +58,7 @@ async def open_verified(managed: ManagedEngine, settings: EvaluationSections, co
 
 @torch.inference_mode()
 def _read_reference(settings: EvaluationSections, codec: TextCodec) -> _Reference:
-    """Read the model, score the probe, and let go of the model."""
+    """Load the model, score the probe, and release the model."""
     policy = settings.model.model_copy(update={"attention": "sdpa"})
     model = read_model(str(settings.model.path), policy).eval()
     token_ids = codec.encode(PROBE)[: settings.rollout.max_prompt_tokens]

@@ -1,15 +1,15 @@
-"""Whole characters out of text that came in pieces: halves that belong together are joined, lone ones replaced."""
+"""Whole characters from text that arrived in pieces: matching halves are joined, lone halves are replaced."""
 
 from __future__ import annotations
 
-_LOWEST_BYTE, _HIGHEST_BYTE = 0xDC80, 0xDCFF  # how Python's "surrogateescape" stands for a byte that is no UTF-8
+_LOWEST_BYTE, _HIGHEST_BYTE = 0xDC80, 0xDCFF  # Python's "surrogateescape" codes for bytes that are not UTF-8
 
 
 def whole_characters(text: str) -> str:
-    """``text`` that UTF-8 can write.
+    """``text`` in a form that UTF-8 can encode.
 
-    A JSON escape may give half a character (``\\\\ud83d``), whose other half came in the next piece or never; a byte of
-    UTF-8 that stood alone in its piece is expected as ``surrogateescape`` gives it.
+    A JSON escape may be half a character (``\\\\ud83d``) whose other half arrives in the next piece or never. A UTF-8
+    byte that was alone in its piece must be given as ``surrogateescape`` decodes it.
 
     >>> whole_characters("\\ud83d" + "\\ude00"), whole_characters("a\\ud83d b")
     ('😀', 'a\ufffd b')

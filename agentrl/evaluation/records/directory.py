@@ -3,9 +3,9 @@
 ::
 
     evaluations/NAME/
-      provenance.json        what the results came from; the same command continues, another is refused
+      provenance.json        provenance of the results; the same command continues, a different one is refused
       problems.jsonl         statements, gold answers and prompts
-      rollouts.jsonl.zst     every rollout, appended as it ended
+      rollouts.jsonl.zst     every rollout, appended as it ends
       results.json  table.md  plots/  report.html
       servers/               logs of vLLM servers that were started for it
 """
@@ -32,7 +32,7 @@ SERVERS = "servers"
 
 
 class EvaluationDirectory:
-    """Reads one evaluation. To write, enter :meth:`begin`."""
+    """Reads one evaluation. Use :meth:`begin` to write."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -46,18 +46,18 @@ class EvaluationDirectory:
 
     @classmethod
     def existing(cls, path: str | Path) -> EvaluationDirectory:
-        """An evaluation that was begun. Raises SettingsError where there is none."""
+        """Open an existing evaluation. Raises SettingsError if there is none."""
         found = cls(path)
         if not found._provenance.is_file():
-            raise SettingsError(f"{path} is no evaluation (it holds no {found._provenance.name})")
+            raise SettingsError(f"{path} is not an evaluation (it has no {found._provenance.name})")
         return found
 
     @classmethod
     def begin(cls, path: Path, provenance: Provenance, problems: Sequence[ProblemRow]) -> EvaluationDirectory:
-        """Start an evaluation here, or go on with the one that was begun by the same command; locked until closed.
+        """Start an evaluation, or continue one that the same command started. The directory is locked until closed.
 
-        Raises SettingsError that names every setting that differs, where the directory holds something else, cannot be
-        written, or is being used.
+        Raises SettingsError if settings differ (it names each), or if the directory contains other files, cannot be
+        written or is in use.
         """
         directory = cls(path)
         try:
@@ -73,7 +73,7 @@ class EvaluationDirectory:
         return directory
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -87,17 +87,17 @@ class EvaluationDirectory:
         self.close()
 
     def provenance(self) -> Provenance:
-        """What the results came from."""
+        """The provenance of the results."""
         return cast(Provenance, self._json(self._provenance))
 
     def results(self) -> Results:
-        """``results.json``. SettingsError while the evaluation is not finished."""
+        """``results.json``. Raises SettingsError if the evaluation is not finished."""
         if not self.results_file.is_file():
             raise SettingsError(f"{self.path} is not finished: the command that began it continues it")
         return cast(Results, self._json(self.results_file))
 
     def problem_sets(self) -> list[ProblemSet]:
-        """The problems that were asked, without their data files."""
+        """The problems of the evaluation, read without their data files."""
         found: dict[tuple[str, bool], list[Problem]] = {}
         for row in self._rows():
             problem = _problem(row)
@@ -109,11 +109,11 @@ class EvaluationDirectory:
         ]
 
     def prompts(self) -> dict[tuple[str, str], str]:
-        """What the model was shown first, by benchmark and problem."""
+        """The prompts, by benchmark and problem."""
         return {(row["benchmark"], row["id"]): row["prompt"] for row in self._rows()}
 
     def transcripts(self) -> Iterator[Transcript]:
-        """Every rollout as it was written: an attempt that failed comes before the one that took its place."""
+        """Every rollout in the order written: a failed attempt comes before the attempt that replaced it."""
         return read_rollouts(self.rollouts)
 
     def rollouts_bytes(self) -> int:
@@ -121,12 +121,12 @@ class EvaluationDirectory:
         return self.rollouts.stat().st_size if self.rollouts.is_file() else 0
 
     def write_text(self, name: str, text: str) -> None:
-        """Write the file ``name`` whole."""
+        """Write the file ``name`` atomically."""
         data = text.encode()
         self._write(self.path / name, lambda out: out.writelines([data]))
 
     def write_json(self, path: Path, value: Mapping[str, object]) -> None:
-        """Write an object whole."""
+        """Write a JSON object atomically."""
         self.write_text(path.name, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
     def _prepare(self, provenance: Provenance, problems: Sequence[ProblemRow]) -> None:
@@ -137,7 +137,7 @@ class EvaluationDirectory:
         if foreign:
             raise SettingsError(f"{self.path} holds something else ({', '.join(foreign[:5])}); choose another --output")
         self._write(self._problems, lambda out: out.writelines(json_line(row) for row in problems))
-        self.write_json(self._provenance, provenance)  # last: from here on it can be continued
+        self.write_json(self._provenance, provenance)  # last: from now on the evaluation can be continued
 
     def _write(self, path: Path, write: Callable[[IO[bytes]], None]) -> None:
         with world_errors(path, "write"):
@@ -149,7 +149,7 @@ class EvaluationDirectory:
         if changed:
             lines = "\n".join(f"  {key}: {before!r} -> {after!r}" for key, before, after in changed)
             raise SettingsError(
-                f"{self.path} was begun with other settings (then -> now):\n{lines}\n"
+                f"{self.path} was started with other settings (then -> now):\n{lines}\n"
                 "give the same command to continue it, or another --output to start afresh"
             )
 
@@ -185,5 +185,5 @@ def _object(text: str, place: str) -> JSONObject:
 
 
 def _is_debris(name: str) -> bool:
-    """True for what an evaluation that was killed before it began may leave."""
+    """True for files that an evaluation may leave when it is killed before it begins."""
     return name in ("lock", "problems.jsonl", SERVERS) or (name.startswith(".") and name.endswith(".partial"))

@@ -1,4 +1,4 @@
-"""What a rollout came to, in one word: the columns of a table, and the filter of the report."""
+"""The result of a rollout in one word: the columns of a table and the filter of the report."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ KINDS = {
     "void": "void turn",
     "no_data": "no data",
 }
-"""Names as they are stored and as they are shown. All but the first and the last count as wrong."""
+"""Stored name -> displayed name. All but the first and the last count as wrong."""
 
 
 def kind_of(transcript: Transcript) -> str:
-    """The one of ``KINDS`` that says most: what was graded goes before how the conversation ended."""
+    """The most informative of ``KINDS``: a verdict takes precedence over how the conversation ended."""
     if transcript.no_data:
         return "no_data"
     if transcript.correct:

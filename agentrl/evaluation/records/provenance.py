@@ -1,4 +1,4 @@
-"""What results came from: everything that could have made them other ones. Recorded, and compared."""
+"""The provenance of results: everything that could have changed them, for the record and for comparisons."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COMPARABLE = (
     "environment.sandbox",
     "sandbox.url",
 )
-"""Keys, or beginnings of keys, that two runs may differ in and still be compared: the rest is the protocol."""
+"""Keys, or prefixes of keys, in which two comparable runs may differ. All other keys are the protocol."""
 
 
 def provenance(
@@ -48,7 +48,7 @@ def provenance(
     engine: Mapping[str, object],
     environment: Sequence[str],
 ) -> Provenance:
-    """A JSON-able record. ``settings`` have evaluation's limits in place; ``environment`` are its own words."""
+    """A JSON-serializable record. ``settings`` have evaluation's limits; ``environment`` describes itself."""
     evaluation = settings.evaluation
     return {
         "model": dict(model),
@@ -80,7 +80,7 @@ def provenance(
 
 
 def grader_record(settings: EvaluationSections) -> JSONObject:
-    """The grader's version and what may change a verdict: not how many processes it has."""
+    """The grader's version and the settings that may change a verdict, without the number of processes."""
     limits = settings.grader.model_dump(mode="json", include={"deadline", "memory_mb", "max_length", "max_depth"})
     return {"math_verify": _version("math-verify"), **limits}
 
@@ -88,7 +88,7 @@ def grader_record(settings: EvaluationSections) -> JSONObject:
 def differences(
     first: Mapping[str, object], second: Mapping[str, object], *, but: Sequence[str] = ()
 ) -> list[tuple[str, object, object]]:
-    """Dotted key and both values of everything that differs, but for keys that are (or begin with) one of ``but``."""
+    """Dotted key and both values of every difference, except for keys that equal or start with one of ``but``."""
     before, after = flat(first), flat(second)
     return [
         (key, before.get(key, "(absent)"), after.get(key, "(absent)"))
@@ -115,7 +115,7 @@ def _under(key: str, name: str) -> bool:
 
 
 def _instruction(settings: EvaluationSections) -> dict[str, str]:
-    """What the model is told, where the settings leave that to the protocol."""
+    """The instruction that the model is given, if the settings leave it to the protocol."""
     environment = settings.environment
     if isinstance(environment, SimpleTIRSettings | ReasoningSettings):
         return {"instruction": environment.shown_instruction}
@@ -123,7 +123,7 @@ def _instruction(settings: EvaluationSections) -> dict[str, str]:
 
 
 def _request(endpoint: EndpointSettings) -> JSONObject:
-    """What is set of an endpoint's requests. What is not has no place: evaluations begun without it go on."""
+    """The endpoint's request settings that are set. Others are left out, so that older evaluations can continue."""
     return endpoint.model_dump(mode="json", include=set(REQUEST_FIELDS), exclude_defaults=True)
 
 
@@ -137,7 +137,7 @@ def _prompt_format(settings: EvaluationSections) -> str:
 
 
 def chosen_engine(settings: EvaluationSections) -> JSONObject:
-    """The engine that ``settings`` name, as far as they know it."""
+    """The engine in ``settings``, with everything that the settings determine."""
     endpoint = settings.evaluation.endpoint
     if endpoint.url is not None:
         return {"name": "endpoint", "url": endpoint.url, "api": endpoint.api}

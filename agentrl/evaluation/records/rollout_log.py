@@ -1,8 +1,8 @@
-"""Rollouts on disk: JSON Lines, compressed, appended one by one; a file that a kill tore is repaired.
+"""Rollouts on disk: compressed JSON Lines, appended one by one; a file truncated by a kill is repaired.
 
-Every rollout is a zstd frame of its own, with a checksum, written by one system call as soon as it is over.
-``zstd -dc`` and every reader of concatenated frames gives back the JSON lines. SIGKILL loses what has not been
-written: the rollouts in flight. A power cut may lose what the disk had not stored yet, the last few seconds.
+Every rollout is its own zstd frame, with a checksum, written by one system call as soon as the rollout ends.
+``zstd -dc`` and every reader of concatenated frames returns the JSON lines. SIGKILL loses only the rollouts in flight.
+A power failure may also lose the last few seconds, which the disk had not yet stored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SYNC_EVERY = 5.0  # seconds
 
 
 class RolloutLog:
-    """Appends to one file. Opening repairs it; one process writes it at a time (its directory is locked by the run)."""
+    """Appends to one file. Opening repairs it. Only one process writes at a time: the run locks the directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,7 +36,7 @@ class RolloutLog:
         self._synced = time.monotonic()
 
     def append(self, transcript: Transcript) -> None:
-        """Write one rollout. Raises WorldError where the disk refuses; what it took of the frame is cut again."""
+        """Write one rollout. Raises WorldError if the write fails; a partly written frame is removed again."""
         frame = self._packer.compress(json_line(transcript.to_record()))
         with world_errors(self.path, "append to"):
             end = os.fstat(self._file).st_size
@@ -51,7 +51,7 @@ class RolloutLog:
                 self._sync()
 
     def close(self) -> None:
-        """Make everything durable and close; may be called more than once."""
+        """Sync everything to disk and close. May be called more than once."""
         if self._file >= 0:
             with world_errors(self.path, "close"):
                 self._sync()
@@ -72,9 +72,9 @@ class RolloutLog:
 
 
 def read_rollouts(path: Path) -> Iterator[Transcript]:
-    """The rollouts in the order they were written, one in memory at a time; a torn last frame is left out.
+    """The rollouts in the order written, one in memory at a time; an incomplete last frame is left out.
 
-    Raises WorldError that names the file and the place for anything else that is damaged.
+    Raises WorldError, which names the file and the position, for any other damage.
     """
     if not path.exists():
         return
@@ -86,7 +86,7 @@ def read_rollouts(path: Path) -> Iterator[Transcript]:
 
 
 def repair_frames(path: Path) -> int:
-    """Cut an incomplete frame at the end. Returns the bytes that were cut."""
+    """Remove an incomplete frame at the end. Returns the number of bytes removed."""
     if not path.exists():
         return 0
     with world_errors(path, "repair"):
@@ -102,7 +102,7 @@ def repair_frames(path: Path) -> int:
 
 
 def _frames(path: Path, *, ends: bool = False) -> Iterator[tuple[int, bytes]]:
-    """Where each whole frame begins (or ``ends``) and what it holds."""
+    """The start (or, with ``ends``, the end) of each complete frame, and its content."""
     unpacker = zstandard.ZstdDecompressor()
     with world_errors(path, "read"), path.open("rb") as file:
         begin = position = 0

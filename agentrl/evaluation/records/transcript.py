@@ -1,4 +1,4 @@
-"""What an evaluation stores of a rollout: the conversation as text, how it ended, and what the grader said.
+"""The record of a rollout in an evaluation: the conversation as text, how it ended, and the grader's verdict.
 
 >>> turns = (Turn(origin="model", text="So \\\\boxed{5}.", tokens=6),)
 >>> one = Transcript(benchmark="toy", problem="toy-0", sample=0, turns=turns, ended=Ended.ANSWERED,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One rollout to play: the ``number``-th of a problem of a benchmark. ``attempt`` counts fresh starts from 0."""
+    """One rollout to play: sample ``number`` of a problem of a benchmark. ``attempt`` counts retries from 0."""
 
     benchmark: str
     problem: Problem
@@ -38,9 +38,9 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What the model wrote in one go, or what it was shown. ``tokens`` as the engine counts them.
+    """One turn of the model, or one text shown to it. ``tokens`` are counted by the engine.
 
-    ``reasoning``: what an endpoint tells of the model's thoughts apart from its text; the model is not shown it again.
+    ``reasoning`` is the model's reasoning if an endpoint reports it separately; it is not shown to the model again.
     """
 
     origin: Literal["model", "observation"]
@@ -51,9 +51,9 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transcript:
-    """One finished rollout. ``problem`` is the problem's id; its statement and gold answer are stored once a run.
+    """One finished rollout. ``problem`` is the problem's id; its statement and gold answer are stored once per run.
 
-    ``refused``: a turn was ended by the endpoint's content filter, or the model refused in words.
+    ``refused``: the endpoint's content filter ended a turn, or the model refused in words.
     """
 
     benchmark: str
@@ -73,7 +73,7 @@ class Transcript:
 
     @classmethod
     def of(cls, sample: Sample, trajectory: Trajectory, *, failure: str | None = None) -> Transcript:
-        """The text of a trajectory of tokens."""
+        """The transcript of a token trajectory."""
         return cls(
             benchmark=sample.benchmark,
             problem=sample.problem.id,
@@ -98,12 +98,12 @@ class Transcript:
 
     @property
     def correct(self) -> bool:
-        """By the grader; where the environment does not grade answers, by a reward of at least 1."""
+        """True if the grader says so or, if the environment does not grade answers, if the reward is at least 1."""
         return self.reward >= 1.0 if self.verdict is None else self.verdict is Verdict.CORRECT
 
     @property
     def no_data(self) -> bool:
-        """It failed for reasons outside the policy: in no average, but counted."""
+        """True if it failed for reasons outside the policy: counted, but excluded from all averages."""
         return self.ended.is_no_data or (self.verdict is not None and self.verdict.is_no_data)
 
     @property
@@ -116,16 +116,16 @@ class Transcript:
 
     @property
     def tokens(self) -> int:
-        """Of the whole response, observations included."""
+        """Tokens of the whole response, including observations."""
         return sum(turn.tokens for turn in self.turns)
 
     def to_record(self) -> JSONObject:
-        """A JSON-able record."""
+        """A JSON-serializable record."""
         return asdict(self)
 
     @classmethod
     def from_record(cls, record: JSONObject) -> Transcript:
-        """The inverse of :meth:`to_record`, also through JSON. KeyError, TypeError or ValueError where it is none."""
+        """The inverse of :meth:`to_record`, also through JSON. KeyError, TypeError or ValueError if invalid."""
         return cls(
             **{
                 **record,

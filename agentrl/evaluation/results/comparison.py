@@ -1,4 +1,4 @@
-"""``agentrl compare A B``: what B is better or worse at than A, paired by problem."""
+"""``agentrl compare A B``: where B is better or worse than A, paired by problem."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def compare_command(first: Path, second: Path) -> dict[str, Difference]:
 
 
 def compare(first: Results, second: Results) -> dict[str, Difference]:
-    """The difference of each benchmark that both ``results.json`` hold, second minus first.
+    """The difference, second minus first, on each benchmark in both ``results.json``.
 
-    Raises SettingsError that names every setting in which the protocols differ, where the problems of a benchmark are
-    not the same, and where no benchmark is in both.
+    Raises SettingsError if the protocols differ (it names every differing setting), if the problems of a benchmark
+    differ, and if no benchmark is in both.
     """
     changed = differences(first["provenance"], second["provenance"], but=COMPARABLE)
     if changed:
@@ -53,7 +53,7 @@ def compare(first: Results, second: Results) -> dict[str, Difference]:
 
 
 def difference_tables(first: Results, second: Results, found: Mapping[str, Difference]) -> list[Table]:
-    """One row a benchmark: both scores, the difference with both intervals and p-values, problems won and lost."""
+    """One row per benchmark: both scores, the difference with intervals and p-values, problems won and lost."""
     columns = ("benchmark", "A", "B", "B - A", "95 % this benchmark", "p", "95 % problems like these", "p like these")
     rows = []
     for name, one in found.items():
@@ -86,7 +86,7 @@ def difference_tables(first: Results, second: Results, found: Mapping[str, Diffe
 def _counts(
     first: BenchmarkResults, second: BenchmarkResults
 ) -> tuple[tuple[list[int], list[int]], tuple[list[int], list[int]]]:
-    """Samples and correct ones of each problem, in the same order."""
+    """The numbers of samples and of correct samples of each problem, in the same order."""
     problems = list(first["per_problem"])
     parts = [[one["per_problem"][key] for key in problems] for one in (first, second)]
     one, two = (([part["samples"] for part in run], [part["correct"] for part in run]) for run in parts)
@@ -94,7 +94,7 @@ def _counts(
 
 
 def _notes(first: Results, second: Results) -> list[str]:
-    """What differs without changing what is measured, and what only one of the two holds."""
+    """Differences that do not change what is measured, and benchmarks that only one of the two has."""
     notes = []
     n1, n2 = (results["provenance"]["sampling"]["n"] for results in (first, second))
     if n1 != n2:

@@ -1,8 +1,8 @@
 """The difference between two runs on the same problems, paired by problem, with intervals and p-values.
 
-As with one run's score, two questions: *this benchmark* (these problems stay, other samples are drawn) and *problems
-like these* (other problems are drawn). Each has an interval and a p-value; they come from different tests, so near
-p = 0.05 one may exclude a difference of 0 where the other does not. ``benchmarks/coverage.py`` measures both intervals.
+As for the score of one run, there are two questions: *this benchmark* (fixed problems, new samples) and *problems like
+these* (new problems). Each has an interval and a p-value. They come from different tests, so near p = 0.05 one may
+exclude a difference of 0 and the other not. ``benchmarks/coverage.py`` measures the coverage of both intervals.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from numpy.typing import ArrayLike
 from agentrl.evaluation.results.scores import Floats, Interval, counts_of, student_quantile, this_benchmark_interval
 
 DRAWS = 20_000
-"""Random relabellings a p-value is made of: none is below 1 / (DRAWS + 1)."""
+"""Number of random relabellings per p-value; no p-value is below 1 / (DRAWS + 1)."""
 
 _ROUNDING = 1e-9
-_CHUNK = 2_000  # relabellings held at once
+_CHUNK = 2_000  # relabellings in memory at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Second run minus first. The intervals lie within [-1, 1]; won, lost and tied are problems, for the second run."""
+    """Second run minus first. Intervals are within [-1, 1]; won, lost and tied count problems for the second run."""
 
     mean: float
     this_benchmark: Interval
@@ -52,10 +52,10 @@ class Difference:
 def paired_difference(
     first: tuple[ArrayLike, ArrayLike], second: tuple[ArrayLike, ArrayLike], *, seed: int = 0
 ) -> Difference:
-    """Compare two runs, each ``(samples, correct)`` with one entry a problem, in the same order.
+    """Compare two runs, each ``(samples, correct)`` with one entry per problem, in the same order.
 
-    Problems without a sample in one of the runs are left out and counted as unpaired. ``seed`` is that of the p-values.
-    Raises ValueError on impossible counts, runs of different lengths, and when no problem is left.
+    Problems without a sample in one of the runs are left out and counted as unpaired. ``seed`` is for the p-values.
+    Raises ValueError for impossible counts, for runs of different lengths, and if no problem is left.
 
     >>> result = paired_difference(([4, 4, 4], [1, 2, 4]), ([4, 4, 4], [3, 2, 3]))
     >>> round(result.mean, 3), result.won, result.lost, result.tied
@@ -96,10 +96,10 @@ def difference_on_this_benchmark(n1: Floats, c1: Floats, n2: Floats, c2: Floats)
 
 
 def difference_on_problems_like_these(n1: Floats, c1: Floats, n2: Floats, c2: Floats) -> Interval:
-    """Student's t over problems, with half a sample won and half a one lost added, so that it is never a point."""
+    """Student's t over problems, with half a sample won and half a sample lost added, so that it has positive width."""
     problems = len(n1)
     if problems == 1:
-        return Interval(low=-1.0, high=1.0)  # one problem says nothing of others
+        return Interval(low=-1.0, high=1.0)  # one problem gives no information about others
     gain_P = c2 / n2 - c1 / n1
     centre, sample = float(gain_P.mean()), 1 / min(float(n1.mean()), float(n2.mean()))
     variance = (float(((gain_P - centre) ** 2).sum()) + sample**2) / (problems - 1)
@@ -108,19 +108,19 @@ def difference_on_problems_like_these(n1: Floats, c1: Floats, n2: Floats, c2: Fl
 
 
 def _swapped_samples(n1: Floats, c1: Floats, n2: Floats, c2: Floats, rng: np.random.Generator) -> float:
-    """Two-sided p of: on every problem both runs are right equally often. Deals its samples anew to the runs."""
+    """Two-sided p of: on every problem both runs are equally often right. Randomly reassigns samples to runs."""
     right, wrong = (c1 + c2).astype(np.int64), (n1 + n2 - c1 - c2).astype(np.int64)
     taken = n1.astype(np.int64)
 
     def relabelled(draws: int) -> Floats:
-        dealt = rng.hypergeometric(right, wrong, taken, size=(draws, len(right)))  # [draws, P] right ones of run 1
+        dealt = rng.hypergeometric(right, wrong, taken, size=(draws, len(right)))  # [draws, P] correct samples of run 1
         return np.asarray(((right - dealt) / n2 - dealt / n1).mean(axis=1))
 
     return _share_as_far(float((c2 / n2 - c1 / n1).mean()), relabelled)
 
 
 def _swapped_problems(gain_P: Floats, rng: np.random.Generator) -> float:
-    """Two-sided p of: on a problem drawn at random either run may be the better one alike. Flips the gains' signs."""
+    """Two-sided p of: on a random problem either run is equally likely to be better. Flips the signs of the gains."""
 
     def relabelled(draws: int) -> Floats:
         signs = rng.integers(0, 2, size=(draws, len(gain_P))) * 2 - 1

@@ -1,7 +1,7 @@
-"""The answers of stored conversations, found again by the protocol as it is now. Nothing is generated, nothing is run.
+"""Extract the answers of stored conversations again with the current protocol, without generating or running code.
 
-A conversation is read as an episode plays it: turn by turn, a program's answer before the words', and the first answer
-ends it. What programs printed stands in their calls, not in the observations, which are cut to what a model is shown.
+A conversation is read as an episode plays it: turn by turn, with a program's answer before an answer in the text, and
+the first answer ends it. Program output is taken from the tool calls; observations are cut to what the model is shown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentrl_envs.types import Ended
 
 
 def protocol_of(provenance: Provenance) -> Protocol:
-    """The protocol under which an evaluation was played. SettingsError where its environment has none."""
+    """The protocol of an evaluation. SettingsError if its environment has none."""
     recorded = provenance["protocol"]
     if recorded["env"] == "reasoning":
         return ReasoningProtocol(instruction=recorded["instruction"])
@@ -44,9 +44,9 @@ def protocol_of(provenance: Provenance) -> Protocol:
 
 
 def extracted(transcript: Transcript, protocol: Protocol) -> Transcript:
-    """With the answer that the protocol finds now, and without a verdict where that is another one than before.
+    """``transcript`` with the answer that the protocol finds now, and without a verdict if the answer has changed.
 
-    A rollout without data stays as it is, but for one that has an answer (its grader failed).
+    A rollout excluded from the data is unchanged, unless it has an answer (its grader failed).
     """
     if transcript.ended.is_no_data and transcript.answer is None:
         return transcript
@@ -57,7 +57,7 @@ def extracted(transcript: Transcript, protocol: Protocol) -> Transcript:
     if answer is not None:
         ended = Ended.ANSWERED
     elif ended is Ended.ANSWERED:
-        ended = Ended.STOPPED  # what the model would have gone on to write, nobody knows
+        ended = Ended.STOPPED  # how the model would have continued is unknown
     return replace(transcript, answer=answer, verdict=None, reward=0.0, ended=ended)
 
 
@@ -72,10 +72,10 @@ def _answer(transcript: Transcript, protocol: Protocol) -> str | None:
             continue
         call = next(calls, None)
         if call is None:
-            return transcript.answer  # more programs than were run: the rule for programs is another one now
+            return transcript.answer  # more programs than were run: the rule for programs has changed
         printed = protocol.printed_answer(call.printed)
         if printed is None and len(call.printed) == PRINTED and text is turns[-1] and transcript.answer is not None:
-            return transcript.answer  # it may stand before what was kept of the output
+            return transcript.answer  # it may be before the part of the output that was kept
         if printed is not None or turn.answer is not None:
             return printed if printed is not None else turn.answer
     return None

@@ -1,4 +1,4 @@
-"""``results.json``: every benchmark's scores, and what they came from."""
+"""``results.json``: the scores of every benchmark, with their provenance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORMAT = 1
 async def make_results(
     provenance: Provenance, sets: Sequence[ProblemSet], index: RolloutIndex, ks: Sequence[int], grader: Grades
 ) -> Results:
-    """The whole object. Raises WorldError where a benchmark has no rollout that holds data."""
+    """The whole object. Raises WorldError if all rollouts of a benchmark are excluded from the data."""
     benchmarks: dict[str, BenchmarkResults] = {}
     for one in sets:
         try:

@@ -1,4 +1,4 @@
-"""Formulas in a text as MathML, for a page that needs no network: browsers draw MathML themselves."""
+"""Formulas in a text as MathML, which browsers render without network access."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from functools import lru_cache
 from xml.etree.ElementTree import Element
 
 FORMULA = re.compile(r"\$\$([^$]+)\$\$|\\\[([\s\S]+?)\\\]|\\\(([\s\S]+?)\\\)|\$([^$\n]+)\$")
-"""TeX between ``$$``, ``\\[``, ``\\(`` or ``$``; the report's script looks for the same."""
+"""TeX between ``$$``, ``\\[``, ``\\(`` or ``$``; the report's script searches for the same delimiters."""
 
 _FENCE = re.compile(r"```[^\n`]*\n[\s\S]*?(?:\n {0,3}```|$)")
-_LONGEST = 1000  # characters of a formula that is drawn
+_LONGEST = 1000  # maximum characters of a formula that is rendered
 
 
 def formulas_of(texts: Iterable[str]) -> dict[str, list[object]]:
-    """Each formula outside of code fences, by its TeX, as a tree; one that cannot be read is left out.
+    """TeX -> tree for each formula outside code fences; formulas that cannot be parsed are left out.
 
     >>> formulas_of(["Add $x$ to $x$."])
     {'x': ['math', {}, ['mrow', {}, ['mi', {}, 'x']]]}
@@ -46,5 +46,5 @@ def _tree_of(tex: str) -> list[object] | None:
 def _tree(element: Element) -> list[object]:
     """``[tag, attributes, children ...]``; a child is text or a tree."""
     attributes = {name: value for name, value in element.attrib.items() if name not in ("xmlns", "display")}
-    children: list[object] = [html.unescape(element.text)] if element.text else []  # the library writes entities
+    children: list[object] = [html.unescape(element.text)] if element.text else []  # the library returns entities
     return [element.tag, attributes, *children, *map(_tree, element)]

@@ -1,4 +1,4 @@
-"""Pictures of an evaluation: scores with both intervals, pass@k, each problem's share, and how rollouts ended."""
+"""Plots of an evaluation: scores with both intervals, pass@k, share of correct samples, and how rollouts ended."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""``agentrl regrade RUN``: grade the stored answers again, without generating, and show what changes.
+"""``agentrl regrade RUN``: grade the stored answers again, without generating, and show the changes.
 
-With ``--extract`` the answers are found again in the stored conversations first, so that a change of the extraction
-shows as well. The evaluation's own files stay as they are; ``regraded.json`` holds the new scores, every answer and
-every verdict that changed.
+With ``--extract``, the answers are first extracted again from the stored conversations, so that changes of the
+extraction are shown as well. The evaluation's own files are not changed; ``regraded.json`` contains the new scores and
+every answer and verdict that changed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _AT_ONCE = 256
 
 
 class FunctionGrader:
-    """A user's ``function(answer, gold) -> bool`` (or a Verdict, or a coroutine of either) as a grader."""
+    """A custom ``function(answer, gold) -> bool`` (or a Verdict, or a coroutine of either) as a grader."""
 
     def __init__(self, path: str) -> None:
-        """``path`` is ``module:name``. Raises SettingsError where that leads to no function."""
+        """``path`` is ``module:name``. Raises SettingsError if it does not name a function."""
         module_name, _, name = path.partition(":")
         if not module_name or not name:
             raise SettingsError(f"--grader {path}: valid is MODULE:NAME, a function (answer, gold) -> bool")
@@ -55,7 +55,7 @@ class FunctionGrader:
         self._function: Callable[[str, str], object] = found
 
     async def grade(self, answer: str | None, gold: str) -> Verdict:
-        """The function's verdict; no answer is never shown to it."""
+        """The function's verdict. The function is not called if there is no answer."""
         if answer is None or not answer.strip():
             return Verdict.NO_ANSWER
         said = self._function(answer, gold)
@@ -69,7 +69,7 @@ class FunctionGrader:
 
 
 def regrade_command(run: Path, settings: EvaluationSections, grader: str | None, *, extract: bool = False) -> Regraded:
-    """Extract if asked to, grade, show, and write ``regraded.json``; returns what stands in it."""
+    """Extract if requested, grade, show, and write ``regraded.json``. Returns its content."""
     directory = EvaluationDirectory.existing(run)
     before = directory.results()
     console = Console(settings.telemetry)
@@ -98,7 +98,7 @@ def regrade_command(run: Path, settings: EvaluationSections, grader: str | None,
     }
     directory.write_json(directory.path / "regraded.json", record)
     also = f"{len(answers)} changed answers, " if extract else ""
-    console.note(f"{also}{len(verdicts)} changed verdicts and the new scores lie in {directory.path / 'regraded.json'}")
+    console.note(f"{also}{len(verdicts)} changed verdicts and the new scores are in {directory.path / 'regraded.json'}")
     return record
 
 
@@ -142,9 +142,10 @@ async def _regrade(
 
 
 async def _graded(old: Transcript, new: Transcript, gold: str, grader: Grades) -> Transcript:
-    """``new`` with the verdict of today. What was not graded (no answer, a failed sandbox) is not graded now.
+    """``new`` with the new verdict. A rollout that was not graded (no answer, a failed sandbox) is not graded now.
 
-    A rollout whose grader failed has an answer and no verdict: it becomes data. So does an answer found only now.
+    A rollout whose grader failed has an answer and no verdict: it now counts as data. So does one whose answer is found
+    only now.
     """
     ungraded = old.verdict is None and not old.ended.is_no_data and new.answer == old.answer
     if new.answer is None or ungraded:
@@ -168,7 +169,7 @@ def _change(old: Transcript, new: Transcript, gold: str) -> Change:
 
 
 def _show_verdicts(console: Console, changes: list[Change]) -> None:
-    """By what changed, apart from whether the answer did."""
+    """Show the changed verdicts by kind of change, separately for changed and unchanged answers."""
     kinds = Counter(
         (change["before"], change["after"], change["answer"] == change["answer_before"]) for change in changes
     )
@@ -201,7 +202,7 @@ def _kind_of_answer(change: Change) -> str:
 def _examples(
     title: str, columns: tuple[str, ...], changes: Sequence[Mapping[str, object]], keys: tuple[str, ...]
 ) -> Table:
-    """The first of each different change."""
+    """The first example of each distinct change."""
     different = {(one["benchmark"], one["problem"], *(one[key] for key in keys)): one for one in reversed(changes)}
     rows = tuple(
         (

@@ -1,8 +1,8 @@
-"""``report.html``: one file that needs no network. Every text of a model is data in it, never markup.
+"""``report.html``: one file that needs no network. Model output is always data in it, never markup.
 
-Tables and settings are escaped where they are written; conversations lie in it as compressed JSON, which its script
-turns into text nodes, and into elements of Markdown and MathML that it names itself. Its content security policy
-forbids every other script and everything from outside.
+Tables and settings are escaped where they are written. Conversations are embedded as compressed JSON, which the page's
+script renders as text nodes and as a fixed set of Markdown and MathML elements. The content security policy forbids
+every other script and every external resource.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from agentrl.evaluation.results.tables import Table, result_tables
 from agentrl_envs.types import Problem
 
 _EXCERPT = 120  # characters of a statement in the list of problems
-_MOST = 9_500_000  # bytes of conversations in a report whose number is not given: a page that opens at once
+_MOST = 9_500_000  # bytes of conversations if their number is not given, so that the page opens at once
 _PLACES = ("scores.png", "pass_at_k.png", "problems.png", "endings.png")
 
 
 def write_report(directory: EvaluationDirectory, results: Results, *, conversations: int | None) -> None:
-    """Write ``report.html`` with at most ``conversations`` of each problem, right and wrong ones in turn.
+    """Write ``report.html`` with at most ``conversations`` per problem, alternating right and wrong ones.
 
-    None: with all of them, or as many of each problem as fit into a page of 10 MB.
+    None: all conversations, or as many per problem as fit into a page of 10 MB.
     """
     sets = directory.problem_sets()
     kinds = _kinds(directory)
@@ -53,7 +53,7 @@ def write_report(directory: EvaluationDirectory, results: Results, *, conversati
         "SCRIPT": script,
         "SCRIPT_HASH": "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     }
-    # One pass: what is put in is not looked at again.
+    # A single pass: inserted text is not scanned again.
     page = re.sub(r"\{\{([A-Z_]+)\}\}", lambda place: values[place[1]], _file("report_page.html"))
     directory.write_text("report.html", page)
 
@@ -64,10 +64,10 @@ def _fitting(
     kinds: Mapping[tuple[str, str], Mapping[int, str]],
     conversations: int | None,
 ) -> tuple[int, dict[tuple[str, str], list[int]], list[str]]:
-    """How many conversations of each problem are shown, which, and all of them packed."""
+    """The number of conversations shown per problem, which ones, and all of them packed."""
     most = max((len(part) for part in kinds.values()), default=0)
     count = most if conversations is None else min(most, conversations)
-    if conversations is None:  # a first guess, so that no more is read than may fit
+    if conversations is None:  # a first estimate, to avoid reading more than can fit
         count = min(count, max(1, count * 4 * _MOST // max(1, directory.rollouts_bytes())))
     while True:
         chosen = {key: choose(part, count) for key, part in kinds.items()}
@@ -83,12 +83,12 @@ def _shown(count: int, kinds: Mapping[tuple[str, str], Mapping[int, str]]) -> st
         return "Each can be opened."
     return (
         f"Those with a white dot can be opened: at most {count} of each problem, right and wrong ones in turn "
-        "(--conversations); all of them lie in rollouts.jsonl.zst."
+        "(--conversations); all of them are in rollouts.jsonl.zst."
     )
 
 
 def choose(kinds: Mapping[int, str], count: int) -> list[int]:
-    """``count`` samples: the first correct one, the first other one, the second correct one, and so on.
+    """``count`` samples: the first correct one, the first incorrect one, the second correct one, and so on.
 
     >>> choose({0: "correct", 1: "correct", 2: "correct", 3: "void", 4: "incorrect"}, 4)
     [0, 1, 3, 4]
@@ -109,7 +109,7 @@ def _kinds(directory: EvaluationDirectory) -> dict[tuple[str, str], dict[int, st
 def _chosen(
     directory: EvaluationDirectory, chosen: Mapping[tuple[str, str], Sequence[int]]
 ) -> dict[tuple[str, str], list[JSONObject]]:
-    """What is shown of the chosen rollouts; the last attempt of each."""
+    """The displayed data of the chosen rollouts, using the last attempt of each."""
     found: dict[tuple[str, str], dict[int, JSONObject]] = defaultdict(dict)
     for transcript in directory.transcripts():
         key = (transcript.benchmark, transcript.problem)
@@ -169,7 +169,7 @@ def _packed(place: int, problem: Problem, prompt: str, rollouts: Sequence[JSONOb
 
 
 def _inert(value: JSONObject) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """JSON that cannot close its enclosing script element."""
     return json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

@@ -1,4 +1,4 @@
-"""What is kept in memory of each rollout while thousands are played, and the results that are made of it."""
+"""The data kept in memory for each of thousands of rollouts, and the results computed from it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RolloutSummary:
 
 
 class RolloutIndex:
-    """What has been played. A later attempt takes the place of an earlier one."""
+    """The rollouts played so far. A later attempt replaces an earlier one."""
 
     def __init__(self) -> None:
         self._rollouts: dict[tuple[str, str, int], RolloutSummary] = {}
@@ -71,7 +71,7 @@ class RolloutIndex:
                 self.turns += sign * one.turns
 
     def by_problem(self, benchmark: str) -> dict[str, list[RolloutSummary]]:
-        """Every problem's rollouts by their number."""
+        """The rollouts of every problem, sorted by number."""
         found: dict[str, list[tuple[int, RolloutSummary]]] = defaultdict(list)
         for (name, problem, number), rollout in self._rollouts.items():
             if name == benchmark:
@@ -83,13 +83,13 @@ class RolloutIndex:
 
     @property
     def finished(self) -> int:
-        """Rollouts that need not be played again."""
+        """The number of rollouts that need not be played again."""
         return sum(rollout.ended is not Ended.INFRASTRUCTURE_FAILURE for rollout in self._rollouts.values())
 
     def missing(self, sets: Iterable[ProblemSet], n: int) -> list[Sample]:
-        """What is to be played: what was not, and, afresh, what failed for reasons outside the policy.
+        """The samples to play: those not yet played, and retries of those that failed for reasons outside the policy.
 
-        Sample by sample, not problem by problem: what an interrupted evaluation holds is spread over all problems.
+        Ordered by sample, not by problem, so that an interrupted evaluation covers all problems evenly.
         """
         chosen = list(sets)
         found = []
@@ -108,7 +108,7 @@ class RolloutIndex:
 async def benchmark_results(
     one: ProblemSet, index: RolloutIndex, *, ks: Sequence[int], grader: Grades
 ) -> BenchmarkResults:
-    """One benchmark's part of ``results.json``. ValueError where no rollout holds data."""
+    """One benchmark's part of ``results.json``. ValueError if all rollouts are excluded from the data."""
     rollouts = index.by_problem(one.name)
     played = [rollouts.get(problem.id, []) for problem in one.problems]
     data = [[rollout for rollout in part if not rollout.no_data] for part in played]
@@ -153,7 +153,7 @@ def default_ks(n: int) -> tuple[int, ...]:
 
 
 def _pass(samples: Sequence[int], correct: Sequence[int], k: int) -> PassRecord | None:
-    """pass@k over the problems with k samples; None where no problem has so many."""
+    """pass@k over the problems with at least k samples; None if there is no such problem."""
     enough = [(n, c) for n, c in zip(samples, correct, strict=True) if n >= k]
     if not enough:
         return None
@@ -161,14 +161,14 @@ def _pass(samples: Sequence[int], correct: Sequence[int], k: int) -> PassRecord 
 
 
 def _vote(rollout: RolloutSummary) -> Verdict:
-    """An environment that gives rewards and no verdicts votes by them."""
+    """The verdict for voting. Without a verdict from the environment, the reward decides."""
     if rollout.verdict is not None:
         return rollout.verdict
     return Verdict.CORRECT if rollout.correct else Verdict.INCORRECT
 
 
 def _conduct(data: Sequence[RolloutSummary]) -> Conduct:
-    """How the rollouts that hold data went."""
+    """Statistics of the rollouts that count as data."""
     ended = Counter(rollout.ended.value for rollout in data)
     truncated = {kind.value: ended[kind.value] for kind in Ended if kind.is_truncation}
     return {
@@ -193,7 +193,7 @@ def _conduct(data: Sequence[RolloutSummary]) -> Conduct:
 
 
 def _no_data(rollouts: Sequence[RolloutSummary]) -> dict[str, int]:
-    """What failed outside the policy, by kind; ``retried`` are fresh starts after such failures, successful or not."""
+    """Failures outside the policy, by kind; ``retried`` counts retries after such failures, successful or not."""
     kinds = Counter(
         rollout.ended.value if rollout.ended.is_no_data else str(rollout.verdict)
         for rollout in rollouts

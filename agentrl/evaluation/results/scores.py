@@ -1,14 +1,14 @@
-"""avg@k with two intervals and pass@k, from the number of samples and of correct ones a problem.
+"""avg@k with two intervals and pass@k, from the numbers of samples and of correct samples per problem.
 
-Dimensions: P problems, n[p] samples of problem p, c[p] correct ones. What is no data (infrastructure failures, grader
-timeouts) is left out of n and c before; a problem without any sample is left out of the score and counted.
+Dimensions: P problems, n[p] samples of problem p, c[p] correct ones. Infrastructure failures and grader timeouts are
+already excluded from n and c; a problem without any sample is excluded from the score and counted.
 
-Two 95 % intervals answer two questions. *This benchmark*: these P problems stay, other samples are drawn. *Problems
-like these*: other problems are drawn from where these came. Both are Wilson's score interval with an effective number
-of samples ``mean (1 - mean) / variance``, so they neither leave [0, 1] nor shrink to nothing at 0 and 1.
+Two 95 % intervals answer two questions. *This benchmark*: the same P problems with new samples. *Problems like these*:
+new problems from the same distribution. Both are Wilson's score interval with an effective number of samples
+``mean (1 - mean) / variance``, so they neither leave [0, 1] nor have zero width at 0 and 1.
 
-``benchmarks/coverage.py`` measures how often they hold the truth; ``docs/grading.md`` has its table. With n = 1 the
-variance within a problem cannot be estimated and is bounded: *this benchmark* then covers more than 95 %, up to always.
+``benchmarks/coverage.py`` measures their coverage; ``docs/grading.md`` has its table. With n = 1 the variance within a
+problem cannot be estimated and is bounded instead: *this benchmark* then covers more than 95 %, up to 100 %.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """avg@k with both intervals; ``mean`` is the mean over problems of each problem's share of correct samples."""
+    """avg@k with both intervals; ``mean`` is the mean, over problems, of the share of correct samples."""
 
     mean: float
     this_benchmark: Interval
@@ -56,7 +56,7 @@ class Score:
 def avg_at_k(samples: ArrayLike, correct: ArrayLike) -> Score:
     """avg@k of ``correct`` out of ``samples`` ([P] each).
 
-    Raises ValueError on counts that are negative or above the samples, on unequal shapes, and when no problem has any
+    Raises ValueError for counts that are negative or above the samples, for unequal shapes, and if no problem has any
     sample.
 
     >>> score = avg_at_k([8, 8, 8, 0], [8, 4, 0, 0])
@@ -82,7 +82,7 @@ def avg_at_k(samples: ArrayLike, correct: ArrayLike) -> Score:
 def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> float:
     r"""pass@k, unbiased: the mean over problems of ``1 - C(n-c, k) / C(n, k)`` (Chen et al. 2021, eq. 1).
 
-    Problems with fewer than ``k`` samples have no unbiased estimate: ValueError.
+    Raises ValueError if a problem has fewer than ``k`` samples: there is no unbiased estimate for it.
 
     >>> pass_at_k([4, 4], [1, 4], 2)
     0.75
@@ -96,7 +96,7 @@ def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> float:
 
 
 def counts_of(samples: ArrayLike, correct: ArrayLike) -> tuple[Floats, Floats]:
-    """Both as vectors of floats. Raises ValueError on impossible counts."""
+    """Both as float vectors. Raises ValueError for impossible counts."""
     n, c = np.asarray(samples, dtype=np.float64), np.asarray(correct, dtype=np.float64)
     if n.ndim != 1 or n.shape != c.shape:
         raise ValueError(f"samples and correct must be vectors of equal length, got shapes {n.shape} and {c.shape}")
@@ -107,11 +107,11 @@ def counts_of(samples: ArrayLike, correct: ArrayLike) -> tuple[Floats, Floats]:
 
 
 def this_benchmark_interval(n_P: Floats, c_P: Floats) -> Interval:
-    """Of problems that all have samples: binomial within each problem.
+    """The interval for problems that all have samples: binomial within each problem.
 
     The unbiased variance of the mean, ``sum p(1-p)/(n-1) / P^2``, is zero when every problem is always or never solved,
-    and too small on average where few are in between: half a sample that disagrees is added, and one is the least.
-    A problem sampled once tells nothing of its variance; ``mean (1 - mean)`` bounds it on average.
+    and too small on average when few are in between: half a disagreeing sample is added, and one is the minimum.
+    A problem sampled once gives no estimate of its variance; ``mean (1 - mean)`` bounds it on average.
     """
     problems, per_problem = len(n_P), float(n_P.mean())
     share = c_P / n_P
@@ -129,7 +129,7 @@ def _problems_like_these(n_P: Floats, c_P: Floats, mean: float) -> Interval:
     """Problems are the clusters: variance between problems, Student's t with P - 1 degrees of freedom."""
     problems = len(n_P)
     if problems == 1:
-        return Interval(low=0.0, high=1.0)  # one problem says nothing of others
+        return Interval(low=0.0, high=1.0)  # one problem gives no information about others
     share = c_P / n_P
     variance = float(share.var(ddof=1)) / problems
     total = float(n_P.sum())
@@ -142,12 +142,12 @@ def _wilson(mean: float, samples: float, quantile: float) -> Interval:
     spread = quantile**2 / samples
     centre = (mean + spread / 2) / (1 + spread)
     half = quantile / (1 + spread) * math.sqrt(mean * (1 - mean) / samples + spread / (4 * samples))
-    # In floating point a bound at a mean of 0 or 1 may lie 7e-18 on its wrong side: an interval holds its mean.
+    # Rounding may put a bound at a mean of 0 or 1 on the wrong side by 7e-18; an interval must contain its mean.
     return Interval(low=min(max(centre - half, 0.0), mean), high=max(min(centre + half, 1.0), mean))
 
 
 def student_quantile(degrees: int) -> float:
-    """The two-sided 95 % quantile of Student's t; for 3 and more degrees within 0.004 (Abramowitz and Stegun 26.7.5).
+    """The two-sided 95 % quantile of Student's t; error below 0.004 from 3 degrees on (Abramowitz and Stegun 26.7.5).
 
     >>> round(student_quantile(29), 3)
     2.045

@@ -1,4 +1,4 @@
-"""Results as tables: for the terminal and, in Markdown, for the directory."""
+"""Results as tables, for the terminal and, in Markdown, for the directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentrl.evaluation.records.kinds import KINDS
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A title, the columns' names, and rows of text; the first column is a name."""
+    """A title, column names and rows of text; the first column is a name."""
 
     title: str
     columns: tuple[str, ...]
@@ -24,7 +24,7 @@ class Table:
 
 
 def result_tables(results: Results) -> list[Table]:
-    """The tables of a finished evaluation: scores, pass@k, what rollouts came to, how they went, what is no data."""
+    """The tables of a finished evaluation: scores, pass@k, results of rollouts, statistics, and excluded rollouts."""
     benchmarks = results["benchmarks"]
     n = results["provenance"]["sampling"]["n"]
     made = (_passes, _kinds, _conduct, _failures)

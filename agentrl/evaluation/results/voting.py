@@ -1,8 +1,8 @@
-"""maj@n: is the answer that most samples gave the right one? Answers are grouped by mathematical equality.
+"""maj@n: whether the most frequent answer is correct. Answers are grouped by mathematical equality.
 
-A sample without an answer does not vote, and neither does one that is no data. One that takes too long to compare votes
-for its own spelling. Ties are split evenly, so a problem's
-score is a share, not a draw. All correct answers are one answer; the grader decides which of the others are equal.
+Samples without an answer and samples excluded from the data do not vote. An answer that takes too long to compare
+counts as a vote for its own spelling. Ties are split evenly, so a problem's score is a share and not a random draw. All
+correct answers are one answer; the grader decides which of the others are equal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agentrl_envs.types import Verdict
 
 
 class Grades(Protocol):
-    """What is needed of a grader."""
+    """The part of a grader that is needed here."""
 
     async def grade(self, answer: str | None, gold: str) -> Verdict:
         """The verdict on an answer."""
@@ -25,7 +25,7 @@ class Grades(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tally:
-    """The votes on one problem: for the correct answer, for each different wrong one (most first), and for none.
+    """The votes on one problem: for the correct answer, for each distinct wrong one (most votes first), and for none.
 
     >>> Tally(correct=3, wrong=(3, 1), silent=1).majority
     0.5
@@ -37,7 +37,7 @@ class Tally:
 
     @property
     def majority(self) -> float:
-        """1 when the correct answer has the most votes, a part of 1 when it shares them, 0 otherwise."""
+        """1 if the correct answer has the most votes, a share of 1 if it is tied for the most, 0 otherwise."""
         most = max((self.correct, *self.wrong))
         if self.correct == 0 or self.correct < most:
             return 0.0
@@ -45,10 +45,10 @@ class Tally:
 
 
 async def tally(samples: Sequence[tuple[str | None, Verdict]], grader: Grades) -> Tally:
-    """Count one problem's votes from each sample's answer and verdict.
+    """Count the votes on one problem from each sample's answer and verdict.
 
-    A wrong answer joins the first group, most frequent spelling first, to whose answer the grader finds it equal; so
-    the outcome depends on no order of samples except between spellings that are equally frequent.
+    A wrong answer joins the first group, in order of decreasing frequency of spellings, whose answer the grader finds
+    equal to it. The outcome therefore depends on the order of samples only between equally frequent spellings.
     """
     votes = [
         (answer.strip(), verdict)
@@ -66,7 +66,7 @@ async def tally(samples: Sequence[tuple[str | None, Verdict]], grader: Grades) -
 
 
 def maj_at_n(tallies: Sequence[Tally]) -> float:
-    """The mean over problems of `Tally.majority`. Raises ValueError without any problem.
+    """The mean of `Tally.majority` over problems. Raises ValueError if there is no problem.
 
     >>> maj_at_n([Tally(correct=2, wrong=(1,)), Tally(correct=1, wrong=(1,)), Tally(correct=0, wrong=(), silent=3)])
     0.5

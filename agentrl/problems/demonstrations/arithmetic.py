@@ -1,8 +1,8 @@
 """``builtin:arithmetic``: an endless, seeded source of word problems with demonstrations.
 
-Training and held-out problems are disjoint by construction: a hash of the family and of the numbers that the statement
-shows decides where a problem belongs. Seed, phrasing, names and hidden values have no say in it, so no seed can move
-a statement from one side to the other.
+Training and held-out problems are disjoint by construction: a hash of the family and of the numbers in the statement
+determines the split of a problem. Seed, phrasing, names and hidden values do not enter the hash, so no seed can move a
+statement from one split to the other.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from agentrl_envs.types import Problem
 
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "heldout")
-HELDOUT_SHARE = 8  # one in eight families-with-numbers is held out
+HELDOUT_SHARE = 8  # one in eight combinations of family and numbers is held out
 
 
 class ArithmeticSource:
-    """Problem ``i`` of this split, seed and choice of families, for every ``i`` from 0 on; nothing is stored.
+    """Generates problem ``i`` of a split, seed and choice of families, for every ``i`` >= 0; stores nothing.
 
     >>> source = ArithmeticSource(split="train", seed=0, families=["box_take"])
     >>> source.problem(3) == source.problem(3)
@@ -36,7 +36,7 @@ class ArithmeticSource:
     size = None
 
     def __init__(self, *, split: str = "train", seed: int = 0, families: Sequence[str] | None = None) -> None:
-        """Raise ProblemError on an unknown split or family, and on an empty or repeated choice of families."""
+        """Raise ProblemError for an unknown split or family, and if ``families`` is empty or has duplicates."""
         if split not in SPLITS:
             raise ProblemError(
                 f"builtin:arithmetic: unknown split {split!r}; valid: {', '.join(SPLITS)}{did_you_mean(split, SPLITS)}"
@@ -55,15 +55,15 @@ class ArithmeticSource:
 
     @property
     def identity(self) -> str:
-        """Equal for sources that give the same problem at every index."""
+        """Equal for sources that return the same problem at every index."""
         return f"{self.name}:{','.join(self.families)}"
 
     def problem(self, index: int) -> Problem:
-        """Problem ``index`` (from 0). Families take turns, so every run of consecutive problems is balanced."""
+        """Problem ``index`` (from 0). The families alternate, so every range of consecutive problems is balanced."""
         return self.demonstration(index).problem
 
     def demonstration(self, index: int) -> Demonstration:
-        """Problem ``index`` with the turns that solve it."""
+        """Problem ``index`` with the turns of its solution."""
         if index < 0:
             raise IndexError(f"problem index must not be negative, got {index}")
         family = FAMILIES[self.families[index % len(self.families)]]
@@ -84,9 +84,9 @@ class ArithmeticSource:
         return [self.demonstration(index) for index in range(start, start + count)]
 
     def distinct(self, count: int) -> list[Problem]:
-        """The first ``count`` problems with different statements, for a fixed evaluation set.
+        """The first ``count`` problems with distinct statements, for a fixed evaluation set.
 
-        Raises EmptyProblemsError when the chosen families do not hold that many.
+        Raises EmptyProblemsError if the chosen families have fewer.
         """
         found: dict[str, Problem] = {}
         for index in range(20 * count):
@@ -107,7 +107,7 @@ class ArithmeticSource:
 
 
 def split_of(family: str, numbers: Numbers) -> Split:
-    """Where the problems of ``family`` with these stated numbers belong, whatever the seed."""
+    """The split of the problems of ``family`` with these numbers in the statement, independent of the seed."""
     content = family + "|" + ",".join(f"{key}={numbers[key]}" for key in sorted(numbers))
     digest = hashlib.blake2b(content.encode(), digest_size=8).digest()
     return "heldout" if int.from_bytes(digest, "big") % HELDOUT_SHARE == 0 else "train"

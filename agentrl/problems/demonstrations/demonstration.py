@@ -1,12 +1,12 @@
-"""Demonstrations: problems with the turns of a good solution, the material of the supervised cold start.
+"""Demonstrations: problems with the turns of a good solution, used as data for the supervised cold start.
 
-One JSON object a line::
+One JSON object per line::
 
     {"id": "a-0", "problem": "Box 7 ...", "answer": "43", "setup": "def open_box...",
      "turns": [{"model": "```py\\nopen_box(7)\\n```", "observation": "\\nCode execution result: 48\\n"},
                {"model": "```py\\nfinal_answer(48-5)\\n```", "observation": ""}]}
 
-``setup`` and a turn's ``observation`` may be left out (both ``""`` then).
+``setup`` and a turn's ``observation`` are optional (default ``""``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentrl_envs.types import Problem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownTurn:
-    """What the model writes and the observation it then reads ("" after the last turn, where none follows)."""
+    """The text that the model writes and the observation that follows ("" after the last turn, which has none)."""
 
     model: str
     observation: str = ""
@@ -44,30 +44,30 @@ class Demonstration:
 
     @property
     def text(self) -> str:
-        """Statement, model texts and observations as one string: what a tokenizer is trained on."""
+        """Statement, model texts and observations as one string, on which a tokenizer is trained."""
         return self.problem.statement + "\n" + "".join(turn.model + turn.observation for turn in self.turns)
 
 
 def program(code: str) -> str:
-    """``code`` as a turn of the model: in a closed fence."""
+    """``code`` as a model turn, in a closed fence."""
     return f"```py\n{code}\n```"
 
 
 def observation(output: str) -> str:
-    """What the SimpleTIR protocol shows of a program's output."""
+    """A program's output as the SimpleTIR protocol shows it."""
     return f"\nCode execution result: {output}\n"
 
 
 def tokenizer_corpus(demonstrations: Iterable[Demonstration]) -> Iterator[str]:
-    """The texts to train a tokenizer on, one a demonstration."""
+    """The texts to train a tokenizer on, one per demonstration."""
     return (demonstration.text for demonstration in demonstrations)
 
 
 def read_demonstrations(path: str | Path) -> list[Demonstration]:
-    """Read a JSONL file of the schema above.
+    """Read a JSONL file with the schema above.
 
     Raises ProblemFileError (missing file, malformed line), ProblemFieldError (a row that is not a demonstration) and
-    EmptyProblemsError; messages name file and line.
+    EmptyProblemsError. Messages name the file and the line.
     """
     source = Path(path).stem
     found = [_from_row(row, place, source) for place, row in read_jsonl(Path(path))]

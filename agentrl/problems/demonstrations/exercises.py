@@ -1,9 +1,9 @@
-"""The families of word problems behind ``builtin:arithmetic``: statements, answers, hidden values, solutions.
+"""The families of word problems of ``builtin:arithmetic``: statements, answers, hidden values, solutions.
 
-Plain families state every number; a program computes the answer. Reveal families hide values behind functions that
-**print** and return nothing (``Problem.setup`` defines them), so the answer can only be given in a later turn than the
-one that saw the value: ``final_answer(box(7))`` answers ``None``. Hidden values are two-digit and drawn anew for
-every problem, so a guess is right about once in ninety times.
+Plain families state every number; a program computes the answer. Reveal families hide values behind functions, defined
+by ``Problem.setup``, that **print** the value and return nothing. The answer can therefore only be given in a turn
+after the one that printed the value: ``final_answer(box(7))`` answers ``None``. Hidden values have two digits and are
+drawn independently for every problem, so a guess is right about once in ninety times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SECRET_RANGE = (10, 99)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exercise:
-    """One drawn problem: what it says, the answer, the hidden definitions and the turns of a solution."""
+    """One sampled problem: its statement, its answer, the hidden definitions and the turns of a solution."""
 
     statement: str
     answer: int
@@ -33,10 +33,10 @@ class Exercise:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExerciseFamily:
-    """How one family draws the numbers of its statement and words them.
+    """How one family samples the numbers of its statement and writes the statement.
 
-    ``draw`` gives the numbers that the statement shows; ``solve`` gives, from those and a generator for hidden values
-    and style, ``(answer, turns, setup)``.
+    ``draw`` returns the numbers in the statement. ``solve`` takes them and a random generator for hidden values and
+    style, and returns ``(answer, turns, setup)``.
     """
 
     name: str
@@ -46,7 +46,7 @@ class ExerciseFamily:
     reveals: bool = False
 
     def exercise(self, rng: Random, numbers: Numbers) -> Exercise:
-        """Word ``numbers`` with drawn names and things, and solve them."""
+        """Write the problem for ``numbers`` with random names and objects, and solve it."""
         first, second = rng.sample(NAMES, 2)
         words = {"n": first, "m": second, "t": rng.choice(THINGS)}
         statement = rng.choice(self.phrasings).format(**words, **numbers)
@@ -67,7 +67,7 @@ def _plain(
 
 
 def _compute(rng: Random, expression: str, answer: int) -> tuple[ShownTurn, ...]:
-    """Mostly one program that answers; sometimes one that prints, and the answer in the next turn."""
+    """Usually one program that answers; sometimes one that prints the value, with the answer in the next turn."""
     if rng.random() < 0.7:
         return (ShownTurn(model=program(f"final_answer({expression})")),)
     return (
@@ -89,7 +89,7 @@ def _secret(rng: Random) -> int:
 
 
 def define_reveal(function: str, values: Mapping[int, int]) -> str:
-    """Python that defines ``function(n)``: prints the value of ``n``, or ``empty``, and returns None.
+    """Python code that defines ``function(n)``, which prints the value of ``n``, or ``empty``, and returns None.
 
     >>> define_reveal("box", {7: 48})
     "def box(n):\\n    print({7: 48}.get(n, 'empty'))\\n"

@@ -1,4 +1,4 @@
-"""Arithmetic formulas of data sets, read without ``eval``: whole numbers, ``+ - * /`` and brackets."""
+"""Arithmetic formulas of data sets, parsed without ``eval``: integers, ``+ - * /`` and parentheses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-MAX_LENGTH: Final = 200  # characters; bounds the parser's depth
+MAX_LENGTH: Final = 200  # characters; limits the parser's depth
 MAX_VALUE: Final = 10**12
 
 _ALLOWED = re.compile(r"[\d\s()+*/.,-]+")
@@ -22,7 +22,7 @@ _OPERATORS: Mapping[type[ast.operator], tuple[str, int, Callable[[int, int], int
 
 
 class FormulaError(ValueError):
-    """A formula that no program of whole numbers can follow; ``reason`` completes "problems ..."."""
+    """A formula that no program with integers can compute; ``reason`` completes "problems ..."."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"a formula {reason}")
@@ -31,7 +31,7 @@ class FormulaError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """An arithmetic expression of whole numbers.
+    """An arithmetic expression of integers.
 
     >>> formula = Formula.parse("(25+5)/6=5")
     >>> formula.numbers, formula.value(), formula.python()
@@ -44,9 +44,9 @@ class Formula:
 
     @classmethod
     def parse(cls, text: str) -> Formula:
-        """Read ``LEFT=RIGHT`` (RIGHT must be a number, which LEFT must equal) or ``LEFT`` alone.
+        """Parse ``LEFT=RIGHT`` (RIGHT must be a number that equals LEFT) or ``LEFT`` alone.
 
-        Raises FormulaError for anything but whole numbers, ``+ - * /`` and brackets.
+        Raises FormulaError for anything but integers, ``+ - * /`` and parentheses.
         """
         left, equals, right = text.partition("=")
         if len(text) > MAX_LENGTH or not _ALLOWED.fullmatch(left):
@@ -64,24 +64,24 @@ class Formula:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The different numbers in it, in order of appearance."""
+        """The distinct numbers in the formula, in order of appearance."""
         return tuple(dict.fromkeys(_numbers(self.tree)))
 
     def value(self) -> int:
-        """Its value. Raises FormulaError when a division leaves a remainder or a step is negative or huge."""
+        """The value. Raises FormulaError if a division has a remainder, or if a step is negative or huge."""
         return _value(self.tree)
 
     def python(self) -> str:
-        """Python for it, with no more brackets than needed."""
+        """The formula in Python, with no more parentheses than necessary."""
         return _written(self.tree)[0]
 
     def with_numbers(self, replaced: Mapping[int, int]) -> Formula:
-        """The same formula with other numbers; those not named stay."""
+        """The same formula with the keys of ``replaced`` replaced; all other numbers stay."""
         return Formula(_replaced(self.tree, replaced))
 
 
 def _checked(node: ast.expr) -> ast.expr:
-    """The tree with whole floats as integers. Raises FormulaError on any other node than arithmetic."""
+    """The tree with integral floats as integers. Raises FormulaError for nodes that are not arithmetic."""
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         return ast.BinOp(left=_checked(node.left), op=node.op, right=_checked(node.right))
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
@@ -116,7 +116,7 @@ def _value(node: ast.expr) -> int:
 
 
 def _written(node: ast.expr) -> tuple[str, int]:
-    """``(text, precedence)``; a right operand of equal precedence keeps its brackets."""
+    """``(text, precedence)``; a right operand of equal precedence keeps its parentheses."""
     if not isinstance(node, ast.BinOp):
         return str(_constant(node)), 3
     sign, precedence, _ = _OPERATORS[type(node.op)]

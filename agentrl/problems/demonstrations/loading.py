@@ -1,4 +1,4 @@
-"""Demonstrations by one string, as ``coldstart.demonstrations`` says it."""
+"""Load demonstrations from the string in ``coldstart.demonstrations``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMULA = "formula:"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedDemonstrations:
-    """Demonstrations and one line that says what they are."""
+    """Demonstrations and a one-line description of them."""
 
     demonstrations: tuple[Demonstration, ...]
     description: str
@@ -30,8 +30,8 @@ def load_demonstrations(
 ) -> LoadedDemonstrations:
     """Demonstrations from ``builtin:arithmetic``, ``formula:FILE.jsonl`` or a JSONL file of demonstrations.
 
-    ``count`` (and ``families``, None for all) is for the generator, whose training split alone is used; ``variants``
-    is for formulas. Raises ProblemError (its subclasses say of what kind).
+    ``count`` (and ``families``, None for all) applies to the generator, of which only the training split is used;
+    ``variants`` applies to formulas. Raises ProblemError or one of its subclasses.
     """
     if spec.startswith(BUILTIN):
         kind = spec.removeprefix(BUILTIN)

@@ -1,9 +1,9 @@
-"""Demonstrations from problems that people wrote: rows whose ``formula`` says how the answer comes about.
+"""Demonstrations from problems written by people: rows whose ``formula`` computes the answer.
 
-ASDiv writes ``(25+5)/6=5``, SVAMP ``( 290.0 / 2.0 )``. A row is usable when its formula is one expression of whole
-numbers that evaluates to the stated answer and every number of it stands in the statement, as digits or as words. The
-demonstration is one program, ``final_answer((25+5)//6)``. Variants put other numbers in the place of these, in
-statement and formula alike, where results stay whole and not negative.
+ASDiv writes ``(25+5)/6=5``, SVAMP ``( 290.0 / 2.0 )``. A row is usable if its formula is one expression of integers
+that evaluates to the stated answer, and if every number of the formula appears in the statement, as digits or as words.
+The demonstration is one program, ``final_answer((25+5)//6)``. Variants replace these numbers by others, in both the
+statement and the formula, such that all results remain integers and non-negative.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from agentrl.problems.problem_errors import EmptyProblemsError
 from agentrl.problems.rows import read_jsonl
 from agentrl_envs.types import Problem
 
-TRIES = 200  # drawings of other numbers before a variant is given up
+TRIES = 200  # attempts to sample other numbers before a variant is given up
 MAGNITUDES = ((2, 12), (13, 99), (100, 999), (1000, 9999), (10_000, 99_999))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FormulaReport:
-    """What became of the rows: ``usable`` of ``rows``, the others by reason, and the demonstrations made of them."""
+    """How many rows were ``usable``, the others by reason, and the number of demonstrations made from them."""
 
     rows: int
     usable: int
@@ -45,7 +45,7 @@ class FormulaReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Solved:
-    """A problem with its formula and where the formula's numbers stand in the statement."""
+    """A problem with its formula and the positions of the formula's numbers in the statement."""
 
     problem: Problem
     formula: Formula
@@ -55,7 +55,7 @@ class _Solved:
 def formula_demonstrations(
     path: str | Path, *, variants: int = 1, seed: int = 0
 ) -> tuple[list[Demonstration], FormulaReport]:
-    """Demonstrations of the usable rows of a JSONL file: each as written, and ``variants - 1`` with other numbers.
+    """Demonstrations of the usable rows of a JSONL file: each row as written, and ``variants - 1`` with other numbers.
 
     Ids of variants end in ``~1``, ``~2``, ... Raises ProblemFileError (missing file, malformed line),
     ProblemFieldError (no statement) and EmptyProblemsError (no usable row).
@@ -79,7 +79,7 @@ def formula_demonstrations(
 
 
 def _solve(problem: Problem | None, formula: object) -> _Solved | str:
-    """The solved problem, or the reason why it is unusable."""
+    """The solved problem, or the reason why the row is unusable."""
     if problem is None:
         return "without an answer"
     if not isinstance(formula, str) or not formula.strip():
@@ -119,7 +119,7 @@ def _variants(solved: _Solved, variants: int, seed: int) -> Iterator[Demonstrati
 
 
 def _renumber(solved: _Solved, rng: Random) -> tuple[Formula, str] | None:
-    """Other numbers of the same magnitude, equal ones staying equal; 0 and 1 (often words like "each one") stay."""
+    """Other numbers of the same magnitude; equal numbers stay equal, and 0 and 1 (often words, "each one") stay."""
     fixed = {0, 1}
     values = [value for value in solved.formula.numbers if value not in fixed]
     original = solved.formula.value()
