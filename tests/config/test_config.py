@@ -79,7 +79,7 @@ def test_a_base_is_found_by_name_and_by_path_and_covered(tmp_path: Path) -> None
 def test_a_circle_of_bases_is_named(tmp_path: Path) -> None:
     overlay(tmp_path / "a.yaml", "base: b.yaml\n")
     overlay(tmp_path / "b.yaml", "base: a.yaml\n")
-    assert "circle: a.yaml -> b.yaml -> a.yaml" in refused(config_file="a.yaml")
+    assert "circular: a.yaml -> b.yaml -> a.yaml" in refused(config_file="a.yaml")
 
 
 def test_lists_take_yaml_and_single_entries() -> None:

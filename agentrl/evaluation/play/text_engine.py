@@ -5,9 +5,9 @@ The protocol decides where a turn ends, which no list of stop strings can expres
 the turn is complete; if an endpoint does not stream, its text is cut there afterwards.
 
 Requests to an endpoint that is down, busy or broken (no connection, 408, 409, 425, 429, 5xx, a stream that breaks off
-or stalls, malformed data) are retried with growing, jittered waits for ``retry_deadline`` seconds; then an EngineError is
-raised. ``Retry-After`` delays every request of this engine. A refused key, an unknown model and a missing chat template
-are errors that the user must fix.
+or stalls, malformed data) are retried with growing, jittered waits for ``retry_deadline`` seconds; then an EngineError
+is raised. ``Retry-After`` delays every request of this engine. A refused key, an unknown model and a missing chat
+template are errors that the user must fix.
 
 Not guaranteed: exact token counts. They are the endpoint's if the turn ran to its end and the endpoint reports usage;
 otherwise they are the number of pieces received, which is too low if a piece holds several tokens.
