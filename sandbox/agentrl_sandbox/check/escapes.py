@@ -180,11 +180,16 @@ for path in ("/dev/shm/agentrl-left", "/tmp/agentrl-left", "/var/tmp/agentrl-lef
     except OSError:
         pass
 """
+# Without namespaces, files in shared directories are removed just after their program's result is sent.
 _NOT_SHARED = """
-import ctypes, os
+import ctypes, os, time
 libc = ctypes.CDLL(None)
+paths = ("/dev/shm/agentrl-left", "/tmp/agentrl-left", "/var/tmp/agentrl-left")
+end = time.monotonic() + 5
+while any(os.path.exists(path) for path in paths) and time.monotonic() < end:
+    time.sleep(0.02)
 seen = [libc.shmget(4242, 4096, 0), libc.semget(4242, 1, 0), libc.msgget(4242, 0)] != [-1, -1, -1]
-seen |= any(os.path.exists(path) for path in ("/dev/shm/agentrl-left", "/tmp/agentrl-left", "/var/tmp/agentrl-left"))
+seen |= any(os.path.exists(path) for path in paths)
 print("dirty" if seen else "clean")
 """
 _TREE = """
