@@ -34,7 +34,7 @@ from agentrl.training.step.batching import due
 from agentrl.training.step.critic import open_critic
 from agentrl.training.step.diagnostics import FIDELITY_BOUNDS
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
-from agentrl.training.step.reference import read_reference, reference_path
+from agentrl.training.step.reference import Reference, read_reference, reference_path
 from agentrl.training.step.trainer import Trainer
 from agentrl.training.worker.local import LocalService
 from agentrl.training.worker.service import InterruptedRunError, RolloutService
@@ -98,22 +98,13 @@ class Session:
         if "values" in needs(objective).inputs:
             parts = (settings.critic, settings.model, settings.optimizer, settings.training)
             self._critic = open_critic(*parts, start=path, updates=updates)
-        reference = None
-        if self._reference_path is not None:
-            reference = read_reference(
-                self._reference_path,
-                settings.kl,
-                settings.model,
-                settings.training,
-                temperature=settings.rollout.temperature,
-            )
         self._trainer = Trainer(
             self._engine,
             objective,
             temperature=settings.rollout.temperature,
             pad_id=codec.pad_id,
             fidelity_bound=FIDELITY_BOUNDS[settings.model.dtype],
-            reference=reference,
+            reference=self._read_reference(),
             critic=self._critic,
         )
         self._make_room()
@@ -125,6 +116,12 @@ class Session:
             console=console,
             host=socket.gethostname() if settings.rollout.vllm.placement == "external" else "127.0.0.1",
         )
+
+    def _read_reference(self) -> Reference | None:
+        if self._reference_path is None:
+            return None
+        kl, model, training = self._settings.kl, self._settings.model, self._settings.training
+        return read_reference(self._reference_path, kl, model, training, temperature=self._settings.rollout.temperature)
 
     def _open_service(self, path: str, chat: ChatFormat | None, codec: TextCodec) -> RolloutService:
         if self._world > 1 or self._settings.rollout.schedule != "synchronous":
