@@ -19,7 +19,7 @@ from agentrl.problems.sources import load_mixture
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.managed import EngineRequest, open_managed_engine
 from agentrl.rollout.engines.vllm.servers import longest_request
-from agentrl.rollout.environment import build_reward
+from agentrl.rollout.environment import build_reward, needs_answers
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.work_queue import QueueState
 from agentrl.rollout.worker import RolloutBatch, RolloutWorker
@@ -88,7 +88,9 @@ class LocalService:
         self._engine = self._managed.engine
         self._driver = self._driver_for(environment, codec)
         self._codec = codec
-        self._mixture, self._reports = load_mixture(settings.data.train, seed=settings.seed)
+        self._mixture, self._reports = load_mixture(
+            settings.data.train, seed=settings.seed, answered=needs_answers(settings)
+        )
         self._held_out = held_out_problems(settings)
         self._objective = ObjectiveSettings.of(settings)
         algorithm = settings.algorithm
