@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from agentrl.evaluation.data.problem_sets import held_out_problems
 from agentrl.evaluation.play.during_training import EvaluationReport, evaluate_policy
 from agentrl.evaluation.play.limits import evaluation_environment, evaluation_rollout
-from agentrl.evaluation.play.players import NucleusEngine
 from agentrl.models.tokenizer import TextCodec
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.problems.sources import load_mixture
@@ -230,10 +229,11 @@ class LocalService:
         """A driver as for training, with evaluation's limits and sampling and with the environment's own rewards."""
         return Driver(
             environment=environment,
-            engine=NucleusEngine(self._engine, self._settings.evaluation.top_p),
+            engine=self._engine,
             codec=self._codec,
             settings=evaluation_rollout(self._settings),
             seed=self._settings.seed,
+            top_p=self._settings.evaluation.top_p,
             deterministic=self._settings.training.deterministic,
             label="evaluation-",
         )
