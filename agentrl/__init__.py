@@ -1,6 +1,7 @@
 """Multi-turn tool-integrated reinforcement learning for language-model agents.
 
-What users add by name is registered by decorators: ``register_estimator``, ``register_loss``, ``register_environment``,
+``train``, ``evaluate`` and ``load_run`` are the command line's commands for scripts and notebooks. What users add by
+name is registered by decorators: ``register_estimator``, ``register_loss``, ``register_environment``,
 ``register_protocol``, ``register_tool`` and ``register_reward``. They are imported when they are used.
 """
 
@@ -9,12 +10,15 @@ import importlib
 __version__ = "0.1.0"
 
 _FACE = {
+    "evaluate": "agentrl.api.commands",
+    "load_run": "agentrl.api.run",
     "register_environment": "agentrl_envs.registry",
     "register_estimator": "agentrl.algorithms",
     "register_loss": "agentrl.algorithms",
     "register_protocol": "agentrl_envs.registry",
     "register_reward": "agentrl_envs.registry",
     "register_tool": "agentrl_envs.registry",
+    "train": "agentrl.api.commands",
 }
 __all__ = ["__version__", *_FACE]
 

@@ -112,10 +112,11 @@ def test_every_ending_is_described() -> None:
 
 
 def test_the_data_examples_are_valid(tmp_path: Path) -> None:
-    (example,) = blocks("data.md", "yaml")
-    data = parse_yaml(example, "data.md")["data"]
-    sources = [ProblemSourceSettings(**source) for source in [*data["train"], *data["eval"]]]
-    assert [source.weight for source in sources] == [3, 1, 1]
+    sections = [parse_yaml(example, "data.md")["data"] for example in blocks("data.md", "yaml")]
+    entries = [entry for part in sections for entry in [*part["train"], *part.get("eval", [])]]
+    sources = [ProblemSourceSettings(**entry) for entry in entries]
+    assert [source.weight for source in sources] == [3, 1, 1, 1]
+    assert sources[-1].fields == {"problem": "question", "db": "meta.database", "image": None}
     (demonstration,) = blocks("data.md", "json")
     file = tmp_path / "demonstrations.jsonl"
     file.write_text(json.dumps(json.loads(demonstration)) + "\n")

@@ -63,6 +63,8 @@ def lines_of(name: str, value: object) -> Iterator[str]:
     """A name with its parameters; of an enum its members, of a protocol its methods."""
     if isinstance(value, enum.EnumMeta):
         yield f"{name}: {', '.join(member.name for member in value)}"
+    elif typing.is_typeddict(value):
+        yield f"{name}: {', '.join(value.__annotations__)}"
     elif getattr(value, "_is_protocol", False):
         yield name
         for method, function in sorted(vars(value).items()):

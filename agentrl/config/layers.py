@@ -22,10 +22,13 @@ from agentrl.config.messages import settings_error, show, unknown_key
 from agentrl.config.overlays import Layer, interpolate, overlay_chain, parse_yaml
 from agentrl.config.settings import SIMPLETIR, Settings, settings_model
 from agentrl.errors import SettingsError
+from agentrl_envs.plugins import load_plugins
 from agentrl_envs.registry import ENVIRONMENTS, UnknownNameError, did_you_mean
 
 PRESET = "tiny"
 COMMAND_LINE = "command line"
+
+_BASICS = ("env", "plugins", "name", "runs_dir", "model")
 
 Override = tuple[list[str], object]
 """The parts of a dotted key, and its new value."""
@@ -116,7 +119,7 @@ def _without_environment(layer: Layer) -> Layer:
 
 def _basics(layers: Sequence[Layer], top: Sequence[Override]) -> dict[str, object]:
     """The current values of the settings that determine which other layers apply."""
-    return _merge_all(SIMPLETIR, layers, [one for one in top if one[0][0] in ("env", "name", "runs_dir", "model")])
+    return _merge_all(SIMPLETIR, layers, [one for one in top if one[0][0] in _BASICS])
 
 
 def _merge_all(env: str, layers: Sequence[Layer], top: Sequence[Override]) -> dict[str, object]:
@@ -183,7 +186,9 @@ def _command_line(top: Sequence[Override]) -> list[Layer]:
 
 
 def _validate(below: Sequence[Layer], top: Sequence[Override], command: Command) -> Settings:
-    env = _checked_env(_basics(below, top)["env"])
+    basics = _basics(below, top)
+    _load_plugins(basics["plugins"])  # first: the other settings may name what they register
+    env = _checked_env(basics["env"])
     merged = interpolate(_merge_all(env, below, top))
     try:
         # Strict JSON validation: 8.0, "8" and true are not integers, but lists become tuples and strings become enums.
@@ -192,6 +197,13 @@ def _validate(below: Sequence[Layer], top: Sequence[Override], command: Command)
         raise settings_error(error, env, [*below, *_command_line(top)]) from error
     check_settings(settings, command)
     return settings
+
+
+def _load_plugins(plugins: object) -> None:
+    """Load the plug-ins; a value that is no list of names is left for the settings model to refuse."""
+    named = interpolate({"plugins": plugins})["plugins"]
+    if isinstance(named, list) and all(isinstance(name, str) for name in named):
+        load_plugins(named)
 
 
 def _checked_env(env: object) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
+
+from agentrl_envs.types import ChatMessage
 
 JSONObject = dict[str, Any]
 """An object whose keys depend on the settings, the engine or the environment."""
@@ -132,7 +135,7 @@ class Change(TypedDict):
     sample: int
     answer_before: str | None
     answer: str | None
-    gold: str
+    gold: str | None
     before: str
     after: str
 
@@ -153,8 +156,10 @@ class ProblemRow(TypedDict):
     falsified: bool
     id: str
     statement: str
-    answer: str
+    answer: str | None
     source: str
     family: str
     setup: str
+    info: Mapping[str, Any]
+    messages: Sequence[ChatMessage]
     prompt: str

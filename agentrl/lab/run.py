@@ -23,7 +23,7 @@ from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import evaluation_set, load_source
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.transformers import TransformersEngine
-from agentrl.rollout.environment import build_reward, environment_and_codec
+from agentrl.rollout.environment import build_reward, environment_and_codec, needs_answers
 from agentrl.rollout.filters import FilterRules, filter_groups
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.telemetry.console import Console
@@ -162,7 +162,7 @@ def lab_problems(settings: LabSections, lab: LabSettings, given: str | None) -> 
     if not sources:
         raise SettingsError("data.train is empty: nothing to sample; give --problems FILE or data.train.0.path=FILE")
     count = round(lab.problems * _MORE_PROBLEMS)
-    loaded = [load_source(entry, seed=settings.seed).source for entry in sources]
+    loaded = [load_source(entry, seed=settings.seed, answered=needs_answers(settings)).source for entry in sources]
     share = -(-count // len(loaded))
     return lab, [problem for source in loaded for problem in evaluation_set(source, share)][:count]
 

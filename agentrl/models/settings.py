@@ -10,35 +10,33 @@ from pydantic import BaseModel, ConfigDict, Field
 class TinyModelSettings(BaseModel):
     """Shape of the embedded policy (Qwen2 architecture, tied embeddings, byte-level BPE with single digits)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    vocabulary_size: int = Field(
-        512, ge=300, le=65536, description="tokens of the byte-level BPE, special ones included"
-    )
-    hidden_size: int = Field(96, ge=16, description="width of the residual stream; a multiple of heads")
-    layers: int = Field(4, ge=1, description="transformer blocks")
-    heads: int = Field(4, ge=1, description="attention heads")
-    intermediate_size: int = Field(256, ge=16, description="width inside the feed-forward layers")
-    max_positions: int = Field(1024, ge=64, description="longest sequence, prompt and response together")
+    vocabulary_size: int = Field(512, ge=300, le=65536)
+    """tokens of the byte-level BPE, special ones included"""
+    hidden_size: int = Field(96, ge=16)
+    """width of the residual stream; a multiple of heads"""
+    layers: int = Field(4, ge=1)
+    """transformer blocks"""
+    heads: int = Field(4, ge=1)
+    """attention heads"""
+    intermediate_size: int = Field(256, ge=16)
+    """width inside the feed-forward layers"""
+    max_positions: int = Field(1024, ge=64)
+    """longest sequence, prompt and response together"""
 
 
 class ModelSettings(BaseModel):
     """The policy to train."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    path: str | None = Field(
-        None, description="directory or Hugging Face id of the policy; if unset, the embedded tiny policy is used"
-    )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "bfloat16", description="dtype of the weights in training and sampling"
-    )
-    gradient_checkpointing: bool = Field(
-        False,
-        description="recompute activations in the backward pass: less memory, slower; enable where activations do "
-        "not fit",
-    )
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
-        "sdpa", description="attention implementation of transformers; eager for models that cap attention scores"
-    )
+    path: str | None = None
+    """directory or Hugging Face id of the policy; if unset, the embedded tiny policy is used"""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """dtype of the weights in training and sampling"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass: less memory, slower; enable where activations do not fit"""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """attention implementation of transformers; eager for models that cap attention scores"""
     tiny: TinyModelSettings = TinyModelSettings()

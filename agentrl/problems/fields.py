@@ -8,6 +8,9 @@ amc23, GSM8K-like                           ``question``                 ``answe
 DAPO-Math-17k                               ``prompt[0].content``        ``reward_model.ground_truth``
 DAPO-Math-17k-Processed                     ``prompt``                   ``solution``
 ==========================================  ===========================  =============================
+
+A statement may be a list of messages, each with role and content. Every column that is not the statement, the answer
+or the id as a whole stands in ``Problem.info``.
 """
 
 from __future__ import annotations
@@ -15,14 +18,16 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from typing import get_args
 
 from agentrl.problems.problem_errors import ProblemFieldError
 from agentrl.problems.rows import Row
 from agentrl.problems.settings import FieldName
-from agentrl_envs.types import Problem
+from agentrl_envs.read_only import NotJSONError, frozen
+from agentrl_envs.types import ChatMessage, Problem
 
 USUAL_FIELDS: Mapping[FieldName, tuple[str, ...]] = {
-    "problem": ("problem", "question", "prompt.0.content", "prompt", "statement"),
+    "problem": ("problem", "question", "prompt", "statement"),
     "answer": ("answer", "reward_model.ground_truth", "ground_truth", "solution"),
     "id": ("id", "unique_id"),
 }
@@ -36,34 +41,93 @@ _DAPO_WRAPPER = re.compile(
 _WHOLE_FLOAT = re.compile(r"(?P<whole>[+-]?\d+)\.0+")
 
 
-def problem_of(row: Row, place: str, *, source: str, fields: Mapping[FieldName, str]) -> Problem | None:
-    """The problem in ``row``; None if its answer is missing or empty.
+def problem_of(
+    row: Row, place: str, *, source: str, fields: Mapping[str, str | None], answered: bool = True
+) -> Problem:
+    """The problem in ``row``; its answer is None if it is missing or empty.
 
-    Raises ProblemFieldError, which names ``place``, if the statement is missing or empty, if there is no field for the
-    answer, or if statement or answer are not text (an answer may be a number).
+    Raises ProblemFieldError, which names ``place``, if the statement is missing or empty, if statement or answer are
+    not text (an answer may be a number), if a column is not JSON and, unless ``answered`` is False, if there is no
+    field for the answer.
     """
-    statement = statement_of(row, place, fields=fields)
-    answer = canonical_answer(_field(row, "answer", fields, place), place)
-    if answer is None:
-        return None
+    column, statement, messages = _statement(row, place, fields)
+    answer_column, value = _field(row, "answer", fields, place, required=answered)
+    answer = canonical_answer(value, place)
+    id_column, own = _own_id(row, fields, place)
     return Problem(
-        id=_id(row, fields, place, statement, answer, source),
+        id=_content_id(statement, answer, source) if own is None else own,
         statement=statement,
         answer=answer,
         source=source,
         family=str(row.get("subject") or row.get("kind") or ""),
+        info=_info(row, place, fields, {column, answer_column, id_column}),
+        messages=messages,
     )
 
 
-def statement_of(row: Row, place: str, *, fields: Mapping[FieldName, str]) -> str:
+def statement_of(row: Row, place: str, *, fields: Mapping[str, str | None]) -> str:
     """The statement in ``row``. Raises ProblemFieldError if it is missing, empty or not text."""
-    value = _field(row, "problem", fields, place)
+    return _statement(row, place, fields)[1]
+
+
+def _statement(
+    row: Row, place: str, fields: Mapping[str, str | None]
+) -> tuple[str | None, str, tuple[ChatMessage, ...]]:
+    """The column of the statement, the statement, and its messages where it has several."""
+    column, value = _field(row, "problem", fields, place)
+    messages = _messages(value, place) if isinstance(value, list) else ()
+    if messages:
+        value = _as_text(messages)
     if value is not None and not isinstance(value, str):
-        raise ProblemFieldError(f"{place}: the problem's statement must be text, found {type(value).__name__}")
+        raise ProblemFieldError(
+            f"{place}: the problem's statement must be text or a list of messages, found {type(value).__name__}"
+        )
     statement = unwrap(value or "")
     if not statement.strip():
         raise ProblemFieldError(f"{place}: the problem's statement is empty")
-    return statement
+    return column, statement, messages if len(messages) > 1 else ()
+
+
+def _messages(value: list[object], place: str) -> tuple[ChatMessage, ...]:
+    messages: list[ChatMessage] = []
+    for number, item in enumerate(value):
+        role, content = (item.get("role"), item.get("content")) if isinstance(item, dict) else (None, None)
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ProblemFieldError(
+                f"{place}: message {number} of the problem is {str(item)[:80]!r}; a message is an object with a text "
+                '"role" and a text "content"'
+            )
+        messages.append({"role": role, "content": content})
+    return tuple(messages)
+
+
+def _as_text(messages: tuple[ChatMessage, ...]) -> str:
+    """What is said, with the roles named where the model itself has spoken."""
+    if {message["role"] for message in messages} <= {"system", "user"}:
+        return "\n\n".join(message["content"] for message in messages)
+    return "\n\n".join(f"{message['role'].capitalize()}: {message['content']}" for message in messages)
+
+
+def _info(row: Row, place: str, fields: Mapping[str, str | None], used: set[str | None]) -> dict[str, object]:
+    """The other columns, under the names that ``fields`` give them. Raises ProblemFieldError for what is no JSON."""
+    columns = {name: path for name, path in fields.items() if name not in get_args(FieldName)}
+    mapped = {path for path in columns.values() if path is not None}
+    dropped = {name for name, path in columns.items() if path is None}
+    info = {name: value for name, value in row.items() if name not in used | mapped | dropped}
+    for name, path in columns.items():
+        if path is not None:
+            found, info[name] = _lookup(row, path)
+            if not found:
+                raise ProblemFieldError(f"{place}: no field {path!r} for fields.{name}; fields there: {_names(row)}")
+    for name, value in info.items():
+        try:
+            info[name] = frozen(value, name)
+        except NotJSONError as error:
+            raise ProblemFieldError(
+                f"{place}: column {error}, which is not JSON (text, numbers, true, false, null, lists and objects); "
+                f"convert it, or leave it out with fields.{name}=null"
+            ) from error
+    return info
 
 
 def unwrap(statement: str) -> str:
@@ -112,22 +176,24 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def _field(row: Row, wanted: FieldName, fields: Mapping[FieldName, str], place: str) -> object:
-    if wanted in fields:
-        found, value = _lookup(row, fields[wanted])
+def _field(
+    row: Row, wanted: FieldName, fields: Mapping[str, str | None], place: str, *, required: bool = True
+) -> tuple[str | None, object]:
+    """The column that holds a field, and its value; (None, None) where there is none and it is not ``required``."""
+    path = fields.get(wanted)
+    if path is not None:
+        found, value = _lookup(row, path)
         if not found:
-            raise ProblemFieldError(
-                f"{place}: no field {fields[wanted]!r} for the {wanted}; fields there: {_names(row)}"
-            )
-        return value
-    empty = False
+            raise ProblemFieldError(f"{place}: no field {path!r} for the {wanted}; fields there: {_names(row)}")
+        return path, value
+    empty = None
     for path in USUAL_FIELDS[wanted]:
         found, value = _lookup(row, path)
-        if found and value is not None and not isinstance(value, (dict, list)):
-            return value
-        empty = empty or (found and value is None)
-    if empty:
-        return None
+        if found and value is not None and (wanted == "problem" or not isinstance(value, (dict, list))):
+            return path, value
+        empty = path if found and value is None else empty
+    if empty is not None or not required:
+        return empty, None
     raise ProblemFieldError(
         f"{place}: no field for the {wanted} (looked for {', '.join(USUAL_FIELDS[wanted])});"
         f" fields there: {_names(row)}; name it with fields.{wanted}"
@@ -153,13 +219,19 @@ def _names(row: Row) -> str:
     return ", ".join(sorted(map(str, row))) or "none"
 
 
-def _id(row: Row, fields: Mapping[FieldName, str], place: str, statement: str, answer: str, source: str) -> str:
-    """The row's own id, or else a hash of its content: equal rows have equal ids in every file and order."""
+def _own_id(row: Row, fields: Mapping[str, str | None], place: str) -> tuple[str | None, str | None]:
+    """The column of the row's own id and the id, or (None, None)."""
     if "id" in fields:
-        return str(_field(row, "id", fields, place))
+        column, value = _field(row, "id", fields, place)
+        return column, str(value)
     for path in USUAL_FIELDS["id"]:
         found, value = _lookup(row, path)
         if found and isinstance(value, (str, int)) and value != "":
-            return str(value)
+            return path, str(value)
+    return None, None
+
+
+def _content_id(statement: str, answer: str | None, source: str) -> str:
+    """A hash of the content: equal rows have equal ids in every file and order."""
     content = f"{statement}\0{answer}".encode()
     return f"{source}-{hashlib.sha256(content).hexdigest()[:16]}"

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from agentrl.problems.mixture import digest_of
 from agentrl.problems.numbers import NUMBER
 from agentrl_envs.types import Problem
 
@@ -67,13 +68,13 @@ def split_by_masked_statement(
     if not 0 <= heldout_fraction <= 1:
         raise ValueError(f"heldout_fraction must be in [0, 1], got {heldout_fraction}")
     gone = {masked_statement(statement) for statement in exclude}
-    seen: set[tuple[str, str]] = set()
+    seen: set[tuple[str, str | None, str]] = set()
     train: list[Problem] = []
     heldout: list[Problem] = []
     excluded = repeated = 0
     for problem in problems:
         key = masked_statement(problem.statement)
-        content = (problem.statement.strip(), problem.answer)
+        content = (problem.statement.strip(), problem.answer, digest_of(problem.info))
         if key in gone:
             excluded += 1
         elif content in seen:

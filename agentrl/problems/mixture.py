@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from agentrl.problems.problem_errors import EmptyProblemsError, ProblemError
 from agentrl_envs.types import Problem
+
+
+def digest_of(info: Mapping[str, object]) -> str:
+    """A hash of a row's other columns; "" where there are none."""
+    return hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest() if info else ""
 
 
 class ProblemSource(Protocol):
@@ -64,7 +70,7 @@ class FiniteSource:
     def identity(self) -> str:
         digest = hashlib.sha256()
         for problem in self.problems:
-            digest.update(f"{problem.id}\0{problem.statement}\0{problem.answer}\0".encode())
+            digest.update(f"{problem.id}\0{problem.statement}\0{problem.answer}\0{digest_of(problem.info)}".encode())
         return f"{self.name}:{len(self.problems)}:{digest.hexdigest()[:16]}"
 
     def problem(self, index: int) -> Problem:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -11,6 +11,7 @@ BUILTIN = "builtin:"
 DEFAULT_SPLIT = "train"
 
 FieldName = Literal["problem", "answer", "id"]
+"""What a problem needs of a row; every other name in ``fields`` is a name in ``Problem.info``."""
 
 
 class ProblemSourceSettings(BaseModel):
@@ -35,9 +36,10 @@ class ProblemSourceSettings(BaseModel):
     subset: str | None = Field(default=None, description="configuration of a Hugging Face data set")
     revision: str | None = Field(default=None, description="commit, tag or branch of a Hugging Face data set")
     weight: float = Field(default=1.0, gt=0, description="relative sampling weight; weights need not sum to 1")
-    fields: dict[FieldName, str] = Field(
+    fields: dict[str, str | None] = Field(
         default={},
-        description="column for each field, with dots for nested ones (prompt.0.content); empty: the usual names",
+        description="column for problem, answer and id, with dots for nested ones (prompt.0.content); empty: the usual "
+        "names. Any other name gives a column that name in Problem.info; null leaves that column out",
     )
     limit: int | None = Field(
         default=None, ge=1, description="maximum number of problems, taken from the start; null: all"
@@ -64,6 +66,9 @@ class ProblemSourceSettings(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> ProblemSourceSettings:
+        needed = [name for name in get_args(FieldName) if name in self.fields and self.fields[name] is None]
+        if needed:
+            raise ValueError(f"fields.{needed[0]} must name a column; only other columns can be left out by null")
         if not math.isfinite(self.weight):
             raise ValueError(f"weight must be finite, got {self.weight}")
         if self.is_builtin:

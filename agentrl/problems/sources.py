@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
 from agentrl.problems.fields import problem_of, statement_of
 from agentrl.problems.masking import MaskedSplit, split_by_masked_statement
-from agentrl.problems.mixture import FiniteSource, Mixture, ProblemSource
+from agentrl.problems.mixture import FiniteSource, Mixture, ProblemSource, digest_of
 from agentrl.problems.problem_errors import (
     EmptyProblemsError,
     ProblemError,
@@ -68,25 +68,28 @@ class LoadedSource:
     report: LoadReport | None
 
 
-def load_mixture(settings: Sequence[ProblemSourceSettings], *, seed: int = 0) -> tuple[Mixture, tuple[LoadReport, ...]]:
+def load_mixture(
+    settings: Sequence[ProblemSourceSettings], *, seed: int = 0, answered: bool = True
+) -> tuple[Mixture, tuple[LoadReport, ...]]:
     """Load every source and mix them by their weights; ``seed`` applies to generators that do not set their own.
 
-    Raises ProblemError or one of its subclasses, with a one-line message.
+    ``answered``: answers are graded, so a row without one is an error. Raises ProblemError or one of its subclasses,
+    with a one-line message.
     """
-    loaded = [load_source(entry, seed=seed) for entry in settings]
+    loaded = [load_source(entry, seed=seed, answered=answered) for entry in settings]
     mixture = Mixture(
         sources=tuple(entry.source for entry in loaded), weights=tuple(entry.weight for entry in settings)
     )
     return mixture, tuple(entry.report for entry in loaded if entry.report is not None)
 
 
-def load_source(settings: ProblemSourceSettings, *, seed: int = 0) -> LoadedSource:
-    """Load one source. Raises ProblemError."""
+def load_source(settings: ProblemSourceSettings, *, seed: int = 0, answered: bool = True) -> LoadedSource:
+    """Load one source; unless ``answered`` is False, each row needs an answer. Raises ProblemError."""
     if settings.is_builtin:
         return _generator(settings, seed)
     path = expand(settings.path)
     name = _name(settings, path)
-    read = _read(settings, path, name)
+    read = _read(settings, path, name, answered)
     if not read.rows:
         raise EmptyProblemsError(f"{settings.path}: empty, there is no problem in it")
     if not read.problems:
@@ -113,8 +116,7 @@ def read_places(settings: ProblemSourceSettings) -> Iterator[tuple[str, Problem 
     """The place and problem of every row, including repeats, before splits and limits are applied; None for a row that
     ``skip_unanswered`` leaves out."""
     path = expand(settings.path)
-    name = _name(settings, path)
-    return _answered(settings, path, name)
+    return _problems(settings, path, _name(settings, path), answered=True)
 
 
 def evaluation_set(source: ProblemSource, count: int) -> list[Problem]:
@@ -171,27 +173,46 @@ class _Read:
     repeated: int
 
 
-def _read(settings: ProblemSourceSettings, path: str, name: str) -> _Read:
-    """The distinct problems of a source; rows that are repeated hundreds of times are never all held in memory."""
-    problems: dict[tuple[str, str], Problem] = {}
+def _read(settings: ProblemSourceSettings, path: str, name: str, answered: bool) -> _Read:
+    """The distinct problems of a source; rows that are repeated hundreds of times are never all held in memory.
+
+    Where answers are graded, statement and answer make a problem; elsewhere every column does.
+    """
+    problems: dict[tuple[str, str | None, str], Problem] = {}
     rows = unanswered = 0
-    for _, problem in _answered(settings, path, name):
+    for _, problem in _problems(settings, path, name, answered=answered):
         rows += 1
         if problem is None:
             unanswered += 1
         else:
-            problems.setdefault((problem.statement.strip(), problem.answer), problem)
-    kept = list(problems.values())
+            other = "" if answered else digest_of(problem.info)
+            problems.setdefault((problem.statement.strip(), problem.answer, other), problem)
+    kept = _told_apart(problems)
     return _Read(problems=kept, rows=rows, unanswered=unanswered, repeated=rows - unanswered - len(kept))
 
 
-def _answered(settings: ProblemSourceSettings, path: str, name: str) -> Iterator[tuple[str, Problem | None]]:
+def _told_apart(problems: Mapping[tuple[str, str | None, str], Problem]) -> list[Problem]:
+    """The problems; of those that differ only in ``info`` all but the first get an id with its digest."""
+    seen: set[tuple[str, str, str | None]] = set()
+    kept = []
+    for (statement, answer, digest), problem in problems.items():
+        known = (problem.id, statement, answer)
+        kept.append(replace(problem, id=f"{problem.id}-{digest[:8]}") if known in seen else problem)
+        seen.add(known)
+    return kept
+
+
+def _problems(
+    settings: ProblemSourceSettings, path: str, name: str, *, answered: bool
+) -> Iterator[tuple[str, Problem | None]]:
     """The place and problem of every row; None for a row without an answer if the settings skip such rows."""
     for place, row in _rows(settings, path):
-        problem = problem_of(row, place, source=name, fields=settings.fields)
-        if problem is None and not settings.skip_unanswered:
+        problem = problem_of(
+            row, place, source=name, fields=settings.fields, answered=answered or settings.skip_unanswered
+        )
+        if problem.answer is None and answered and not settings.skip_unanswered:
             raise ProblemFieldError(f"{place}: the problem has no answer; skip_unanswered=true leaves such rows out")
-        yield place, problem
+        yield place, None if problem.answer is None and settings.skip_unanswered else problem
 
 
 def _rows(settings: ProblemSourceSettings, path: str) -> Iterator[tuple[str, Row]]:

@@ -9,13 +9,13 @@ from agentrl.models.tokenizer import TextCodec, read_generation_ends
 from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.episode import Environment
 from agentrl_envs.protocols.chat import ChatFormat
-from agentrl_envs.registry import ENVIRONMENTS
+from agentrl_envs.registry import ENVIRONMENTS, grades_answers
 from agentrl_envs.rewards import Reward
 from agentrl_envs.settings import GymnasiumSettings, SimpleTIRSettings
 from agentrl_envs.tools import load_tools
 
 if TYPE_CHECKING:
-    from agentrl.rollout.settings import EnvironmentSections, RewardSettings
+    from agentrl.rollout.settings import EnvironmentSections, RewardedSections, RewardSettings
 
 
 def build_environment(settings: EnvironmentSections, chat: ChatFormat | None = None) -> Environment:
@@ -48,6 +48,11 @@ def chat_format(settings: EnvironmentSections, tokenizer: Any, name: str) -> Cha
 def build_reward(reward: RewardSettings) -> Reward | None:
     """The user's reward. Raises PluginError if ``reward.function`` names none."""
     return None if reward.function is None else Reward(reward.function, deadline=reward.deadline)
+
+
+def needs_answers(settings: RewardedSections) -> bool:
+    """Whether a trajectory's reward compares answers with gold answers."""
+    return grades_answers(settings.env) and settings.reward.function is None
 
 
 def needs_chat_format(settings: EnvironmentSections) -> bool:

@@ -208,6 +208,13 @@ class EnvironmentSections(Protocol):
     def grader(self) -> GraderSettings: ...
 
 
+class RewardedSections(EnvironmentSections, Protocol):
+    """The sections of a run's settings that decide what a trajectory is worth."""
+
+    @property
+    def reward(self) -> RewardSettings: ...
+
+
 class EngineSections(Protocol):
     """The sections of a run's settings that select the sampling policy and its engine."""
 

@@ -108,7 +108,7 @@ class BackgroundSource:
         self._task = asyncio.create_task(self._produce(driver, greedy), name="background-rollouts")
         self._task.add_done_callback(lambda _: self._tell())
 
-    async def next(self) -> Job:
+    async def _next(self) -> Job:
         """The next trajectory, once the schedule admits its group."""
         async with self._one:
             if not self._jobs:
@@ -163,7 +163,7 @@ class BackgroundSource:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _produce(self, driver: Driver, greedy: bool) -> None:
-        playing = driver.run_jobs(self, group_size=self._settings.group_size, greedy=greedy)
+        playing = driver.run_jobs(self._next, group_size=self._settings.group_size, greedy=greedy)
         async with contextlib.aclosing(playing) as groups:
             async for group in groups:
                 self._done[group.index] = group

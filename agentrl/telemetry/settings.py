@@ -10,13 +10,14 @@ from pydantic import BaseModel, ConfigDict, Field
 class TelemetrySettings(BaseModel):
     """Console, plots and trajectories; ``metrics.jsonl`` is always written."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    console: Literal["auto", "plain", "off"] = Field(
-        "auto",
-        description="auto: a live display on a terminal, plain lines elsewhere; plain: always plain lines; off: "
-        "notes and tables only",
-    )
-    plain_every: int = Field(1, ge=1, description="steps between two plain progress lines")
-    plots: bool = Field(True, description="draw plots into plots/ at the end of a run")
-    trajectories_every: int = Field(1, ge=0, description="steps between two recorded trajectory files; 0: record none")
+    console: Literal["auto", "plain", "off"] = "auto"
+    """auto: a live display on a terminal, plain lines elsewhere; plain: always plain lines; off: notes and tables
+    only"""
+    plain_every: int = Field(1, ge=1)
+    """steps between two plain progress lines"""
+    plots: bool = True
+    """draw plots into plots/ at the end of a run"""
+    trajectories_every: int = Field(1, ge=0)
+    """steps between two recorded trajectory files; 0: record none"""

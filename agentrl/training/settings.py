@@ -12,89 +12,62 @@ Option = bool | int | float | str | None
 
 
 class _Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # The text under a field is its description in docs/configuration.md.
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class AlgorithmSettings(_Settings):
     """Estimator, loss and filters."""
 
-    estimator: str = Field(
-        "tir_otb",
-        description="rule that computes advantages, by name (docs/estimators.md lists them); remax plays each problem "
-        "once more, greedily, and gae trains a critic",
-    )
-    gamma: float = Field(1.0, gt=0, le=1, description="discount of later rewards, per token")
-    lam: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="lambda of gae: 0 bootstraps from the critic after one token, 1 uses the whole return",
-    )
-    leave_one_out: bool = Field(False, description="leave a trajectory out of its own baseline")
-    tail: Literal["zero", "carry", "self"] = Field(
-        "zero",
-        description="baseline at positions where all other trajectories of the group have ended: zero, carry the "
-        "last one on, or the trajectory's own return (self)",
-    )
-    energy: Literal["logit_proxy", "head_exact", "length"] = Field(
-        "logit_proxy", description="estimate of the per-token squared gradient norm that weights the optimal baselines"
-    )
-    normalize: Literal["group_std", "whiten"] | None = Field(
-        None,
-        description="divide advantages by the group's standard deviation, or whiten them over the batch; null: as "
-        "the estimator defines it (estimator_options={normalize: null} turns an estimator's whitening "
-        "off)",
-    )
-    loss: str = Field(
-        "reinforce",
-        description="policy loss, by name (docs/losses.md lists them)",
-    )
-    clip_low: float | None = Field(
-        None,
-        ge=0,
-        description="lower clipping bound of the loss (ppo: clips ratios below 1 - clip_low); null: the loss's default",
-    )
-    clip_high: float | None = Field(
-        None,
-        ge=0,
-        description="upper clipping bound of the loss (ppo: clips ratios above 1 + clip_high); null: the loss's "
-        "default",
-    )
-    dual_clip: float | None = Field(
-        None, gt=1, description="bound of the dual_clip loss at negative advantages; null: the loss's default"
-    )
-    estimator_options: dict[str, Option] = Field(
-        {}, description="further options of the estimator by name, for example {epsilon: 1e-6}"
-    )
-    loss_options: dict[str, Option] = Field({}, description="further options of the loss by name")
-    aggregation: Aggregation | None = Field(
-        None, description="how token losses are reduced to one number; null: as the loss and the estimator define it"
-    )
-    norm_length: int | None = Field(
-        None, ge=1, description="constant L of seq_mean_token_sum_norm, in tokens; null: rollout.max_response_tokens"
-    )
-    entropy_coefficient: float = Field(0.0, ge=0, description="weight of the entropy bonus")
-    updates_per_step: int = Field(
-        1, ge=1, description="optimizer updates per step; more than one trains on each step's trajectories off-policy"
-    )
-    void_turns: Literal["remove", "loss_only"] = Field(
-        "remove",
-        description="trajectories with a turn that has neither code nor answer. remove: exclude them from training; "
-        "loss_only: exclude them from the loss but keep them in the baseline, as published code does",
-    )
-    accuracy_range: tuple[float, float] | None = Field(
-        None,
-        description="drop groups whose share of correct verdicts is outside this range (SimpleTIR: 0.1, 0.9); null: "
-        "keep all",
-    )
-    drop_zero_variance: bool = Field(True, description="drop groups whose rewards are all equal")
-    head_exact_every: int = Field(0, ge=0, description="steps between head-exact variance diagnostics; 0: never")
-    fidelity_bound: float | None = Field(
-        None,
-        gt=0,
-        description="largest mean |log-prob difference| between engine and trainer before the run stops, in float32 "
-        "also for each trajectory; null: a bound for the dtype",
-    )
+    estimator: str = "tir_otb"
+    """rule that computes advantages, by name (docs/estimators.md lists them); remax plays each problem once more,
+    greedily, and gae trains a critic"""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """discount of later rewards, per token"""
+    lam: float = Field(1.0, ge=0, le=1)
+    """lambda of gae: 0 bootstraps from the critic after one token, 1 uses the whole return"""
+    leave_one_out: bool = False
+    """leave a trajectory out of its own baseline"""
+    tail: Literal["zero", "carry", "self"] = "zero"
+    """baseline at positions where all other trajectories of the group have ended: zero, carry the last one on, or the
+    trajectory's own return (self)"""
+    energy: Literal["logit_proxy", "head_exact", "length"] = "logit_proxy"
+    """estimate of the per-token squared gradient norm that weights the optimal baselines"""
+    normalize: Literal["group_std", "whiten"] | None = None
+    """divide advantages by the group's standard deviation, or whiten them over the batch; null: as the estimator
+    defines it (estimator_options={normalize: null} turns an estimator's whitening off)"""
+    loss: str = "reinforce"
+    """policy loss, by name (docs/losses.md lists them)"""
+    clip_low: float | None = Field(None, ge=0)
+    """lower clipping bound of the loss (ppo: clips ratios below 1 - clip_low); null: the loss's default"""
+    clip_high: float | None = Field(None, ge=0)
+    """upper clipping bound of the loss (ppo: clips ratios above 1 + clip_high); null: the loss's default"""
+    dual_clip: float | None = Field(None, gt=1)
+    """bound of the dual_clip loss at negative advantages; null: the loss's default"""
+    estimator_options: dict[str, Option] = {}
+    """further options of the estimator by name, for example {epsilon: 1e-6}"""
+    loss_options: dict[str, Option] = {}
+    """further options of the loss by name"""
+    aggregation: Aggregation | None = None
+    """how token losses are reduced to one number; null: as the loss and the estimator define it"""
+    norm_length: int | None = Field(None, ge=1)
+    """constant L of seq_mean_token_sum_norm, in tokens; null: rollout.max_response_tokens"""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """weight of the entropy bonus"""
+    updates_per_step: int = Field(1, ge=1)
+    """optimizer updates per step; more than one trains on each step's trajectories off-policy"""
+    void_turns: Literal["remove", "loss_only"] = "remove"
+    """trajectories with a turn that has neither code nor answer. remove: exclude them from training; loss_only: exclude
+    them from the loss but keep them in the baseline, as published code does"""
+    accuracy_range: tuple[float, float] | None = None
+    """drop groups whose share of correct verdicts is outside this range (SimpleTIR: 0.1, 0.9); null: keep all"""
+    drop_zero_variance: bool = True
+    """drop groups whose rewards are all equal"""
+    head_exact_every: int = Field(0, ge=0)
+    """steps between head-exact variance diagnostics; 0: never"""
+    fidelity_bound: float | None = Field(None, gt=0)
+    """largest mean |log-prob difference| between engine and trainer before the run stops, in float32 also for each
+    trajectory; null: a bound for the dtype"""
 
     @model_validator(mode="after")
     def _consistent(self) -> AlgorithmSettings:
@@ -106,34 +79,22 @@ class AlgorithmSettings(_Settings):
 class KLSettings(_Settings):
     """A penalty for leaving a frozen reference policy."""
 
-    coefficient: float = Field(
-        0.0,
-        ge=0,
-        description="weight of the penalty; with controller=adaptive, its initial value. 0: no reference policy is "
-        "loaded",
-    )
-    placement: Literal["loss", "reward"] = Field(
-        "loss", description="add the penalty to the loss, or to each token's reward before advantages"
-    )
-    estimator: Literal["k1", "abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+", "full+"] | None = Field(
-        None,
-        description="estimator of KL(policy || reference) at a token. full: exact over the vocabulary, at the cost "
-        "of three more products with it. X+: the value of X with the gradient of k2, for the loss only. "
-        "null: k1+ in the loss, k1 in the reward",
-    )
-    controller: Literal["fixed", "adaptive"] = Field(
-        "fixed",
-        description="adaptive: raise the coefficient while the mean penalty is above target, lower it while it is "
-        "below",
-    )
-    target: float = Field(0.1, gt=0, description="mean penalty per token at which the adaptive controller aims")
-    horizon: int = Field(
-        10000, ge=1, description="trajectories over which the adaptive controller reacts; raise it for slower changes"
-    )
-    reference: str | None = Field(
-        None,
-        description="directory or Hugging Face id of the reference policy; null: the policy that training starts from",
-    )
+    coefficient: float = Field(0.0, ge=0)
+    """weight of the penalty; with controller=adaptive, its initial value. 0: no reference policy is loaded"""
+    placement: Literal["loss", "reward"] = "loss"
+    """add the penalty to the loss, or to each token's reward before advantages"""
+    estimator: Literal["k1", "abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+", "full+"] | None = None
+    """estimator of KL(policy || reference) at a token. full: exact over the vocabulary, at the cost of three more
+    products with it. X+: the value of X with the gradient of k2, for the loss only. null: k1+ in the loss, k1 in the
+    reward"""
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive: raise the coefficient while the mean penalty is above target, lower it while it is below"""
+    target: float = Field(0.1, gt=0)
+    """mean penalty per token at which the adaptive controller aims"""
+    horizon: int = Field(10000, ge=1)
+    """trajectories over which the adaptive controller reacts; raise it for slower changes"""
+    reference: str | None = None
+    """directory or Hugging Face id of the reference policy; null: the policy that training starts from"""
 
     @property
     def in_loss(self) -> bool:
@@ -164,32 +125,29 @@ class KLSettings(_Settings):
 class CorrectionSettings(_Settings):
     """Correcting for tokens that the engine sampled with other probabilities than the trainer computes."""
 
-    weights: Literal["token", "sequence", "geometric"] | None = Field(
-        None,
-        description="importance weights in the loss: per token, or the product or geometric mean over the sequence; "
-        "null: no weights",
-    )
-    weight_bound: Literal["truncate", "icepop"] = Field(
-        "truncate",
-        description="truncate: cap weights at weight_high; icepop: set weights outside weight_low to weight_high to 0",
-    )
-    weight_low: float = Field(0.5, ge=0, description="lower bound of weights with icepop")
-    weight_high: float = Field(2.0, gt=0, description="upper bound of weights")
-    self_normalize: bool = Field(False, description="divide the weights by their mean over the optimizer update")
-    ratio_mask: Literal["token", "sequence", "geometric"] | None = Field(
-        None, description="mask tokens or sequences whose ratio is outside ratio_low to ratio_high; null: no mask"
-    )
-    ratio_low: float = Field(0.5, ge=0, description="lower bound of ratio_mask")
-    ratio_high: float = Field(2.0, gt=0, description="upper bound of ratio_mask")
-    divergence_mask: Literal["k2", "k3"] | None = Field(
-        None,
-        description="mask tokens whose divergence from the engine, by this estimate, is above divergence_high; null: "
-        "no mask",
-    )
-    divergence_level: Literal["token", "sequence_mean", "sequence_max"] = Field(
-        "token", description="divergence that is compared: the token's own, or the mean or maximum of its sequence"
-    )
-    divergence_high: float = Field(0.1, gt=0, description="upper bound of divergence_mask")
+    weights: Literal["token", "sequence", "geometric"] | None = None
+    """importance weights in the loss: per token, or the product or geometric mean over the sequence; null: no
+    weights"""
+    weight_bound: Literal["truncate", "icepop"] = "truncate"
+    """truncate: cap weights at weight_high; icepop: set weights outside weight_low to weight_high to 0"""
+    weight_low: float = Field(0.5, ge=0)
+    """lower bound of weights with icepop"""
+    weight_high: float = Field(2.0, gt=0)
+    """upper bound of weights"""
+    self_normalize: bool = False
+    """divide the weights by their mean over the optimizer update"""
+    ratio_mask: Literal["token", "sequence", "geometric"] | None = None
+    """mask tokens or sequences whose ratio is outside ratio_low to ratio_high; null: no mask"""
+    ratio_low: float = Field(0.5, ge=0)
+    """lower bound of ratio_mask"""
+    ratio_high: float = Field(2.0, gt=0)
+    """upper bound of ratio_mask"""
+    divergence_mask: Literal["k2", "k3"] | None = None
+    """mask tokens whose divergence from the engine, by this estimate, is above divergence_high; null: no mask"""
+    divergence_level: Literal["token", "sequence_mean", "sequence_max"] = "token"
+    """divergence that is compared: the token's own, or the mean or maximum of its sequence"""
+    divergence_high: float = Field(0.1, gt=0)
+    """upper bound of divergence_mask"""
 
     @model_validator(mode="after")
     def _consistent(self) -> CorrectionSettings:
@@ -215,125 +173,98 @@ class CorrectionSettings(_Settings):
 class CriticSettings(_Settings):
     """The value network of estimator gae: a transformer of the policy's architecture with a value head."""
 
-    learning_rate: float = Field(
-        1e-5, gt=0, description="peak learning rate of the critic; it follows the optimizer's schedule"
-    )
-    clip: float = Field(
-        0.5, gt=0, description="how far a value may move from its value at rollout time before it is clipped"
-    )
-    path: str | None = Field(
-        None,
-        description="directory or Hugging Face id of the critic's initial transformer; null: the policy that "
-        "training starts from",
-    )
+    learning_rate: float = Field(1e-5, gt=0)
+    """peak learning rate of the critic; it follows the optimizer's schedule"""
+    clip: float = Field(0.5, gt=0)
+    """how far a value may move from its value at rollout time before it is clipped"""
+    path: str | None = None
+    """directory or Hugging Face id of the critic's initial transformer; null: the policy that training starts from"""
 
 
 class OptimizerSettings(_Settings):
     """AdamW and its schedule."""
 
-    learning_rate: float = Field(1e-6, gt=0, description="peak learning rate, after the warm-up")
-    betas: tuple[float, float] = Field((0.9, 0.99), description="decay rates of AdamW's first and second moment")
-    epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon, added to the root of the second moment")
-    weight_decay: float = Field(0.01, ge=0, description="weight decay of matrices; vectors (norms, biases) have none")
-    gradient_clip: float = Field(
-        1.0, gt=0, description="largest gradient norm of an update; larger gradients are scaled down"
-    )
-    schedule: Literal["constant", "cosine"] = Field(
-        "constant", description="course of the learning rate after the warm-up"
-    )
-    warmup_steps: int = Field(0, ge=0, description="optimizer updates of linear warm-up")
-    final_fraction: float = Field(
-        0.0, ge=0, le=1, description="final learning rate of the cosine schedule, as a fraction of the peak"
-    )
+    learning_rate: float = Field(1e-6, gt=0)
+    """peak learning rate, after the warm-up"""
+    betas: tuple[float, float] = (0.9, 0.99)
+    """decay rates of AdamW's first and second moment"""
+    epsilon: float = Field(1e-8, gt=0)
+    """AdamW's epsilon, added to the root of the second moment"""
+    weight_decay: float = Field(0.01, ge=0)
+    """weight decay of matrices; vectors (norms, biases) have none"""
+    gradient_clip: float = Field(1.0, gt=0)
+    """largest gradient norm of an update; larger gradients are scaled down"""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """course of the learning rate after the warm-up"""
+    warmup_steps: int = Field(0, ge=0)
+    """optimizer updates of linear warm-up"""
+    final_fraction: float = Field(0.0, ge=0, le=1)
+    """final learning rate of the cosine schedule, as a fraction of the peak"""
 
 
 class TrainingSettings(_Settings):
     """How the steps run."""
 
-    steps: int = Field(300, ge=1, description="number of training steps")
-    zero_stage: int = Field(
-        2,
-        ge=0,
-        le=3,
-        description="DeepSpeed ZeRO stage, which sets what is sharded over the ranks: 0 nothing, 1 optimizer state, "
-        "2 also gradients, 3 also weights. In bfloat16, stages 0 and 1 run as 2, which accumulates "
-        "gradients in float32",
-    )
-    persistence_threshold: int = Field(
-        100_000,
-        ge=0,
-        description="at zero_stage=3, parameters with at most this many elements stay whole on every rank",
-    )
-    micro_batch_tokens: int = Field(
-        16384,
-        ge=64,
-        description="tokens of one micro-batch: prompts, responses and padding. Lower it when training runs out of "
-        "memory",
-    )
-    head_backend: Literal["auto", "reference", "chunked", "triton"] = Field(
-        "auto",
-        description="how token statistics are computed; chunked and triton (GPUs) never hold all logits in memory",
-    )
-    share_prompts: bool = Field(
-        False,
-        description="compute equal prompts of a micro-batch only once. Worthwhile for prompts that are long relative "
-        "to their responses and groups that fit one micro-batch; needs model.attention=sdpa without "
-        "gradient checkpointing",
-    )
-    num_processes: int = Field(1, ge=1, description="number of training ranks on this machine")
-    threads: int = Field(
-        0, ge=0, description="CPU threads per process; 0: the number of cores divided by the number of processes"
-    )
-    deterministic: bool = Field(
-        False, description="make runs bitwise reproducible: turns in rounds, sorted requests, fixed threads. Slower"
-    )
-    worker_timeout: float = Field(
-        7200.0,
-        gt=0,
-        description="seconds a rank waits for an answer of the rollout worker, such as its plan, before the run ends "
-        "with an error; raise it when the rollouts of one step take longer",
-    )
-    collective_deadline: float = Field(
-        1800.0,
-        gt=0,
-        description="seconds a rank waits for another one in a collective. Ranks never wait there for rollouts, but "
-        "while another rank loads kernels, trains longer micro-batches or writes its part of a large "
-        "checkpoint",
-    )
+    steps: int = Field(300, ge=1)
+    """number of training steps"""
+    zero_stage: int = Field(2, ge=0, le=3)
+    """DeepSpeed ZeRO stage, which sets what is sharded over the ranks: 0 nothing, 1 optimizer state, 2 also gradients,
+    3 also weights. In bfloat16, stages 0 and 1 run as 2, which accumulates gradients in float32"""
+    persistence_threshold: int = Field(100_000, ge=0)
+    """at zero_stage=3, parameters with at most this many elements stay whole on every rank"""
+    micro_batch_tokens: int = Field(16384, ge=64)
+    """tokens of one micro-batch: prompts, responses and padding. Lower it when training runs out of memory"""
+    head_backend: Literal["auto", "reference", "chunked", "triton"] = "auto"
+    """how token statistics are computed; chunked and triton (GPUs) never hold all logits in memory"""
+    share_prompts: bool = False
+    """compute equal prompts of a micro-batch only once. Worthwhile for prompts that are long relative to their
+    responses and groups that fit one micro-batch; needs model.attention=sdpa without gradient checkpointing"""
+    num_processes: int = Field(1, ge=1)
+    """number of training ranks on this machine"""
+    threads: int = Field(0, ge=0)
+    """CPU threads per process; 0: the number of cores divided by the number of processes"""
+    deterministic: bool = False
+    """make runs bitwise reproducible: turns in rounds, sorted requests, fixed threads. Slower"""
+    worker_timeout: float = Field(7200.0, gt=0)
+    """seconds a rank waits for an answer of the rollout worker, such as its plan, before the run ends with an error;
+    raise it when the rollouts of one step take longer"""
+    collective_deadline: float = Field(1800.0, gt=0)
+    """seconds a rank waits for another one in a collective. Ranks never wait there for rollouts, but while another rank
+    loads kernels, trains longer micro-batches or writes its part of a large checkpoint"""
 
 
 class CheckpointSettings(_Settings):
     """When state is saved and how much is kept."""
 
-    every: int = Field(50, ge=1, description="steps between checkpoints; the last step is always saved")
-    keep: int = Field(2, ge=1, description="number of checkpoints to keep; older ones are deleted")
-    best: bool = Field(
-        True, description="export the policy with the best score on held-out problems to checkpoints/best"
-    )
+    every: int = Field(50, ge=1)
+    """steps between checkpoints; the last step is always saved"""
+    keep: int = Field(2, ge=1)
+    """number of checkpoints to keep; older ones are deleted"""
+    best: bool = True
+    """export the policy with the best score on held-out problems to checkpoints/best"""
 
 
 class ColdstartSettings(_Settings):
     """A short supervised start on demonstrations, with the response mask."""
 
-    demonstrations: str | None = Field(
-        None,
-        description="demonstrations to start from: a JSONL file, builtin:arithmetic or formula:FILE; null: no cold "
-        "start",
-    )
-    count: int = Field(8192, ge=1, description="number of demonstrations drawn from a generator")
-    variants: int = Field(4, ge=1, description="copies of each formula problem, each with other numbers")
-    direct_share: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="share of the demonstrations that state the answer without a program. A policy that imitates "
-        "them guesses, and reinforcement learning finds that the tool pays",
-    )
-    direct_steps: int | None = Field(
-        None, ge=1, description="number of final steps that show direct answers; null: all steps"
-    )
-    steps: int = Field(200, ge=1, description="number of supervised updates")
-    batch_size: int = Field(48, ge=1, description="demonstrations per update")
-    learning_rate: float = Field(2e-3, gt=0, description="peak learning rate; it follows a cosine after the warm-up")
-    warmup_steps: int = Field(20, ge=0, description="updates of linear warm-up")
-    seed: int | None = Field(None, description="seed of the cold start; null: the run's seed")
+    demonstrations: str | None = None
+    """demonstrations to start from: a JSONL file, builtin:arithmetic or formula:FILE; null: no cold start"""
+    count: int = Field(8192, ge=1)
+    """number of demonstrations drawn from a generator"""
+    variants: int = Field(4, ge=1)
+    """copies of each formula problem, each with other numbers"""
+    direct_share: float = Field(0.0, ge=0, le=1)
+    """share of the demonstrations that state the answer without a program. A policy that imitates them guesses, and
+    reinforcement learning finds that the tool pays"""
+    direct_steps: int | None = Field(None, ge=1)
+    """number of final steps that show direct answers; null: all steps"""
+    steps: int = Field(200, ge=1)
+    """number of supervised updates"""
+    batch_size: int = Field(48, ge=1)
+    """demonstrations per update"""
+    learning_rate: float = Field(2e-3, gt=0)
+    """peak learning rate; it follows a cosine after the warm-up"""
+    warmup_steps: int = Field(20, ge=0)
+    """updates of linear warm-up"""
+    seed: int | None = None
+    """seed of the cold start; null: the run's seed"""

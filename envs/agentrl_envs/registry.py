@@ -109,6 +109,11 @@ REWARDS: Registry[object] = Registry("reward", group="agentrl.rewards", paths=Tr
 """Reward functions by their names in ``reward.function``: `agentrl_envs.rewards.RewardFunction`."""
 
 
+def grades_answers(env: str) -> bool:
+    """Whether the environment of this name compares the model's answers with gold answers."""
+    return env in ENVIRONMENTS.own
+
+
 def _decorator(registry: Registry[Any], name: str) -> Callable[[Item], Item]:
     def add(item: Item) -> Item:
         registry.add(name, item)

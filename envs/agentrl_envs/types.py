@@ -7,8 +7,12 @@ True
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, TypedDict
+
+from agentrl_envs.read_only import frozen
 
 
 class Ended(StrEnum):
@@ -60,20 +64,38 @@ class Verdict(StrEnum):
         return self in (Verdict.UNPARSABLE_GOLD, Verdict.GRADER_TIMEOUT)
 
 
+class ChatMessage(TypedDict):
+    """One message of a prompt."""
+
+    role: str
+    content: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One question with its gold answer.
+    """One question, with its gold answer where there is one.
 
     ``setup`` is Python that the sandbox runs before each of the episode's programs: it defines what the statement
     speaks of (a function that reveals a value, a table). ``family`` names the generator's family or the subject.
+    ``info`` holds every other column of the row, as read-only JSON values. ``messages`` is a prompt of several
+    messages; ``statement`` then holds the same as one text.
+
+    >>> Problem(id="0", statement="How many?", answer=None, source="shop", info={"db": "shop.sqlite"}).info["db"]
+    'shop.sqlite'
     """
 
     id: str
     statement: str
-    answer: str
+    answer: str | None
     source: str
     family: str = ""
     setup: str = ""
+    info: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    messages: Sequence[ChatMessage] = field(default=(), hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "info", frozen(self.info))
+        object.__setattr__(self, "messages", frozen(self.messages))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""One program to run: the arguments of ``Sandbox.execute`` as a record, and as a frame on its way to a runner."""
+"""A program to run and its result, as records and as frames between client, gateway and runner."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from agentrl_sandbox.once import digest
-from agentrl_sandbox.types import Execution, Sandbox
+from agentrl_sandbox.types import Execution, Outcome, Sandbox
+from agentrl_sandbox.wire import Frame
 
 
 class ImpossibleCallError(ValueError):
@@ -24,6 +25,18 @@ class CallHeader(TypedDict):
     files: Sequence[str]
     fetch_files: Sequence[str]
     echo: bool
+
+
+class ExecutionHeader(TypedDict, total=False):
+    """The header of the frame that carries an execution; its blobs are stdout, stderr and the files."""
+
+    op: str
+    id: int
+    outcome: str
+    exit_code: int | None
+    seconds: float
+    truncated: bool
+    files: Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,19 +56,7 @@ class Call:
         header, blobs = self.frame()
         return digest(header, *blobs)
 
-    async def run(self, sandbox: Sandbox) -> Execution:
-        """Execute it. Raises as ``Sandbox.execute`` does."""
-        return await sandbox.execute(
-            self.program,
-            timeout=self.timeout,
-            stdin=self.stdin,
-            session=self.session,
-            files=self.files or None,
-            fetch_files=self.fetch_files,
-            echo=self.echo,
-        )
-
-    def frame(self) -> tuple[CallHeader, list[bytes]]:
+    def frame(self) -> Frame[CallHeader]:
         """Header and blobs of the frame that carries it."""
         header: CallHeader = {
             "timeout": self.timeout,
@@ -82,7 +83,7 @@ class Call:
         )
 
 
-class CallSandbox(ABC):
+class CallSandbox(Sandbox, ABC):
     """The ``execute`` of ``Sandbox``, for sandboxes that take its arguments as one ``Call``."""
 
     async def execute(
@@ -119,6 +120,35 @@ def checked_timeout(seconds: float) -> float:
     if not 0 < seconds <= 3600:
         raise ValueError(f"timeout must be above 0 and at most 3600 seconds, not {seconds}")
     return seconds
+
+
+def execution_frame(operation: str, identifier: int, execution: Execution) -> Frame[ExecutionHeader]:
+    """The frame that answers a request with an execution."""
+    header: ExecutionHeader = {
+        "op": operation,
+        "id": identifier,
+        "outcome": execution.outcome.value,
+        "exit_code": execution.exit_code,
+        "seconds": execution.seconds,
+        "truncated": execution.truncated,
+        "files": list(execution.files),
+    }
+    texts = (execution.stdout, execution.stderr)
+    return header, [*(text.encode("utf-8", "replace") for text in texts), *execution.files.values()]
+
+
+def read_execution(header: ExecutionHeader, blobs: Sequence[bytes]) -> Execution:
+    """The inverse of ``execution_frame``."""
+    stdout, stderr = (blob.decode("utf-8", "replace") for blob in blobs[:2])
+    return Execution(
+        outcome=Outcome(header["outcome"]),
+        stdout=stdout,
+        stderr=stderr,
+        exit_code=header["exit_code"],
+        seconds=header["seconds"],
+        truncated=header["truncated"],
+        files=dict(zip(header["files"], blobs[2:], strict=True)),
+    )
 
 
 def to_base64(files: Mapping[str, bytes]) -> dict[str, str]:

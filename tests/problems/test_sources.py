@@ -67,7 +67,8 @@ def test_a_statement_without_the_wrapper_is_left_alone():
 def test_fields_can_be_named_and_nested(tmp_path: Path):
     path = write(tmp_path / "x.jsonl", [{"q": {"text": ["no", "Yes?"]}, "a.b": 5, "key": 9}])
     loaded = load(path, fields={"problem": "q.text.1", "answer": "a.b", "id": "key"})
-    assert problems_of(loaded) == [Problem(id="9", statement="Yes?", answer="5", source="x")]
+    info = {"q": {"text": ["no", "Yes?"]}}
+    assert problems_of(loaded) == [Problem(id="9", statement="Yes?", answer="5", source="x", info=info)]
 
 
 def test_ids_of_rows_without_one_depend_on_the_content_alone(tmp_path: Path):
@@ -174,7 +175,7 @@ def test_paths_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"path": "x.jsonl", "wieght": 1}, "Extra inputs"),
         ({"path": "x.jsonl", "families": ["add"]}, "families belongs to builtin:arithmetic"),
         ({"path": "builtin:arithmetic", "part": "heldout"}, "has no part; its split is train or heldout"),
-        ({"path": "x.jsonl", "fields": {"solution": "s"}}, "problem"),
+        ({"path": "x.jsonl", "fields": {"answer": None}}, "fields.answer must name a column"),
     ],
 )
 def test_settings_that_cannot_be_meant(given: dict[str, Any], message: str):

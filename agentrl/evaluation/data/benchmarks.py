@@ -150,7 +150,7 @@ def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBe
     problems, places, unanswered = [], [], []
     try:
         for place, problem in read_places(settings):
-            if problem is None:
+            if problem is None or problem.answer is None:
                 unanswered.append(DataError(place=place, reason="the problem has no answer"))
             else:
                 problems.append(problem)
@@ -178,10 +178,11 @@ def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBe
 async def check_benchmark(name: str, grader: ChecksGold, *, data_dir: str | Path | None = None) -> DataCheck:
     """All errors in a benchmark's data, including gold answers that do not grade as equal to themselves."""
     loaded = read_benchmark(name, data_dir=data_dir)
-    verdicts = await asyncio.gather(*(grader.check_gold(problem.answer) for problem in loaded.problems))
+    answers = [str(problem.answer) for problem in loaded.problems]
+    verdicts = await asyncio.gather(*(grader.check_gold(answer) for answer in answers))
     unreadable, timeouts = [], []
-    for place, problem, verdict in zip(loaded.places, loaded.problems, verdicts, strict=True):
-        answer = problem.answer if len(problem.answer) <= 60 else problem.answer[:60] + "..."
+    for place, gold, verdict in zip(loaded.places, answers, verdicts, strict=True):
+        answer = gold if len(gold) <= 60 else gold[:60] + "..."
         if verdict is Verdict.GRADER_TIMEOUT:
             timeouts.append(DataError(place=place, reason=f"grading the answer {answer!r} took too long"))
         elif verdict is not Verdict.CORRECT:

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import Protocol, cast
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from agentrl.evaluation.play.text_engine import ContextFullError, TextEngine, TextSampling
 from agentrl.evaluation.records.transcript import Sample, Transcript, Turn
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.driver import Driver, NoAnswerError, answer_of, spent
-from agentrl.rollout.engines.base import CacheUse, Completion, Engine, EngineError, Sampling
+from agentrl.rollout.driver import Driver
+from agentrl.rollout.engines.base import Engine
 from agentrl.rollout.engines.sampling import sampling_key
+from agentrl.rollout.gates import FairYield
 from agentrl.rollout.settings import RolloutSettings
+from agentrl.rollout.turn_loop import SampledTurn, TurnLoop, pooled
 from agentrl.rollout.work_queue import RolloutRequest
-from agentrl.trajectory import Group
 from agentrl_envs.episode import Environment, Episode
-from agentrl_envs.types import Ended, Step, ToolCall, Verdict
+from agentrl_envs.types import Ended
 
 
 class Player(Protocol):
@@ -49,13 +50,13 @@ class TokenPlayer:
         top_p: float,
         seed: int,
     ) -> None:
-        self._engine = NucleusEngine(engine, top_p)
         self._driver = Driver(
             environment=environment,
-            engine=self._engine,
+            engine=engine,
             codec=codec,
             settings=settings.model_copy(update={"retries": 0}),
             seed=seed,
+            top_p=top_p,
         )
 
     async def play(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]:
@@ -64,60 +65,11 @@ class TokenPlayer:
         if len(by_index) < len(samples):
             raise AssertionError("two samples have one index: a sample was asked for twice")
         requests = [RolloutRequest(index=index, problem=sample.problem) for index, sample in by_index.items()]
-        played = cast("AsyncGenerator[Group, None]", self._driver.run(requests, step=0, group_size=1))
-        async with aclosing(played) as groups:
+        async with aclosing(self._driver.run(requests, step=0, group_size=1)) as groups:
             async for group in groups:
                 (trajectory,) = group.trajectories
-                failure = self._engine.last_failure if trajectory.ended is Ended.INFRASTRUCTURE_FAILURE else None
+                failure = self._driver.last_failure if trajectory.ended is Ended.INFRASTRUCTURE_FAILURE else None
                 yield Transcript.of(by_index[group.index], trajectory, failure=failure)
-
-
-class NucleusEngine:
-    """An engine that samples with ``top_p`` and remembers the reason for its last failure."""
-
-    def __init__(self, engine: Engine, top_p: float) -> None:
-        self._engine = engine
-        self._top_p = top_p
-        self.last_failure: str | None = None
-
-    async def generate(
-        self,
-        token_ids: tuple[int, ...],
-        sampling: Sampling,
-        *,
-        trajectory_id: str,
-        request_id: str,
-        seed: int,
-    ) -> Completion:
-        try:
-            return await self._engine.generate(
-                token_ids,
-                replace(sampling, top_p=self._top_p),
-                trajectory_id=trajectory_id,
-                request_id=request_id,
-                seed=seed,
-            )
-        except EngineError as error:
-            self.last_failure = str(error)
-            raise
-
-    def release(self, trajectory_id: str) -> None:
-        self._engine.release(trajectory_id)
-
-    async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        return await self._engine.score(token_ids)
-
-    async def cache_use(self) -> CacheUse | None:
-        return await self._engine.cache_use()
-
-    def fingerprint(self) -> str:
-        return self._engine.fingerprint()
-
-    async def health(self) -> str:
-        return await self._engine.health()
-
-    async def close(self) -> None:
-        """Do nothing: the owner of the wrapped engine closes it."""
 
 
 class TextPlayer:
@@ -142,139 +94,103 @@ class TextPlayer:
 
     async def play(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]:
         """Play every sample once."""
-        async with aclosing(_pooled(samples, self._conversation, self._concurrency)) as played:
+        work = iter(samples)
+        fair_yield = FairYield()
+
+        async def player(finished: Callable[[Transcript], None]) -> None:
+            for sample in work:
+                finished(await self._transcript(sample, fair_yield))
+
+        async with aclosing(pooled(min(self._concurrency, len(samples)), player)) as played:
             async for transcript in played:
                 yield transcript
 
-    async def _conversation(self, sample: Sample) -> Transcript:
+    async def _transcript(self, sample: Sample, fair_yield: FairYield) -> Transcript:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        draft = _TextDraft(sample=sample)
-        episode = self._environment.episode(sample.problem)
-        try:
-            ended = await self._converse(draft, episode)
-        except (EngineError, NoAnswerError) as error:
-            ended, draft.failure = Ended.INFRASTRUCTURE_FAILURE, str(error)
-        finally:
-            await episode.close()
-        return draft.finish(ended, loop.time() - began)
-
-    async def _converse(self, draft: _TextDraft, episode: Episode) -> Ended:
-        draft.conversation.append(await answer_of(episode.start(), self._settings))
-        while True:
-            room = self._settings.max_response_tokens - draft.tokens
-            limit = min(self._settings.max_turn_tokens, room)
-            try:
-                reason = await self._turn(draft, episode, limit)
-            except ContextFullError:
-                return Ended.TOKEN_LIMIT if draft.turns else Ended.INFRASTRUCTURE_FAILURE
-            step = await answer_of(episode.step(draft.conversation[-1]), self._settings)
-            draft.take(step)
-            if step.ended is not None:
-                full = reason == "length" and limit == room and step.ended is Ended.VOID_TURN
-                cut = reason == "length" and step.ended is Ended.STOPPED
-                return Ended.TOKEN_LIMIT if full or cut else step.ended
-            if draft.tokens >= self._settings.max_response_tokens:
-                return Ended.TOKEN_LIMIT
-            if spent(draft.calls, self._settings):
-                return Ended.DEADLINE
-
-    async def _turn(self, draft: _TextDraft, episode: Episode, limit: int) -> str:
-        sample = draft.sample
-        turn = sum(item.origin == "model" for item in draft.turns)
-        key = sampling_key(self._seed, sample.benchmark, sample.problem.id, sample.number, sample.attempt, turn)
-        completion = await self._engine.generate(
-            draft.conversation,
-            TextSampling(
-                max_tokens=limit,
-                temperature=self._settings.temperature,
-                top_p=self._top_p,
-                seed=key >> 33,  # 31 bits, which every endpoint accepts
-                stop=episode.stop,
-                complete=episode.turn_complete,
-            ),
+        ledger = _TextLedger(
+            engine=self._engine,
+            keys=(self._seed, sample.benchmark, sample.problem.id, sample.number, sample.attempt),
+            temperature=self._settings.temperature,
+            top_p=self._top_p,
         )
-        draft.conversation.append(completion.text)
-        draft.refused |= completion.finish_reason == "refused"
-        draft.turns.append(
-            Turn(origin="model", text=completion.text, tokens=completion.tokens, reasoning=completion.reasoning)
+        turns = TurnLoop(problem=sample.problem, ledger=ledger, settings=self._settings, fair_yield=fair_yield)
+        ended = await turns.play(self._environment)
+        return Transcript(
+            benchmark=sample.benchmark,
+            problem=sample.problem.id,
+            sample=sample.number,
+            attempt=sample.attempt,
+            turns=tuple(ledger.turns),
+            ended=ended,
+            prompt_tokens=ledger.prompt_tokens,
+            verdict=turns.verdict,
+            answer=turns.answer,
+            reward=ledger.reward,
+            tool_calls=tuple(turns.calls),
+            seconds=loop.time() - began,
+            failure=turns.failure,
+            refused=ledger.refused,
         )
-        if turn == 0:
-            draft.prompt_tokens = completion.prompt_tokens or 0
-        return completion.finish_reason
 
 
-@dataclass(slots=True)
-class _TextDraft:
-    """A conversation in progress; ``conversation`` alternates between text shown to the model and its turns."""
+@dataclass(kw_only=True, slots=True)
+class _TextLedger:
+    """A conversation as text; ``conversation`` alternates between what the model is shown and its turns."""
 
-    sample: Sample
+    engine: TextEngine
+    keys: tuple[int | str, ...]
+    temperature: float
+    top_p: float
     conversation: list[str] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
     prompt_tokens: int = 0
     reward: float = 0.0
-    verdict: Verdict | None = None
-    answer: str | None = None
-    failure: str | None = None
     refused: bool = False
 
     @property
-    def tokens(self) -> int:
+    def used(self) -> int:
         return sum(turn.tokens for turn in self.turns)
 
-    def take(self, step: Step) -> None:
-        """Record the episode's reply to the last turn. Tokens of observations are estimated as characters / 4."""
-        self.reward += 0.0 if step.ended is not None and step.ended.is_no_data else step.reward
-        self.calls.extend(step.tool_calls)
-        self.verdict, self.answer = step.verdict, step.answer
-        self.conversation.append(step.observation)
-        if step.observation:
-            guess = -(-len(step.observation) // 4)
-            self.turns.append(Turn(origin="observation", text=step.observation, tokens=guess))
+    def begin(self, prompt: str) -> None:
+        self.conversation.append(prompt)
 
-    def finish(self, ended: Ended, seconds: float) -> Transcript:
-        return Transcript(
-            benchmark=self.sample.benchmark,
-            problem=self.sample.problem.id,
-            sample=self.sample.number,
-            attempt=self.sample.attempt,
-            turns=tuple(self.turns),
-            ended=ended,
-            prompt_tokens=self.prompt_tokens,
-            verdict=self.verdict,
-            answer=self.answer,
-            reward=self.reward,
-            tool_calls=tuple(self.calls),
-            seconds=seconds,
-            failure=self.failure if ended is Ended.INFRASTRUCTURE_FAILURE else None,
-            refused=self.refused,
+    async def sample(self, episode: Episode, limit: int) -> SampledTurn | None:
+        turn = sum(item.origin == "model" for item in self.turns)
+        sampling = TextSampling(
+            max_tokens=limit,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=sampling_key(*self.keys, turn) >> 33,  # 31 bits, which every endpoint accepts
+            stop=episode.stop,
+            complete=episode.turn_complete,
         )
+        try:
+            said = await self.engine.generate(self.conversation, sampling)
+        except ContextFullError:
+            if not turn:
+                raise
+            return None
+        self.conversation.append(said.text)
+        self.refused |= said.finish_reason == "refused"
+        self.turns.append(Turn(origin="model", text=said.text, tokens=said.tokens, reasoning=said.reasoning))
+        if not turn:
+            self.prompt_tokens = said.prompt_tokens or 0
+        cut = said.finish_reason == "length"
+        return SampledTurn(text=said.text, cut=cut, full=cut)
 
+    def credit(self, reward: float) -> None:
+        self.reward += reward
 
-async def _pooled(
-    samples: Sequence[Sample], play: Callable[[Sample], Awaitable[Transcript]], concurrency: int
-) -> AsyncGenerator[Transcript, None]:
-    """The results of ``play`` as they complete, at most ``concurrency`` at once. Exceptions of any call propagate."""
-    work = iter(samples)
-    finished: asyncio.Queue[Transcript | asyncio.Task[None]] = asyncio.Queue()
+    def observe(self, text: str, most: int) -> bool:
+        """Record an observation of any length. Its tokens are estimated as characters / 4."""
+        self.conversation.append(text)
+        if text:
+            self.turns.append(Turn(origin="observation", text=text, tokens=-(-len(text) // 4)))
+        return True
 
-    async def player() -> None:
-        for sample in work:
-            finished.put_nowait(await play(sample))
-
-    tasks = [asyncio.create_task(player()) for _ in range(min(concurrency, len(samples)))]
-    for task in tasks:
-        task.add_done_callback(finished.put_nowait)
-    try:
-        for _ in samples:
-            while isinstance(item := await finished.get(), asyncio.Task):
-                item.result()
-            yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def close(self) -> None:
+        """Do nothing: an endpoint holds nothing for a conversation."""
 
 
 def _index(sample: Sample) -> int:

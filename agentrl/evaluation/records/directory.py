@@ -171,6 +171,8 @@ def _problem(row: ProblemRow) -> Problem:
         source=row["source"],
         family=row["family"],
         setup=row["setup"],
+        info=row["info"],
+        messages=row["messages"],
     )
 
 

@@ -141,21 +141,22 @@ async def _regrade(
         await grader.close()
 
 
-async def _graded(old: Transcript, new: Transcript, gold: str, grader: Grades) -> Transcript:
-    """``new`` with the new verdict. A rollout that was not graded (no answer, a failed sandbox) is not graded now.
+async def _graded(old: Transcript, new: Transcript, gold: str | None, grader: Grades) -> Transcript:
+    """``new`` with the new verdict. A rollout that was not graded (no answer, a failed sandbox) is not graded now, nor
+    is one without a gold answer.
 
     A rollout whose grader failed has an answer and no verdict: it now counts as data. So does one whose answer is found
     only now.
     """
     ungraded = old.verdict is None and not old.ended.is_no_data and new.answer == old.answer
-    if new.answer is None or ungraded:
+    if new.answer is None or gold is None or ungraded:
         return new
     verdict = await grader.grade(new.answer, gold)
     ended = Ended.ANSWERED if new.ended is Ended.INFRASTRUCTURE_FAILURE else new.ended
     return replace(new, verdict=verdict, ended=ended, reward=float(verdict is Verdict.CORRECT))
 
 
-def _change(old: Transcript, new: Transcript, gold: str) -> Change:
+def _change(old: Transcript, new: Transcript, gold: str | None) -> Change:
     return {
         "benchmark": old.benchmark,
         "problem": old.problem,

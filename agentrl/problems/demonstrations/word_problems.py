@@ -78,9 +78,9 @@ def formula_demonstrations(
     return made, FormulaReport(rows=rows, usable=usable, demonstrations=len(made), unusable=dict(unusable))
 
 
-def _solve(problem: Problem | None, formula: object) -> _Solved | str:
+def _solve(problem: Problem, formula: object) -> _Solved | str:
     """The solved problem, or the reason why the row is unusable."""
-    if problem is None:
+    if problem.answer is None:
         return "without an answer"
     if not isinstance(formula, str) or not formula.strip():
         return "without a formula"

@@ -58,7 +58,7 @@ def _turns(demonstration: Demonstration, protocol: Protocol, name: str) -> Itera
             yield answer
             continue
         final = "final_answer(" in program
-        output = demonstration.problem.answer if final else _output(turn.observation)
+        output = str(demonstration.problem.answer) if final else _output(turn.observation)
         model = _PROGRAMS[name].format(program.replace("final_answer(", "print(").rstrip("\n"))
         yield ShownTurn(model=model, observation=protocol.observation(model, [output]))
         if final:

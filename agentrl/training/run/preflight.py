@@ -15,10 +15,11 @@ from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import FILE_KINDS, load_source
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.rollout.engines.vllm.servers import longest_request, policy_servers
-from agentrl.rollout.environment import build_reward, chat_format, needs_chat_format
+from agentrl.rollout.environment import build_reward, chat_format, needs_answers, needs_chat_format
 from agentrl.training.coldstart.train import read_cold_demonstrations
 from agentrl.training.step.objective_settings import ObjectiveSettings, loss_options, needs
 from agentrl_envs.adapters.environments import resolve_environment
+from agentrl_envs.registry import grades_answers
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -34,9 +35,11 @@ def check_inputs(settings: Settings) -> list[str]:
     needs(objective)
     if settings.model.path is None or settings.coldstart.demonstrations is not None:
         read_cold_demonstrations(settings)
+    sources = [(entry, needs_answers(settings)) for entry in settings.data.train]
+    sources += [(entry, grades_answers(settings.env)) for entry in settings.data.eval]
     reports = [
-        load_source(entry, seed=settings.seed).report
-        for entry in (*settings.data.train, *settings.data.eval)
+        load_source(entry, seed=settings.seed, answered=answered).report
+        for entry, answered in sources
         if _is_local(entry)
     ]
     return [report.describe() for report in reports if report is not None]

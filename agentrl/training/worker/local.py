@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from agentrl.evaluation.data.problem_sets import held_out_problems
 from agentrl.evaluation.play.during_training import EvaluationReport, evaluate_policy
 from agentrl.evaluation.play.limits import evaluation_environment, evaluation_rollout
-from agentrl.evaluation.play.players import NucleusEngine
 from agentrl.models.tokenizer import TextCodec
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.problems.sources import load_mixture
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.managed import EngineRequest, open_managed_engine
 from agentrl.rollout.engines.vllm.servers import longest_request
-from agentrl.rollout.environment import build_reward
+from agentrl.rollout.environment import build_reward, needs_answers
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.work_queue import QueueState
 from agentrl.rollout.worker import RolloutBatch, RolloutWorker
@@ -88,7 +87,9 @@ class LocalService:
         self._engine = self._managed.engine
         self._driver = self._driver_for(environment, codec)
         self._codec = codec
-        self._mixture, self._reports = load_mixture(settings.data.train, seed=settings.seed)
+        self._mixture, self._reports = load_mixture(
+            settings.data.train, seed=settings.seed, answered=needs_answers(settings)
+        )
         self._held_out = held_out_problems(settings)
         self._objective = ObjectiveSettings.of(settings)
         algorithm = settings.algorithm
@@ -228,10 +229,11 @@ class LocalService:
         """A driver as for training, with evaluation's limits and sampling and with the environment's own rewards."""
         return Driver(
             environment=environment,
-            engine=NucleusEngine(self._engine, self._settings.evaluation.top_p),
+            engine=self._engine,
             codec=self._codec,
             settings=evaluation_rollout(self._settings),
             seed=self._settings.seed,
+            top_p=self._settings.evaluation.top_p,
             deterministic=self._settings.training.deterministic,
             label="evaluation-",
         )

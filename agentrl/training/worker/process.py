@@ -33,6 +33,7 @@ from agentrl.training.worker.local import LocalService
 from agentrl.training.worker.service import InterruptedRunError
 from agentrl.training.worker.wire import Caller, Failure, Reply, Startup, WorkerRequest
 from agentrl_envs.episode import EnvironmentContractError
+from agentrl_envs.plugins import load_plugins
 from agentrl_envs.registry import PluginError
 from agentrl_sandbox.client import SandboxError
 
@@ -195,6 +196,7 @@ class _OwnProcess(LocalService):
 
 def _make(startup: Startup) -> LocalService:
     settings = startup.settings
+    load_plugins(settings.plugins)
     model = None
     if engine_facts(settings.rollout).in_process:
         model = read_model(startup.policy_path, settings.model)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from agentrl_sandbox.check.fusion_client import FusionSandbox
 from agentrl_sandbox.check.suite import Finding, run_suite
 from agentrl_sandbox.client import SandboxSettings, open_sandbox
-from agentrl_sandbox.fusion_client import FusionSandbox
 from agentrl_sandbox.types import Sandbox
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import IO
 
+from agentrl_sandbox.call import Call, read_execution
 from agentrl_sandbox.errors import StartError
 from agentrl_sandbox.runner import config as runner_config
 from agentrl_sandbox.runner.config import RunnerConfig
-from agentrl_sandbox.runner.frames import ServerReply, ServerRequest
-from agentrl_sandbox.runner.program.order import Order
-from agentrl_sandbox.types import Execution, Outcome
+from agentrl_sandbox.runner.frames import ServerReply
+from agentrl_sandbox.types import Execution
 from agentrl_sandbox.wire import Frame, FrameBuffer, fail_all, pack
 
 _GRACE_SECONDS = 30.0  # beyond a program's deadline; then the server counts as hung
@@ -54,6 +55,7 @@ class ForkServerProcess(asyncio.Protocol):
         self._messages = messages
         self._frames = FrameBuffer[ServerReply]()
         self._waiting: dict[int, asyncio.Future[Frame[ServerReply]]] = {}
+        self._identifiers = itertools.count(1)
         self._to_warm = {"bare", "science"}
         self._transport: asyncio.Transport | None = None
 
@@ -98,24 +100,24 @@ class ForkServerProcess(asyncio.Protocol):
         await self.close()
         return f"the sandbox's server did not start: {' '.join([what or 'no answer', *last])}"
 
-    async def run(self, order: Order) -> Execution:
+    async def run(self, call: Call, session: int | None) -> Execution:
         """Send one program and wait for its end.
 
         Raises ServerGoneError, TimeoutError and, in a session, ServerRefusedError.
         """
-        header, blobs = order.to_frame()
-        return _execution(*await self._ask(header, blobs, order.timeout))
+        header, blobs = call.frame()
+        return read_execution(*await self._ask({**header, "op": "run", "number": session}, blobs, call.timeout or 0.0))
 
-    async def ask(self, header: ServerRequest) -> None:
+    async def ask(self, operation: str, session: int, **more: int) -> None:
         """Open, fork or close a session. Raises ServerGoneError, TimeoutError and ServerRefusedError."""
-        await self._ask(header, [], _SESSION_SECONDS)
+        await self._ask({"op": operation, "number": session, **more}, [], _SESSION_SECONDS)
 
     def close_session(self, session: int) -> None:
         """End an abandoned session without waiting."""
         if self._transport is not None and not self.gone:
-            self._transport.write(pack({"op": "close", "id": 0, "session": session}))
+            self._transport.write(pack({"op": "close", "id": 0, "number": session}))
 
-    async def _ask(self, header: ServerRequest, blobs: list[bytes], timeout: float) -> Frame[ServerReply]:
+    async def _ask(self, header: Mapping[str, object], blobs: list[bytes], timeout: float) -> Frame[ServerReply]:
         """Send one message and wait for the answer.
 
         The grace period is a separate wait: after a long pause of the event loop, answers already in the socket are
@@ -123,10 +125,10 @@ class ForkServerProcess(asyncio.Protocol):
         """
         if self._transport is None or self.gone:
             raise ServerGoneError("the sandbox's server is gone")
-        identifier = header["id"]
+        identifier = next(self._identifiers)
         future: asyncio.Future[Frame[ServerReply]] = asyncio.get_running_loop().create_future()
         self._waiting[identifier] = future
-        self._transport.write(pack(header, *blobs))
+        self._transport.write(pack({**header, "id": identifier}, *blobs))
         try:
             for seconds in (timeout, _GRACE_SECONDS):
                 done, _ = await asyncio.wait((future,), timeout=seconds)
@@ -188,7 +190,7 @@ class ForkServerProcess(asyncio.Protocol):
             if not self._to_warm and not self.ready.done():
                 self.ready.set_result(None)
         elif header["op"] == "ended":
-            self.on_session_ended(header["session"], header["why"])
+            self.on_session_ended(header["number"], header["why"])
         else:
             future = self._waiting.pop(header["id"], None)
             if future is not None and not future.done():
@@ -215,16 +217,3 @@ def _spawn(config: RunnerConfig) -> tuple[subprocess.Popen[bytes], IO[bytes], so
             )
         opened.pop_all()  # they live as long as the server
     return process, messages, ours
-
-
-def _execution(header: ServerReply, blobs: list[bytes]) -> Execution:
-    stdout, stderr = (blob.decode("utf-8", "replace") for blob in blobs[:2])
-    return Execution(
-        outcome=Outcome(header["outcome"]),
-        stdout=stdout,
-        stderr=stderr if not header["why"] else f"{stderr}{header['why']}",
-        exit_code=header["exit_code"],
-        seconds=header["seconds"],
-        truncated=header["truncated"],
-        files=dict(zip(header["files"], blobs[2:], strict=True)),
-    )

@@ -23,15 +23,13 @@ from agentrl_sandbox.errors import (
     StartError,
     unisolated,
 )
-from agentrl_sandbox.file_names import check_files, check_names
+from agentrl_sandbox.local.file_names import check_files, check_names
 from agentrl_sandbox.local.fork_server import ForkServerProcess, ServerGoneError, ServerRefusedError
 from agentrl_sandbox.local.probes import probe
-from agentrl_sandbox.local.session_book import SessionBook
 from agentrl_sandbox.local.standby import ForkServers, first_user
 from agentrl_sandbox.once import Once
 from agentrl_sandbox.runner.config import RunnerConfig
-from agentrl_sandbox.runner.frames import ServerRequest
-from agentrl_sandbox.runner.program.order import Order
+from agentrl_sandbox.session_book import SessionBook
 from agentrl_sandbox.settings import LIMITS, SandboxSettings
 from agentrl_sandbox.types import Execution, Isolation, failed_execution
 
@@ -51,10 +49,10 @@ class LocalSandbox(CallSandbox):
         self._settings = settings
         self._config = config
         self._isolation = Isolation(layers={}, mode=config.isolate)
-        self._identifiers = itertools.count(1)
+        self._numbers = itertools.count(1)  # of sessions
         self._room = asyncio.Semaphore(settings.concurrency)
         self._once = Once()
-        self._sessions = SessionBook()
+        self._sessions = SessionBook[ForkServerProcess, int]()
         self._servers = ForkServers(settings, config, server, self._follow)
         self._closed = False
 
@@ -73,48 +71,36 @@ class LocalSandbox(CallSandbox):
         seconds = checked_timeout(self._settings.timeout if call.timeout is None else call.timeout)
         check_files(call.files, self._settings.scratch_mb << 20)
         check_names(call.fetch_files)
-        order = Order(
-            identifier=next(self._identifiers),
-            timeout=seconds,
-            source=call.program.encode("utf-8", "surrogatepass"),
-            stdin=call.stdin.encode("utf-8", "surrogatepass"),
-            echo=call.echo,
-            files=tuple(call.files.items()),
-            fetch=tuple(dict.fromkeys(call.fetch_files)),
-        )
+        call = replace(call, timeout=seconds, fetch_files=tuple(dict.fromkeys(call.fetch_files)))
         if request_id is None:
-            return await self._run(order, call.session)
-        key = request_id, replace(call, timeout=seconds, fetch_files=order.fetch).digest()
-        return await self._once.run(key, lambda: self._run(order, call.session))
+            return await self._run(call)
+        return await self._once.run((request_id, call.digest()), lambda: self._run(call))
 
     async def open_session(self) -> str:
         """Start an interpreter that keeps its state; see ``Sandbox.open_session``."""
         self._check_open()
         try:
             server = await self._servers.living()
-            number = next(self._identifiers)
-            await self._ask_for_session(server, number, {"op": "open", "session": number})
+            number = next(self._numbers)
+            await self._ask_for_session(server, number, "open", number)
         except (ServerRefusedError, ServerGoneError, TimeoutError) as error:
             raise SandboxError(f"no session could be opened: {error}") from error
-        return self._sessions.add(number, server)
+        return self._sessions.add(server, number)
 
     async def fork_session(self, session: str) -> str:
         """Fork a session, once its program has ended; see ``Sandbox.fork_session``."""
         self._check_open()
-        origin = self._sessions.find(session)
-        async with origin.turn:
-            self._sessions.find(session)  # it may have ended meanwhile
-            number = next(self._identifiers)
+        async with self._sessions.turn(session) as origin:
+            number = next(self._numbers)
             try:
-                header: ServerRequest = {"op": "fork", "session": origin.number, "fork": number}
-                await self._ask_for_session(origin.server, number, header)
+                await self._ask_for_session(origin.home, number, "fork", origin.number, fork=number)
             except ServerRefusedError as refused:
                 if refused.kind == "fork":
                     raise SessionForkError(f"session {session!r} could not be forked: {refused.why}") from refused
                 raise self._sessions.gone(session, refused.why) from refused
             except (ServerGoneError, TimeoutError) as error:
                 raise SandboxError(f"session {session!r} could not be forked: {error}") from error
-            return self._sessions.add(number, origin.server)
+            return self._sessions.add(origin.home, number)
 
     async def close_session(self, session: str) -> None:
         """End a session and its program; see ``Sandbox.close_session``."""
@@ -124,7 +110,7 @@ class LocalSandbox(CallSandbox):
         live = self._sessions.find(session)
         self._sessions.end(session, "it was closed")
         try:
-            await live.server.ask({"op": "close", "id": next(self._identifiers), "session": live.number})
+            await live.home.ask("close", live.number)
         except ServerGoneError:
             return  # the session ended with it
         except TimeoutError as error:
@@ -155,25 +141,22 @@ class LocalSandbox(CallSandbox):
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("a sandbox belongs to the event loop it was opened in; open another in this one")
 
-    async def _run(self, order: Order, session: str | None) -> Execution:
-        if session is None:
+    async def _run(self, call: Call) -> Execution:
+        if call.session is None:
             async with self._room:
-                return await self._run_on(None, order)
-        live = self._sessions.find(session)
-        async with live.turn:
-            self._sessions.find(session)  # it may have ended meanwhile
-            async with self._room:
-                try:
-                    return await self._run_on(live.server, replace(order, session=live.number))
-                except ServerRefusedError as refused:
-                    raise self._sessions.gone(session, refused.why) from refused
+                return await self._run_on(None, None, call)
+        async with self._sessions.turn(call.session) as live, self._room:
+            try:
+                return await self._run_on(live.home, live.number, call)
+            except ServerRefusedError as refused:
+                raise self._sessions.gone(call.session, refused.why) from refused
 
-    async def _run_on(self, server: ForkServerProcess | None, order: Order) -> Execution:
+    async def _run_on(self, server: ForkServerProcess | None, session: int | None, call: Call) -> Execution:
         """Run on the session's server, or on the current one."""
         started = time.monotonic()
         try:
             server = server or await self._servers.living()
-            return await server.run(order)
+            return await server.run(call, session)
         except (ServerGoneError, StartError) as error:
             return failed_execution(str(error), started)
         except TimeoutError:
@@ -185,22 +168,22 @@ class LocalSandbox(CallSandbox):
         """Start a second server in the background, where the settings ask for one."""
         self._servers.keep_standby()
 
-    async def _ask_for_session(self, server: ForkServerProcess, number: int, header: ServerRequest) -> None:
+    async def _ask_for_session(self, server: ForkServerProcess, made: int, op: str, session: int, **more: int) -> None:
+        """Have a server make the session ``made``, which is closed again if the caller is cancelled."""
         try:
-            header["id"] = next(self._identifiers)
-            await server.ask(header)
+            await server.ask(op, session, **more)
         except ServerRefusedError as refused:
             if refused.kind == "limit":
                 raise SessionLimitError(f"no further session: {refused.why}") from refused
             raise
         except asyncio.CancelledError:
-            server.close_session(number)
+            server.close_session(made)
             raise
 
     def _follow(self, server: ForkServerProcess) -> None:
         """Record the sessions that end."""
-        server.on_session_ended = functools.partial(self._sessions.end_number, server)
-        server.on_gone = functools.partial(self._sessions.end_all, server, "the sandbox's server ended")
+        server.on_session_ended = lambda number, why: self._sessions.end_at(server, why, number)
+        server.on_gone = functools.partial(self._sessions.end_at, server, "the sandbox's server ended")
 
 
 async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None = None) -> LocalSandbox:

@@ -5,41 +5,31 @@ The modules that read them list the operations: ``server``, ``zygote`` and ``ses
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypedDict
 
+from agentrl_sandbox.call import CallHeader, ExecutionHeader
 
-class ServerRequest(TypedDict, total=False):
+
+class ServerRequest(CallHeader, total=False):
     """From the client to the fork server."""
 
     op: str
     id: int
-    timeout: float
-    session: int | None
+    number: int | None
     fork: int
-    echo: bool
-    files: Sequence[str]
-    fetch: Sequence[str]
 
 
-class ServerReply(TypedDict, total=False):
+class ServerReply(ExecutionHeader, total=False):
     """From the fork server to the client."""
 
-    op: str
-    id: int
-    session: int
+    number: int
     kind: str
     why: str
     layers: dict[str, int]
-    outcome: str
-    exit_code: int | None
-    seconds: float
-    truncated: bool
-    files: Sequence[str]
 
 
-class ZygoteMessage(TypedDict, total=False):
-    """Between the fork server and a zygote."""
+class ProcessMessage(TypedDict, total=False):
+    """Between the fork server and a zygote or a session init."""
 
     op: str
     id: int
@@ -48,15 +38,5 @@ class ZygoteMessage(TypedDict, total=False):
     cpu: float
     pid: int
     status: int
-    why: str
-
-
-class InitMessage(TypedDict, total=False):
-    """Between the fork server and a session init."""
-
-    op: str
-    id: int
-    pid: int
     error: int
-    status: int
     why: str

@@ -2,14 +2,13 @@
 
 It holds the programs' texts and outputs and never forks. Zygotes, which hold neither, fork the children.
 
-    client -> server   {"op": "run", "id", "timeout", "session", "echo", "files", "fetch"} program stdin file...
-                       {"op": "cancel", "id"} · {"op": "open", "id", "session"}
-                       {"op": "fork", "id", "session", "fork"} · {"op": "close", "id", "session"}
+    client -> server   {"op": "run", "id", "number", ...CallHeader} program stdin file...
+                       {"op": "cancel", "id"} · {"op": "open", "id", "number"}
+                       {"op": "fork", "id", "number", "fork"} · {"op": "close", "id", "number"}
     server -> client   {"op": "hello", "why", "layers"} · {"op": "ready"}
-                       {"op": "done", "id", "outcome", "exit_code", "seconds", "truncated", "why", "files"}
-                       stdout stderr file...
+                       {"op": "done", "id", ...ExecutionHeader} stdout stderr file...
                        {"op": "opened", "id"} · {"op": "closed", "id"} · {"op": "refused", "id", "kind", "why"}
-                       {"op": "ended", "session", "why"}
+                       {"op": "ended", "number", "why"}; a session has a number
 """
 
 from __future__ import annotations
@@ -22,18 +21,19 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from agentrl_sandbox.call import ExecutionHeader, execution_frame
 from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.runner.cleanup import processes, reaper, scratch
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
-from agentrl_sandbox.runner.frames import ServerReply, ServerRequest, ZygoteMessage
+from agentrl_sandbox.runner.frames import ProcessMessage, ServerRequest
 from agentrl_sandbox.runner.isolation import rootfs
 from agentrl_sandbox.runner.isolation.lockdown import has_own_users, layers
 from agentrl_sandbox.runner.isolation.memory_use import usage
 from agentrl_sandbox.runner.program.capture import Capture
 from agentrl_sandbox.runner.program.order import Order
-from agentrl_sandbox.runner.program.program import Ending, Program, done_frame, judge, launch
+from agentrl_sandbox.runner.program.program import Ending, Program, judge, launch
 from agentrl_sandbox.runner.program.watch import Watch
 from agentrl_sandbox.runner.routing import needs_science
 from agentrl_sandbox.runner.sessions.manager import SessionManager
@@ -170,7 +170,7 @@ class ForkServer:
             if order.session is not None:
                 self._sessions.run(order)
                 return
-            kind = "science" if needs_science(order.source.decode("utf-8", "surrogatepass")) else "bare"
+            kind = "science" if needs_science(order.call.program) else "bare"
             self._queues[kind].append(order)
             self._start_queued()
         elif header["op"] == "cancel":
@@ -185,7 +185,7 @@ class ForkServer:
         for kind, queue in self._queues.items():
             self._queues[kind] = deque(order for order in queue if order.identifier != identifier)
 
-    def reply(self, header: ServerReply, *blobs: bytes) -> None:
+    def reply(self, header: Mapping[str, object], *blobs: bytes) -> None:
         """Send a message to the client."""
         self._outgoing += pack(header, *blobs)
         self._flush()
@@ -231,13 +231,13 @@ class ForkServer:
             if capture.open and not capture.drain(self._config.flood_limit):
                 self._epoll.unregister(capture.descriptor)
 
-    def report(self, program: Program, ending: Ending) -> Frame[ServerReply]:
+    def report(self, program: Program, ending: Ending) -> Frame[ExecutionHeader]:
         """Stop watching a program, release its resources and return the message about its end."""
         del self._programs[program.identifier]
         for capture in (program.stdout, program.stderr):
             if self._captures.pop(capture.descriptor, None) is not None and capture.open:
                 self._epoll.unregister(capture.descriptor)
-        frame = done_frame(program, ending)
+        frame = execution_frame("done", program.identifier, program.execution(ending))
         program.close()
         return frame
 
@@ -325,7 +325,7 @@ class ForkServer:
         elif message["id"] in self._programs:
             self._on_report(self._programs[message["id"]], message)
 
-    def _on_report(self, program: Program, message: ZygoteMessage) -> None:
+    def _on_report(self, program: Program, message: ProcessMessage) -> None:
         if message["op"] == "located":
             program.pid = message["pid"]
             return

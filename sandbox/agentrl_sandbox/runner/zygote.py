@@ -32,7 +32,7 @@ from types import ModuleType
 from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.runner.cleanup import processes, scratch
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
-from agentrl_sandbox.runner.frames import ZygoteMessage
+from agentrl_sandbox.runner.frames import ProcessMessage
 from agentrl_sandbox.runner.freeze_refcounts import freeze_refcounts
 from agentrl_sandbox.runner.isolation.lockdown import has_own_users
 from agentrl_sandbox.runner.program.child import ChildLimits, limit_children, run_child
@@ -163,7 +163,7 @@ class Zygote:
             return False
         for _, _, payload in ancillary:
             descriptors.frombytes(payload)
-        message: ZygoteMessage = json.loads(data)
+        message: ProcessMessage = json.loads(data)
         if message["op"] in ("spawn", "init"):
             self._spawn(message, list(descriptors))
         elif message["op"] == "clean":
@@ -183,7 +183,7 @@ class Zygote:
         except ProcessLookupError:
             os.kill(pid, signal.SIGKILL)
 
-    def _spawn(self, message: ZygoteMessage, descriptors: list[int]) -> None:
+    def _spawn(self, message: ProcessMessage, descriptors: list[int]) -> None:
         identifier = message["id"]
         try:
             if self._own_pid_namespace >= 0:
@@ -230,5 +230,5 @@ class Zygote:
         processes.kill_strays(self._slots, user)
         self._slots[processes.run_as(user, functools.partial(scratch.clean, directory, user))] = slot
 
-    def _send(self, message: ZygoteMessage) -> None:
+    def _send(self, message: ProcessMessage) -> None:
         self._server.send(json.dumps(message).encode())

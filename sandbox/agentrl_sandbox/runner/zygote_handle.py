@@ -11,7 +11,7 @@ import sys
 
 from agentrl_sandbox.runner import config as runner_config
 from agentrl_sandbox.runner.config import RunnerConfig
-from agentrl_sandbox.runner.frames import ZygoteMessage
+from agentrl_sandbox.runner.frames import ProcessMessage
 from agentrl_sandbox.runner.isolation.memory_use import resident_bytes
 
 _MAX_MESSAGE = 65_536
@@ -78,7 +78,7 @@ class ZygoteHandle:
         """Ask for a slot's processes and files to be removed."""
         self._tell({"op": "clean", "slot": slot})
 
-    def receive(self) -> ZygoteMessage | None:
+    def receive(self) -> ProcessMessage | None:
         """The next report; None when the zygote is gone."""
         try:
             data = self._socket.recv(_MAX_MESSAGE)
@@ -86,7 +86,7 @@ class ZygoteHandle:
             return None
         if not data:
             return None
-        message: ZygoteMessage = json.loads(data)
+        message: ProcessMessage = json.loads(data)
         return message
 
     def close(self) -> int:
@@ -98,6 +98,6 @@ class ZygoteHandle:
             self._process.stdout.close()
         return status
 
-    def _tell(self, message: ZygoteMessage) -> None:
+    def _tell(self, message: ProcessMessage) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._socket.send(json.dumps(message).encode())

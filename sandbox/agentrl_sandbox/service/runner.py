@@ -18,19 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from agentrl_sandbox.call import Call
-from agentrl_sandbox.errors import (
-    SandboxError,
-    SessionForkError,
-    SessionLimitError,
-    StartError,
-    UnknownSessionError,
-)
+from agentrl_sandbox.call import Call, CallSandbox, execution_frame
+from agentrl_sandbox.errors import SandboxError, StartError
 from agentrl_sandbox.local.sandbox import open_local
 from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.service.pool import messages
 from agentrl_sandbox.settings import SandboxSettings
-from agentrl_sandbox.types import Sandbox
 from agentrl_sandbox.wire import Frame, FrameBuffer, FrameError, pack
 
 _log = logging.getLogger(__name__)
@@ -128,7 +121,7 @@ def _refuse_a_living(path: Path) -> None:
 class RunnerService:
     """One sandbox and the gateways that use it."""
 
-    def __init__(self, sandbox: Sandbox, hello: Mapping[str, object]) -> None:
+    def __init__(self, sandbox: CallSandbox, hello: Mapping[str, object]) -> None:
         self.sandbox = sandbox
         self.hello = hello
         self.gateways: set[GatewayConnection] = set()
@@ -233,17 +226,19 @@ class GatewayConnection(asyncio.Protocol):
         except asyncio.CancelledError:
             answer, out = _refused(identifier, "cancelled", "cancelled"), []
         except (SandboxError, ValueError) as error:
-            answer, out = _refused(identifier, _kind(error), str(error)), []
+            kind = "bad_call" if isinstance(error, ValueError) else "failed"
+            known = [name for name, refusal in messages.REFUSALS.items() if isinstance(error, refusal)]
+            answer, out = _refused(identifier, [*known, kind][0], str(error)), []
         if sum(map(len, out)) > messages.MAX_ANSWER:
             answer, out = _refused(identifier, "failed", "the output and files are too large to be sent"), []
         self.send(answer, *out)
 
     async def _carry_out(
         self, identifier: int, header: messages.RunnerRequest, blobs: list[bytes]
-    ) -> Frame[dict[str, object]]:
+    ) -> Frame[Mapping[str, object]]:
         sandbox, operation = self._service.sandbox, header["op"]
         if operation == "execute":
-            return messages.ran(identifier, await Call.from_frame(header, blobs).run(sandbox))
+            return execution_frame("execution", identifier, await sandbox.run(Call.from_frame(header, blobs)))
         if operation == "open_session":
             session = await sandbox.open_session()
             self._sessions.add(session)
@@ -259,15 +254,6 @@ class GatewayConnection(asyncio.Protocol):
     async def _end(self, session: str) -> None:
         with contextlib.suppress(SandboxError):  # the session or the sandbox has ended
             await self._service.sandbox.close_session(session)
-
-
-def _kind(error: Exception) -> str:
-    kinds: dict[type[Exception], str] = {
-        UnknownSessionError: "unknown_session",
-        SessionLimitError: "session_limit",
-        SessionForkError: "session_fork",
-    }
-    return kinds.get(type(error), "bad_call" if isinstance(error, ValueError) else "failed")
 
 
 def _refused(identifier: int, kind: str, why: str) -> dict[str, object]:

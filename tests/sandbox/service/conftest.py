@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 import uvicorn
 
+from agentrl_sandbox.call import Call, CallSandbox
 from agentrl_sandbox.client import Execution, Isolation, Outcome, SandboxSettings, UnknownSessionError
 from agentrl_sandbox.service.gateway.app import Gateway, build_app
 from agentrl_sandbox.service.gateway.guard import Guard
@@ -27,7 +28,7 @@ TOKEN = "the-token"
 HELD = Isolation(layers=dict.fromkeys(PROPERTIES, "a layer"), mode="root")
 
 
-class SteeredSandbox:
+class SteeredSandbox(CallSandbox):
     """Programs are commands: ``wait`` until released, ``impossible``, ``bug``, ``broken``, or text to echo."""
 
     def __init__(self) -> None:
@@ -41,18 +42,8 @@ class SteeredSandbox:
     def isolation(self) -> Isolation:
         return HELD
 
-    async def execute(
-        self,
-        program: str,
-        *,
-        timeout: float | None = None,
-        stdin: str = "",
-        session: str | None = None,
-        request_id: str | None = None,
-        files: Mapping[str, bytes] | None = None,
-        fetch_files: Sequence[str] = (),
-        echo: bool = False,
-    ) -> Execution:
+    async def run(self, call: Call, request_id: str | None = None) -> Execution:
+        program, session = call.program, call.session
         self.started.append(program)
         if program.startswith("wait"):
             try:
@@ -67,11 +58,11 @@ class SteeredSandbox:
         if session is not None:
             self._history(session).append(program)
             program = "|".join(self._history(session))
-        found = {name: (files or {})[name] for name in fetch_files if name in (files or {})}
+        found = {name: call.files[name] for name in call.fetch_files if name in call.files}
         broken = program == "broken"
         return Execution(
             outcome=Outcome.INFRASTRUCTURE_FAILURE if broken else Outcome.OK,
-            stdout=f"{program}{stdin}",
+            stdout=f"{program}{call.stdin}",
             stderr="",
             exit_code=None if broken else 0,
             seconds=0.5,

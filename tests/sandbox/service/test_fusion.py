@@ -114,7 +114,7 @@ def notebook_settings() -> SandboxSettings:
 
 
 async def cells(sandbox, texts: list[str], **fields: object) -> dict:
-    return (await run_jupyter(RunJupyterRequest(cells=texts, **fields), lambda call: call.run(sandbox))).model_dump()
+    return (await run_jupyter(RunJupyterRequest(cells=texts, **fields), sandbox.run)).model_dump()
 
 
 async def test_a_notebook(notebook_settings):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -86,10 +85,6 @@ class Balancer:
     async def changed(self) -> None:
         """Return when a request has ended or a server has changed."""
         await self._changed.wait()
-
-    def up(self) -> Sequence[int]:
-        """The servers that accept requests."""
-        return [place for place, load in enumerate(self.loads) if load.up]
 
     def _cost(self, place: int, trajectory_id: str, context: int) -> tuple[int, int]:
         load = self.loads[place]

@@ -40,12 +40,9 @@ _CONTROLS = "it has no control endpoints: start it with the environment variable
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """A server's description of itself."""
+    """A server's description of itself: its release of vLLM, the label of its weights, its number of GPU workers."""
 
     vllm: str
-    model: str
-    max_tokens: int
-    vocabulary: int
     version: str
     workers: int
 
@@ -164,18 +161,10 @@ class Replica:
         await self._check_generate()
         await self._check_tokenizer(codec)
         await self._check_vocabulary(vocabulary)
-        model = config["model_config"]
         vllm = await self._told("/version", "version", str)
         if not vllm.startswith(RELEASE):
             logger.warning("the server %s is vLLM %s; agentrl is made for %s", self.address, vllm, RELEASE)
-        return Identity(
-            vllm=vllm,
-            model=str(model["model"]),
-            max_tokens=int(model["max_model_len"]),
-            vocabulary=vocabulary,
-            version=version,
-            workers=workers,
-        )
+        return Identity(vllm=vllm, version=version, workers=workers)
 
     async def _config(self) -> Mapping[str, Any]:
         info = await self._http.get("/server_info?config_format=json", seconds=4 * _QUICK)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from agentrl_sandbox.runner.config import RunnerConfig
-from agentrl_sandbox.runner.frames import ServerReply
 from agentrl_sandbox.runner.program import fetched
 from agentrl_sandbox.runner.program.capture import Capture
 from agentrl_sandbox.runner.program.child import OUT_OF_MEMORY, STARTED
 from agentrl_sandbox.runner.program.interpreter import UNCAUGHT
-from agentrl_sandbox.runner.program.order import Order
-from agentrl_sandbox.types import Outcome
-from agentrl_sandbox.wire import Frame
+from agentrl_sandbox.runner.program.order import Order, to_memory_file
+from agentrl_sandbox.types import Execution, Outcome
 
 _STATUS_LIMIT = 4096
 
@@ -46,10 +44,18 @@ class Program:
         """Standard output, standard error, and status where there is one."""
         return (self.stdout, self.stderr) if self.status is None else (self.stdout, self.stderr, self.status)
 
-    def files(self, ending: Ending) -> dict[str, bytes]:
-        """The returned files; none after a kill."""
+    def execution(self, ending: Ending) -> Execution:
+        """The run as the client sees it. After a kill it returns no files."""
         killed = self.reason is not None or ending.exit_code is None or ending.exit_code < 0
-        return {} if killed or self.fetched_file < 0 else fetched.read(self.fetched_file, self.fetch)
+        return Execution(
+            outcome=ending.outcome,
+            stdout=self.stdout.text().decode("utf-8", "replace"),
+            stderr=self.stderr.text().decode("utf-8", "replace") + ending.why,
+            exit_code=ending.exit_code,
+            seconds=time.monotonic() - self.started,
+            truncated=self.stdout.truncated or self.stderr.truncated,
+            files={} if killed or self.fetched_file < 0 else fetched.read(self.fetched_file, self.fetch),
+        )
 
     def close(self) -> None:
         """Release the descriptors."""
@@ -65,7 +71,7 @@ class Ending:
 
     outcome: Outcome
     exit_code: int | None
-    why: str = field(default="")
+    why: str = ""
 
 
 def launch(order: Order, config: RunnerConfig, kind: str, slot: int) -> tuple[Program, list[int]]:
@@ -73,7 +79,7 @@ def launch(order: Order, config: RunnerConfig, kind: str, slot: int) -> tuple[Pr
 
     the memory file, stdout, stderr, the status pipe (outside sessions), and the fetch file if there is one.
     """
-    files = [order.to_memory_file()]
+    files = [to_memory_file(order.call)]
     limits = [config.output_limit, config.output_limit] + ([] if order.session is not None else [_STATUS_LIMIT])
     captures = []
     for limit in limits:
@@ -82,8 +88,8 @@ def launch(order: Order, config: RunnerConfig, kind: str, slot: int) -> tuple[Pr
         captures.append(Capture(read, limit))
         files.append(write)
     fetched_file = -1
-    if order.fetch:
-        fetched_file = fetched.create(config.fetch_limit, order.fetch)
+    if order.call.fetch_files:
+        fetched_file = fetched.create(config.fetch_limit, order.call.fetch_files)
         files.append(os.dup(fetched_file))
     now = time.monotonic()
     program = Program(
@@ -97,7 +103,7 @@ def launch(order: Order, config: RunnerConfig, kind: str, slot: int) -> tuple[Pr
         stdout=captures[0],
         stderr=captures[1],
         status=captures[2] if len(captures) > 2 else None,
-        fetch=order.fetch,
+        fetch=order.call.fetch_files,
         fetched_file=fetched_file,
     )
     return program, files
@@ -135,19 +141,3 @@ def judge_exit(program: Program, exit_code: int, *, out_of_memory: bool) -> Endi
         ran_out = out_of_memory and exit_code == UNCAUGHT
         return Ending(outcome=Outcome.MEMORY_LIMIT if ran_out else Outcome.ERROR, exit_code=exit_code)
     return Ending(outcome=Outcome.KILLED, exit_code=exit_code)
-
-
-def done_frame(program: Program, ending: Ending) -> Frame[ServerReply]:
-    """The message that tells the client how a program ended."""
-    files = program.files(ending)
-    header: ServerReply = {
-        "op": "done",
-        "id": program.identifier,
-        "outcome": ending.outcome.value,
-        "exit_code": ending.exit_code,
-        "seconds": time.monotonic() - program.started,
-        "truncated": program.stdout.truncated or program.stderr.truncated,
-        "why": ending.why,
-        "files": list(files),
-    }
-    return header, [program.stdout.text(), program.stderr.text(), *files.values()]

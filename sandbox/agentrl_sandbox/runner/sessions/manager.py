@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from agentrl_sandbox.runner.config import RunnerConfig
-from agentrl_sandbox.runner.frames import InitMessage, ServerRequest, ZygoteMessage
+from agentrl_sandbox.runner.frames import ProcessMessage, ServerRequest
 from agentrl_sandbox.runner.isolation.lockdown import reaches_session_init
 from agentrl_sandbox.runner.isolation.memory_use import Usage
 from agentrl_sandbox.runner.program.order import Order
@@ -53,7 +53,7 @@ class SessionManager:
 
     def ask(self, header: ServerRequest) -> None:
         """Open, fork or close a session."""
-        request, session = header["id"], header["session"]
+        request, session = header["id"], header["number"]
         assert session is not None
         if header["op"] == "open":
             self._open(request, session)
@@ -216,7 +216,7 @@ class SessionManager:
         if not data:  # its zygote reports its exit
             self._server.ignore(family.init.fileno())
             return
-        message: InitMessage = json.loads(data)
+        message: ProcessMessage = json.loads(data)
         if message["op"] == "failed":
             self._table.end_processes(family, message["why"])
         elif message["id"] in family.sessions:
@@ -253,7 +253,7 @@ class SessionManager:
             session.answer = self._server.report(program, judge_exit(program, exit_code, out_of_memory=False))
         self._table.gone(session, session.why or f"its interpreter ended with {how}")
 
-    def on_zygote(self, message: ZygoteMessage) -> None:
+    def on_zygote(self, message: ProcessMessage) -> None:
         """Handle a report about a session init."""
         family = self._table.families.get(message["id"])
         if family is None:

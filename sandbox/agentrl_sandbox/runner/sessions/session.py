@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from agentrl_sandbox.runner.frames import ServerReply
 from agentrl_sandbox.runner.isolation.memory_use import Usage, children, usage
 from agentrl_sandbox.runner.program.program import Program
 from agentrl_sandbox.wire import Frame
@@ -87,7 +87,7 @@ class ServerSession:
     serial: int = 0  # of the request that the interpreter must answer
     program: Program | None = None
     fork: Fork | None = None
-    answer: Frame[ServerReply] | None = None  # sent to the client once the session is idle
+    answer: Frame[Mapping[str, object]] | None = None  # sent to the client once the session is idle
     why: str = ""  # why it ends, if it does
     closers: list[int] = field(default_factory=list)  # requests to close it
 

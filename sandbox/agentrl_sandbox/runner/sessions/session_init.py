@@ -26,7 +26,7 @@ from typing import NoReturn
 
 from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.runner.cleanup.processes import parents_below, processes_below
-from agentrl_sandbox.runner.frames import InitMessage
+from agentrl_sandbox.runner.frames import ProcessMessage
 from agentrl_sandbox.runner.isolation.lockdown import Lockdown
 from agentrl_sandbox.runner.program.child import ChildLimits, close_descriptors_but, isolate
 from agentrl_sandbox.runner.sessions.session_process import serve_session
@@ -109,7 +109,7 @@ class SessionInit:
         data, descriptors, _, _ = socket.recv_fds(self._server, _MAX_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
         if not data:
             return False
-        message: InitMessage = json.loads(data)
+        message: ProcessMessage = json.loads(data)
         session = message["id"]
         if message["op"] == "expect":
             self._expect(session, socket.socket(fileno=descriptors[0]))
@@ -220,7 +220,7 @@ class SessionInit:
                 found |= processes_below(child, parents)
         return found
 
-    def _send(self, message: InitMessage) -> None:
+    def _send(self, message: ProcessMessage) -> None:
         self._server.send(json.dumps(message).encode())
 
 

@@ -86,7 +86,7 @@ class Gateway:
             ("running", "requests being run", lambda: registry.running),
             ("runners", "runners that accept programs", lambda: registry.runners),
             ("workers", "programs that can run at once", lambda: registry.workers),
-            ("sessions", "open sessions", lambda: len(sessions)),
+            ("sessions", "open sessions", lambda: len(sessions.book)),
         ]
 
 

@@ -12,12 +12,12 @@ Every request gets exactly one answer, including cancelled ones.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from agentrl_sandbox.call import CallHeader
-from agentrl_sandbox.errors import StartError
+from agentrl_sandbox.call import CallHeader, ExecutionHeader, read_execution
+from agentrl_sandbox.errors import SandboxError, SessionForkError, SessionLimitError, StartError, UnknownSessionError
 from agentrl_sandbox.settings import LIMITS, SandboxSettings
 from agentrl_sandbox.types import Execution, Isolation, Outcome
 from agentrl_sandbox.wire import Frame, FrameError
@@ -27,6 +27,13 @@ MAX_FRAME = 64 << 20
 
 MAX_ANSWER = MAX_FRAME // 2
 """The most bytes of output and files that a runner sends for one program."""
+
+REFUSALS: dict[str, type[SandboxError]] = {
+    "unknown_session": UnknownSessionError,
+    "session_limit": SessionLimitError,
+    "session_fork": SessionForkError,
+}
+"""The errors behind those kinds of refusal that a caller can act on."""
 
 _TOLD = ("timeout", *LIMITS)  # the settings that a runner announces
 _LONGEST_ENCODING = 3  # bytes of U+FFFD, which replaces an invalid byte
@@ -132,21 +139,6 @@ def hello(settings: SandboxSettings, isolation: Isolation) -> dict[str, object]:
     }
 
 
-def ran(identifier: int, execution: Execution) -> Frame[dict[str, object]]:
-    """The frame that carries an execution."""
-    header: dict[str, object] = {
-        "op": "execution",
-        "id": identifier,
-        "outcome": execution.outcome.value,
-        "exit_code": execution.exit_code,
-        "seconds": execution.seconds,
-        "truncated": execution.truncated,
-        "files": list(execution.files),
-    }
-    texts = (execution.stdout, execution.stderr)
-    return header, [*(text.encode("utf-8", "replace") for text in texts), *execution.files.values()]
-
-
 def read(frame: Frame[dict[str, object]]) -> tuple[_Message, Execution | None]:
     """Parse a runner's message, with its execution if it has one. Raises FrameError for anything invalid."""
     header, blobs = frame
@@ -169,13 +161,4 @@ def _execution(message: Ran, blobs: list[bytes]) -> Execution:
         raise FrameError("an execution's bytes do not fit its header")
     if (message.exit_code is None) != (message.outcome is Outcome.INFRASTRUCTURE_FAILURE):
         raise FrameError("an execution's exit code does not fit its outcome")
-    stdout, stderr = (blob.decode("utf-8", "replace") for blob in blobs[:2])
-    return Execution(
-        outcome=message.outcome,
-        stdout=stdout,
-        stderr=stderr,
-        exit_code=message.exit_code,
-        seconds=message.seconds,
-        truncated=message.truncated,
-        files=dict(zip(message.files, blobs[2:], strict=True)),
-    )
+    return read_execution(cast(ExecutionHeader, message.model_dump()), blobs)

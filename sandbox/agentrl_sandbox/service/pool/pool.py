@@ -86,17 +86,16 @@ class RunnerPool(CallSandbox):
                 continue
 
     async def _run_in_session(self, call: Call, session: str) -> Execution:
-        async with self.sessions.turn(session) as found:
-            link = await self.queue.place(only=found.link)
+        async with self.sessions.book.turn(session) as found:
+            link = await self.queue.place(only=found.home)
             try:
-                return await _run_at(link, replace(call, session=found.name))
+                return await _run_at(link, replace(call, session=found.number))
             except (NotSentError, UnknownSessionError) as error:
-                self.sessions.forget(session, str(error))
-                raise UnknownSessionError(f"no session {session!r}: {error}") from error
+                raise self.sessions.book.gone(session, str(error)) from error
 
     def _on_change(self, link: RunnerLink) -> None:
         if link.gone:
-            self.sessions.forget_all_at(link)
+            self.sessions.book.end_at(link, link.why_gone)
         self.queue.serve()
 
 

@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable
 from typing import TypeVar
 
-from agentrl_sandbox.errors import BusyError, SandboxError, SessionForkError, SessionLimitError, UnknownSessionError
+from agentrl_sandbox.errors import BusyError, SandboxError, SessionLimitError, UnknownSessionError
 from agentrl_sandbox.service.pool.link import NotSentError, RunnerGoneError, RunnerLink
-from agentrl_sandbox.service.pool.messages import RefusedMessage, SessionMessage
+from agentrl_sandbox.service.pool.messages import REFUSALS, RefusedMessage, SessionMessage
+from agentrl_sandbox.session_book import SessionBook
 
 _T = TypeVar("_T")
 _WORK_SECONDS = 60.0  # for opening, forking and closing a session
-_REMEMBERED = 65_536  # names of sessions, live and ended
-
-
-@dataclass(slots=True)
-class PoolSession:
-    """One session: its runner, its name there, and whose turn it is."""
-
-    link: RunnerLink
-    name: str
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class PoolSessions:
@@ -34,9 +22,8 @@ class PoolSessions:
 
     def __init__(self, links: Callable[[], Iterable[RunnerLink]]) -> None:
         self._links = links
-        self._live: OrderedDict[str, PoolSession] = OrderedDict()
-        self._ended: OrderedDict[str, str] = OrderedDict()  # with why
         self._background: set[asyncio.Task[object]] = set()
+        self.book = SessionBook[RunnerLink, str]()
 
     async def close(self) -> None:
         """Stop background work; sessions end with their runners' connections."""
@@ -44,10 +31,6 @@ class PoolSessions:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    def __len__(self) -> int:
-        """The number of sessions not known to have ended."""
-        return len(self._live)
 
     async def make(self, like: str | None = None) -> str:
         """Open a session, or fork one. If the caller is cancelled meanwhile, the session is closed again.
@@ -63,46 +46,21 @@ class PoolSessions:
 
     async def end(self, session: str) -> None:
         """No effect if it has ended. Raises UnknownSessionError, and BusyError if its runner fails."""
-        if session in self._ended:
+        if self.book.has_ended(session):
             return
-        found = self._find(session)
-        self.forget(session, "it was closed")
+        found = self.book.find(session)
+        self.book.end(session, "it was closed")
         with contextlib.suppress(NotSentError):  # it ended with its runner
-            await asyncio.shield(self._in_background(_ask(found.link, "close_session", found.name)))
-
-    @asynccontextmanager
-    async def turn(self, session: str) -> AsyncIterator[PoolSession]:
-        """Wait for exclusive use of a session. Raises UnknownSessionError."""
-        async with self._find(session).lock:
-            yield self._find(session)  # it may have ended meanwhile
-
-    def forget(self, session: str, why: str) -> None:
-        """Record that a session has ended."""
-        if self._live.pop(session, None) is not None:
-            self._ended[session] = why
-            if len(self._ended) > _REMEMBERED:
-                self._ended.popitem(last=False)
-
-    def forget_all_at(self, link: RunnerLink) -> None:
-        """A runner's sessions ended with it."""
-        for key in [key for key, session in self._live.items() if session.link is link]:
-            self.forget(key, link.why_gone)
-
-    def _find(self, session: str) -> PoolSession:
-        found = self._live.get(session)
-        if found is None:
-            raise UnknownSessionError(f"no session {session!r}: {self._ended.get(session, 'it was never opened')}")
-        self._live.move_to_end(session)
-        return found
+            await asyncio.shield(self._in_background(_ask(found.home, "close_session", found.number)))
 
     async def _open(self) -> str:
         """Open one at the runner with the fewest sessions that has capacity."""
-        here = Counter(id(session.link) for session in self._live.values())
+        here = Counter(map(id, self.book.homes()))
         links = sorted((link for link in self._links() if not link.leaving), key=lambda link: here[id(link)])
         full: SessionLimitError | None = None
         for link in links:
             try:
-                return self._add(link, await _ask(link, "open_session"))
+                return self.book.add(link, await _ask(link, "open_session"))
             except SessionLimitError as error:
                 full = error
             except NotSentError:
@@ -110,19 +68,11 @@ class PoolSessions:
         raise full or BusyError("no runner is connected")
 
     async def _fork(self, session: str) -> str:
-        async with self.turn(session) as found:
+        async with self.book.turn(session) as found:
             try:
-                return self._add(found.link, await _ask(found.link, "fork_session", found.name))
+                return self.book.add(found.home, await _ask(found.home, "fork_session", found.number))
             except (NotSentError, UnknownSessionError) as error:
-                self.forget(session, str(error))
-                raise UnknownSessionError(f"no session {session!r}: {error}") from error
-
-    def _add(self, link: RunnerLink, name: str) -> str:
-        key = secrets.token_urlsafe(16)
-        self._live[key] = PoolSession(link=link, name=name)
-        if len(self._live) > _REMEMBERED:
-            self._live.popitem(last=False)  # ended long ago: no runners hold so many
-        return key
+                raise self.book.gone(session, str(error)) from error
 
     def _end_unwanted(self, task: asyncio.Task[str]) -> None:
         if not task.cancelled() and task.exception() is None:
@@ -152,10 +102,6 @@ async def _ask(link: RunnerLink, operation: str, name: str | None = None) -> str
         return answer.session
     if not isinstance(answer, RefusedMessage):
         raise BusyError("the runner answered another question")
-    if answer.kind == "unknown_session":
-        raise UnknownSessionError(answer.why)
-    if answer.kind == "session_limit":
-        raise SessionLimitError(answer.why)
-    if answer.kind == "session_fork":
-        raise SessionForkError(answer.why)
+    if answer.kind in REFUSALS:
+        raise REFUSALS[answer.kind](answer.why)
     raise BusyError(f"the runner failed: {answer.why}")

@@ -1,0 +1,140 @@
+"""Run a command of the command line in a process of its own, and show what it prints."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from tqdm import tqdm
+
+from agentrl.errors import SettingsError, WorldError
+
+_INTERRUPTED = 130
+_STEP = re.compile(r"(\S+) (\d+)/(\d+)  (.*)\n")
+_FORMAT = "{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} {unit}s{postfix}"
+
+
+def run_command(arguments: Sequence[str], *, imports: Path, progress: bool) -> None:
+    """Run ``agentrl ARGUMENTS`` until it ends. Its modules may also be in ``imports``.
+
+    An interrupt is passed on: the command saves and ends. Raises KeyboardInterrupt for a command that was stopped,
+    SettingsError and WorldError with the command's message for one that failed.
+    """
+    paths = [str(imports.absolute()), *_own_paths(), os.environ.get("PYTHONPATH", "")]
+    with subprocess.Popen(
+        [sys.executable, "-m", __name__, str(os.getpid()), *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # an interrupt arrives once: from here
+    ) as process:
+        error = _read_all(process, _Bar() if progress else _Lines())
+    code = process.returncode
+    if code == 0:
+        return
+    if code == _INTERRUPTED:
+        raise KeyboardInterrupt
+    message = error or f"agentrl {arguments[0]} ended with exit code {code}"
+    raise SettingsError(message) if code == SettingsError.exit_code else WorldError(message)
+
+
+class _Screen(Protocol):
+    def show(self, line: str) -> None: ...
+    def close(self) -> None: ...
+
+
+def _read_all(process: subprocess.Popen[str], display: _Screen) -> str:
+    """Show every line until the output ends. Returns the error message, which is not shown."""
+    assert process.stdout is not None
+    error: list[str] = []
+    lines = iter(process.stdout)
+    try:
+        while True:
+            try:
+                line = next(lines)
+            except StopIteration:
+                break
+            except KeyboardInterrupt:
+                process.send_signal(signal.SIGINT)
+                continue
+            if error or line.startswith("error: "):
+                error.append(line)
+            else:
+                display.show(line)
+    finally:
+        display.close()
+    return "".join(error).removeprefix("error: ").rstrip("\n")
+
+
+class _Lines:
+    """Every line as it comes."""
+
+    def show(self, line: str) -> None:
+        print(line, end="", flush=True)
+
+    def close(self) -> None:
+        """Nothing to take down."""
+
+
+class _Bar:
+    """A progress bar for the steps, and every other line above it."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm[None] | None = None
+
+    def show(self, line: str) -> None:
+        step = _STEP.fullmatch(line)
+        if step is None:
+            tqdm.write(line, file=sys.stdout, end="")
+            return
+        unit, done, total, figures = step.groups()
+        if self._bar is None:
+            self._bar = tqdm(total=int(total), unit=unit, bar_format=_FORMAT, dynamic_ncols=True)
+        self._bar.set_postfix_str(figures, refresh=False)
+        self._bar.n = int(done)
+        self._bar.refresh()
+        if done == total:
+            self.close()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None
+
+
+def _own_paths() -> list[str]:
+    """The entries of ``sys.path`` that a new interpreter would not have."""
+    installed = (sys.prefix, sys.base_prefix)
+    return [os.path.abspath(path) for path in sys.path if not path.startswith(installed)]
+
+
+def stop_with(parent: int) -> None:
+    """Ask this process to stop and save as soon as ``parent`` ends."""
+    try:
+        ended = os.pidfd_open(parent)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
+
+    def wait() -> None:
+        select.select([ended], [], [])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True, name="stop-with-parent").start()
+
+
+if __name__ == "__main__":
+    from agentrl.cli import main
+
+    stop_with(int(sys.argv.pop(1)))
+    sys.argv[0] = "agentrl"
+    main()

@@ -1,0 +1,139 @@
+"""``agentrl.train`` and ``agentrl.evaluate``: the command line's commands, called from Python.
+
+A command runs in a process of its own, so it works where an event loop already runs (a notebook), leaves no state of
+DeepSpeed or OpenMP behind, and is the very command that a terminal would run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from agentrl.api.child import run_command
+from agentrl.api.inputs import importable_name, problem_file
+from agentrl.api.run import EvaluationRun, Run
+from agentrl.config import load_settings
+from agentrl_envs.types import Problem
+
+Problems = Iterable[Mapping[str, object] | Problem]
+INPUTS = ".inputs"
+"""Folder in ``runs_dir`` for problems and functions that were passed as Python objects."""
+
+
+def train(
+    *,
+    env: str | type | None = None,
+    problems: str | Path | Problems | None = None,
+    eval_problems: str | Path | Problems | None = None,
+    reward: object = None,
+    config: str | Path | None = None,
+    resume: bool = False,
+    progress: bool = True,
+    **settings: object,
+) -> Run:
+    """Train a policy as ``agentrl train`` does, and return the finished run.
+
+    Args:
+        env: name of an environment, or a class or function that makes one.
+        problems: problems to train on: a file, or rows with at least a statement (and an answer to grade).
+        eval_problems: problems to evaluate on. With ``problems`` and without this, nothing is evaluated.
+        reward: a reward function, or the name of one.
+        config: a YAML file, or the name of a shipped one.
+        resume: continue the run called ``name``, or the newest one.
+        progress: show a progress bar; without it, the run's console lines.
+        settings: any setting, by section (``training={"steps": 20}``) or by its dotted name
+            (``**{"training.steps": 20}``).
+
+    An interrupt (Ctrl-C, or a notebook's stop button) saves a checkpoint before KeyboardInterrupt is raised;
+    ``resume=True`` continues.
+
+    Raises:
+        SettingsError: settings, problems or functions are not usable; nothing was started, or nothing was trained.
+        WorldError: the run failed for reasons outside of the settings.
+    """
+    folder = Path(str(settings.get("runs_dir") or "runs")) / INPUTS
+    given = dict(settings)
+    if problems is not None:
+        given["data.train"] = [{"path": _path_of(problems, folder)}]
+        given["data.eval"] = []
+    if eval_problems is not None:
+        given["data.eval"] = [{"path": _path_of(eval_problems, folder)}]
+    if reward is not None:
+        given["reward.function"] = importable_name(reward, folder)
+    environment = None if env is None else importable_name(env, folder)
+    overrides = overrides_from(given)
+    resolved = load_settings(environment, config, overrides, resume=resume)
+    path = Path(resolved.runs_dir) / str(resolved.name)
+    options = [] if environment is None else ["--env", environment]
+    options += [] if config is None else ["--config", str(config)]
+    options += ["--resume"] if resume else []
+    named = [*overrides, f"name={json.dumps(path.name)}"]
+    run_command(["train", *options, *named], imports=folder, progress=progress)
+    return Run(path)
+
+
+def evaluate(
+    model: str | Path | Run,
+    *,
+    env: str | type | None = None,
+    problems: str | Path | Problems | None = None,
+    benchmarks: Iterable[str] = (),
+    n: int | None = None,
+    base_url: str | None = None,
+    output: str | Path | None = None,
+    config: str | Path | None = None,
+    progress: bool = True,
+    **settings: object,
+) -> EvaluationRun:
+    """Evaluate a model as ``agentrl eval`` does: ``n`` samples of every problem, avg@n with intervals.
+
+    Args:
+        model: a model directory, a Hugging Face id, a finished run, or with ``base_url`` the endpoint's model name.
+        env: name of an environment, or a class or function that makes one.
+        problems: problems to evaluate on: a file, or rows with at least a statement and an answer.
+        benchmarks: names or files of benchmarks, beside ``problems``. Without both, the problems of ``data.eval``.
+        n: samples per problem; default: ``evaluation.samples``.
+        base_url: an OpenAI-compatible endpoint to sample from.
+        output: directory of the evaluation. Default: one named after the model and the arguments, so that the same
+            call continues an evaluation that was interrupted.
+        config: a YAML file, or the name of a shipped one; default: that of the model's run.
+        progress: show a progress bar; without it, the console lines.
+        settings: any setting, as in :func:`train`.
+
+    Raises SettingsError and WorldError as :func:`train` does.
+    """
+    root = Path("evaluations")
+    wanted = list(benchmarks)
+    if problems is not None:
+        wanted.append(_path_of(problems, root / INPUTS))
+    name = str(model.policy if isinstance(model, Run) else model)
+    environment = None if env is None else importable_name(env, root / INPUTS)
+    options: dict[str, object] = {"--env": environment, "--model": name, "--base-url": base_url, "--n": n}
+    options |= {"--benchmarks": ",".join(wanted) or None, "--config": config}
+    arguments = [text for key, value in options.items() if value is not None for text in (key, str(value))]
+    arguments += overrides_from(settings)
+    digest = hashlib.sha256(json.dumps(arguments).encode()).hexdigest()[:8]
+    path = root / f"{Path(name).name}-{digest}" if output is None else Path(output)
+    run_command(["eval", *arguments, "--output", str(path)], imports=root / INPUTS, progress=progress)
+    return EvaluationRun(path)
+
+
+def overrides_from(settings: Mapping[str, object], prefix: str = "") -> list[str]:
+    """Settings as ``key=value``: mappings become dotted keys, values become JSON, which YAML reads.
+
+    >>> overrides_from({"training": {"steps": 5}, "rollout.group_size": 8, "name": "first"})
+    ['training.steps=5', 'rollout.group_size=8', 'name="first"']
+    """
+    found = []
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            found += overrides_from(value, f"{prefix}{key}.")
+        else:
+            found.append(f"{prefix}{key}={json.dumps(str(value) if isinstance(value, Path) else value)}")
+    return found
+
+
+def _path_of(problems: str | Path | Problems, folder: Path) -> str:
+    return str(problems if isinstance(problems, str | Path) else problem_file(problems, folder))

@@ -1,0 +1,85 @@
+"""Python objects as what the command line takes: problems as a file, functions and classes as ``module:attribute``.
+
+A run uses several processes, and `--resume` starts new ones, so everything that a run needs must be found on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from agentrl.errors import SettingsError
+from agentrl.telemetry.files import atomic_write
+from agentrl_envs.types import Problem
+
+_PICKLED = '''"""An object that was passed to agentrl from a notebook or a script's main module."""
+
+import pickle
+from pathlib import Path
+
+item = pickle.loads(Path(__file__).with_suffix(".pickle").read_bytes())
+'''
+
+
+def problem_file(problems: Iterable[Mapping[str, object] | Problem], folder: Path) -> Path:
+    """Write the problems to ``folder/DIGEST/problems.jsonl``, with a digest of their content. Returns the whole path.
+
+    Raises SettingsError if there are none, or if a row holds values that JSON does not have.
+    """
+    lines = [_line(place, row) for place, row in enumerate(problems)]
+    if not lines:
+        raise SettingsError("problems is empty: nothing to train on")
+    return _write(folder, "{digest}/problems.jsonl", "".join(lines).encode())
+
+
+def importable_name(item: object, folder: Path) -> str:
+    """``module:attribute`` of a function or class. One that no other process can import is pickled to ``folder``.
+
+    Raises SettingsError if it cannot be pickled.
+    """
+    if isinstance(item, str):
+        return item
+    module, attribute = getattr(item, "__module__", "__main__"), getattr(item, "__qualname__", "")
+    if module != "__main__" and _resolves(module, attribute, item):
+        return f"{module}:{attribute}"
+    import cloudpickle
+
+    try:
+        data = cloudpickle.dumps(item)
+    except Exception as error:
+        raise SettingsError(
+            f"{item!r} cannot be passed to the processes of a run ({error}); define it in a module of its own"
+        ) from error
+    file = _write(folder, "notebook_{digest}.pickle", data)
+    module_file = file.with_suffix(".py")
+    atomic_write(module_file, lambda out: out.writelines([_PICKLED.encode()]))
+    return f"{module_file.stem}:item"
+
+
+def _resolves(module: str, attribute: str, item: object) -> bool:
+    found: object = sys.modules.get(module)
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    return found is item
+
+
+def _line(place: int, row: Mapping[str, object] | Problem) -> str:
+    values = asdict(row) if isinstance(row, Problem) else dict(row)
+    for key, value in values.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise SettingsError(f"problems[{place}][{key!r}] is not a JSON value: {error}") from error
+    return json.dumps(values, ensure_ascii=False) + "\n"
+
+
+def _write(folder: Path, name: str, data: bytes) -> Path:
+    path = folder.absolute() / name.format(digest=hashlib.sha256(data).hexdigest()[:16])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        atomic_write(path, lambda out: out.writelines([data]))
+    return path

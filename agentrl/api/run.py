@@ -1,0 +1,138 @@
+"""Runs and evaluations as Python objects: metrics as data frames, conversations as iterators. Files are only read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import yaml
+
+from agentrl.errors import SettingsError
+from agentrl.evaluation.formats import Results
+from agentrl.evaluation.records.directory import EvaluationDirectory
+from agentrl.evaluation.records.transcript import Transcript
+from agentrl.telemetry.records import Metrics, Summary
+from agentrl.telemetry.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from agentrl.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run on disk, finished or not. Every property reads the current state of its files."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The run's name, the last part of ``path``."""
+        return self.path.name
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Every setting of the run, resolved, by section."""
+        return cast(dict[str, object], yaml.safe_load(self._files.config.read_text(encoding="utf-8")))
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """One row per training step, indexed by ``step``; a metric that a step does not have is NaN."""
+        return _frame([row for row in self._files.metrics() if not _is_evaluation(row)])
+
+    @property
+    def evaluations(self) -> pd.DataFrame:
+        """One row per evaluated step, indexed by ``step``: columns ``eval/...``, and ``eval_falsified/...``."""
+        by_step: dict[float, Metrics] = {}
+        for row in self._files.metrics():
+            if _is_evaluation(row):
+                by_step.setdefault(row["step"], {}).update(row)
+        return _frame(list(by_step.values()))
+
+    @property
+    def summary(self) -> Summary:
+        """``summary.json``: the final scores. Raises SettingsError if the run has not finished."""
+        if not self._files.summary.is_file():
+            raise SettingsError(f"{self.path} has not finished: it has no {self._files.summary.name}")
+        return cast(Summary, json.loads(self._files.summary.read_text(encoding="utf-8")))
+
+    @property
+    def policy(self) -> Path:
+        """The trained model, for `transformers` or `agentrl.evaluate`. SettingsError if the run has not finished."""
+        folder = self.path / "policy"
+        if not folder.is_dir():
+            raise SettingsError(f"{self.path} has not finished: it has no policy/")
+        return folder
+
+    def trajectories(self, step: int | None = None) -> Iterator[Trajectory]:
+        """The trajectories of one step, or of all stored steps in order, one in memory at a time.
+
+        Raises SettingsError if the trajectories of ``step`` are not stored.
+        """
+        from agentrl.trajectory import Trajectory
+
+        steps = self._files.trajectory_steps()
+        if step is not None and step not in steps:
+            stored = f"stored: steps {steps[0]} to {steps[-1]}" if steps else "none are stored"
+            raise SettingsError(f"{self.path} has no trajectories of step {step}; {stored}")
+        for one in steps if step is None else [step]:
+            for record in self._files.read_trajectories(one):
+                yield Trajectory.from_record(record)
+
+    @property
+    def _files(self) -> RunDirectory:
+        return RunDirectory(self.path)
+
+
+@dataclass(frozen=True)
+class EvaluationRun:
+    """A finished evaluation on disk."""
+
+    path: Path
+
+    @property
+    def results(self) -> Results:
+        """``results.json``: every score with its intervals and provenance."""
+        return EvaluationDirectory.existing(self.path).results()
+
+    @property
+    def scores(self) -> pd.DataFrame:
+        """One row per benchmark: avg@n (``mean``), the interval for problems like these, problems and samples."""
+        import pandas as pd
+
+        rows = []
+        for name, one in self.results["benchmarks"].items():
+            interval = one["avg"]["problems_like_these"]
+            rows.append({"benchmark": name, "mean": one["avg"]["mean"], **interval, "rollouts": one["rollouts"]})
+        return pd.DataFrame(rows).set_index("benchmark")
+
+    def transcripts(self) -> Iterator[Transcript]:
+        """Every rollout, one in memory at a time."""
+        return EvaluationDirectory.existing(self.path).transcripts()
+
+
+def load_run(path: str | Path) -> Run:
+    """The run in the directory ``path``. Raises SettingsError if it is not a run directory.
+
+    >>> load_run("no/such/run")
+    Traceback (most recent call last):
+    agentrl.errors.SettingsError: no/such/run is not a run directory (it has no config.yaml)
+    """
+    run = Run(Path(path))
+    if not (run.path / "config.yaml").is_file():
+        raise SettingsError(f"{path} is not a run directory (it has no config.yaml)")
+    return run
+
+
+def _is_evaluation(row: Metrics) -> bool:
+    return any(key.startswith(("eval/", "eval_falsified/")) for key in row)
+
+
+def _frame(rows: list[Metrics]) -> pd.DataFrame:
+    import pandas as pd
+
+    return pd.DataFrame(rows).set_index("step") if rows else pd.DataFrame()

@@ -1,0 +1,85 @@
+"""Python objects as files and names that other processes find."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import threading
+from pathlib import Path
+
+import pytest
+
+from agentrl.api.commands import overrides_from
+from agentrl.api.inputs import importable_name, problem_file
+from agentrl.errors import SettingsError
+from agentrl_envs.types import Problem
+
+
+def module_reward(problem: object, conversation: object, verdict: object) -> float:
+    return 0.25
+
+
+def test_equal_problems_are_written_once_and_read_back(tmp_path: Path) -> None:
+    rows = [{"problem": "2 + 3?", "answer": "5", "level": 1}, {"problem": "Größe?", "answer": "1"}]
+    first = problem_file(rows, tmp_path)
+    assert first == problem_file(iter(rows), tmp_path)
+    assert first.name == "problems.jsonl"
+    assert [json.loads(line) for line in first.read_text(encoding="utf-8").splitlines()] == rows
+    assert problem_file(rows[:1], tmp_path) != first
+
+
+def test_problem_objects_keep_their_fields(tmp_path: Path) -> None:
+    problem = Problem(id="toy-0", statement="2 + 3?", answer="5", source="toy")
+    (line,) = problem_file([problem], tmp_path).read_text(encoding="utf-8").splitlines()
+    assert json.loads(line)["statement"] == "2 + 3?"
+
+
+@pytest.mark.parametrize("value", [math.nan, {1, 2}, object()])
+def test_a_value_that_is_not_json_is_named(tmp_path: Path, value: object) -> None:
+    with pytest.raises(SettingsError, match=r"problems\[1\]\['level'\] is not a JSON value"):
+        problem_file([{"problem": "?", "answer": "1"}, {"problem": "?", "answer": "1", "level": value}], tmp_path)
+
+
+def test_no_problems_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="problems is empty"):
+        problem_file([], tmp_path)
+
+
+def test_what_a_module_holds_goes_by_its_name(tmp_path: Path) -> None:
+    assert importable_name(module_reward, tmp_path) == f"{__name__}:module_reward"
+    assert importable_name("simpletir", tmp_path) == "simpletir"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_local_function_is_found_by_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bonus = 0.5
+
+    def local_reward(problem: object, conversation: object, verdict: object) -> float:
+        return bonus + 1.0
+
+    module, attribute = importable_name(local_reward, tmp_path).split(":")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = getattr(importlib.import_module(module), attribute)
+    assert found is not local_reward
+    assert found(None, None, None) == 1.5
+
+
+def test_what_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
+    lock = threading.Lock()
+
+    def locked() -> object:
+        return lock
+
+    with pytest.raises(SettingsError, match="define it in a module of its own"):
+        importable_name(locked, tmp_path)
+
+
+def test_settings_become_overrides() -> None:
+    given = {"training": {"steps": 5, "deterministic": True}, "data.train": [{"path": "a b.jsonl"}], "name": "it's"}
+    assert overrides_from(given) == [
+        "training.steps=5",
+        "training.deterministic=true",
+        'data.train=[{"path": "a b.jsonl"}]',
+        'name="it\'s"',
+    ]
