@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.gateway.wire import AgentCall, ChatMessage, ChatRequest, WireError
+from agentrl.rollout.gateway.wire import AgentCall, AgentMessage, ChatRequest, WireError
 from agentrl_envs.protocols.marked_text import Mark, MarkedText, Part
 
 if TYPE_CHECKING:
@@ -93,7 +93,9 @@ class ChatRenderer:
         self._layout = lru_cache(maxsize=_SHAPES)(self._render)
         self._tools = lru_cache(maxsize=_SHAPES)(lambda text: json.dumps(self._guard(json.loads(text))))
 
-    def layout(self, messages: Sequence[ChatMessage], request: ChatRequest, *, sampled: Collection[int] = ()) -> Layout:
+    def layout(
+        self, messages: Sequence[AgentMessage], request: ChatRequest, *, sampled: Collection[int] = ()
+    ) -> Layout:
         """The shape of ``messages`` up to where the model's reply begins; those at ``sampled`` are the model's own."""
         shape = [self._shape(one, place, own=place in sampled) for place, one in enumerate(messages)]
         return self._layout(json.dumps(shape), *self._surroundings(request))
@@ -112,21 +114,21 @@ class ChatRenderer:
         rest = text[0].text.removeprefix(end)
         return (Mark(end, ends_turn=True), *([Mark(rest)] if rest else []), *text[1:])
 
-    def read(self, text: str, request: ChatRequest, *, before: str, prefix: str) -> ChatMessage:
+    def read(self, text: str, request: ChatRequest, *, before: str, prefix: str) -> AgentMessage:
         """The message that a sampled text is. Calls that cannot be read stay in the text; ids begin with ``prefix``."""
         if getattr(self._tokenizer, "response_template", None) is not None:
             return self._parsed(text, request, before=before, prefix=prefix)
         opened = before.rstrip().endswith("<think>")
         thoughts, closed, said = text.rpartition("</think>")
         if opened and not closed:
-            return ChatMessage(role="assistant", content="", reasoning=text)
+            return AgentMessage(role="assistant", content="", reasoning=text)
         said, open_again, more = said.partition("<think>")
         if closed or open_again:
             thoughts, said = f"{thoughts.strip().removeprefix('<think>')}{more}".strip(), said.strip()
         content, calls = read_calls(said, request) if request.calls_allowed else (said, ())
         return _message(content, thoughts if closed or open_again else None, calls, prefix)
 
-    def _parsed(self, text: str, request: ChatRequest, *, before: str, prefix: str) -> ChatMessage:
+    def _parsed(self, text: str, request: ChatRequest, *, before: str, prefix: str) -> AgentMessage:
         """As the tokenizer's response template reads it; a text that it cannot read is the content."""
         tools: list[Any] | None = [dict(tool) for tool in request.tools] if request.calls_allowed else None
         try:
@@ -136,13 +138,13 @@ class ChatRenderer:
                 for call in (said.get("tool_calls") or [] if request.calls_allowed else [])
             )
         except (AttributeError, KeyError, TypeError, ValueError):
-            return ChatMessage(role="assistant", content=text)
+            return AgentMessage(role="assistant", content=text)
         thoughts = said.get("reasoning_content") or said.get("thinking")
         if said.get("tool_calls") and not calls:
-            return ChatMessage(role="assistant", content=text)
+            return AgentMessage(role="assistant", content=text)
         return _message(str(said.get("content") or ""), thoughts, calls, prefix)
 
-    def _shape(self, message: ChatMessage, place: int, *, own: bool) -> dict[str, object]:
+    def _shape(self, message: AgentMessage, place: int, *, own: bool) -> dict[str, object]:
         """A message whose content is its place-holder. The calls of a sampled reply stand in what was sampled."""
         slot = f"{_SLOT}{place}{_END}" if message.content or own else ""
         shape: dict[str, object] = {"role": message.role, "content": slot}
@@ -223,9 +225,9 @@ def read_calls(said: str, request: ChatRequest) -> tuple[str, tuple[tuple[str, s
     return (_CALL.sub("", said).strip(), tuple(calls)) if calls else (said, ())
 
 
-def _message(content: str, reasoning: str | None, calls: Sequence[tuple[str, str]], prefix: str) -> ChatMessage:
+def _message(content: str, reasoning: str | None, calls: Sequence[tuple[str, str]], prefix: str) -> AgentMessage:
     made = tuple(
         AgentCall(name=name, arguments=arguments, id=f"{prefix}_{place}")
         for place, (name, arguments) in enumerate(calls)
     )
-    return ChatMessage(role="assistant", content=content, reasoning=reasoning, calls=made)
+    return AgentMessage(role="assistant", content=content, reasoning=reasoning, calls=made)

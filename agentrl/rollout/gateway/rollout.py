@@ -15,7 +15,7 @@ from agentrl.rollout.engines.sampling import sampling_key
 from agentrl.rollout.gateway.export import export
 from agentrl.rollout.gateway.render import ChatRenderer, Layout
 from agentrl.rollout.gateway.tree import Generation, GenerationTree, Match
-from agentrl.rollout.gateway.wire import ChatMessage, ChatRequest, Delivery, WireError
+from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest, Delivery, WireError
 from agentrl.trajectory import Trajectory
 from agentrl_envs.protocols.marked_text import MarkedText
 from agentrl_envs.types import Ended, Problem
@@ -53,7 +53,7 @@ class _Prompt:
     """What the engine is given, and what of it is new."""
 
     parent: Generation | None
-    messages: tuple[ChatMessage, ...]
+    messages: tuple[AgentMessage, ...]
     token_ids: tuple[int, ...]
     text: str
     lead: tuple[str, ...]
@@ -269,7 +269,7 @@ class AgentRollout:
         self,
         request: ChatRequest,
         layout: Layout,
-        messages: Sequence[ChatMessage],
+        messages: Sequence[AgentMessage],
         replies: Mapping[int, Generation],
     ) -> bool:
         """Whether the template writes the client's messages as they were sampled."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from agentrl.rollout.engines.base import Completion
-from agentrl.rollout.gateway.wire import ChatMessage, ChatRequest, Json
+from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest, Json
 
 Miss = Literal["edited", "tools", "reasoning", "template"]
 MISSES: tuple[Miss, ...] = ("edited", "tools", "reasoning", "template")
@@ -29,12 +29,12 @@ class Generation:
 
     id: int
     parent: Generation | None
-    messages: tuple[ChatMessage, ...]
+    messages: tuple[AgentMessage, ...]
     prompt_ids: tuple[int, ...]
     prompt_text: str
     completion: Completion
     text: str
-    reply: ChatMessage
+    reply: AgentMessage
     lead: tuple[str, ...]
     line: str
     trainable: bool
@@ -51,7 +51,7 @@ class Generation:
         return path[::-1]
 
     @property
-    def conversation(self) -> tuple[ChatMessage, ...]:
+    def conversation(self) -> tuple[AgentMessage, ...]:
         """All messages, this reply included."""
         return tuple(message for one in self.path for message in (*one.messages, one.reply))
 
@@ -81,7 +81,7 @@ class Match:
     """What a request continues (None: nothing), the messages that are new, and why the last reply is not matched."""
 
     parent: Generation | None
-    new: tuple[ChatMessage, ...]
+    new: tuple[AgentMessage, ...]
     miss: Miss | None
 
 
@@ -130,7 +130,7 @@ class GenerationTree:
                 return "tools"
         return "reasoning" if deepest > depth else "edited"
 
-    def _along(self, digest: str, messages: Sequence[ChatMessage]) -> Iterator[tuple[int, list[Generation]]]:
+    def _along(self, digest: str, messages: Sequence[AgentMessage]) -> Iterator[tuple[int, list[Generation]]]:
         """The places of messages at which generations end, and those generations."""
         state = self._steps.get((0, digest))
         for place, message in enumerate(messages):
@@ -161,13 +161,13 @@ class GenerationTree:
         return sorted(lines, key=lambda line: line[-1].id)
 
 
-def _same_thoughts(generation: Generation, messages: Sequence[ChatMessage]) -> bool:
+def _same_thoughts(generation: Generation, messages: Sequence[AgentMessage]) -> bool:
     """Whether the thoughts in ``messages`` are those of the path; thoughts that were dropped are."""
     said = ((messages[place].reasoning, one.reply.reasoning) for place, one in generation.replies.items())
     return all(told is None or told.strip() == (thought or "").strip() for told, thought in said)
 
 
-def _nearest(candidates: Sequence[Generation], messages: Sequence[ChatMessage]) -> Generation:
+def _nearest(candidates: Sequence[Generation], messages: Sequence[AgentMessage]) -> Generation:
     """The candidate whose call ids occur most in the request; of several, the newest."""
     if len(candidates) == 1:
         return candidates[0]

@@ -69,11 +69,11 @@ class AgentCall:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatMessage:
+class AgentMessage:
     """One message. Two are equal to the gateway if their keys are: outer blanks, call ids and formatting do not count.
 
-    >>> one = ChatMessage(role="assistant", content=" 4\\n", calls=(AgentCall(name="f", arguments='{"b":1, "a":2}'),))
-    >>> two = ChatMessage(role="assistant", content="4", calls=(AgentCall(name="f", arguments='{"a": 2, "b": 1}'),))
+    >>> one = AgentMessage(role="assistant", content=" 4\\n", calls=(AgentCall(name="f", arguments='{"b":1, "a":2}'),))
+    >>> two = AgentMessage(role="assistant", content="4", calls=(AgentCall(name="f", arguments='{"a": 2, "b": 1}'),))
     >>> one.key == two.key
     True
     """
@@ -95,7 +95,7 @@ class ChatMessage:
 class ChatRequest:
     """A request as the gateway understands it. ``tools_json`` and ``options`` must be equal for a history to match."""
 
-    messages: tuple[ChatMessage, ...]
+    messages: tuple[AgentMessage, ...]
     tools: tuple[Json, ...]
     tools_json: str
     options: Json
@@ -170,19 +170,19 @@ def _limit(values: Json) -> int | None:
     return None
 
 
-def _messages(values: object) -> tuple[ChatMessage, ...]:
+def _messages(values: object) -> tuple[AgentMessage, ...]:
     if not isinstance(values, list) or not values:
         raise WireError("messages must be a list with at least one message", param="messages")
     return tuple(_message(value, f"messages[{place}]") for place, value in enumerate(values))
 
 
-def _message(value: object, place: str) -> ChatMessage:
+def _message(value: object, place: str) -> AgentMessage:
     fields = _object(value, place)
     role = fields.get("role")
     if role not in _ROLES:
         raise WireError(f"{place}.role={_short(role)}; valid: {', '.join(sorted(_ROLES))}", param=f"{place}.role")
     thoughts = fields.get("reasoning_content") or fields.get("reasoning")
-    message = ChatMessage(
+    message = AgentMessage(
         role="system" if role == "developer" else str(role),
         content=_text(fields.get("content"), f"{place}.content"),
         reasoning=thoughts if isinstance(thoughts, str) else None,
@@ -254,7 +254,7 @@ class Delivery:
 
     id: str
     model: str
-    message: ChatMessage
+    message: AgentMessage
     finish_reason: Literal["stop", "length", "tool_calls"]
     prompt_tokens: int
     tokens: tuple[tuple[str, bytes, float], ...]  # text, bytes and log-probability of each
