@@ -104,6 +104,14 @@ class ChatRenderer:
         """The tokens of a conversation from its beginning."""
         return self.prefix_ids + self.codec.encode_parts(parts)
 
+    def turn_end(self) -> str:
+        """The special token with which the template ends a turn of the model; "" if there is none."""
+        user, reply = AgentMessage(role="user", content="?"), AgentMessage(role="assistant", content="!")
+        shape = [self._shape(one, place, own=True) for place, one in enumerate((user, reply, user))]
+        layout = self._layout(json.dumps(shape), "[]", json.dumps(self._options))
+        behind = self.closing(layout.texts[layout.slots.index(1) + 1]) if 1 in layout.slots else ()
+        return next((part.text for part in behind if isinstance(part, Mark) and part.ends_turn), "")
+
     def closing(self, text: tuple[Part, ...]) -> tuple[Part, ...]:
         """The text behind a sampled reply, with the special token at its beginning marked as the turn's end."""
         if not text or not isinstance(text[0], Mark):

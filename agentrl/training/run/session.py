@@ -15,7 +15,7 @@ from agentrl.models.loading import read_model
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.table import engine_facts
-from agentrl.rollout.environment import build_codec, build_environment, chat_format
+from agentrl.rollout.environment import Chat, build_codec, build_environment, chat_format
 from agentrl.telemetry.console import Console, RunProgress
 from agentrl.telemetry.records import EvaluationRecord, Metrics
 from agentrl.telemetry.run_directory import RunDirectory
@@ -40,7 +40,6 @@ from agentrl.training.worker.local import LocalService
 from agentrl.training.worker.service import InterruptedRunError, RolloutService
 from agentrl.training.worker.transfer import WeightSender
 from agentrl.weights.sources import full_parameters
-from agentrl_envs.protocols.chat import ChatFormat
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -123,7 +122,7 @@ class Session:
         kl, model, training = self._settings.kl, self._settings.model, self._settings.training
         return read_reference(self._reference_path, kl, model, training, temperature=self._settings.rollout.temperature)
 
-    def _open_service(self, path: str, chat: ChatFormat | None, codec: TextCodec) -> RolloutService:
+    def _open_service(self, path: str, chat: Chat | None, codec: TextCodec) -> RolloutService:
         if self._world > 1 or self._settings.rollout.schedule != "synchronous":
             from agentrl.training.worker.remote import open_remote_service
 

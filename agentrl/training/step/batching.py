@@ -7,6 +7,7 @@ need and the loss mask is known beforehand. Otherwise a statistics pass comes fi
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,13 +30,13 @@ class MicroBatch:
 class UpdatePlan:
     """One rank's part of an optimizer update.
 
-    ``tokens`` and ``sequences`` count, over all ranks, what the filters leave to the loss; ``model_tokens`` counts all
-    tokens that the model sampled.
+    ``tokens`` and ``sequences`` count, over all ranks, what the filters leave to the loss, a rollout's branches as one
+    sequence; ``model_tokens`` counts all tokens that the model sampled.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     tokens: int
-    sequences: int
+    sequences: float
     model_tokens: int
 
 
@@ -118,7 +119,7 @@ def plan_step(rollouts: RolloutBatch, settings: ObjectiveSettings, *, budget: in
                 UpdatePlan(
                     micro_batches=tuple(micro_batches),
                     tokens=sum(row.model_tokens for row in trained),
-                    sequences=len(trained),
+                    sequences=math.fsum(row.weight for row in trained),
                     model_tokens=sum(row.model_tokens for row in rows),
                 )
             )
@@ -131,7 +132,7 @@ def plan_step(rollouts: RolloutBatch, settings: ObjectiveSettings, *, budget: in
             updates=tuple(updates[rank]),
             head_exact=head_exact,
             no_loss=rollouts.no_loss,
-            trajectories=sum(len(group.trajectories) for group in groups),
+            trajectories=sum(len(group.rollouts) for group in groups),
             greedy_returns={group.index: group.greedy.reward for group in groups if group.greedy is not None},
             homes=homes,
             metrics=rollouts.metrics if rank == 0 else {},
