@@ -19,6 +19,7 @@ from agentrl_envs.grading.comparing.algebra import is_for_algebra, read_latex, s
 from agentrl_envs.grading.comparing.equality import equal, proportional
 from agentrl_envs.grading.comparing.values import NoValueError, value_of
 from agentrl_envs.grading.reading.expressions import Apply, Expression, Number, Symbol, parts, symbols
+from agentrl_envs.grading.reading.spelling import squeezed
 from agentrl_envs.grading.reading.structure import (
     Answer,
     Bracketed,
@@ -33,7 +34,6 @@ from agentrl_envs.grading.reading.units import agree
 from agentrl_envs.types import Verdict
 
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+", re.ASCII)
-_AROUND_SIGNS = re.compile(r"(?<=[^A-Za-z0-9.]) | (?=[^A-Za-z0-9.])")
 _ROUGHLY = 0.05  # relative: what is called approximately equal
 _BRACKETS = frozenset({"()", "[]", "(]", "[)"})
 _UNORDERED = frozenset({"list", "set", "union"})
@@ -114,7 +114,7 @@ def _with_decimal_comma(answer: str, gold: Answer) -> bool:
 
 def same(gold: Answer, answer: Answer) -> bool:
     """Whether an answer means what the gold answer does."""
-    if _squeezed(gold.text) == _squeezed(answer.text) and gold.text:
+    if squeezed(gold.text) == squeezed(answer.text) and gold.text:
         return True
     match gold, answer:
         case (Unread(), _) | (_, Unread()):
@@ -138,10 +138,6 @@ def same(gold: Answer, answer: Answer) -> bool:
         case Leaf(), Leaf():
             return _same_leaf(gold, answer)
     return False
-
-
-def _squeezed(text: str) -> str:
-    return _AROUND_SIGNS.sub("", text)
 
 
 def _same_words(gold: Answer, answer: Answer) -> bool:

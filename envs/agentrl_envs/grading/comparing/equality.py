@@ -21,6 +21,8 @@ from mpmath import mp
 from agentrl_envs.grading.comparing.values import NoValueError, Scalar, random_number, value_of
 from agentrl_envs.grading.reading.expressions import (
     FLOAT_DIGITS,
+    LEADING,
+    ROUNDED,
     Expression,
     Number,
     applied,
@@ -33,9 +35,7 @@ _DIGITS = (40, 100)
 _MOST_DIGITS = 3_000
 _AGREE = 0.7  # the share of the digits that equal values share, calculated
 _WITHOUT_CANCELLATION = frozenset({"*", "over", "^", "neg", "root", "factorial", "binomial", "pi", "e", "exp"})
-_ROUNDED = Fraction(1, 2 * 10**6)
 _SMALL = Fraction(1, 10)
-_LEADING = Fraction(1, 10**5)
 _FLOAT = Fraction(1, 10**14)
 
 
@@ -178,7 +178,7 @@ def _within_rounding(first: Scalar, second: Scalar, *, scaled: bool) -> bool:
     """``scaled``: at a point for symbols, where large values are no sign of many digits."""
     exact = isinstance(first, Fraction) and isinstance(second, Fraction)
     with mp.workdps(_DIGITS[0]):
-        rounded, small, leading = (value if exact else _number(value) for value in (_ROUNDED, _SMALL, _LEADING))
+        rounded, small, leading = (value if exact else _number(value) for value in (ROUNDED, _SMALL, LEADING))
         if not exact:
             first, second = _number(first), _number(second)
             if mp.isinf(first) or mp.isinf(second):

@@ -111,6 +111,7 @@ _REWRITTEN: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r" {2,}", " "),
     )
 )
+_AROUND_SIGNS = re.compile(r"(?<=[^A-Za-z0-9.]) | (?=[^A-Za-z0-9.])")
 _BEHIND = " \t\r\n.,;"
 _SPACED_THOUSANDS = re.compile(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
 _MIXED = re.compile(r"(?P<whole>[+-]?\d+) (?P<over>\d+)/(?P<under>\d+)", re.ASCII)
@@ -142,6 +143,11 @@ def unstyled(text: str) -> str:
     style = _STYLE.fullmatch(text)
     plain = text if style is None else style[1].strip()
     return plain[1:-1] if len(plain) > 2 and plain[0] == plain[-1] == "'" else plain
+
+
+def squeezed(text: str) -> str:
+    """Without the blanks beside signs, which mean nothing."""
+    return _AROUND_SIGNS.sub("", text)
 
 
 def words_in(text: str) -> str | None:
