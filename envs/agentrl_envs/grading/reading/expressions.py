@@ -49,6 +49,11 @@ class Apply:
 Expression: TypeAlias = Number | Symbol | Apply
 
 
+def quotient(over: Expression, under: Expression) -> Apply:
+    """``over / under``."""
+    return Apply("*", (over, Apply("over", (under,))))
+
+
 def parts(tree: Expression) -> Iterator[Expression]:
     """The tree and everything in it."""
     open_trees = [tree]
