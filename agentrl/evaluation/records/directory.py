@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from types import TracebackType
 from typing import IO, cast
 
 from agentrl.errors import SettingsError, WorldError
@@ -29,6 +29,7 @@ from agentrl.telemetry.files import LOCK_DEADLINE, atomic_write, json_line, take
 from agentrl_envs.types import Problem
 
 SERVERS = "servers"
+_FIELDS = tuple(field.name for field in fields(Problem))
 
 
 class EvaluationDirectory:
@@ -78,14 +79,6 @@ class EvaluationDirectory:
             os.close(self._lock)
             self._lock = -1
 
-    def __enter__(self) -> EvaluationDirectory:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def provenance(self) -> Provenance:
         """The provenance of the results."""
         return cast(Provenance, self._json(self._provenance))
@@ -100,7 +93,7 @@ class EvaluationDirectory:
         """The problems of the evaluation, read without their data files."""
         found: dict[tuple[str, bool], list[Problem]] = {}
         for row in self._rows():
-            problem = _problem(row)
+            problem = Problem(**{name: row[name] for name in _FIELDS})  # type: ignore[literal-required]
             found.setdefault((row["benchmark"], row["falsified"]), []).append(problem)
         revisions = self.provenance()["benchmarks"]
         return [
@@ -161,17 +154,6 @@ class EvaluationDirectory:
     def _json(self, path: Path) -> JSONObject:
         with world_errors(path, "read"):
             return _object(path.read_text(encoding="utf-8"), str(path))
-
-
-def _problem(row: ProblemRow) -> Problem:
-    return Problem(
-        id=row["id"],
-        statement=row["statement"],
-        answer=row["answer"],
-        source=row["source"],
-        family=row["family"],
-        setup=row["setup"],
-    )
 
 
 def _object(text: str, place: str) -> JSONObject:

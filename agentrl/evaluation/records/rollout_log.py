@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 import zstandard
 
@@ -65,9 +64,7 @@ class RolloutLog:
     def __enter__(self) -> RolloutLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agentrl.evaluation.formats import BenchmarkResults, Bounds, Results
-from agentrl.evaluation.records.kinds import KINDS
+from agentrl.evaluation.records.transcript import KINDS
 
 
 @dataclass(frozen=True, kw_only=True)
