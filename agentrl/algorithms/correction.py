@@ -11,7 +11,7 @@ from torch import Tensor
 
 from agentrl.algorithms.errors import InvalidInputError, InvalidOptionError, check_choice
 from agentrl.algorithms.mismatch import mismatch_metrics, perplexity_metrics
-from agentrl.algorithms.registry import Entry
+from agentrl.algorithms.registry import Entry, Options, option
 from agentrl.algorithms.validation import as_mask, check_finite, check_order, check_positive, check_range
 
 RATIO_LEVELS = ("token", "sequence", "geometric")
@@ -22,7 +22,7 @@ _LOG_LARGEST = math.log(torch.finfo(torch.float64).max) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class CorrectionOptions:
+class CorrectionOptions(Options):
     """Which weights and masks; each is off by default, and all may be combined.
 
     `weights`: the ratio of the `token`, of the `sequence` (product over its model tokens) or its `geometric` mean.
@@ -35,29 +35,20 @@ class CorrectionOptions:
     tokens.
     """
 
-    weights: str | None = None
-    weight_bound: str = "truncate"
-    weight_low: float = 0.5
-    weight_high: float = 2.0
+    weights: str | None = option(None, check_choice, (None, *RATIO_LEVELS))
+    weight_bound: str = option("truncate", check_choice, WEIGHT_BOUNDS)
+    weight_low: float = option(0.5, check_range, 0.0)
+    weight_high: float = option(2.0, check_positive)
     self_normalize: bool = False
-    ratio_mask: str | None = None
-    ratio_low: float = 0.5
-    ratio_high: float = 2.0
-    divergence_mask: str | None = None
-    divergence_level: str = "token"
-    divergence_high: float = 0.1
+    ratio_mask: str | None = option(None, check_choice, (None, *RATIO_LEVELS))
+    ratio_low: float = option(0.5, check_range, 0.0)
+    ratio_high: float = option(2.0, check_positive)
+    divergence_mask: str | None = option(None, check_choice, (None, *DIVERGENCES))
+    divergence_level: str = option("token", check_choice, DIVERGENCE_LEVELS)
+    divergence_high: float = option(0.1, check_positive)
 
     def __post_init__(self) -> None:
-        check_choice("weights", self.weights, (None, *RATIO_LEVELS))
-        check_choice("weight_bound", self.weight_bound, WEIGHT_BOUNDS)
-        check_choice("ratio_mask", self.ratio_mask, (None, *RATIO_LEVELS))
-        check_choice("divergence_mask", self.divergence_mask, (None, *DIVERGENCES))
-        check_choice("divergence_level", self.divergence_level, DIVERGENCE_LEVELS)
-        check_range("weight_low", self.weight_low, 0.0)
-        check_positive("weight_high", self.weight_high)
-        check_range("ratio_low", self.ratio_low, 0.0)
-        check_positive("ratio_high", self.ratio_high)
-        check_positive("divergence_high", self.divergence_high)
+        super().__post_init__()
         if self.weight_bound == "icepop":
             check_order("weight_low", self.weight_low, "weight_high", self.weight_high)
         check_order("ratio_low", self.ratio_low, "ratio_high", self.ratio_high)
