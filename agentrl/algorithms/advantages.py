@@ -56,7 +56,7 @@ def _in_blocks(
     for rows in blocks:
         block = EstimatorInputs.of(take_rows(inputs, rows), rows)
         estimate = entry.function(block, record) if whole is None else whole.take(rows)
-        _check_weights(block)
+        _ = block.loss_ratio  # weights that are given must be right, also where the estimator does not use them
         advantages = _advantages(estimate, block, normalize)
         if normalize == "whiten":
             part = Moments.of(advantages, block.mask)
@@ -69,11 +69,6 @@ def _in_blocks(
     if moments is not None:
         raw = _whiten(raw, inputs.response_mask, moments, blocks, dtype)
     return Advantages(advantages=raw.to(dtype), returns=returns, baselines=baselines)
-
-
-def _check_weights(block: EstimatorInputs) -> None:
-    """Importance weights that are given must be right, whether the estimator uses them or not."""
-    _ = block.loss_ratio
 
 
 def _advantages(estimate: Advantages, block: EstimatorInputs, normalize: str | None) -> Tensor:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.errors import InvalidInputError, InvalidOptionError, check_choice
-from agentrl.algorithms.mismatch import mismatch_metrics, perplexity_metrics
+from agentrl.algorithms.errors import InvalidOptionError, check_choice
+from agentrl.algorithms.mismatch import checked_mask, mismatch_metrics, perplexity_metrics
 from agentrl.algorithms.registry import Entry, Options, option
-from agentrl.algorithms.validation import as_mask, check_finite, check_order, check_positive, check_range
+from agentrl.algorithms.validation import as_loss_mask, check_order, check_positive, check_range
 
 RATIO_LEVELS = ("token", "sequence", "geometric")
 WEIGHT_BOUNDS = ("truncate", "icepop")
@@ -137,8 +137,7 @@ def correction_sums(
 
 def correction_options(**options: object) -> CorrectionOptions:
     """The checked options record; UnknownNameError names the nearest option, InvalidOptionError the bad value."""
-    record = _OPTIONS.make_options("the rollout correction", options)
-    assert isinstance(record, CorrectionOptions)
+    record: CorrectionOptions = _OPTIONS.make_options("the rollout correction", options)
     return record
 
 
@@ -176,17 +175,8 @@ class _Parts:
 def _correct(
     train: Tensor, rollout: Tensor, response_mask: Tensor, loss_mask: Tensor | None, record: CorrectionOptions
 ) -> _Parts:
-    model = as_mask("response_mask", response_mask)
-    before = model if loss_mask is None else as_mask("loss_mask", loss_mask)
-    if train.ndim != 2 or not train.shape == rollout.shape == model.shape == before.shape:
-        raise InvalidInputError(
-            "train_log_probs, rollout_log_probs, response_mask and loss_mask must all be [B, T]; got "
-            f"{tuple(train.shape)}, {tuple(rollout.shape)}, {tuple(model.shape)}, {tuple(before.shape)}"
-        )
-    if bool((before & ~model).any()):
-        raise InvalidInputError("loss_mask holds tokens that response_mask does not")
-    check_finite("train_log_probs", train, model)
-    check_finite("rollout_log_probs", rollout, model)
+    model = checked_mask(train, rollout, response_mask)
+    before = as_loss_mask(loss_mask, model)
     log_rho = torch.where(model, train.double(), 0.0) - torch.where(model, rollout.double(), 0.0)
     weights, bounded = _weights(log_rho, model, record)
     left = before & _ratio_kept(log_rho, model, record) & _divergence_kept(log_rho, model, record)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.errors import InvalidInputError
-from agentrl.algorithms.estimators.segments import relabel, segment_sum
+from agentrl.algorithms.validation import check_alike
 from agentrl.kernels.softcap import cap_and_temper, cap_slope
 
 _BLOCK_ELEMENTS = 1 << 23
@@ -25,8 +25,7 @@ def diagonal_proxy(token_energy: Tensor, advantages: Tensor, response_mask: Tens
     it ||g||^2; and it has no S beside it.
     """
     mask = response_mask.bool()
-    if not token_energy.shape == advantages.shape == mask.shape:
-        raise InvalidInputError("token_energy, advantages and response_mask must all be [B, T]")
+    check_alike(token_energy=token_energy, advantages=advantages, response_mask=mask)
     energy = torch.where(mask, token_energy.double(), 0.0)
     return (energy * torch.where(mask, advantages.double(), 0.0).square()).sum(-1)
 
@@ -80,14 +79,13 @@ class HeadVarianceAccumulator:
         count = hidden.shape[0]
         if not (targets.shape == advantages.shape == rows.shape == (count,)):
             raise InvalidInputError("targets, advantages and rows must all be [N], as hidden [N, D]")
-        labels, total = relabel(groups)
-        sizes = segment_sum(torch.ones_like(labels), labels, total)
+        _, labels, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
         token_labels = labels[rows]
         scale = advantages.to(self._dtype) / (sizes[token_labels].to(self._dtype) * self._temperature)
-        for group in range(total):
+        for group in range(len(sizes)):
             chosen = (token_labels == group).nonzero().squeeze(-1)
             self._add(hidden[chosen].to(self._dtype), targets[chosen], scale[chosen])
-        self.groups += total
+        self.groups += len(sizes)
 
     def result(self) -> HeadVariance:
         """P, S and Var of the groups added so far. InvalidInputError if there are none."""

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.errors import InvalidInputError
-from agentrl.algorithms.validation import as_mask, check_finite
+from agentrl.algorithms.validation import as_mask, check_alike, check_finite
 
 _EXPONENT_LIMIT = 20.0
 
@@ -23,7 +22,7 @@ def mismatch_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, respons
 
     Raises InvalidInputError on wrong shapes and on a non-finite log-probability at a model token.
     """
-    mask = _checked(train_log_probs, rollout_log_probs, response_mask)
+    mask = checked_mask(train_log_probs, rollout_log_probs, response_mask)
     log_rho = torch.where(mask, train_log_probs.double(), 0.0) - torch.where(mask, rollout_log_probs.double(), 0.0)
     lengths = mask.sum(-1)
     count = lengths.sum()
@@ -51,7 +50,7 @@ def perplexity_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, respo
     `train_perplexity`, `rollout_perplexity` (the exponent at most 20), and `trajectories`, how many those are. Inputs
     and errors as for `mismatch_metrics`.
     """
-    mask = _checked(train_log_probs, rollout_log_probs, response_mask)
+    mask = checked_mask(train_log_probs, rollout_log_probs, response_mask)
     lengths = mask.sum(-1)
     trajectories = (lengths > 0).sum()
 
@@ -67,14 +66,10 @@ def perplexity_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, respo
     }
 
 
-def _checked(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> Tensor:
+def checked_mask(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> Tensor:
     """The mask as bool, once shapes fit and the log-probabilities are finite there."""
     mask = as_mask("response_mask", response_mask)
-    if train_log_probs.ndim != 2 or not train_log_probs.shape == rollout_log_probs.shape == mask.shape:
-        raise InvalidInputError(
-            "train_log_probs, rollout_log_probs and response_mask must all be [B, T]; got "
-            f"{tuple(train_log_probs.shape)}, {tuple(rollout_log_probs.shape)}, {tuple(mask.shape)}"
-        )
+    check_alike(response_mask=mask, train_log_probs=train_log_probs, rollout_log_probs=rollout_log_probs)
     check_finite("train_log_probs", train_log_probs, mask)
     check_finite("rollout_log_probs", rollout_log_probs, mask)
     return mask

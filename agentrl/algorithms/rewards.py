@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.errors import InvalidInputError, InvalidOptionError
-from agentrl.algorithms.validation import as_mask, check_positive
+from agentrl.algorithms.validation import as_mask, check_alike, check_positive
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: float, buffer: float) -> Tensor:
@@ -26,11 +26,9 @@ def overlong_penalty(lengths: Tensor, *, max_length: float, buffer: float) -> Te
 def add_at_last_token(rewards: Tensor, response_mask: Tensor, amounts: Tensor) -> Tensor:
     """rewards [B, T] with amounts [B] added at each row's last model token. Rows without one are InvalidInputError."""
     mask = as_mask("response_mask", response_mask)
-    if rewards.shape != mask.shape or rewards.ndim != 2 or amounts.shape != rewards.shape[:1]:
-        raise InvalidInputError(
-            f"rewards and response_mask must be [B, T], amounts [B]; got {tuple(rewards.shape)}, {tuple(mask.shape)}, "
-            f"{tuple(amounts.shape)}"
-        )
+    check_alike(rewards=rewards, response_mask=mask)
+    if amounts.shape != rewards.shape[:1]:
+        raise InvalidInputError(f"amounts must be [B] = {tuple(rewards.shape[:1])}; got {tuple(amounts.shape)}")
     if not bool(mask.any(-1).all()):
         raise InvalidInputError(f"row {int((~mask.any(-1)).nonzero()[0])} has no model token to carry an amount")
     positions = torch.arange(mask.shape[1], device=mask.device)

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.errors import InvalidInputError, InvalidOptionError, check_choice
-from agentrl.algorithms.validation import as_mask
+from agentrl.algorithms.errors import InvalidOptionError, check_choice
+from agentrl.algorithms.validation import as_mask, check_alike
 
 AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
 
@@ -35,10 +35,7 @@ def aggregate(
     Values where the mask is False reach neither the result nor the gradient.
     """
     check_choice("aggregation", mode, AGGREGATIONS)
-    if per_token.ndim != 2 or per_token.shape != loss_mask.shape:
-        raise InvalidInputError(
-            f"per_token and loss_mask must both be [B, T]; got {tuple(per_token.shape)}, {tuple(loss_mask.shape)}"
-        )
+    check_alike(per_token=per_token, loss_mask=loss_mask)
     _check_length(mode, length)
     mask = as_mask("loss_mask", loss_mask)
     sums = torch.where(mask, per_token, 0.0).sum(-1)  # (B,)
