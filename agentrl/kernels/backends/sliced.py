@@ -11,7 +11,7 @@ gradient in the factors' dtype, the float32 gradients of the hidden states [N, D
 Not guaranteed: second derivatives (`once_differentiable` raises).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from agentrl.kernels.backends.gradients import row_coefficients
 from agentrl.kernels.backends.products import add_product, factor_dtype, head_logits
-from agentrl.kernels.backends.sums import finish_sums, start_sums
+from agentrl.kernels.backends.sums import Ranks, finish_sums, start_sums
 from agentrl.kernels.records import TokenStatistics, statistics_dtype
 
 _SLICE = 2048  # tokens of the vocabulary in a tile
@@ -30,35 +30,8 @@ _TILE_ELEMENTS = {"cuda": 1 << 24, "cpu": 1 << 21}  # logits in a tile: 64 MB of
 class Epilogue(Protocol):
     """The operations after the product of a tile; `torch_epilogue` documents each function."""
 
-    def add_sums(
-        self, logits: Tensor, bias: Tensor | None, targets: Tensor, sums: Tensor, temperature: Tensor, *, start: int
-    ) -> None: ...
-
-    def to_gradient(
-        self,
-        logits: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        normalisers: Tensor,
-        coefficients: Tensor,
-        temperature: Tensor,
-        out: Tensor,
-        *,
-        start: int,
-    ) -> None: ...
-
-
-class Shards(Protocol):
-    """The other holders of the vocabulary."""
-
-    first: int
-    """Which token of the whole vocabulary is this holder's first."""
-
-    def merge_sums(self, sums: Tensor, temperature: Tensor) -> Tensor:
-        """The state [N, 6] of the whole vocabulary from that of this part."""
-
-    def add_up(self, part: Tensor) -> None:
-        """part <- the sum of every holder's."""
+    add_sums: Callable[..., None]
+    to_gradient: Callable[..., None]
 
 
 def sliced_statistics(
@@ -69,14 +42,14 @@ def sliced_statistics(
     bias: Tensor | None,
     *,
     epilogue: Epilogue,
-    shards: Shards | None = None,
+    ranks: Ranks | None = None,
 ) -> TokenStatistics:
     """The statistics of docs/formulas.md 2 by slices of the vocabulary; see `token_statistics` for the arguments.
 
-    With `shards` head_weight [V_r, D] and bias [V_r] are this holder's part, targets those of the whole vocabulary.
+    With `ranks` head_weight [V_r, D] and bias [V_r] are this rank's part, targets those of the whole vocabulary.
     """
     log_probs, entropy, sum_pi_squared, energy = _SlicedStatistics.apply(
-        hidden, head_weight, bias, targets.contiguous(), temperature, epilogue, shards
+        hidden, head_weight, bias, targets.contiguous(), temperature, epilogue, ranks
     )
     dtype = statistics_dtype(hidden, head_weight)
     return TokenStatistics(
@@ -101,23 +74,23 @@ class _SlicedStatistics(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         epilogue: Epilogue,
-        shards: Shards | None,
+        ranks: Ranks | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         dtype = statistics_dtype(hidden, weight)
         # A tensor: Triton takes numbers as float32.
         heat = torch.full((), temperature, dtype=dtype, device=hidden.device)
         sums = start_sums(hidden, hidden.shape[0], dtype)
-        first = 0 if shards is None else shards.first
+        first = 0 if ranks is None else ranks.first
         tiles = _Tiles(hidden, weight, bias, dtype)
         for columns in tiles.columns():
             for rows in tiles.rows():
                 z = tiles.logits(rows, columns)
                 epilogue.add_sums(z, tiles.bias(columns), targets[rows], sums[rows], heat, start=first + columns.start)
-        if shards is not None:
-            sums = shards.merge_sums(sums, heat)
+        if ranks is not None:
+            sums = ranks.merge_sums(sums, heat)
         (log_probs, entropy, sum_pi_squared, energy), normalisers = finish_sums(sums, heat)
-        ctx.heat, ctx.epilogue, ctx.shards = heat, epilogue, shards
+        ctx.heat, ctx.epilogue, ctx.ranks = heat, epilogue, ranks
         ctx.save_for_backward(hidden, weight, bias, targets, log_probs, entropy, normalisers)
         ctx.mark_non_differentiable(sum_pi_squared, energy)
         return log_probs.clone(), entropy.clone(), sum_pi_squared, energy
@@ -136,12 +109,12 @@ class _SlicedStatistics(torch.autograd.Function):
             gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad, coefficients)
             # The tile's memory is gone when the gradients are converted.
             _collect(ctx, _Tiles(hidden, weight, bias, log_probs.dtype, gradient=True), targets, normalisers, gradients)
-            return (*gradients.results(ctx.shards), *nothing[3:])
+            return (*gradients.results(ctx.ranks), *nothing[3:])
 
 
 def _collect(ctx: Any, tiles: "_Tiles", targets: Tensor, normalisers: Tensor, gradients: "_Gradients") -> None:
     """Every tile's logits again, their gradient, and its share of the products."""
-    first = 0 if ctx.shards is None else ctx.shards.first
+    first = 0 if ctx.ranks is None else ctx.ranks.first
     for columns in tiles.columns():
         for rows in tiles.rows():
             z = tiles.logits(rows, columns)
@@ -245,12 +218,12 @@ class _Gradients:
             if self._slice is not None:
                 self._weight[columns] = total
 
-    def results(self, shards: Shards | None) -> tuple[Tensor | None, ...]:
+    def results(self, ranks: Ranks | None) -> tuple[Tensor | None, ...]:
         """(hidden, weight, bias), each in the dtype of its input."""
         hidden, _, bias = self._inputs
         if self._hidden is not None:
-            if shards is not None:
-                shards.add_up(self._hidden)
+            if ranks is not None:
+                ranks.add_up(self._hidden)
             self._hidden = self._unscaled(self._hidden).to(hidden.dtype)
         if self._bias is not None and bias is not None:
             self._bias = self._unscaled(self._bias).to(bias.dtype)
