@@ -43,7 +43,6 @@ class ExerciseFamily:
     phrasings: tuple[str, ...]
     draw: Callable[[Random], Numbers]
     solve: Callable[[Random, Numbers], tuple[int, tuple[ShownTurn, ...], str]]
-    reveals: bool = False
 
     def exercise(self, rng: Random, numbers: Numbers) -> Exercise:
         """Write the problem for ``numbers`` with random names and objects, and solve it."""
@@ -112,7 +111,7 @@ def _one_secret(
         turns = (_look(f"{function}({a})", secret), ShownTurn(model=program(f"final_answer({secret}{sign}{b})")))
         return value(secret, b), turns, define_reveal(function, {a: secret})
 
-    return ExerciseFamily(name=name, phrasings=phrasings, draw=draw, solve=solve, reveals=True)
+    return ExerciseFamily(name=name, phrasings=phrasings, draw=draw, solve=solve)
 
 
 def _solve_two_boxes(rng: Random, numbers: Numbers) -> tuple[int, tuple[ShownTurn, ...], str]:
@@ -243,11 +242,11 @@ _ALL = (
         "{n} buys {b} of toy {a}. price({a}) shows what one costs. What does {n} pay?",
     ),
     ExerciseFamily(
-        name="two_boxes", draw=_distinct_pair, solve=_solve_two_boxes, reveals=True,
+        name="two_boxes", draw=_distinct_pair, solve=_solve_two_boxes,
         phrasings=("box({a}) and box({b}) show the {t} in two boxes. How many {t} are there together?",),
     ),
     ExerciseFamily(
-        name="note", draw=_uniform(a=(2, 99)), solve=_solve_note, reveals=True,
+        name="note", draw=_uniform(a=(2, 99)), solve=_solve_note,
         phrasings=("note({a}) shows the number n of a box. box(n) shows its {t}. How many {t} are in it?",),
     ),
 )  # fmt: skip

@@ -25,7 +25,7 @@ from agentrl.models.loading import read_model, write_model
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
-from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn, tokenizer_corpus
+from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn
 from agentrl.problems.demonstrations.loading import LoadedDemonstrations, load_demonstrations
 from agentrl.telemetry.files import world_errors
 from agentrl.training.coldstart.demonstration_rendering import in_protocol
@@ -178,7 +178,7 @@ async def _make_policy(
     if settings.model.path is None:
         texts = [await _prompt(item, environment) for item in demonstrations]
         tokenizer = train_tokenizer(
-            [*tokenizer_corpus(demonstrations), *texts], vocabulary_size=settings.model.tiny.vocabulary_size
+            [*(shown.text for shown in demonstrations), *texts], vocabulary_size=settings.model.tiny.vocabulary_size
         )
         model = build_tiny_model(settings.model.tiny, tokenizer, seed=seed)
     else:
