@@ -191,7 +191,7 @@ def _writing(root: Path, work: Callable[[], _Value]) -> list[_Value]:
 def _write_state(path: Path, state: RunState) -> None:
     body = json.loads(json.dumps(asdict(state)))  # as it will be read
     text = json.dumps({"state": body, "sha256": _digest(body)})
-    atomic_write(path, lambda out: out.writelines([text.encode()]))
+    atomic_write(path, lambda out: out.write(text.encode()))
 
 
 def _damage(checkpoint: Path, part: int, parts: int) -> list[str]:
