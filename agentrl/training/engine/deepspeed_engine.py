@@ -296,6 +296,12 @@ def read_for_training(path: str | Path, model: ModelSettings, training: Training
     return read_sharded(path, model, config)
 
 
+def read_policy(path: str | Path, model: ModelSettings, training: TrainingSettings) -> PolicyModel:
+    """A policy for this rank, as :func:`read_for_training`."""
+    causal_lm = read_for_training(path, model, training)
+    return PolicyModel(causal_lm, backend=training.head_backend, share_prompts=training.share_prompts)
+
+
 def _dimensions(parameter: nn.Parameter) -> int:
     """Those of the whole parameter; a shard has one."""
     return len(getattr(parameter, "ds_shape", parameter.shape))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Coroutine
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,7 +26,7 @@ from agentrl.rollout.worker import RolloutBatch, RolloutWorker
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.step.batching import RankPlan, due, plan_step
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
-from agentrl.training.worker.event_loop import Loop, RestingLoop, RunningLoop
+from agentrl.training.worker.event_loop import Loop
 from agentrl.training.worker.service import InterruptedRunError
 from agentrl.weights.transports import TransferTarget
 from agentrl.weights.verify import Probe, probe_tokens
@@ -63,7 +64,7 @@ class LocalService:
         self._settings = settings
         self._ranks = ranks
         self._environment = environment
-        self._loop: Loop = RestingLoop() if settings.rollout.schedule == "synchronous" else RunningLoop()
+        self._loop = Loop(resting=settings.rollout.schedule == "synchronous")
         self._interrupted = False
         self._batch: RolloutBatch | None = None
         self._run(environment.open())
@@ -85,8 +86,15 @@ class LocalService:
             )
         )
         self._engine = self._managed.engine
-        self._driver = self._driver_for(environment, codec)
-        self._codec = codec
+        self._make_driver = partial(
+            Driver, codec=codec, seed=settings.seed, deterministic=settings.training.deterministic
+        )
+        self._driver = self._make_driver(
+            environment=environment,
+            engine=self._engine,
+            settings=settings.rollout,
+            reward=build_reward(settings.reward),
+        )
         self._mixture, self._reports = load_mixture(settings.data.train, seed=settings.seed)
         self._held_out = held_out_problems(settings)
         self._objective = ObjectiveSettings.of(settings)
@@ -120,12 +128,8 @@ class LocalService:
         self._managed.begin_rollouts()
         self._batch = self._run(self._worker.next_batch(step))
         self._finish(self._managed.end_rollouts())
-        return plan_step(
-            self._batch,
-            self._objective,
-            budget=self._settings.training.micro_batch_tokens,
-            ranks=self._ranks,
-        )
+        budget = self._settings.training.micro_batch_tokens
+        return plan_step(self._batch, self._objective, budget=budget, ranks=self._ranks)
 
     def settle(self) -> None:
         with contextlib.suppress(InterruptedRunError):
@@ -212,27 +216,13 @@ class LocalService:
             self._worker.installed(version)
         return problem
 
-    def _driver_for(self, environment: Environment, codec: TextCodec) -> Driver:
-        return Driver(
-            environment=environment,
-            engine=self._engine,
-            codec=codec,
-            settings=self._settings.rollout,
-            seed=self._settings.seed,
-            deterministic=self._settings.training.deterministic,
-            reward=build_reward(self._settings.reward),
-        )
-
     def _evaluation_driver(self, environment: Environment) -> Driver:
         """A driver as for training, with evaluation's limits and sampling and with the environment's own rewards."""
-        return Driver(
+        return self._make_driver(
             environment=environment,
             engine=self._engine,
-            codec=self._codec,
             settings=evaluation_rollout(self._settings),
-            seed=self._settings.seed,
             top_p=self._settings.evaluation.top_p,
-            deterministic=self._settings.training.deterministic,
             label="evaluation-",
         )
 
