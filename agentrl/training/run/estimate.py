@@ -13,35 +13,29 @@ from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 if TYPE_CHECKING:
     from agentrl.config import Settings
 
-_PARTS = ("weights", "gradients", "optimizer", "activations", "kv_cache", "reference", "critic")
-_SOMETIMES = ("reference", "critic")
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes that one training rank needs.
+    """Bytes that one training rank needs."""
 
-    The figure for activations is rough: it excludes attention's buffers and fragmentation.
-    """
-
-    parameters: int  # a count, not bytes
     weights: int
     gradients: int
     optimizer: int
-    activations: int
+    activations: int  # rough: without attention's buffers and fragmentation
     kv_cache: int
     reference: int  # the frozen weights of a KL penalty
     critic: int  # weights, gradients and optimizer of estimator gae's
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, name) for name in _PARTS)
+        return sum(vars(self).values())
 
     def lines(self) -> list[str]:
         """For the console, in MiB."""
-        named = [name for name in _PARTS if name not in _SOMETIMES or getattr(self, name)]
-        return [f"  {name:<12} {getattr(self, name) / 2**20:12,.1f} MiB" for name in (*named, "total")]
+        parts = {name: size for name, size in vars(self).items() if size or name not in ("reference", "critic")}
+        return [f"  {name:<12} {size / 2**20:12,.1f} MiB" for name, size in {**parts, "total": self.total}.items()]
 
 
 def estimate_memory(settings: Settings, config: Any, parameters: int) -> MemoryEstimate:
@@ -69,7 +63,6 @@ def estimate_memory(settings: Settings, config: Any, parameters: int) -> MemoryE
     optimizer = parameters * (8 + master) // (ranks if stage >= 1 else 1)
     with_critic = "values" in needs(ObjectiveSettings.of(settings)).inputs
     return MemoryEstimate(
-        parameters=parameters,
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,

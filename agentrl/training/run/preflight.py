@@ -1,7 +1,6 @@
 """Checks before a run directory is created: all user input that can be wrong and is cheap to read.
 
-A run that cannot start leaves nothing behind, so its name stays free while the mistake is corrected. Two inputs are not
-checked: data sets given by Hugging Face id, which may need a download, and the weights of the model.
+Not checked: data sets given by Hugging Face id, which may need a download, and the weights of the model.
 """
 
 from __future__ import annotations
@@ -34,11 +33,8 @@ def check_inputs(settings: Settings) -> list[str]:
     needs(objective)
     if settings.model.path is None or settings.coldstart.demonstrations is not None:
         read_cold_demonstrations(settings)
-    reports = [
-        load_source(entry, seed=settings.seed).report
-        for entry in (*settings.data.train, *settings.data.eval)
-        if _is_local(entry)
-    ]
+    local = [entry for entry in (*settings.data.train, *settings.data.eval) if _is_local(entry)]
+    reports = [load_source(entry, seed=settings.seed).report for entry in local]
     return [report.describe() for report in reports if report is not None]
 
 
@@ -51,16 +47,15 @@ def machine_problems(settings: Settings) -> list[str]:
             "flash-attn, or set model.attention=sdpa"
         )
     if engine_facts(settings.rollout).starts_servers:
-        ranks, path = settings.training.num_processes, str(settings.model.path)
-        longest = longest_request(settings.rollout, settings.evaluation.max_response_tokens)
+        path = str(settings.model.path)
         try:
             policy_servers(
                 settings.rollout,
                 settings.model,
                 path,
                 served=path,
-                longest=longest,
-                training_gpus=ranks,
+                longest=longest_request(settings.rollout, settings.evaluation.max_response_tokens),
+                training_gpus=settings.training.num_processes,
                 backend="file",
             )
         except SettingsError as error:

@@ -41,10 +41,13 @@ class UpdatePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PassPlan:
-    """The passes of a step: ``one_forward``, or a statistics pass first for these ``reasons``."""
+    """The passes of a step: one forward, or a statistics pass first for these ``reasons``."""
 
-    one_forward: bool
     reasons: tuple[str, ...]
+
+    @property
+    def one_forward(self) -> bool:
+        return not self.reasons
 
     def describe(self) -> str:
         """One line for the console and ``--dry-run``."""
@@ -197,15 +200,10 @@ def plan_passes(settings: ObjectiveSettings, *, group_tokens: int, budget: int) 
 
     Raises SettingsError if the estimator cannot have the settings' options.
     """
-    reasons = list(_reasons(settings))
-    if group_tokens > budget:
-        reasons.append(
-            f"a group of {group_tokens} tokens does not fit one micro-batch (training.micro_batch_tokens={budget})"
-        )
-    return PassPlan(one_forward=not reasons, reasons=tuple(reasons))
+    return PassPlan(reasons=tuple(_reasons(settings, group_tokens, budget)))
 
 
-def _reasons(settings: ObjectiveSettings) -> Iterator[str]:
+def _reasons(settings: ObjectiveSettings, group_tokens: int, budget: int) -> Iterator[str]:
     algorithm, correction = settings.algorithm, settings.correction
     needed = needs(settings)
     if algorithm.updates_per_step > 1:
@@ -222,3 +220,5 @@ def _reasons(settings: ObjectiveSettings) -> Iterator[str]:
         yield "self-normalised weights take the mean over the whole step (correction.self_normalize)"
     if correction.masks:
         yield "the loss mask depends on the log-probabilities (correction.ratio_mask, correction.divergence_mask)"
+    if group_tokens > budget:
+        yield f"a group of {group_tokens} tokens does not fit one micro-batch (training.micro_batch_tokens={budget})"

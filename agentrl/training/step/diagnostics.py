@@ -63,13 +63,6 @@ def of_several_versions(versions: Tensor) -> Tensor:
     return changes.gather(1, turns - 1) > 0
 
 
-def measure_loss(meter: Meter, value: Tensor, metrics: dict[str, Tensor], mask: Tensor) -> None:
-    """A micro-batch's part of the loss, and the loss's metrics over the tokens of ``mask``."""
-    tokens = mask.sum()
-    meter.total("policy/loss", value)
-    measure(meter, "policy", metrics, tokens)
-
-
 def measure(meter: Meter, prefix: str, metrics: dict[str, Tensor], weight: Tensor | float) -> None:
     """An algorithm's metrics over ``weight`` tokens: ``_max`` and ``_min`` are extremes, all others are means."""
     for name, number in metrics.items():
