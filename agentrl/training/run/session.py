@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.models.loading import read_model
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.table import engine_facts
-from agentrl.rollout.environment import build_codec, build_environment, chat_format
 from agentrl.telemetry.console import Console, RunProgress
 from agentrl.telemetry.records import EvaluationRecord, Metrics
 from agentrl.telemetry.run_directory import RunDirectory
@@ -31,7 +29,6 @@ from agentrl.training.worker.local import LocalService
 from agentrl.training.worker.service import InterruptedRunError, RolloutService
 from agentrl.training.worker.transfer import WeightSender
 from agentrl.weights.sources import full_parameters
-from agentrl_envs.protocols.chat import ChatFormat
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -68,8 +65,6 @@ class Session:
         self._best = BestPolicy(self._checkpoints.parent)
         path = starting_policy(settings, console)
         self._tokenizer = read_tokenizer(path)
-        chat = chat_format(settings, self._tokenizer, path)
-        codec = build_codec(self._tokenizer, path, chat)
         self._policy = read_policy(path, settings.model, settings.training)
         objective = ObjectiveSettings.of(settings)
         updates = settings.training.steps * settings.algorithm.updates_per_step
@@ -87,14 +82,14 @@ class Session:
             self._engine,
             objective,
             temperature=settings.rollout.temperature,
-            pad_id=codec.pad_id,
+            pad_id=TextCodec(self._tokenizer).pad_id,
             fidelity_bound=FIDELITY_BOUNDS[settings.model.dtype],
             reference=None if self._reference_path is None else read_reference(self._reference_path, settings),
             critic=self._critic,
         )
         self._shares_gpus = engine_facts(settings.rollout).shares_gpus
         self._make_room()
-        self._service = self._open_service(path, chat, codec)
+        self._service = self._open_service(path)
         self._sender = WeightSender(
             self._service,
             self._engine,
@@ -103,25 +98,13 @@ class Session:
             host=socket.gethostname() if settings.rollout.vllm.placement == "external" else "127.0.0.1",
         )
 
-    def _open_service(self, path: str, chat: ChatFormat | None, codec: TextCodec) -> RolloutService:
+    def _open_service(self, path: str) -> RolloutService:
         if self._world > 1 or self._settings.rollout.schedule != "synchronous":
             from agentrl.training.worker.remote import open_remote_service
 
             return open_remote_service(self._settings, path, rank=self.rank, ranks=self._world)
-        in_process = engine_facts(self._settings.rollout).in_process
-        shared = in_process and self._settings.training.zero_stage <= 2
-        model = self._policy.causal_lm if shared else None
-        if in_process and not shared:
-            model = read_model(path, self._settings.model).to(self._engine.device)
-        return LocalService(
-            self._settings,
-            environment=build_environment(self._settings, chat),
-            model=model,
-            codec=codec,
-            policy_path=path,
-            ranks=1,
-            shared=shared,
-        )
+        shared = engine_facts(self._settings.rollout).in_process and self._settings.training.zero_stage <= 2
+        return LocalService(self._settings, path, trained=self._policy.causal_lm if shared else None)
 
     # -- phases ---------------------------------------------------------------------------------------------------
 

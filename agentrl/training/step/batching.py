@@ -1,7 +1,6 @@
 """The plan of a step: which passes it takes, and its trajectories packed into micro-batches, equally many on all ranks.
 
-One forward serves statistics, advantages and the backward pass if each micro-batch holds everything that its advantages
-need and the loss mask is known beforehand. Otherwise a statistics pass comes first.
+One forward serves statistics, advantages and backward if each micro-batch holds everything that its loss needs.
 """
 
 from __future__ import annotations
@@ -27,16 +26,12 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePlan:
-    """One rank's part of an optimizer update.
-
-    ``tokens`` and ``sequences`` count, over all ranks, what the filters leave to the loss; ``model_tokens`` counts all
-    tokens that the model sampled.
-    """
+    """One rank's part of an optimizer update. The counts are over all ranks."""
 
     micro_batches: tuple[MicroBatch, ...]
-    tokens: int
-    sequences: int
-    model_tokens: int
+    tokens: int  # that the filters leave to the loss
+    sequences: int  # of these tokens
+    model_tokens: int  # all that the model sampled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,22 +53,17 @@ class PassPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """One rank's work in one step. The plans of all ranks have the same number of micro-batches.
-
-    ``version`` is the policy version that is trained, ``trajectories`` the number over all ranks, ``greedy_returns``
-    the reward of each group's greedy rollout, if any, and ``homes`` the rank that receives all rows of a group in a
-    statistics pass.
-    """
+    """One rank's work in one step. The plans of all ranks have the same number of micro-batches."""
 
     step: int
-    version: int
+    version: int  # of the policy that is trained
     passes: PassPlan
     updates: tuple[UpdatePlan, ...]
     head_exact: bool
-    no_loss: frozenset[tuple[int, int]]
-    trajectories: int
-    greedy_returns: dict[int, float]
-    homes: dict[int, int]
+    no_loss: frozenset[tuple[int, int]]  # (group, sample) of trajectories without a loss
+    trajectories: int  # over all ranks
+    greedy_returns: dict[int, float]  # reward of a group's greedy rollout
+    homes: dict[int, int]  # the rank that receives all rows of a group in a statistics pass
     metrics: dict[str, float]
 
 
@@ -196,10 +186,7 @@ def _at_least(bins: list[list[Sequence[Trajectory]]], ranks: int) -> list[list[S
 
 
 def plan_passes(settings: ObjectiveSettings, *, group_tokens: int, budget: int) -> PassPlan:
-    """Decide from the settings; ``group_tokens`` is the largest group's padded size, ``budget`` a micro-batch's.
-
-    Raises SettingsError if the estimator cannot have the settings' options.
-    """
+    """Decide from the settings; ``group_tokens`` is the largest group's padded size, ``budget`` a micro-batch's."""
     return PassPlan(reasons=tuple(_reasons(settings, group_tokens, budget)))
 
 

@@ -1,7 +1,4 @@
-"""The metrics of a training step, summed over micro-batches and ranks, and the fidelity gate.
-
-The gate stops a run in which the engine and the trainer are not the same policy.
-"""
+"""The metrics of a training step, and the gate that stops a run in which engine and trainer are different policies."""
 
 from __future__ import annotations
 

@@ -8,18 +8,22 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
 
 from agentrl.evaluation.data.problem_sets import held_out_problems
 from agentrl.evaluation.play.during_training import EvaluationReport, evaluate_policy
 from agentrl.evaluation.play.limits import evaluation_environment, evaluation_rollout
-from agentrl.models.tokenizer import TextCodec
+from agentrl.models.loading import read_model
+from agentrl.models.tokenizer import read_tokenizer
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.problems.sources import load_mixture
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.managed import EngineRequest, open_managed_engine
+from agentrl.rollout.engines.table import engine_facts
 from agentrl.rollout.engines.vllm.servers import longest_request
-from agentrl.rollout.environment import build_reward
+from agentrl.rollout.environment import build_reward, environment_and_codec
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.work_queue import QueueState
 from agentrl.rollout.worker import RolloutBatch, RolloutWorker
@@ -33,6 +37,8 @@ from agentrl.weights.verify import Probe, probe_tokens
 from agentrl_envs.episode import Environment
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from agentrl.config import Settings
 
 _Result = TypeVar("_Result")
@@ -49,26 +55,24 @@ class LocalService:
     def __init__(
         self,
         settings: Settings,
-        *,
-        environment: Environment,
-        model: Any | None,
-        codec: TextCodec,
         policy_path: str,
-        ranks: int,
-        shared: bool,
+        *,
+        ranks: int = 1,
+        trained: PreTrainedModel | None = None,
     ) -> None:
-        """Opens ``environment``. ``shared``: ``model`` is the trained module itself.
-
-        Servers are started from ``policy_path`` and need no ``model``.
-        """
+        """Opens environment and engine. An engine in this process samples from ``trained``, or else from a copy."""
         self._settings = settings
         self._ranks = ranks
+        environment, codec = environment_and_codec(settings, read_tokenizer(policy_path), policy_path)
         self._environment = environment
         self._loop = Loop(resting=settings.rollout.schedule == "synchronous")
         self._interrupted = False
         self._batch: RolloutBatch | None = None
         self._run(environment.open())
         self._folder = Path(settings.runs_dir).absolute() / str(settings.name)
+        model = trained
+        if model is None and engine_facts(settings.rollout).in_process:
+            model = read_model(policy_path, settings.model).to("cuda" if torch.cuda.is_available() else "cpu")
         self._managed = self._run(
             open_managed_engine(
                 EngineRequest(
@@ -79,7 +83,7 @@ class LocalService:
                     longest=longest_request(settings.rollout, settings.evaluation.max_response_tokens),
                     folder=self._folder,
                     model=model,
-                    shared=shared,
+                    shared=trained is not None,
                     training_gpus=settings.training.num_processes,
                     deterministic=settings.training.deterministic,
                 )
