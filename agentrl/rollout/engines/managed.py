@@ -25,8 +25,7 @@ from agentrl.rollout.engines.vllm.servers import server_engine, server_gpus
 from agentrl.rollout.settings import RolloutSettings, VLLMSettings
 from agentrl.weights.checksums import checksums, with_head
 from agentrl.weights.exports import read_export, write_untied_copy
-from agentrl.weights.native import default_backend
-from agentrl.weights.transports import TransferTarget
+from agentrl.weights.native import TransferTarget, default_backend
 from agentrl.weights.verify import Probe, Verifier
 
 

@@ -32,7 +32,7 @@ from agentrl.training.step.batching import RankPlan, due, plan_step
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 from agentrl.training.worker.event_loop import Loop
 from agentrl.training.worker.service import InterruptedRunError
-from agentrl.weights.transports import TransferTarget
+from agentrl.weights.native import TransferTarget
 from agentrl.weights.verify import Probe, probe_tokens
 from agentrl_envs.episode import Environment
 

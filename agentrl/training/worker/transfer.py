@@ -15,9 +15,8 @@ from agentrl.telemetry.files import world_errors
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, on_every_rank
 from agentrl.training.worker.service import WeightReceiver
 from agentrl.weights.exports import write_export
-from agentrl.weights.native import NativeTransfer, open_native
+from agentrl.weights.native import NativeTransfer, TransferTarget, open_native
 from agentrl.weights.sources import ParameterSource
-from agentrl.weights.transports import TransferTarget
 from agentrl.weights.verify import Probe
 
 _ATTEMPTS = 2
