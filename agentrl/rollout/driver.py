@@ -209,11 +209,9 @@ class Driver:
         return self._admission.metrics()
 
     async def prompt_tokens(self, problem: Problem) -> int:
-        """The length of a problem's prompt in tokens."""
         return len(await self.prompt(problem))
 
     async def prompt(self, problem: Problem) -> tuple[int, ...]:
-        """A problem's prompt in tokens."""
         episode = self._environment.episode(problem)
         try:
             return self._encode_prompt(await episode.start())
@@ -363,7 +361,6 @@ def _group(trajectories: list[Trajectory], greedy_sample: int | None) -> Group:
 
 
 def _joined(first: Completion, second: Completion) -> Completion:
-    """Join two parts of one turn into one completion."""
     return replace(
         second,
         token_ids=first.token_ids + second.token_ids,

@@ -1,10 +1,7 @@
 """Public benchmarks by name and custom benchmarks by path: the location and the expected number of their problems.
 
 A wrong number of problems, a repeated problem or a problem without an answer would make every score wrong, so each is
-an error. `check_benchmark` lists all data errors, including unreadable gold answers, instead of stopping at the first.
-
-``revision`` is the Hugging Face commit to which a benchmark is pinned. No benchmark is pinned, because no commit could
-be verified when this was written; results record a hash of the problems that identifies what was scored.
+an error. No benchmark is pinned to a Hugging Face commit: results record a hash of their problems.
 """
 
 from __future__ import annotations
@@ -48,7 +45,6 @@ class DataError:
     reason: str
 
     def describe(self) -> str:
-        """One line for the console."""
         return f"{self.place}: {self.reason}"
 
 
@@ -74,7 +70,6 @@ class DataCheck:
     timeouts: tuple[DataError, ...] = field(default=())
 
     def describe(self) -> list[str]:
-        """Lines for the console."""
         wrong = [*self.errors, *self.timeouts]
         head = f"{self.name}: {self.problems} problems, {len(wrong) or 'no'} data error{'' if len(wrong) == 1 else 's'}"
         return [head, *(f"  {error.describe()}" for error in wrong)]

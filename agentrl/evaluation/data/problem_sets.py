@@ -40,7 +40,6 @@ class ProblemSet:
         return digest.hexdigest()
 
     def record(self) -> SetRecord:
-        """The record that identifies the set in results."""
         return {"revision": self.revision, "sha256": self.sha256, "problems": len(self.problems)}
 
 

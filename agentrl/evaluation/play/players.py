@@ -1,7 +1,6 @@
 """Play rollouts: with a token engine through the driver used in training, or with a text endpoint.
 
-A player yields each transcript as soon as its conversation has ended. It does not retry: rollouts that failed for
-reasons outside the policy are returned as such, and the caller decides whether to play them again.
+A player does not retry: the caller decides whether to play rollouts again that failed for reasons outside the policy.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class TokenPlayer:
     seed: int
 
     async def play(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]:
-        """Play every sample once."""
         driver = Driver(
             environment=self.environment,
             engine=self.engine,
@@ -81,7 +79,6 @@ class TextPlayer:
     concurrency: int
 
     async def play(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]:
-        """Play every sample once."""
         work = iter(samples)
         fair_yield = FairYield()
 

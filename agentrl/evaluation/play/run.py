@@ -296,7 +296,6 @@ def default_output(settings: EvaluationSections, sets: Sequence[ProblemSet]) -> 
 
 
 async def _prompts(sets: Sequence[ProblemSet], environment: Environment) -> dict[tuple[str, str], str]:
-    """The prompt of each problem, as shown to the model."""
     found = {}
     for one in sets:
         for problem in one.problems:

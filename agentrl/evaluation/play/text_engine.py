@@ -1,13 +1,7 @@
 """An OpenAI-compatible endpoint as a text engine: no token ids and no log-probabilities, for evaluation only.
 
-The protocol decides where a turn ends, which no list of stop strings can express (see
-:meth:`agentrl_envs.episode.Episode.turn_complete`). Turns are therefore streamed, and the connection is closed where
-the turn is complete; if an endpoint does not stream, its text is cut there afterwards.
-
-Requests to an endpoint that is down, busy or broken (no connection, 408, 409, 425, 429, 5xx, a stream that breaks off
-or stalls, malformed data) are retried with growing, jittered waits for ``retry_deadline`` seconds; then an EngineError
-is raised. ``Retry-After`` delays every request of this engine. A refused key, an unknown model and a missing chat
-template are errors that the user must fix.
+Turns are streamed, and the connection is closed where the protocol says that the turn is complete, which no list of
+stop strings can express. Requests to an endpoint that is down, busy or broken are retried for ``retry_deadline``.
 
 Not guaranteed: exact token counts. They are the endpoint's if the turn ran to its end and the endpoint reports usage;
 otherwise they are the number of pieces received, which is too low if a piece holds several tokens.
@@ -139,7 +133,6 @@ class TextEngine:
 
     @property
     def model(self) -> str:
-        """The model's name at the endpoint."""
         if self._model is None:
             raise SettingsError("the endpoint's model is not known: open the engine, or set evaluation.endpoint.model")
         return self._model
@@ -160,7 +153,6 @@ class TextEngine:
         return await self._tried(lambda: self._stream(body, sampling))
 
     async def close(self) -> None:
-        """Close every connection."""
         await self._client.close()
 
     # -- requests -------------------------------------------------------------------------------------------------

@@ -74,13 +74,11 @@ class EvaluationDirectory:
         return directory
 
     def close(self) -> None:
-        """Release the lock."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def provenance(self) -> Provenance:
-        """The provenance of the results."""
         return cast(Provenance, self._json(self._provenance))
 
     def results(self) -> Results:
@@ -102,7 +100,6 @@ class EvaluationDirectory:
         ]
 
     def prompts(self) -> dict[tuple[str, str], str]:
-        """The prompts, by benchmark and problem."""
         return {(row["benchmark"], row["id"]): row["prompt"] for row in self._rows()}
 
     def transcripts(self) -> Iterator[Transcript]:
@@ -110,7 +107,6 @@ class EvaluationDirectory:
         return read_rollouts(self.rollouts)
 
     def rollouts_bytes(self) -> int:
-        """The size of the compressed rollouts."""
         return self.rollouts.stat().st_size if self.rollouts.is_file() else 0
 
     def write_text(self, name: str, text: str) -> None:

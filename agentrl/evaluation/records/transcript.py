@@ -140,7 +140,6 @@ class Transcript:
 
     @property
     def outcomes(self) -> tuple[str, ...]:
-        """The outcomes of the tool calls."""
         return tuple(call.outcome for call in self.tool_calls)
 
     @property
@@ -157,7 +156,6 @@ class Transcript:
         return sum(turn.tokens for turn in self.turns)
 
     def to_record(self) -> JSONObject:
-        """A JSON-serializable record."""
         return asdict(self)
 
     @classmethod

@@ -1,8 +1,6 @@
 """``agentrl regrade RUN``: grade the stored answers again, without generating, and show the changes.
 
-With ``--extract``, the answers are first extracted again from the stored conversations, so that changes of the
-extraction are shown as well. The evaluation's own files are not changed; ``regraded.json`` contains the new scores and
-every answer and verdict that changed.
+With ``--extract``, the answers are first extracted again from the stored conversations.
 """
 
 from __future__ import annotations

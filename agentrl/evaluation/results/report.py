@@ -1,8 +1,7 @@
 """``report.html``: one file that needs no network. Model output is always data in it, never markup.
 
-Tables and settings are escaped where they are written. Conversations are embedded as compressed JSON, which the page's
-script renders as text nodes and as a fixed set of Markdown and MathML elements. The content security policy forbids
-every other script and every external resource.
+Conversations are embedded as compressed JSON, which the page's script renders as text nodes and a fixed set of
+elements. The content security policy forbids every other script and every external resource.
 """
 
 from __future__ import annotations

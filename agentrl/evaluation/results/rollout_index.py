@@ -153,7 +153,6 @@ def _vote(rollout: RolloutSummary) -> Verdict:
 
 
 def _conduct(data: Sequence[RolloutSummary]) -> Conduct:
-    """Statistics of the rollouts that count as data."""
     ended = Counter(rollout.ended.value for rollout in data)
     truncated = {kind.value: ended[kind.value] for kind in Ended if kind.is_truncation}
     return {

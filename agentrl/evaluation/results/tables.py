@@ -18,7 +18,6 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
     def markdown(self) -> str:
-        """A Markdown table under its title."""
         lines = [self.columns, ("---",) + ("---:",) * (len(self.columns) - 1), *self.rows]
         return f"**{self.title}**\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

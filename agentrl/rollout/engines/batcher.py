@@ -43,7 +43,6 @@ class Request:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """All tokens of the request so far."""
         return (*self.token_ids, *self.sampled) if self.sampled else self.token_ids
 
     def close_span(self, version: int) -> None:
@@ -163,7 +162,6 @@ class Batcher:
 
     @property
     def used(self) -> float:
-        """The share of the cache that trajectories occupy."""
         return len(self._owner) * self._reach / self.kv_cache_tokens
 
     @property
@@ -338,7 +336,6 @@ class Batcher:
         return hidden[torch.arange(len(indices), device=self._device), last]
 
     def _decode(self, running: list[int]) -> list[Request]:
-        """Sample the next token of every running row."""
         running = self._compact(running)
         count = running[-1] + 1
         ids, positions = [0] * count, [-1] * count

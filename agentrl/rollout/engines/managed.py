@@ -1,7 +1,4 @@
-"""The lifecycle of engines: opened by the settings, paused, given new weights, verified, resumed and closed.
-
-Training, evaluation and ``agentrl serve-policy`` open engines here; :mod:`agentrl.rollout.engines.table` lists them.
-"""
+"""The lifecycle of engines: opened by the settings, paused, given new weights, verified, resumed and closed."""
 
 from __future__ import annotations
 
@@ -108,8 +105,6 @@ async def open_managed_engine(request: EngineRequest) -> ManagedEngine:
 
 
 class ManagedTransformers:
-    """A model in this process."""
-
     def __init__(self, request: EngineRequest) -> None:
         self.engine = TransformersEngine(
             request.model, request.codec, request.rollout, deterministic=request.deterministic
