@@ -52,21 +52,19 @@ def _in_blocks(
     returns, baselines = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
     blocks = list(blocks_of_groups(inputs.groups, shape[1]))
     whole = entry.function(EstimatorInputs.of(inputs), record) if entry.step_wide and blocks else None
-    moments: Moments | None = None
+    moments = Moments.nothing(raw)
     for rows in blocks:
         block = EstimatorInputs.of(take_rows(inputs, rows), rows)
         estimate = entry.function(block, record) if whole is None else whole.take(rows)
         _ = block.loss_ratio  # weights that are given must be right, also where the estimator does not use them
         advantages = _advantages(estimate, block, normalize)
         if normalize == "whiten":
-            part = Moments.of(advantages, block.mask)
-            moments = part if moments is None else moments.merge(part)
+            moments = moments.merge(Moments.of(advantages, block.mask))
         raw[rows] = advantages.to(raw.dtype)
         returns[rows] = estimate.returns.to(dtype).masked_fill(~block.mask, 0.0)
         baselines[rows] = estimate.baselines.to(dtype).masked_fill(~block.mask, 0.0)
-    if normalize == "whiten" and step_sum is not None:
-        moments = (moments or Moments.nothing(raw)).over_step(step_sum)
-    if moments is not None:
+    if normalize == "whiten":
+        moments = moments if step_sum is None else moments.over_step(step_sum)
         raw = _whiten(raw, inputs.response_mask, moments, blocks, dtype)
     return Advantages(advantages=raw.to(dtype), returns=returns, baselines=baselines)
 

@@ -83,10 +83,9 @@ class _SlicedStatistics(torch.autograd.Function):
         sums = start_sums(hidden, hidden.shape[0], dtype)
         first = 0 if ranks is None else ranks.first
         tiles = _Tiles(hidden, weight, bias, dtype)
-        for columns in tiles.columns():
-            for rows in tiles.rows():
-                z = tiles.logits(rows, columns)
-                epilogue.add_sums(z, tiles.bias(columns), targets[rows], sums[rows], heat, start=first + columns.start)
+        for columns, rows in tiles:
+            z = tiles.logits(rows, columns)
+            epilogue.add_sums(z, tiles.bias(columns), targets[rows], sums[rows], heat, start=first + columns.start)
         if ranks is not None:
             sums = ranks.merge_sums(sums, heat)
         (log_probs, entropy, sum_pi_squared, energy), normalisers = finish_sums(sums, heat)
@@ -115,22 +114,12 @@ class _SlicedStatistics(torch.autograd.Function):
 def _collect(ctx: Any, tiles: "_Tiles", targets: Tensor, normalisers: Tensor, gradients: "_Gradients") -> None:
     """Every tile's logits again, their gradient, and its share of the products."""
     first = 0 if ctx.ranks is None else ctx.ranks.first
-    for columns in tiles.columns():
-        for rows in tiles.rows():
-            z = tiles.logits(rows, columns)
-            dz = tiles.gradient(z)
-            ctx.epilogue.to_gradient(
-                z,
-                tiles.bias(columns),
-                targets[rows],
-                normalisers[rows],
-                gradients.coefficients[rows],
-                ctx.heat,
-                dz,
-                start=first + columns.start,
-            )
-            gradients.add(rows, columns, dz)
-        gradients.finish(columns)
+    for columns, rows in tiles:
+        z = tiles.logits(rows, columns)
+        dz = tiles.gradient(z)
+        given = targets[rows], normalisers[rows], gradients.coefficients[rows]
+        ctx.epilogue.to_gradient(z, tiles.bias(columns), *given, ctx.heat, dz, start=first + columns.start)
+        gradients.add(rows, columns, dz)
 
 
 class _Tiles:
@@ -150,13 +139,10 @@ class _Tiles:
         # In place if the gradient is not rounded for the products.
         self._gradient = hidden.new_empty(size, dtype=factor) if gradient and factor != dtype else self._buffer
 
-    def columns(self) -> Iterator[slice]:
-        """Slices of the vocabulary."""
-        return _ranges(self._weight.shape[0], self._width)
-
-    def rows(self) -> Iterator[slice]:
-        """Blocks of rows."""
-        return _ranges(self._hidden.shape[0], self._height)
+    def __iter__(self) -> Iterator[tuple[slice, slice]]:
+        """(slice of the vocabulary, block of rows), all blocks of a slice one after the other."""
+        rows = list(_ranges(self._hidden.shape[0], self._height))
+        return ((columns, block) for columns in _ranges(self._weight.shape[0], self._width) for block in rows)
 
     def bias(self, columns: slice) -> Tensor | None:
         return None if self._bias is None else self._bias[columns]
@@ -207,16 +193,14 @@ class _Gradients:
         if self._hidden is not None:
             add_product(dz, weight[columns], self._hidden[rows], accumulate=columns.start > 0)
         if self._weight is not None:
-            add_product(dz.t(), hidden[rows], self._weight_slice(columns), accumulate=rows.start > 0)
+            total = self._weight[columns] if self._slice is None else self._slice[: columns.stop - columns.start]
+            add_product(dz.t(), hidden[rows], total, accumulate=rows.start > 0)
+            if rows.stop == hidden.shape[0]:  # all blocks of rows of this slice have come
+                self._unscaled(total)
+                if self._slice is not None:
+                    self._weight[columns] = total
         if self._bias is not None:
             self._bias[columns] += dz.sum(0, dtype=self._bias.dtype)
-
-    def finish(self, columns: slice) -> None:
-        """All blocks of rows of this slice have come."""
-        if self._weight is not None and self._inputs[0].shape[0]:
-            total = self._unscaled(self._weight_slice(columns))
-            if self._slice is not None:
-                self._weight[columns] = total
 
     def results(self, ranks: Ranks | None) -> tuple[Tensor | None, ...]:
         """(hidden, weight, bias), each in the dtype of its input."""
@@ -228,13 +212,6 @@ class _Gradients:
         if self._bias is not None and bias is not None:
             self._bias = self._unscaled(self._bias).to(bias.dtype)
         return self._hidden, self._weight, self._bias
-
-    def _weight_slice(self, columns: slice) -> Tensor:
-        """Where the gradient of a slice of the weight is added up, in the accumulation dtype."""
-        if self._slice is not None:
-            return self._slice[: columns.stop - columns.start]
-        assert self._weight is not None
-        return self._weight[columns]
 
     def _unscaled(self, total: Tensor) -> Tensor:
         return total if self._scale is None else total.div_(self._scale)
