@@ -25,10 +25,9 @@ def compute_advantages(
     """Advantages, returns and baselines [B, T] of the named estimator, detached; 0 off the model tokens.
 
     Sums are in float64; the result is float32, or float64 if the rewards are. Options: the fields of the estimator's
-    options record (`ESTIMATORS.option_names(name)`); omitted options have their defaults. All trajectories of a
-    group must be in one call; where `estimator_needs(estimator, **options).step_wide` (whitening, and gpg's c) those of
-    the whole optimizer step, of all ranks. For whitening alone the groups may lie in a call of each rank, if `step_sum`
-    gives the sum of a tensor over these calls; a rank without groups calls with no rows.
+    options record. All trajectories of a group must be in one call; where `estimator_needs(...).step_wide` (whitening,
+    and gpg's c) those of the whole optimizer step, of all ranks. For whitening alone the groups may lie in a call of
+    each rank, if `step_sum` gives the sum of a tensor over these calls; a rank without groups calls with no rows.
 
     Raises UnknownNameError, InvalidOptionError, MissingInputError, InvalidInputError.
     """

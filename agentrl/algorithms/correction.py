@@ -93,18 +93,16 @@ def rollout_correction(
 ) -> Correction:
     """Weights, loss mask and diagnostics from [B, T] log-probabilities; a row is a whole sequence.
 
-    Options: the fields of `CorrectionOptions`. Sequence ratios are over all model tokens (`response_mask`). `loss_mask`
-    (default: the response mask) is the loss mask before; the result is a subset of it. With `self_normalize` the
-    weights are divided by their mean over the step: over the tokens left to the loss (`token`), or over the sequences
-    with such a token (`sequence`, `geometric`). `normalizer` is the sum of `correction_sums` over the step's
-    micro-batches and ranks; without it this call is taken for the whole step.
+    Options: the fields of `CorrectionOptions`. Sequence ratios are over all model tokens (`response_mask`). The loss mask
+    of the result is a subset of `loss_mask` (default: the response mask). With `self_normalize` weights are divided by
+    their mean over the tokens left to the loss (`token`) or the sequences with such a token; `normalizer` is the sum
+    of `correction_sums` over the step's micro-batches and ranks, without it this call is taken for the whole step.
 
     Metrics, float64 scalars over the model tokens of this call: those of `mismatch_metrics` and `perplexity_metrics`,
     `rho_min`, `rho_max`, `truncated_fraction` (weight cut or put to 0), `masked_fraction` (rejected here, of the tokens
     left before) and `weight_mean` (over the tokens left, before normalisation).
 
-    Values off the response mask reach nothing. Raises UnknownNameError, InvalidOptionError, and InvalidInputError for
-    wrong shapes or a non-finite log-probability at a model token.
+    Values off the response mask reach nothing. Raises UnknownNameError, InvalidOptionError, InvalidInputError.
     """
     record = correction_options(**options)
     parts = _correct(train_log_probs, rollout_log_probs, response_mask, loss_mask, record)

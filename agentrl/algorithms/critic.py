@@ -31,10 +31,9 @@ def value_loss(
 ) -> ValueLoss:
     """max((V - ret)^2, (clip(V, V_old - c, V_old + c) - ret)^2) / 2 per token; all tensors [B, T].
 
-    `old_values` are the critic's at rollout, `returns` the targets A + V_old; both detached. clip=None: the plain
-    (V - ret)^2 / 2. Values where the mask is False reach no result and no gradient.
-
-    Raises InvalidOptionError (clip <= 0), MissingInputError (a clip without old values), InvalidInputError.
+    `old_values` are the critic's at rollout, `returns` the targets A + V_old; both detached. clip=None: (V-ret)^2 / 2.
+    Values where the mask is False reach nothing. Raises InvalidOptionError (clip <= 0), MissingInputError (a clip
+    without old values), InvalidInputError.
     """
     mask = as_mask("response_mask", response_mask)
     if clip is not None:

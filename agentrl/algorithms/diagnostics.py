@@ -20,9 +20,8 @@ _BLOCK_ELEMENTS = 1 << 23
 def diagonal_proxy(token_energy: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
     """sum_t w_t A_t^2 of every trajectory, [B] float64, from [B, T] tensors.
 
-    Exactly the squared norm of the policy gradient with respect to the concatenated (tempered) logits of the
-    trajectory. As an estimate of the parameter gradient's norm it drops the cross terms between tokens, so never call
-    it ||g||^2; and it has no S beside it.
+    Exactly the squared norm of the policy gradient with respect to the trajectory's (tempered) logits. As an estimate
+    of the parameter gradient's norm it drops the cross terms between tokens: never call it ||g||^2; it has no S beside it.
     """
     mask = response_mask.bool()
     check_alike(token_energy=token_energy, advantages=advantages, response_mask=mask)
@@ -41,13 +40,11 @@ class HeadVariance:
 
 
 class HeadVarianceAccumulator:
-    """P and S of g = sum_t A_t delta_t h_t^T / tau over groups that arrive in micro-batches.
+    """P and S of g = sum_t A_t delta_t h_t^T / tau over groups that arrive in micro-batches, each whole, in one call.
 
     Where logits are capped, z = cap tanh(x / cap), delta is (e_y - p) dz/dx, the gradient at the head's output x.
-    One product per group gives both (S needs it anyway, so Gram matrices would save nothing): 4 S V D operations for
-    S tokens, as much as a forward and half a backward of the head. Memory: one float32 [V, D] sum, and blocks of the
-    vocabulary. Every group has to come whole, in one call. Over several ranks: add up `gradient_sum`, `power_sum` and
-    `groups`.
+    One product per group gives both: 4 S V D operations for S tokens. Memory: one float32 [V, D] sum, and blocks of the
+    vocabulary. Over several ranks: add up `gradient_sum`, `power_sum` and `groups`.
     """
 
     def __init__(

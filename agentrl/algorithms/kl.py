@@ -31,12 +31,9 @@ def kl_penalty(
     `agentrl.kernels.full_kl`);  `X+` has the value of X and the gradient of k2.
 
     As a *loss* on tokens sampled by p, the expected gradient is: k1 none at all; abs that of ||p - p_ref||_1; k3 that
-    of the forward KL(p_ref || p); k2, `full` and every `X+` that of KL(p || p_ref). (Of each token's divergence, its
-    prefix given: how the tokens shape the later prefixes is no part of it.) On tokens sampled by another policy give
-    `ratio`, that of p to it: the penalty is multiplied by its detached value, and the same holds. In the *reward* only
-    k1 is exact: see `reward_kl`.
-
-    Where `mask` is False nothing is read and the penalty is 0; without one, all positions count.
+    of the forward KL(p_ref || p); k2, `full` and every `X+` that of KL(p || p_ref), its prefix given. On tokens
+    sampled by another policy give `ratio`, that of p to it: the penalty is multiplied by its detached value, and the
+    same holds. In the *reward* only k1 is exact: see `reward_kl`. Where `mask` is False the penalty is 0, nothing read.
 
     Raises InvalidOptionError, InvalidInputError, and MissingInputError if `full` is needed and not given.
     """
@@ -141,13 +138,7 @@ class FixedKL(KLController):
 
 
 class AdaptiveKL(KLController):
-    """beta *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon after a step of n trajectories (arXiv 1909.08593).
-
-    >>> controller = AdaptiveKL(0.1, target=0.05, horizon=1000)
-    >>> controller.update(0.2, trajectories=100)
-    >>> round(controller.beta, 6)
-    0.102
-    """
+    """beta *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon after a step of n trajectories (arXiv 1909.08593)."""
 
     def __init__(self, beta: float, *, target: float, horizon: float) -> None:
         """beta: the first coefficient, positive (from 0 it could not move); horizon in trajectories."""

@@ -12,13 +12,10 @@ _EXPONENT_LIMIT = 20.0
 def mismatch_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
     """Diagnostics over the model tokens of [B, T] log-probabilities, as float64 scalars; all 0 (ess 1) without tokens.
 
-    With log_rho = train - rollout (clamped to +-20 where it is exponentiated):
-
-    `mean_abs_difference`, `max_abs_difference`   of log_rho
-    `kl_k1` mean(-log_rho), `kl_k3` mean(rho - log_rho - 1)   estimates of KL(rollout || train)
-    `chi2` mean(rho^2) - 1,  `ess` (sum rho)^2 / (n sum rho^2)
-    `log_ppl_gap`   |mean train - mean rollout| of every trajectory, averaged over those with a model token
-    `tokens`   how many there are
+    Of log_rho = train - rollout (clamped to +-20 where it is exponentiated): `mean_abs_difference`,
+    `max_abs_difference`; `kl_k1` mean(-log_rho) and `kl_k3` mean(rho - log_rho - 1), estimates of KL(rollout || train);
+    `chi2` mean(rho^2) - 1; `ess` (sum rho)^2 / (n sum rho^2); `log_ppl_gap` |mean train - mean rollout| of every
+    trajectory, averaged over those with a model token; `tokens`, how many there are.
 
     Raises InvalidInputError on wrong shapes and on a non-finite log-probability at a model token.
     """
@@ -47,8 +44,7 @@ def mismatch_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, respons
 def perplexity_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
     """exp(-mean ln p) of every trajectory, averaged over those with a model token; float64 scalars, 0 without any.
 
-    `train_perplexity`, `rollout_perplexity` (the exponent at most 20), and `trajectories`, how many those are. Inputs
-    and errors as for `mismatch_metrics`.
+    `train_perplexity`, `rollout_perplexity` (the exponent at most 20), and `trajectories`, how many those are.
     """
     mask = checked_mask(train_log_probs, rollout_log_probs, response_mask)
     lengths = mask.sum(-1)

@@ -10,12 +10,11 @@ from agentrl.algorithms.validation import as_mask, check_alike, check_positive
 def overlong_penalty(lengths: Tensor, *, max_length: float, buffer: float) -> Tensor:
     """DAPO's soft penalty [B] for responses of `lengths` [B] *model* tokens (arXiv 2503.14476).
 
-    0 for L <= max_length - buffer, (max_length - buffer - L) / buffer up to max_length, -1 above:
+    0 for L <= max_length - buffer, (max_length - buffer - L) / buffer up to max_length, -1 above. InvalidOptionError
+    unless 0 < buffer <= max_length.
 
     >>> overlong_penalty(torch.tensor([60, 80, 90, 100, 101]), max_length=100, buffer=20).tolist()
     [0.0, 0.0, -0.5, -1.0, -1.0]
-
-    InvalidOptionError unless 0 < buffer <= max_length.
     """
     check_positive("buffer", buffer)
     if not buffer <= max_length < float("inf"):

@@ -1,10 +1,7 @@
 """The exact KL divergence of a policy from its reference at every token, without logits [N, V].
 
 Both heads' logits are formed for a block of rows at a time, forward and, again, backward; what follows runs over a
-block in pieces, on a processor such that they stay in its cache. Extra memory: two blocks of `_BLOCK_ELEMENTS`, about
-ten pieces, and in backward the gradients themselves.
-
-Not guaranteed: second derivatives (`once_differentiable` raises).
+block in pieces. Extra memory: two blocks of `_BLOCK_ELEMENTS`, about ten pieces, and in backward the gradients.
 """
 
 from collections.abc import Iterator, Sequence

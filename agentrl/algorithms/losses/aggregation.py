@@ -25,14 +25,11 @@ def aggregate(
     `token_sum`                sum
     `seq_mean_token_mean`      sum over sequences of (mean over their tokens) / sequences
     `seq_mean_token_sum`       sum / sequences
-    `seq_mean_token_sum_norm`  sum / (sequences * length), `length` a constant of the settings, needed by this mode
-    alone
+    `seq_mean_token_sum_norm`  sum / (sequences * length), `length` a constant of the settings
 
-    Only tokens in the mask count, and sequences with at least one of them. `normalizer` replaces that
-    count by the one of the whole optimizer step, so that the values of micro-batches *add up* to the step's: the sum of
-    `loss_normalizer` over all micro-batches and ranks. `token_sum` divides by nothing.
-
-    Values where the mask is False reach neither the result nor the gradient.
+    Only tokens in the mask count, and sequences with at least one of them; values elsewhere reach neither result nor
+    gradient. `normalizer`, the sum of `loss_normalizer` over all micro-batches and ranks, replaces that count, so that
+    the values of micro-batches *add up* to the optimizer step's.
     """
     check_choice("aggregation", mode, AGGREGATIONS)
     check_alike(per_token=per_token, loss_mask=loss_mask)

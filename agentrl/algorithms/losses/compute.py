@@ -33,12 +33,11 @@ def policy_loss(
 ) -> PolicyLoss:
     """The named loss per token; all tensors [B, T].
 
-    `old_log_probs` are those of the policy that the ratio is taken against, detached here; None says that it is the
-    very policy of `log_probs`, so every ratio is 1. `response_mask` (default: the loss mask) marks all model tokens:
-    the ratio of a sequence is over them, whatever was rejected. `weights` (rollout correction) are detached and
-    multiply the result. `selected` is what `step_selection` gave for these rows; without it a step-wide loss takes
-    this call for the whole optimizer step. Values where the mask is False reach no result and no gradient. Options:
-    the fields of the loss's options record (`LOSSES.option_names(name)`).
+    `old_log_probs` are those of the policy that the ratio is taken against, detached here; None: the very policy of
+    `log_probs`, every ratio 1. `response_mask` (default: the loss mask) marks all model tokens: the ratio of a sequence
+    is over them, whatever was rejected. `weights` (rollout correction) are detached and multiply the result. `selected`
+    is what `step_selection` gave for these rows; without it a step-wide loss takes this call for the whole step. Values
+    where the mask is False reach no result and no gradient. Options: the fields of the loss's options record.
 
     Raises UnknownNameError, InvalidOptionError, InvalidInputError.
     """
@@ -77,12 +76,9 @@ def step_selection(
 ) -> Tensor:
     """Which tokens a step-wide loss selects, [B, T] bool, from the rows of one *whole* optimizer step.
 
-    For losses with `LOSSES.traits(name).step_wide`: a statistics pass computes `log_probs` with the weights that the
-    step starts from, the rows of all micro-batches and ranks are gathered, this function is called on them, and each
-    micro-batch gives its rows of the result to `policy_loss(selected=...)`.
-
-    `keys` [B] int64 (default: the row number) name the trajectories, each another, so that a token's random number is
-    a function of (seed, key, position): neither the order of rows nor padding on the right changes the selection.
+    A statistics pass computes `log_probs` with the weights that the step starts from; each micro-batch gives its rows
+    of the result to `policy_loss(selected=...)`. `keys` [B] int64 (default: the row number) name the trajectories: a
+    token's random number is a function of (seed, key, position), whatever the order of rows or the padding.
 
     Raises AlgorithmError for a loss that selects nothing, and what `policy_loss` raises.
     """

@@ -1,11 +1,8 @@
 """token_statistics by blocks of rows: the logits [N, V] never exist, forward or backward.
 
-A block holds whole rows of the vocabulary, so its softmax needs no running maximum. The logits of a block come from
-one matrix product; what follows runs over it in pieces that stay in the processor's cache. Backward computes the
-logits again, unless all of them are no more than a block. Extra memory: one block (`_BLOCK_ELEMENTS`) and, in
-backward, the gradients themselves.
-
-Not guaranteed: second derivatives (`once_differentiable` raises).
+A block holds whole rows of the vocabulary, so its softmax needs no running maximum; what follows the matrix product
+runs over it in pieces that stay in the processor's cache. Backward computes the logits again, unless all of them are
+no more than a block. Extra memory: one block (`_BLOCK_ELEMENTS`) and, in backward, the gradients themselves.
 """
 
 from collections.abc import Iterator

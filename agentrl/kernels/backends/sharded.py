@@ -25,12 +25,8 @@ def sharded_token_statistics(
     targets [N], which count in the whole vocabulary [0, sum V_r), are the same on every rank. So are the results.
     Collective, forward and backward: every rank calls it, with gradients for the same inputs.
 
-    Forward reduces six numbers a token over the ranks. Backward takes the gradients of log_probs and entropy to be
-    those of **one** loss that every rank computes alike: the gradients of head_weight and bias are this rank's rows of
-    the whole head's, that of hidden is summed over the ranks and complete on each.
-
-    The local pass is that of the `triton` backend, on CPU tensors or without Triton the same in torch.
-
+    Backward takes the gradients of log_probs and entropy to be those of **one** loss that every rank computes alike:
+    the gradients of head_weight and bias are this rank's rows of the whole head's, that of hidden is complete on each.
     Raises KernelInputError if the arguments do not fit together on this rank.
     """
     first, vocabulary = _place(head_weight, group)

@@ -2,13 +2,8 @@
 
 A tile of logits [R, W], a block of rows by a slice of the vocabulary, comes from one matrix product into a buffer that
 every tile uses again; an epilogue (Triton or torch) reads it once. Forward it feeds the running sums of every row
-(`kernels.sums`), backward it becomes the tile's gradient, a factor of the two products that follow.
-
-The tile is wide in rows: backward adds every tile to the float32 gradient of the hidden states and finishes that of
-the weight slice by slice, so that no float32 copy of the latter exists. Extra memory: one tile, in backward also its
-gradient in the factors' dtype, the float32 gradients of the hidden states [N, D] and of one slice of the weight.
-
-Not guaranteed: second derivatives (`once_differentiable` raises).
+(`kernels.sums`), backward it becomes the tile's gradient, a factor of the two products that follow. Extra memory: one
+tile, in backward also its gradient, the float32 gradients of the hidden states [N, D] and of one slice of the weight.
 """
 
 from collections.abc import Callable, Iterator

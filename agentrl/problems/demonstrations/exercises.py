@@ -1,9 +1,8 @@
 """The families of word problems of ``builtin:arithmetic``: statements, answers, hidden values, solutions.
 
-Plain families state every number; a program computes the answer. Reveal families hide values behind functions, defined
-by ``Problem.setup``, that **print** the value and return nothing. The answer can therefore only be given in a turn
-after the one that printed the value: ``final_answer(box(7))`` answers ``None``. Hidden values have two digits and are
-drawn independently for every problem, so a guess is right about once in ninety times.
+Plain families state every number; a program computes the answer. Reveal families hide values of two digits behind
+functions, defined by ``Problem.setup``, that **print** the value and return nothing: the answer can only be given in
+a turn after the one that printed it, and a guess is right about once in ninety times.
 """
 
 from __future__ import annotations
