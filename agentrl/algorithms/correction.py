@@ -93,8 +93,8 @@ def rollout_correction(
 ) -> Correction:
     """Weights, loss mask and diagnostics from [B, T] log-probabilities; a row is a whole sequence.
 
-    Options: the fields of `CorrectionOptions`. Sequence ratios are over all model tokens (`response_mask`). The loss mask
-    of the result is a subset of `loss_mask` (default: the response mask). With `self_normalize` weights are divided by
+    Options: the fields of `CorrectionOptions`. Sequence ratios are over `response_mask`. The result's
+    mask is a subset of `loss_mask` (default: the response mask). With `self_normalize` weights are divided by
     their mean over the tokens left to the loss (`token`) or the sequences with such a token; `normalizer` is the sum
     of `correction_sums` over the step's micro-batches and ranks, without it this call is taken for the whole step.
 

@@ -21,7 +21,7 @@ def diagonal_proxy(token_energy: Tensor, advantages: Tensor, response_mask: Tens
     """sum_t w_t A_t^2 of every trajectory, [B] float64, from [B, T] tensors.
 
     Exactly the squared norm of the policy gradient with respect to the trajectory's (tempered) logits. As an estimate
-    of the parameter gradient's norm it drops the cross terms between tokens: never call it ||g||^2; it has no S beside it.
+    of the parameter gradient's norm it drops the cross terms between tokens: never call it ||g||^2; no S goes with it.
     """
     mask = response_mask.bool()
     check_alike(token_energy=token_energy, advantages=advantages, response_mask=mask)

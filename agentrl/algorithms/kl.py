@@ -138,7 +138,13 @@ class FixedKL(KLController):
 
 
 class AdaptiveKL(KLController):
-    """beta *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon after a step of n trajectories (arXiv 1909.08593)."""
+    """beta *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon after a step of n trajectories (arXiv 1909.08593).
+
+    >>> controller = AdaptiveKL(0.1, target=0.05, horizon=1000)
+    >>> controller.update(0.2, trajectories=100)
+    >>> round(controller.beta, 6)
+    0.102
+    """
 
     def __init__(self, beta: float, *, target: float, horizon: float) -> None:
         """beta: the first coefficient, positive (from 0 it could not move); horizon in trajectories."""
