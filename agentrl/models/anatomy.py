@@ -72,11 +72,10 @@ class Anatomy:
 
 
 def take_apart(causal_lm: PreTrainedModel) -> Anatomy:
-    """The parts of a model, found by the accessors of `transformers`, and checked to be all there is.
+    """The parts of a model, found by the accessors of `transformers`. SettingsError unless they are all there is.
 
-    The model itself is asked for the logits of hidden states and of a head's output that are made up here, in float32:
-    no layer runs and no weight is read, so the model may be of any size, sharded or without storage. Raises
-    SettingsError for a model that does anything else to them, or anything before its transformer.
+    The model is asked for the logits of made-up hidden states and outputs of its head: no layer runs and no weight is
+    read, so it may be sharded or without storage.
     """
     name = type(causal_lm).__name__
     backbone, head = causal_lm.get_decoder(), causal_lm.get_output_embeddings()
