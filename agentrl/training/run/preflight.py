@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import read_tokenizer
-from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import FILE_KINDS, load_source
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.rollout.engines.vllm.servers import longest_request, policy_servers
@@ -33,7 +32,8 @@ def check_inputs(settings: Settings) -> list[str]:
     needs(objective)
     if settings.model.path is None or settings.coldstart.demonstrations is not None:
         read_cold_demonstrations(settings)
-    local = [entry for entry in (*settings.data.train, *settings.data.eval) if _is_local(entry)]
+    sources = (*settings.data.train, *settings.data.eval)
+    local = [entry for entry in sources if entry.is_builtin or entry.path.lower().endswith(FILE_KINDS)]
     reports = [load_source(entry, seed=settings.seed).report for entry in local]
     return [report.describe() for report in reports if report is not None]
 
@@ -73,7 +73,3 @@ def _check_template(settings: Settings) -> None:
     except OSError:  # reading the model reports this
         return
     chat_format(settings, tokenizer, path)
-
-
-def _is_local(source: ProblemSourceSettings) -> bool:
-    return source.is_builtin or source.path.lower().endswith(FILE_KINDS)
