@@ -57,7 +57,6 @@ class Call:
         return digest(header, *blobs)
 
     def frame(self) -> Frame[CallHeader]:
-        """Header and blobs of the frame that carries it."""
         header: CallHeader = {
             "timeout": self.timeout,
             "session": self.session,
@@ -98,7 +97,6 @@ class CallSandbox(Sandbox, ABC):
         fetch_files: Sequence[str] = (),
         echo: bool = False,
     ) -> Execution:
-        """See ``Sandbox.execute`` and ``run``."""
         call = Call(
             program=program,
             timeout=timeout,

@@ -72,7 +72,6 @@ class DockerSandbox(RunnerPool):
         self._keeping = asyncio.create_task(self._keep(ending))
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
-        """See ``Sandbox.execute``."""
         if self._closed:
             raise ClosedError("the sandbox was closed")
         started = time.monotonic()
@@ -82,7 +81,6 @@ class DockerSandbox(RunnerPool):
             return failed_execution(str(error), started)
 
     async def close(self) -> None:
-        """Remove the container and everything in it."""
         if self._closed:
             return
         self._closed = True

@@ -67,7 +67,6 @@ class HttpSandbox(CallSandbox):
 
     @property
     def isolation(self) -> Isolation:
-        """What the service's runners found when they started."""
         return self._isolation
 
     async def check(self) -> None:

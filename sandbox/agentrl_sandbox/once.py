@@ -69,7 +69,6 @@ class Once:
                 del self._running[key]
 
     async def settle(self) -> None:
-        """Wait for all running calls, whatever their result."""
         if self._tasks:
             await asyncio.wait(self._tasks)
 

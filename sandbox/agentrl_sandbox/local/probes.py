@@ -132,7 +132,6 @@ async def _network(execute: Execute, slower: int) -> bool:
 
 
 def _arrived(tcp: socket.socket, udp: socket.socket) -> bytes:
-    """All that was sent to two sockets."""
     data: list[bytes] = []
     with contextlib.suppress(BlockingIOError):
         while True:

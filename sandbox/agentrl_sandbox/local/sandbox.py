@@ -58,7 +58,6 @@ class LocalSandbox(CallSandbox):
 
     @property
     def isolation(self) -> Isolation:
-        """What the probes found when the sandbox opened."""
         return self._isolation
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
@@ -77,7 +76,6 @@ class LocalSandbox(CallSandbox):
         return await self._once.run((request_id, call.digest()), lambda: self._run(call))
 
     async def open_session(self) -> str:
-        """Start an interpreter that keeps its state; see ``Sandbox.open_session``."""
         self._check_open()
         try:
             server = await self._servers.living()
@@ -103,7 +101,6 @@ class LocalSandbox(CallSandbox):
             return self._sessions.add(origin.home, number)
 
     async def close_session(self, session: str) -> None:
-        """End a session and its program; see ``Sandbox.close_session``."""
         self._check_open()
         if self._sessions.has_ended(session):
             return
@@ -117,7 +114,6 @@ class LocalSandbox(CallSandbox):
             raise SandboxError(f"session {session!r} did not end: {error}") from error
 
     async def close(self) -> None:
-        """Kill running programs and end the server."""
         if self._closed:
             return
         self._closed = True
@@ -152,7 +148,6 @@ class LocalSandbox(CallSandbox):
                 raise self._sessions.gone(call.session, refused.why) from refused
 
     async def _run_on(self, server: ForkServerProcess | None, session: int | None, call: Call) -> Execution:
-        """Run on the session's server, or on the current one."""
         started = time.monotonic()
         try:
             server = server or await self._servers.living()
@@ -165,7 +160,6 @@ class LocalSandbox(CallSandbox):
             return failed_execution("the sandbox's server did not answer long after the program's deadline", started)
 
     def keep_standby(self) -> None:
-        """Start a second server in the background, where the settings ask for one."""
         self._servers.keep_standby()
 
     async def _ask_for_session(self, server: ForkServerProcess, made: int, op: str, session: int, **more: int) -> None:
@@ -181,7 +175,6 @@ class LocalSandbox(CallSandbox):
             raise
 
     def _follow(self, server: ForkServerProcess) -> None:
-        """Record the sessions that end."""
         server.on_session_ended = lambda number, why: self._sessions.end_at(server, why, number)
         server.on_gone = functools.partial(self._sessions.end_at, server, "the sandbox's server ended")
 
@@ -216,7 +209,6 @@ async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None
 
 
 def runner_config(settings: SandboxSettings, mode: str) -> RunnerConfig:
-    """The configuration of a fork server."""
     libraries: list[str] = []
     for name in _LIBRARIES:
         spec = importlib.util.find_spec(name)

@@ -121,8 +121,6 @@ def merge_heap_pages() -> None:
 
 
 class Zygote:
-    """Forks, kills and reaps children."""
-
     def __init__(self, config: RunnerConfig, server: socket.socket, limits: ChildLimits) -> None:
         self._config = config
         self._server = server
@@ -139,7 +137,6 @@ class Zygote:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def serve(self) -> None:
-        """Serve until the server goes away."""
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         poll = select.poll()

@@ -50,7 +50,6 @@ def empty(directory: str) -> None:
 
 
 def _go(here: int, name: str) -> int:
-    """Open a directory relative to this one, and close this one."""
     there = os.open(name, _DIRECTORY, dir_fd=here)
     os.close(here)
     return there

@@ -30,7 +30,6 @@ class ScratchUse:
 
     @property
     def is_over(self) -> bool:
-        """Whether the quota is exceeded."""
         return self._bytes_left < 0 or self._inodes_left < 0
 
     def add_tree(self, directory: str) -> None:

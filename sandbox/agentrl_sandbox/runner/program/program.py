@@ -58,7 +58,6 @@ class Program:
         )
 
     def close(self) -> None:
-        """Release the descriptors."""
         for capture in self.captures:
             capture.close()
         if self.fetched_file >= 0:
@@ -67,8 +66,6 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """How a program ended."""
-
     outcome: Outcome
     exit_code: int | None
     why: str = ""

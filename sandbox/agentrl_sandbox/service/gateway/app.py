@@ -68,7 +68,6 @@ class Gateway:
             raise BusyError("the service is stopping", retry_after=2)
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
-        """Run a program and count it."""
         self.check_open()
         started = time.monotonic()
         self.calls += 1
@@ -221,7 +220,6 @@ def _add_sessions(app: FastAPI, gateway: Gateway) -> None:
 def _add_fusion(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/run_code", response_model=fusion.RunCodeResponse, tags=["SandboxFusion"])
     async def run_code(request: fusion.RunCodeRequest) -> Response:
-        """Run a program."""
         return _json((await fusion.run_code(request, gateway.run)).model_dump())
 
     @app.post("/run_jupyter", response_model=fusion.RunJupyterResponse, tags=["SandboxFusion"])

@@ -63,7 +63,6 @@ class ProgramRequest(_Body):
     echo: bool = Field(False, description="print the value of a last expression, as in a notebook")
 
     def call(self, session: str | None = None) -> Call:
-        """The request as a call for the pool."""
         return Call(
             program=self.program,
             timeout=self.timeout,
@@ -128,5 +127,4 @@ def execution_json(execution: Execution) -> dict[str, object]:
 
 
 def encode(value: object) -> bytes:
-    """JSON in ASCII."""
     return json.dumps(value, separators=(",", ":")).encode("ascii")

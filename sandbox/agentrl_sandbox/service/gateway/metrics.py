@@ -46,15 +46,12 @@ class Metrics:
         Gauge(f"agentrl_sandbox_{name}", meaning, registry=self._registry).set_function(value)
 
     def ran(self, execution: Execution, answer_seconds: float) -> None:
-        """Count a program."""
         self._outcomes.labels(execution.outcome.value).inc()
         self._seconds.observe(execution.seconds)
         self._answer_seconds.observe(answer_seconds)
 
     def refused(self, status: int) -> None:
-        """Count a rejected call."""
         self._refused.labels(str(status)).inc()
 
     def text(self) -> bytes:
-        """The metrics in the text format."""
         return generate_latest(self._registry)

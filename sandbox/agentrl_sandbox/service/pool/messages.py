@@ -65,7 +65,6 @@ class Hello(_Message):
 
     @property
     def isolation(self) -> Isolation:
-        """The isolation that the runner's probes found."""
         return Isolation(layers=self.layers, mode=self.mode)
 
 
