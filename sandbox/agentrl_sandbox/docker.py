@@ -104,9 +104,10 @@ class DockerSandbox(RunnerPool):
 
     def _run_container(self) -> None:
         settings = self._settings
-        environment = {f"SANDBOX_{name.upper()}": str(getattr(settings, name)) for name in ("timeout", *LIMITS)}
+        environment = {
+            f"SANDBOX_{name.upper()}": str(getattr(settings, name)) for name in ("timeout", "allow_unisolated", *LIMITS)
+        }
         environment["SANDBOX_WORKERS"] = str(settings.concurrency)
-        environment["SANDBOX_ALLOW_UNISOLATED"] = str(settings.allow_unisolated)
         memory = (settings.memory_mb + settings.scratch_mb) * settings.concurrency + _SPARE_MB
         try:
             container = self._client.containers.create(

@@ -69,16 +69,13 @@ class ForkServerProcess(asyncio.Protocol):
         server = cls(process, messages)
         try:
             await asyncio.get_running_loop().create_connection(lambda: server, sock=ours)
-        except asyncio.CancelledError:
-            ours.close()
-            server.connection_lost(None)
-            await server.close()
-            raise
-        try:
             why = await asyncio.wait_for(asyncio.shield(server.hello), _START_SECONDS)
         except (ServerGoneError, TimeoutError) as error:
             raise StartError(await server.fail(str(error))) from error
         except asyncio.CancelledError:
+            if server._transport is None:
+                ours.close()
+                server.connection_lost(None)
             await server.close()
             raise
         if why:

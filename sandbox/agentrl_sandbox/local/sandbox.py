@@ -53,7 +53,7 @@ class LocalSandbox(CallSandbox):
         self._room = asyncio.Semaphore(settings.concurrency)
         self._once = Once()
         self._sessions = SessionBook[ForkServerProcess, int]()
-        self._servers = ForkServers(settings, config, server, self._follow)
+        self.servers = ForkServers(settings, config, server, self._follow)
         self._closed = False
 
     @property
@@ -78,7 +78,7 @@ class LocalSandbox(CallSandbox):
     async def open_session(self) -> str:
         self._check_open()
         try:
-            server = await self._servers.living()
+            server = await self.servers.living()
             number = next(self._numbers)
             await self._ask_for_session(server, number, "open", number)
         except (ServerRefusedError, ServerGoneError, TimeoutError) as error:
@@ -117,7 +117,7 @@ class LocalSandbox(CallSandbox):
         if self._closed:
             return
         self._closed = True
-        await self._servers.close()
+        await self.servers.close()
         await self._once.settle()
 
     async def check(self, reasons: Sequence[str] = ()) -> None:
@@ -125,7 +125,7 @@ class LocalSandbox(CallSandbox):
 
         ``reasons`` say why stronger isolation modes are unavailable.
         """
-        mode, layers = self._config.isolate, self._servers.layers
+        mode, layers = self._config.isolate, self.servers.layers
         self._isolation = await probe(self, mode=mode, layers=layers, settings=self._settings)
         if self._isolation.missing and not self._settings.allow_unisolated:
             why = f"{'; '.join(('a probe program got through', *reasons))}. Fix: {_FIX}"
@@ -150,7 +150,7 @@ class LocalSandbox(CallSandbox):
     async def _run_on(self, server: ForkServerProcess | None, session: int | None, call: Call) -> Execution:
         started = time.monotonic()
         try:
-            server = server or await self._servers.living()
+            server = server or await self.servers.living()
             return await server.run(call, session)
         except (ServerGoneError, StartError) as error:
             return failed_execution(str(error), started)
@@ -158,9 +158,6 @@ class LocalSandbox(CallSandbox):
             assert server is not None
             await server.close()
             return failed_execution("the sandbox's server did not answer long after the program's deadline", started)
-
-    def keep_standby(self) -> None:
-        self._servers.keep_standby()
 
     async def _ask_for_session(self, server: ForkServerProcess, made: int, op: str, session: int, **more: int) -> None:
         """Have a server make the session ``made``, which is closed again if the caller is cancelled."""
@@ -204,7 +201,7 @@ async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None
     except BaseException:
         await sandbox.close()
         raise
-    sandbox.keep_standby()
+    sandbox.servers.keep_standby()
     return sandbox
 
 

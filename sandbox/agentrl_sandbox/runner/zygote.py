@@ -16,7 +16,6 @@ them: children are copies of this process, so not even a file's name may enter i
 
 from __future__ import annotations
 
-import array
 import builtins
 import functools
 import gc
@@ -152,17 +151,13 @@ class Zygote:
                     return
 
     def _receive(self) -> bool:
-        descriptors = array.array("i")
-        data, ancillary, _, _ = self._server.recvmsg(
-            _MAX_MESSAGE, socket.CMSG_SPACE(4 * _MOST_DESCRIPTORS), socket.MSG_CMSG_CLOEXEC
-        )
+        flags = socket.MSG_CMSG_CLOEXEC
+        data, descriptors, _, _ = socket.recv_fds(self._server, _MAX_MESSAGE, _MOST_DESCRIPTORS, flags)
         if not data:
             return False
-        for _, _, payload in ancillary:
-            descriptors.frombytes(payload)
         message: ProcessMessage = json.loads(data)
         if message["op"] in ("spawn", "init"):
-            self._spawn(message, list(descriptors))
+            self._spawn(message, descriptors)
         elif message["op"] == "clean":
             self._clean(message["id"])
         elif message["id"] in self._pids:
