@@ -31,6 +31,7 @@ from agentrl.evaluation.play.text_messages import (
     read_events,
     read_object,
     retry_after,
+    said_usage,
 )
 from agentrl.evaluation.records.characters import whole_characters
 from agentrl.evaluation.settings import EndpointSettings
@@ -311,7 +312,7 @@ class TextEngine:
         usage: JSONObject = {}
         async for event in events:
             self._remember(event)
-            usage = event.get("usage") or usage
+            usage = said_usage(event) or usage
             choice = first_choice(event)
             if choice is None:
                 continue
@@ -332,10 +333,9 @@ class TextEngine:
         if choice is None:
             raise AgainError(f"an answer without a choice: {json.dumps(answer)[:200]}")
         said = MessageDelta.of(choice)
-        usage = answer.get("usage") or {}
         cut = _complete(said.text, 0, sampling)
         reason = _REASONS.get(said.reason or "", "eos") if cut is None else "stop"
-        return _completion(said.text[:cut], said.thought, 0, usage, reason)
+        return _completion(said.text[:cut], said.thought, 0, said_usage(answer), reason)
 
     def _remember(self, event: JSONObject) -> None:
         told = event.get("system_fingerprint")

@@ -34,7 +34,8 @@ class MessageDelta:
     @classmethod
     def of(cls, choice: JSONObject) -> MessageDelta:
         """From a choice, streamed or whole. If a refusal is the only content, it is the text."""
-        message = choice.get("delta") or choice.get("message") or choice
+        part = choice.get("delta") or choice.get("message")
+        message = part if isinstance(part, dict) else choice
         text = message.get("content") if "content" in message else message.get("text")
         refusal = _text(message.get("refusal"))
         reason = choice.get("finish_reason")
@@ -91,6 +92,12 @@ def first_choice(answer: JSONObject) -> JSONObject | None:
     """The first choice of an answer; None if there is no choice."""
     choices = answer.get("choices")
     return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
+
+
+def said_usage(answer: JSONObject) -> JSONObject:
+    """The token counts in an answer; empty if there are none."""
+    usage = answer.get("usage")
+    return usage if isinstance(usage, dict) else {}
 
 
 def error_message(text: str) -> str:
