@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import gymnasium
+
 from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
 from agentrl_envs.registry import EnvironmentFactory, PluginError, did_you_mean
 from agentrl_envs.settings import GymnasiumSettings
 
 _PLAYER = 0
-_STOP = ("]",)
 
 
 def textarena_environment(game: str) -> EnvironmentFactory:
@@ -36,22 +37,20 @@ def _environment(game: str, settings: GymnasiumSettings | None = None) -> Gymnas
     return GymnasiumEnvironment(functools.partial(TextArenaGame, game), settings)
 
 
-class TextArenaGame:
-    """One game, with the methods of a gymnasium text environment. ``metadata``: a move ends at its bracket."""
-
-    metadata: dict[str, Any] = {"stop": _STOP}  # noqa: RUF012 -- as gymnasium has it
+class TextArenaGame(gymnasium.Env[str, str]):
+    """One game as a gymnasium text environment. ``options`` go to TextArena's constructor of the game."""
 
     def __init__(self, game: str, **options: object) -> None:
         import textarena
 
         self._game = textarena.make(f"{game}-raw", **options)
 
-    def reset(self, *, seed: int, options: object = None) -> tuple[str, dict[str, object]]:
-        """Begin the game that ``seed`` gives. Returns its opening text. Raises PluginError for more players."""
+    def reset(self, *, seed: int | None = None, options: object = None) -> tuple[str, dict[str, Any]]:
+        """Begin the game that ``seed`` gives. Returns its opening text."""
         self._game.reset(num_players=1, seed=seed)
         return self._shown(), {}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, object]]:
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Make a move. The reward is the game's at its end, else 0."""
         done, _ = self._game.step(action)
         if not done:
@@ -59,9 +58,6 @@ class TextArenaGame:
         rewards, _ = self._game.close()
         reward = float((rewards or {}).get(_PLAYER, 0.0))
         return "", reward, True, False, {"verdict": "correct" if reward >= 1.0 else "incorrect"}
-
-    def close(self) -> None:
-        """Nothing to release: a game holds no resources."""
 
     def _shown(self) -> str:
         """What the game has said since the last move, without the player's own words."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 _PAGE = resource.getpagesize()
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
     """Of a process tree: bytes of resident memory, tasks (processes and threads), and its processes.
 
@@ -25,7 +25,6 @@ class Usage:
     processes: list[int] = field(default_factory=list)
 
     def add(self, other: Usage) -> Usage:
-        """The sum of both."""
         return Usage(
             resident=self.resident + other.resident,
             tasks=self.tasks + other.tasks,
@@ -35,15 +34,9 @@ class Usage:
 
 def usage(pid: int, beyond: int = 0) -> Usage:
     """The usage of a process tree, counting of each process only memory above ``beyond``. Dead processes count as 0."""
-    total = Usage()
-    waiting = [pid]
-    while waiting:
-        process = waiting.pop()
-        total.resident += max(0, resident_bytes(process) - beyond)
-        total.tasks += len(tasks(process))
-        total.processes.append(process)
-        waiting += children(process)
-    return total
+    processes = tree(pid)
+    resident = sum(max(0, resident_bytes(process) - beyond) for process in processes)
+    return Usage(resident=resident, tasks=sum(len(tasks(process)) for process in processes), processes=processes)
 
 
 def proportional_bytes(processes: list[int], beyond: int) -> int:
@@ -95,8 +88,27 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def tree(pid: int) -> list[int]:
+    """A process and all its descendants."""
+    found = [pid]
+    for process in found:  # which grows meanwhile
+        found += children(process)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether any thread of a process still runs or is stopped; the first one may have ended before the others."""
+    for task in tasks(pid):
+        try:
+            with open(f"/proc/{pid}/task/{task}/stat", "rb") as file:
+                if file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X"):
+                    return True
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return False
+
+
 def tasks(pid: int) -> list[str]:
-    """The threads of a process."""
     try:
         return os.listdir(f"/proc/{pid}/task")
     except (FileNotFoundError, ProcessLookupError):
