@@ -81,6 +81,10 @@ class Trajectory:
     """One conversation, written once by the driver and never edited.
 
     ``group`` identifies the trajectories that share a baseline: the request number of their problem, unique in a run.
+
+    A rollout of an agent program may have several ``branches``, each a trajectory of the same ``group`` and ``sample``.
+    Every sampled token is a model token of one of them. ``weight`` is a branch's share of the rollout's model tokens,
+    and the last branch carries the rollout's reward.
     """
 
     problem: Problem
@@ -94,8 +98,13 @@ class Trajectory:
     answer: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     seconds: float = 0.0
+    branch: int = 0
+    branches: int = 1
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.branch < self.branches:
+            raise TrajectoryError(f"branch {self.branch} of {self.branches}")
         if self.no_data:
             return
         if not self.prompt_ids:
@@ -156,6 +165,11 @@ class Trajectory:
             for version, count in segment.version_spans or ((-1, len(segment.token_ids)),):
                 values.extend((version,) * count)
         return tuple(values)
+
+    @property
+    def is_last_branch(self) -> bool:
+        """True for one trajectory of each rollout, the one that carries the rollout's reward."""
+        return self.branch == self.branches - 1
 
     @property
     def no_data(self) -> bool:
@@ -221,6 +235,7 @@ def _fields_of(record: Trajectory | Segment) -> dict[str, Any]:
 class Group:
     """The trajectories of one problem in one step; ``index`` is its request number in the run.
 
+    The branches of a rollout stand together, in order.
     ``greedy`` was sampled at temperature 0 for a baseline: graded, counted, and never trained.
     """
 
@@ -228,6 +243,11 @@ class Group:
     index: int
     trajectories: tuple[Trajectory, ...]
     greedy: Trajectory | None = None
+
+    @property
+    def rollouts(self) -> tuple[Trajectory, ...]:
+        """One trajectory of each rollout: the one with its reward."""
+        return tuple(item for item in self.trajectories if item.is_last_branch)
 
     @property
     def everyone(self) -> tuple[Trajectory, ...]:
@@ -249,6 +269,8 @@ class Row:
 
     group: int
     sample: int
+    branch: int
+    weight: float  # of the branch in its rollout, 1 for a rollout of one branch
     truncated: bool  # a limit ended it
     prompt_length: int  # P
     token_ids: np.ndarray  # [P + T] int32
@@ -265,6 +287,8 @@ class Row:
         return cls(
             group=item.group,
             sample=item.sample,
+            branch=item.branch,
+            weight=item.weight,
             truncated=item.ended.is_truncation,
             prompt_length=len(item.prompt_ids),
             token_ids=np.array(item.prompt_ids + item.response_ids, dtype=np.int32),
@@ -305,7 +329,9 @@ class Batch:
     rewards: Tensor  # [B, T] float32
     rollout_log_probs: Tensor  # [B, T] float32, 0 off model tokens
     groups: Tensor  # [B] int64
-    samples: Tensor  # [B] int64, the row's number in its group
+    samples: Tensor  # [B] int64, the rollout's number in its group
+    branches: Tensor  # [B] int64, the row's number in its rollout
+    weights: Tensor  # [B] float32, the row's share of its rollout's model tokens
     truncated: Tensor  # [B] bool, a limit ended the row
     versions: Tensor  # [B, T] int64, the policy version that sampled the token, -1 off model tokens
 
@@ -349,6 +375,8 @@ class Batch:
             rollout_log_probs=torch.from_numpy(log_probs),
             groups=torch.tensor([item.group for item in items]),
             samples=torch.tensor([item.sample for item in items]),
+            branches=torch.tensor([item.branch for item in items]),
+            weights=torch.tensor([item.weight for item in items], dtype=torch.float32),
             truncated=torch.tensor([item.truncated for item in items]),
             versions=torch.from_numpy(versions),
         )

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 from tqdm import tqdm
@@ -18,20 +17,21 @@ from tqdm import tqdm
 from agentrl.errors import SettingsError, WorldError
 
 _INTERRUPTED = 130
+# A notebook's kernel sets these to have colours; the command would draw as on a terminal.
+_TERMINAL_VARIABLES = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 _STEP = re.compile(r"(\S+) (\d+)/(\d+)  (.*)\n")
 _FORMAT = "{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} {unit}s{postfix}"
 
 
-def run_command(arguments: Sequence[str], *, imports: Path, progress: bool) -> None:
-    """Run ``agentrl ARGUMENTS`` until it ends. Its modules may also be in ``imports``.
+def run_command(arguments: Sequence[str], *, progress: bool) -> None:
+    """Run ``agentrl ARGUMENTS`` until it ends.
 
     An interrupt is passed on: the command saves and ends. Raises KeyboardInterrupt for a command that was stopped,
     SettingsError and WorldError with the command's message for one that failed.
     """
-    paths = [str(imports.absolute()), *_own_paths(), os.environ.get("PYTHONPATH", "")]
     with subprocess.Popen(
         [sys.executable, "-m", __name__, str(os.getpid()), *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), "PYTHONUNBUFFERED": "1"},
+        env=_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -111,10 +111,12 @@ class _Bar:
         self._bar = None
 
 
-def _own_paths() -> list[str]:
-    """The entries of ``sys.path`` that a new interpreter would not have."""
+def _environment() -> dict[str, str]:
+    """The variables of the command: it finds the modules that this process finds, and prints plain lines."""
     installed = (sys.prefix, sys.base_prefix)
-    return [os.path.abspath(path) for path in sys.path if not path.startswith(installed)]
+    own = [os.path.abspath(path) for path in sys.path if not path.startswith(installed)]
+    variables = {name: value for name, value in os.environ.items() if name not in _TERMINAL_VARIABLES}
+    return {**variables, "PYTHONPATH": os.pathsep.join(own), "PYTHONUNBUFFERED": "1"}
 
 
 def stop_with(parent: int) -> None:

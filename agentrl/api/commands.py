@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from agentrl.api.child import run_command
-from agentrl.api.inputs import importable_name, problem_file
+from agentrl.api.inputs import Names, problem_file
 from agentrl.api.run import EvaluationRun, Run
 from agentrl.config import load_settings
 from agentrl_envs.types import Problem
@@ -54,6 +54,7 @@ def train(
         WorldError: the run failed for reasons outside of the settings.
     """
     folder = Path(str(settings.get("runs_dir") or "runs")) / INPUTS
+    names = Names(folder)
     given = dict(settings)
     if problems is not None:
         given["data.train"] = [{"path": _path_of(problems, folder)}]
@@ -61,16 +62,16 @@ def train(
     if eval_problems is not None:
         given["data.eval"] = [{"path": _path_of(eval_problems, folder)}]
     if reward is not None:
-        given["reward.function"] = importable_name(reward, folder)
-    environment = None if env is None else importable_name(env, folder)
-    overrides = overrides_from(given)
+        given["reward.function"] = names.of(reward)
+    environment = None if env is None else names.of(env)
+    overrides = overrides_from(_with_plugins(given, names))
     resolved = load_settings(environment, config, overrides, resume=resume)
     path = Path(resolved.runs_dir) / str(resolved.name)
     options = [] if environment is None else ["--env", environment]
     options += [] if config is None else ["--config", str(config)]
     options += ["--resume"] if resume else []
     named = [*overrides, f"name={json.dumps(path.name)}"]
-    run_command(["train", *options, *named], imports=folder, progress=progress)
+    run_command(["train", *options, *named], progress=progress)
     return Run(path)
 
 
@@ -105,18 +106,19 @@ def evaluate(
     Raises SettingsError and WorldError as :func:`train` does.
     """
     root = Path("evaluations")
+    names = Names(root / INPUTS)
     wanted = list(benchmarks)
     if problems is not None:
         wanted.append(_path_of(problems, root / INPUTS))
     name = str(model.policy if isinstance(model, Run) else model)
-    environment = None if env is None else importable_name(env, root / INPUTS)
+    environment = None if env is None else names.of(env)
     options: dict[str, object] = {"--env": environment, "--model": name, "--base-url": base_url, "--n": n}
     options |= {"--benchmarks": ",".join(wanted) or None, "--config": config}
     arguments = [text for key, value in options.items() if value is not None for text in (key, str(value))]
-    arguments += overrides_from(settings)
+    arguments += overrides_from(_with_plugins(settings, names))
     digest = hashlib.sha256(json.dumps(arguments).encode()).hexdigest()[:8]
     path = root / f"{Path(name).name}-{digest}" if output is None else Path(output)
-    run_command(["eval", *arguments, "--output", str(path)], imports=root / INPUTS, progress=progress)
+    run_command(["eval", *arguments, "--output", str(path)], progress=progress)
     return EvaluationRun(path)
 
 
@@ -133,6 +135,12 @@ def overrides_from(settings: Mapping[str, object], prefix: str = "") -> list[str
         else:
             found.append(f"{prefix}{key}={json.dumps(str(value) if isinstance(value, Path) else value)}")
     return found
+
+
+def _with_plugins(settings: Mapping[str, object], names: Names) -> Mapping[str, object]:
+    given = settings.get("plugins") or ()
+    assert isinstance(given, list | tuple)
+    return {**settings, "plugins": [*given, *names.plugins]} if names.plugins else settings
 
 
 def _path_of(problems: str | Path | Problems, folder: Path) -> str:

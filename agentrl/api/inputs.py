@@ -9,7 +9,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from agentrl.errors import SettingsError
@@ -36,28 +36,38 @@ def problem_file(problems: Iterable[Mapping[str, object] | Problem], folder: Pat
     return _write(folder, "{digest}/problems.jsonl", "".join(lines).encode())
 
 
-def importable_name(item: object, folder: Path) -> str:
-    """``module:attribute`` of a function or class. One that no other process can import is pickled to ``folder``.
+@dataclass
+class Names:
+    """``module:attribute`` of functions and classes. ``plugins`` are the modules that a run must load to find them."""
 
-    Raises SettingsError if it cannot be pickled.
-    """
-    if isinstance(item, str):
-        return item
-    module, attribute = getattr(item, "__module__", "__main__"), getattr(item, "__qualname__", "")
-    if module != "__main__" and _resolves(module, attribute, item):
-        return f"{module}:{attribute}"
-    import cloudpickle
+    folder: Path
+    plugins: list[str] = field(default_factory=list)
 
-    try:
-        data = cloudpickle.dumps(item)
-    except Exception as error:
-        raise SettingsError(
-            f"{item!r} cannot be passed to the processes of a run ({error}); define it in a module of its own"
-        ) from error
-    file = _write(folder, "notebook_{digest}.pickle", data)
-    module_file = file.with_suffix(".py")
-    atomic_write(module_file, lambda out: out.writelines([_PICKLED.encode()]))
-    return f"{module_file.stem}:item"
+    def of(self, item: object) -> str:
+        """The name of ``item``. One that no other process can import is pickled to ``folder``.
+
+        A text is a name already. Raises SettingsError for what cannot be pickled.
+        """
+        if isinstance(item, str):
+            return item
+        module, attribute = getattr(item, "__module__", "__main__"), getattr(item, "__qualname__", "")
+        if module != "__main__" and _resolves(module, attribute, item):
+            return f"{module}:{attribute}"
+        return self._pickled(item)
+
+    def _pickled(self, item: object) -> str:
+        import cloudpickle
+
+        try:
+            data = cloudpickle.dumps(item)
+        except Exception as error:
+            raise SettingsError(
+                f"{item!r} cannot be passed to the processes of a run ({error}); define it in a module of its own"
+            ) from error
+        module = _write(self.folder, "notebook_{digest}.pickle", data).with_suffix(".py")
+        atomic_write(module, lambda out: out.writelines([_PICKLED.encode()]))
+        self.plugins.append(str(module))
+        return f"{module.stem}:item"
 
 
 def _resolves(module: str, attribute: str, item: object) -> bool:

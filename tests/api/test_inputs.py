@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import threading
@@ -11,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from agentrl.api.commands import overrides_from
-from agentrl.api.inputs import importable_name, problem_file
+from agentrl.api.inputs import Names, problem_file
 from agentrl.errors import SettingsError
+from agentrl_envs.plugins import load_plugins
+from agentrl_envs.registry import import_attribute
 from agentrl_envs.types import Problem
 
 
@@ -47,20 +48,24 @@ def test_no_problems_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_a_module_holds_goes_by_its_name(tmp_path: Path) -> None:
-    assert importable_name(module_reward, tmp_path) == f"{__name__}:module_reward"
-    assert importable_name("simpletir", tmp_path) == "simpletir"
+    names = Names(tmp_path)
+    assert names.of(module_reward) == f"{__name__}:module_reward"
+    assert names.of("simpletir") == "simpletir"
+    assert names.plugins == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_local_function_is_found_by_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_function_is_found_through_a_plugin(tmp_path: Path) -> None:
     bonus = 0.5
 
     def local_reward(problem: object, conversation: object, verdict: object) -> float:
         return bonus + 1.0
 
-    module, attribute = importable_name(local_reward, tmp_path).split(":")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    found = getattr(importlib.import_module(module), attribute)
+    names = Names(tmp_path)
+    name = names.of(local_reward)
+    load_plugins(names.plugins)
+    found = import_attribute(name, "reward")
+    assert callable(found)
     assert found is not local_reward
     assert found(None, None, None) == 1.5
 
@@ -72,7 +77,7 @@ def test_what_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
         return lock
 
     with pytest.raises(SettingsError, match="define it in a module of its own"):
-        importable_name(locked, tmp_path)
+        Names(tmp_path).of(locked)
 
 
 def test_settings_become_overrides() -> None:

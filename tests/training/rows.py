@@ -31,7 +31,9 @@ def scored_rows(
         rewards=zeros,
         rollout_log_probs=zeros if rollout_log_probs is None else rollout_log_probs,
         groups=numbers if groups is None else groups,
-        samples=none,
+        samples=numbers,
+        branches=none,
+        weights=torch.ones(len(log_probs)),
         truncated=none.bool(),
         versions=zeros.long(),
     )

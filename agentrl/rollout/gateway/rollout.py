@@ -1,0 +1,283 @@
+"""One rollout behind the gateway: its limits, its calls to the engine and its tree of generations."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from agentrl.rollout.engines.base import Completion, Engine, EngineError, Sampling
+from agentrl.rollout.engines.sampling import sampling_key
+from agentrl.rollout.gateway.export import export
+from agentrl.rollout.gateway.render import ChatRenderer, Layout
+from agentrl.rollout.gateway.tree import Generation, GenerationTree, Match
+from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest, Delivery, WireError
+from agentrl.trajectory import Trajectory
+from agentrl_envs.protocols.marked_text import MarkedText
+from agentrl_envs.types import Ended, Problem
+
+_STATUS = {Ended.TURN_LIMIT: "turn_limit", Ended.TOKEN_LIMIT: "token_limit", Ended.DEADLINE: "deadline"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutLimits:
+    """The limits of one rollout; token limits hold for each of its sequences."""
+
+    generations: int
+    turn_tokens: int
+    prompt_tokens: int
+    response_tokens: int
+    deadline: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutPlace:
+    """Which rollout it is: its problem, its number in its group, and what keys its randomness."""
+
+    problem: Problem
+    step: int
+    group: int
+    sample: int
+    name: str
+    seed: int
+    temperature: float = 1.0
+    history: Literal["keep", "template"] = "keep"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prompt:
+    """What the engine is given, and what of it is new."""
+
+    parent: Generation | None
+    messages: tuple[AgentMessage, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    lead: tuple[str, ...]
+    context: tuple[int, ...]
+    root_tokens: int
+
+
+async def _at_once(request_id: str) -> None:
+    """No gate before a turn."""
+
+
+@dataclass(kw_only=True, eq=False)
+class AgentRollout:
+    """Answers the requests of one agent. ``gate`` is awaited before each generation, with its request id."""
+
+    place: RolloutPlace
+    limits: RolloutLimits
+    engine: Engine
+    renderer: ChatRenderer
+    gate: Callable[[str], Awaitable[None]] = _at_once
+    tree: GenerationTree = field(default_factory=GenerationTree)
+    counts: Counter[str] = field(default_factory=Counter)
+    stopped: Ended | None = None
+    failure: str | None = None
+    reward: float | None = None
+    finished: bool = False
+
+    def __post_init__(self) -> None:
+        self._began = time.monotonic()
+        self._next = 0
+        self._lines: set[str] = set()
+        self._continued: set[int] = set()
+        self._running: set[asyncio.Task[Generation]] = set()
+        self._known: dict[str, asyncio.Task[Generation]] = {}
+
+    async def reply(self, request: ChatRequest, *, body: bytes, retry: bool, key: str | None) -> Generation:
+        """The generation that answers a request; that of an earlier request if this one is marked as its repetition.
+
+        Raises WireError. A caller that goes away does not end the generation: it may ask again.
+        """
+        digest = key or hashlib.sha256(body).hexdigest()
+        task = self._known.get(digest) if retry or key is not None else None
+        if task is None or (task.done() and task.exception() is not None):
+            self._check_limits()
+            task = asyncio.create_task(self._generate(request))
+            self._known[digest] = task
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        else:
+            self.counts["replayed"] += 1
+        return await asyncio.shield(task)
+
+    def delivery(self, generation: Generation, model: str) -> Delivery:
+        """What a client is sent of a generation."""
+        codec = self.renderer.codec
+        completion = generation.completion
+        reason: Literal["stop", "length", "tool_calls"] = "length" if completion.finish_reason == "length" else "stop"
+        return Delivery(
+            id=f"chatcmpl-{self.place.name}-{generation.id}",
+            model=model,
+            message=generation.reply,
+            finish_reason="tool_calls" if generation.reply.calls else reason,
+            prompt_tokens=len(generation.context) - len(completion.token_ids),
+            tokens=tuple(
+                (codec.decode((token,)), codec.table[token] if token < len(codec.table) else b"", value)
+                for token, value in zip(completion.token_ids, completion.log_probs, strict=True)
+            ),
+        )
+
+    def not_delivered(self, generation: Generation) -> None:
+        """Note that the client of a reply was gone when it came."""
+        generation.delivered = False
+
+    async def finish(self) -> None:
+        """Take no further request; end those under way and release the engine's caches."""
+        self.finished = True
+        for task in tuple(self._running):
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        for line in self._lines:
+            self.engine.release(line)
+
+    def trajectories(self, ended: Ended) -> tuple[Trajectory, ...]:
+        """What was sampled, as trajectories. ``ended`` holds unless a limit stopped the rollout."""
+        place = self.place
+        return export(
+            self.tree,
+            problem=place.problem,
+            step=place.step,
+            group=place.group,
+            sample=place.sample,
+            ended=ended if self.stopped is None or ended.is_no_data else self.stopped,
+            reward=self.reward or 0.0,
+            seconds=time.monotonic() - self._began,
+        )
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _check_limits(self) -> None:
+        if self.finished:
+            raise WireError("the rollout is finished", status=409, code="rollout_finished")
+        if self._next >= self.limits.generations:
+            self._stop(Ended.TURN_LIMIT, f"{self.limits.generations} generations (gateway.max_generations) are used up")
+        if time.monotonic() - self._began > self.limits.deadline:
+            self._stop(Ended.DEADLINE, f"{self.limits.deadline:g} s (gateway.deadline) are over")
+
+    def _stop(self, ended: Ended, reason: str) -> None:
+        self.stopped = ended
+        raise WireError(f"the rollout was stopped: {reason}", code=_STATUS[ended], kind="rollout_stopped")
+
+    async def _generate(self, request: ChatRequest) -> Generation:
+        number, self._next = self._next, self._next + 1
+        match = self.tree.match(request)
+        prompt = self._prompt(request, match)
+        line = self._line(prompt.parent, number)
+        completion = await self._sampled(request, prompt, line, number)
+        text = self.renderer.codec.decode(completion.token_ids)
+        shown = text[: min((place for stop in request.stop if (place := text.find(stop)) >= 0), default=len(text))]
+        reply = self.renderer.read(shown, request, before=prompt.text, prefix=f"call_{number}")
+        generation = Generation(
+            id=number,
+            parent=prompt.parent,
+            messages=prompt.messages,
+            prompt_ids=prompt.token_ids,
+            prompt_text=prompt.text,
+            completion=completion,
+            text=text,
+            reply=reply,
+            lead=prompt.lead,
+            line=line,
+            trainable=request.trainable,
+            asked=request.asked,
+        )
+        self.tree.add(generation, request.digest)
+        return generation
+
+    async def _sampled(self, request: ChatRequest, prompt: _Prompt, line: str, number: int) -> Completion:
+        place = self.place
+        room = self.limits.response_tokens - (len(prompt.context) - prompt.root_tokens)
+        if prompt.root_tokens > self.limits.prompt_tokens or room < 1:
+            self._stop(Ended.TOKEN_LIMIT, f"its {len(prompt.context)} tokens of context leave no room for a reply")
+        limit = min(self.limits.turn_tokens, room, *([request.max_tokens] if request.max_tokens else []))
+        request_id = f"{place.name}-{number:04d}-{0:06d}"
+        await self.gate(request_id)
+        try:
+            return await self.engine.generate(
+                prompt.context,
+                Sampling(max_tokens=limit, stop=request.stop, temperature=place.temperature),
+                trajectory_id=line,
+                request_id=request_id,
+                seed=sampling_key(place.seed, place.step, place.group, place.sample, number, 0),
+            )
+        except EngineError as error:
+            self.failure = f"the engine failed: {error}"
+            raise WireError(self.failure, status=503, kind="server_error") from error
+
+    def _line(self, parent: Generation | None, number: int) -> str:
+        """The sequence that a generation is part of: its parent's if it is the first to continue it."""
+        if parent is not None and parent.id not in self._continued:
+            self._continued.add(parent.id)
+            return parent.line
+        line = self.place.name if not self._lines else f"{self.place.name}/{number}"
+        self._lines.add(line)
+        return line
+
+    def _prompt(self, request: ChatRequest, match: Match) -> _Prompt:
+        """The prompt that continues ``match``, or a new root where the template does not only append."""
+        appended = None if match.parent is None else self._appended(request, match, match.parent)
+        miss = "template" if match.parent is not None and appended is None else match.miss
+        if miss is not None:
+            self.counts[f"miss_{miss}"] += 1
+        return appended or self._root(request)
+
+    def _root(self, request: ChatRequest) -> _Prompt:
+        layout = self.renderer.layout(request.messages, request)
+        parts = layout.parts([message.content for message in request.messages])
+        token_ids = self.renderer.encode(parts)
+        return _Prompt(
+            parent=None,
+            messages=request.messages,
+            token_ids=token_ids,
+            text=str(MarkedText(*parts)),
+            lead=layout.strings,
+            context=token_ids,
+            root_tokens=len(token_ids),
+        )
+
+    def _appended(self, request: ChatRequest, match: Match, parent: Generation) -> _Prompt | None:
+        """What follows the parent's tokens; None if the template writes anything before it in another way."""
+        replies = parent.replies
+        messages = (*parent.conversation, *match.new)
+        layout = self.renderer.layout(messages, request, sampled=replies.keys())
+        before = layout.before(max(replies))
+        if before is None or before[:-1] != parent.lead[:-1] or not parent.lead[-1].startswith(before[-1]):
+            return None
+        if self.place.history == "template" and not self._kept(request, layout, messages, replies):
+            return None
+        context = parent.context
+        behind = self.renderer.closing(layout.parts([one.content for one in messages], len(before)))
+        parts = self.renderer.codec.unsampled(MarkedText(*behind), context) if behind else ()
+        token_ids = self.renderer.codec.encode_parts(parts)
+        return _Prompt(
+            parent=parent,
+            messages=match.new,
+            token_ids=token_ids,
+            text=str(MarkedText(*parts)),
+            lead=layout.strings,
+            context=context + token_ids,
+            root_tokens=len(parent.path[0].prompt_ids),
+        )
+
+    def _kept(
+        self,
+        request: ChatRequest,
+        layout: Layout,
+        messages: Sequence[AgentMessage],
+        replies: Mapping[int, Generation],
+    ) -> bool:
+        """Whether the template writes the client's messages as they were sampled."""
+        contents = [message.content for message in messages]
+        for place, one in replies.items():
+            before = layout.before(place)
+            if before is None:
+                return False
+            contents[place] = one.lead[-1].removeprefix(before[-1]) + one.text
+        shown = self.renderer.layout(request.messages, request)
+        return shown.filled([message.content for message in request.messages]) == layout.filled(contents)

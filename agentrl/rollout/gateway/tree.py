@@ -1,0 +1,177 @@
+"""The tree of one rollout's generations: requests are matched with what was sampled, message by message.
+
+A generation is a node: the messages that came after its parent's reply, the tokens they became, and the tokens that
+were sampled. A request continues the deepest generation whose whole path, its own reply included, is how the request
+begins. Whatever follows an edit is a branch, and what matches nothing is a new root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from agentrl.rollout.engines.base import Completion
+from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest, Json
+
+Miss = Literal["edited", "tools", "reasoning", "template"]
+MISSES: tuple[Miss, ...] = ("edited", "tools", "reasoning", "template")
+"""Why a request with earlier replies does not continue the last of them."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Generation:
+    """One reply: ``messages`` since the parent's reply, ``prompt_ids`` since the parent's tokens, what was sampled.
+
+    ``lead`` holds the template's texts around the messages before the reply, by which a later rendering is known to
+    only append. ``line`` names the sequence whose cache the engine keeps.
+    """
+
+    id: int
+    parent: Generation | None
+    messages: tuple[AgentMessage, ...]
+    prompt_ids: tuple[int, ...]
+    prompt_text: str
+    completion: Completion
+    text: str
+    reply: AgentMessage
+    lead: tuple[str, ...]
+    line: str
+    trainable: bool
+    asked: Json
+    delivered: bool = True
+    children: list[Generation] = field(default_factory=list)
+
+    @property
+    def path(self) -> list[Generation]:
+        """From the root to this generation."""
+        path = [self]
+        while path[-1].parent is not None:
+            path.append(path[-1].parent)
+        return path[::-1]
+
+    @property
+    def conversation(self) -> tuple[AgentMessage, ...]:
+        """All messages, this reply included."""
+        return tuple(message for one in self.path for message in (*one.messages, one.reply))
+
+    @property
+    def replies(self) -> dict[int, Generation]:
+        """The generations of the path by the places of their replies in the conversation."""
+        found: dict[int, Generation] = {}
+        place = -1
+        for one in self.path:
+            place += len(one.messages) + 1
+            found[place] = one
+        return found
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """All tokens, those of this generation included."""
+        return tuple(token for one in self.path for token in one.prompt_ids + one.completion.token_ids)
+
+    @property
+    def counts(self) -> bool:
+        """Whether its tokens carry loss."""
+        return self.trainable and self.delivered
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Match:
+    """What a request continues (None: nothing), the messages that are new, and why the last reply is not matched."""
+
+    parent: Generation | None
+    new: tuple[AgentMessage, ...]
+    miss: Miss | None
+
+
+class GenerationTree:
+    """The generations of one rollout, found by their messages."""
+
+    def __init__(self) -> None:
+        self.generations: list[Generation] = []
+        self._steps: dict[tuple[int, str], int] = {}  # a trie: state and the next message's key
+        self._replies: dict[int, list[Generation]] = {}
+        self._digests: set[str] = set()
+
+    def add(self, generation: Generation, digest: str) -> None:
+        """Note a finished generation. ``digest``: what its request had beside messages."""
+        self._digests.add(digest)
+        state = 0
+        for key in (digest, *(message.key for message in generation.conversation)):
+            state = self._steps.setdefault((state, key), len(self._steps) + 1)
+        self._replies.setdefault(state, []).append(generation)
+        self.generations.append(generation)
+        if generation.parent is not None:
+            generation.parent.children.append(generation)
+
+    def match(self, request: ChatRequest) -> Match:
+        """The deepest generation whose path prefixes the request; of several, see :func:`_nearest`."""
+        messages = request.messages
+        known = list(self._along(request.digest, messages))
+        found: Generation | None = None
+        depth = 0
+        for place, candidates in reversed(known):
+            agreeing = [one for one in candidates if _same_thoughts(one, messages)]
+            if agreeing:
+                found, depth = _nearest(agreeing, messages), place + 1
+                break
+        for one in found.path if found is not None else ():
+            one.delivered = True  # the client has it, however it was sent
+        return Match(parent=found, new=messages[depth:], miss=self._miss(request, depth, known))
+
+    def _miss(self, request: ChatRequest, depth: int, known: Sequence[tuple[int, list[Generation]]]) -> Miss | None:
+        """Why the last reply of a request is not the one at ``depth``; None if it is, or if there is none."""
+        if not any(message.role == "assistant" for message in request.messages[depth:]):
+            return None
+        deepest = max((place + 1 for place, _ in known), default=0)
+        for digest in self._digests - {request.digest}:
+            if any(place >= max(depth, deepest) for place, _ in self._along(digest, request.messages)):
+                return "tools"
+        return "reasoning" if deepest > depth else "edited"
+
+    def _along(self, digest: str, messages: Sequence[AgentMessage]) -> Iterator[tuple[int, list[Generation]]]:
+        """The places of messages at which generations end, and those generations."""
+        state = self._steps.get((0, digest))
+        for place, message in enumerate(messages):
+            if state is None:
+                return
+            state = self._steps.get((state, message.key))
+            if state in self._replies:
+                yield place, self._replies[state]
+
+    def branches(self) -> list[list[Generation]]:
+        """What every sequence adds to the others, root to leaf, by the time at which its last generation began.
+
+        A generation is continued by the first of its children that leads to a token to train; other children begin
+        sequences of their own. What leads to no such token is left out.
+        """
+        live: set[int] = set()
+        for one in self.generations:
+            if one.counts:
+                live.update(step.id for step in one.path)
+        following = {one.id: [child for child in one.children if child.id in live] for one in self.generations}
+        roots = [one for one in self.generations if one.parent is None and one.id in live]
+        lines = []
+        for first in [*roots, *(child for children in following.values() for child in children[1:])]:
+            line = [first]
+            while following[line[-1].id]:
+                line.append(following[line[-1].id][0])
+            lines.append(line)
+        return sorted(lines, key=lambda line: line[-1].id)
+
+
+def _same_thoughts(generation: Generation, messages: Sequence[AgentMessage]) -> bool:
+    """Whether the thoughts in ``messages`` are those of the path; thoughts that were dropped are."""
+    said = ((messages[place].reasoning, one.reply.reasoning) for place, one in generation.replies.items())
+    return all(told is None or told.strip() == (thought or "").strip() for told, thought in said)
+
+
+def _nearest(candidates: Sequence[Generation], messages: Sequence[AgentMessage]) -> Generation:
+    """The candidate whose call ids occur most in the request; of several, the newest."""
+    if len(candidates) == 1:
+        return candidates[0]
+    ids = {call.id for message in messages for call in message.calls} | {message.call_id for message in messages}
+    return max(
+        candidates, key=lambda one: (sum(call.id in ids for step in one.path for call in step.reply.calls), one.id)
+    )

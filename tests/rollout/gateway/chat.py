@@ -1,0 +1,86 @@
+"""What the tests of the gateway share: an engine that says what it is told, requests and a rollout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollout.fakes import ScriptedEngine, completion
+from rollout.templates import QWEN, chat_tokenizer
+
+from agentrl.models.tokenizer import TextCodec
+from agentrl.rollout.gateway.render import ChatRenderer
+from agentrl.rollout.gateway.rollout import AgentRollout, RolloutLimits, RolloutPlace
+from agentrl.rollout.gateway.wire import ChatRequest, read_request
+from agentrl_envs.types import Problem
+
+PROBLEM = Problem(id="toy-0", statement="2 + 3?", answer="5", source="toy")
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+IM_END = 258
+LIMITS = RolloutLimits(
+    generations=1000, turn_tokens=500, prompt_tokens=100_000, response_tokens=100_000, deadline=600.0
+)
+
+
+def chat_codec(template: str | None = QWEN) -> tuple[Any, TextCodec]:
+    tokenizer = chat_tokenizer(template)
+    return tokenizer, TextCodec(tokenizer, turn_end="<|im_end|>" if template else "")
+
+
+def speaking(codec: TextCodec, say: Callable[[int], str], *, end: int | None = IM_END) -> ScriptedEngine:
+    """An engine whose n-th reply of all is ``say(n)`` with a log-probability of its own, ended by the token ``end``."""
+    count = 0
+
+    def script(trajectory_id: str, number: int) -> Any:
+        nonlocal count
+        count += 1
+        made = completion(codec, say(count - 1), "eos" if end is not None else "length")
+        ids = made.token_ids if end is None else (*made.token_ids[:-1], end)
+        return type(made)(
+            token_ids=ids,
+            log_probs=(-0.001 * count,) * len(ids),
+            finish_reason=made.finish_reason,
+            version_spans=((0, len(ids)),),
+        )
+
+    return ScriptedEngine(script)
+
+
+def rollout(engine: Any, *, template: str | None = QWEN, limits: RolloutLimits = LIMITS, **place: Any) -> AgentRollout:
+    tokenizer, codec = chat_codec(template)
+    values = {"problem": PROBLEM, "step": 1, "group": 0, "sample": 0, "name": "r", "seed": 0} | place
+    return AgentRollout(
+        place=RolloutPlace(**values), limits=limits, engine=engine, renderer=ChatRenderer(tokenizer, codec)
+    )
+
+
+def body(messages: Sequence[dict[str, Any]], **more: Any) -> bytes:
+    return json.dumps({"model": "policy", "messages": list(messages), **more}).encode()
+
+
+def request(messages: Sequence[dict[str, Any]], **more: Any) -> ChatRequest:
+    return read_request(body(messages, **more), model="policy")
+
+
+async def say(one: AgentRollout, messages: Sequence[dict[str, Any]], **more: Any) -> Any:
+    """The generation that answers ``messages``."""
+    return await one.reply(request(messages, **more), body=body(messages, **more), retry=False, key=None)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def heard(generation: Any) -> dict[str, Any]:
+    """The reply as a client sends it back."""
+    reply = generation.reply
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content}
+    if reply.reasoning is not None:
+        message["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in reply.calls
+        ]
+    return message
