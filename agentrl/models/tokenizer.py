@@ -16,17 +16,6 @@ from agentrl_envs.protocols.marked_text import Mark, MarkedText, Part, parts_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CHARACTERS = 0x100
-
-
-def _byte_of_character() -> dict[str, int]:
-    """The byte-level BPE alphabet: printable bytes stand for themselves, the others for characters from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(0x100) if byte not in set(printable))
-    table.update({chr(_CHARACTERS + index): byte for index, byte in enumerate(others)})
-    return table
-
 
 class TextCodec:
     """Encodes untrusted text and decodes sampled tokens for one tokenizer of `transformers`.
@@ -122,10 +111,12 @@ class TextCodec:
         return b"".join([table[token] for token in token_ids if token < size]).decode(errors="replace")
 
     def _build_table(self) -> list[bytes]:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
         vocabulary = self._plain.get_vocab()
         size = max([*vocabulary.values(), *self._added, -1]) + 1
         table = [b""] * size
-        alphabet = _byte_of_character()
+        alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
         for token, index in vocabulary.items():
             if self._byte_level:
                 table[index] = bytes(alphabet[character] for character in token if character in alphabet)

@@ -69,7 +69,6 @@ class _Running:
     """The state shared by all trajectories of one call of :meth:`Driver.run`."""
 
     temperature: float
-    samples: int  # per problem, the greedy one included
     greedy_sample: int | None  # the index of the sample played at temperature 0
     rounds: Rounds | None
     fair_yield: FairYield
@@ -210,11 +209,9 @@ class Driver:
         return self._admission.metrics()
 
     async def prompt_tokens(self, problem: Problem) -> int:
-        """The length of a problem's prompt in tokens."""
         return len(await self.prompt(problem))
 
     async def prompt(self, problem: Problem) -> tuple[int, ...]:
-        """A problem's prompt in tokens."""
         episode = self._environment.episode(problem)
         try:
             return self._encode_prompt(await episode.start())
@@ -234,7 +231,7 @@ class Driver:
 
         ``greedy`` plays one more trajectory of each problem, at temperature 0.
         """
-        samples = group_size + int(greedy)
+        samples = group_size + greedy
         listed = iter(
             [Job(request=request, sample=sample, step=step) for request in requests for sample in range(samples)]
         )
@@ -243,28 +240,21 @@ class Driver:
             return next(listed, None)
 
         players = min(self._settings.concurrency, len(requests) * samples)
-        running = _Running(
-            temperature=self._settings.temperature if temperature is None else temperature,
-            samples=samples,
-            greedy_sample=group_size if greedy else None,
-            rounds=Rounds(players) if self._deterministic else None,
-            fair_yield=FairYield(),
-        )
-        return self._run(jobs, running, players=players)
+        rounds = Rounds(players) if self._deterministic else None
+        temperature = self._settings.temperature if temperature is None else temperature
+        return self._run(jobs, group_size, greedy=greedy, players=players, temperature=temperature, rounds=rounds)
 
     def run_jobs(self, jobs: Jobs, *, group_size: int, greedy: bool = False) -> AsyncGenerator[Group, None]:
         """Yield groups from jobs that arrive over time: all samples of a request, plus one if ``greedy``."""
-        running = _Running(
-            temperature=self._settings.temperature,
-            samples=group_size + int(greedy),
-            greedy_sample=group_size if greedy else None,
-            rounds=None,
-            fair_yield=FairYield(),
-        )
-        return self._run(jobs, running, players=self._settings.concurrency)
+        players, temperature = self._settings.concurrency, self._settings.temperature
+        return self._run(jobs, group_size, greedy=greedy, players=players, temperature=temperature, rounds=None)
 
-    async def _run(self, jobs: Jobs, running: _Running, *, players: int) -> AsyncGenerator[Group, None]:
+    async def _run(
+        self, jobs: Jobs, group_size: int, *, greedy: bool, players: int, temperature: float, rounds: Rounds | None
+    ) -> AsyncGenerator[Group, None]:
         """Assemble groups from finished trajectories."""
+        greedy_sample = group_size if greedy else None
+        running = _Running(temperature=temperature, greedy_sample=greedy_sample, rounds=rounds, fair_yield=FairYield())
         parts: dict[int, list[Trajectory]] = {}
         # Exclude everything that exists by now (libraries, the model) from garbage collection while thousands of
         # trajectories are alive: collecting it causes the longest pauses of the event loop.
@@ -274,8 +264,8 @@ class Driver:
                 async for trajectory in finished:
                     part = parts.setdefault(trajectory.group, [])
                     part.append(trajectory)
-                    if len(part) == running.samples:
-                        yield _group(parts.pop(trajectory.group), running.greedy_sample)
+                    if len(part) == group_size + greedy:
+                        yield _group(parts.pop(trajectory.group), greedy_sample)
         finally:
             gc.unfreeze()
 
@@ -371,7 +361,6 @@ def _group(trajectories: list[Trajectory], greedy_sample: int | None) -> Group:
 
 
 def _joined(first: Completion, second: Completion) -> Completion:
-    """Join two parts of one turn into one completion."""
     return replace(
         second,
         token_ids=first.token_ids + second.token_ids,

@@ -123,16 +123,13 @@ class RolloutWorker:
         self._clock.installed(version)
 
     async def close(self) -> None:
-        """End background rollouts."""
         if self._source is not None:
             await self._source.close()
 
     def state_dict(self) -> QueueState:
-        """The sampler's position and the queue, as JSON values."""
         return self._queue.state_dict()
 
     def load_state_dict(self, state: QueueState) -> None:
-        """Continue from a state of :meth:`state_dict`; problems issued and not trained are issued first."""
         self._queue.load_state_dict(state)
 
     @property

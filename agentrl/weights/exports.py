@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from agentrl.weights.checksums import EMBEDDING, HEAD
-from agentrl.weights.transports import held, read_weights, write_weights
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 256 * 1024 * 1024
@@ -100,3 +101,23 @@ def read_export(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a directory, one at a time."""
     for shard in sorted(folder.glob("*.safetensors")):
         yield from read_weights(shard)
+
+
+def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors from :func:`held` to ``path`` (safetensors): under a temporary name first, then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial)
+    os.replace(partial, path)
+
+
+def held(tensor: Tensor) -> Tensor:
+    """A copy in host memory that shares no storage, as safetensors requires."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def read_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file, one at a time."""
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - not a dictionary
+            yield name, file.get_tensor(name)

@@ -1,10 +1,5 @@
 """vLLM's own weight transfer, from the training ranks directly into the servers' GPUs (NCCL or CUDA IPC).
 
-This module implements the trainer's side of vLLM's API: a
-:class:`vllm.distributed.weight_transfer.base.WeightSource` over our :class:`~agentrl.weights.sources.ParameterSource`
-(the stock ``ModuleSource`` reads shapes that are empty under ZeRO-3), and a control client that drives any number of
-servers as one. Every rank creates a :class:`NativeTransfer` and calls ``send``; only rank 0 talks to the servers.
-
 docs/rollout.md lists where each path has run.
 """
 
@@ -13,6 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,11 +16,20 @@ from torch import Tensor
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.weights.sources import GROUP_ELEMENTS, ParameterSource
-from agentrl.weights.transports import TransferTarget
 
 # Seconds one call to a server may take, including the transfer of all weights.
 _CALL = 1800.0
 _SMALLEST_BUFFER = 4 * GROUP_ELEMENTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferTarget:
+    """The destination of weights and the way there: a directory that the engine reads (``file``), or servers and
+    their GPU workers."""
+
+    backend: Literal["file", "nccl", "ipc"]
+    addresses: tuple[str, ...] = ()
+    world_sizes: tuple[int, ...] = ()
 
 
 class ServersClient:

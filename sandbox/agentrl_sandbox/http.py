@@ -25,8 +25,8 @@ from agentrl_sandbox.errors import (
     SessionForkError,
     SessionLimitError,
     StartError,
+    UnisolatedError,
     UnknownSessionError,
-    unisolated,
 )
 from agentrl_sandbox.settings import LIMITS, SandboxSettings
 from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome, failed_execution
@@ -80,7 +80,7 @@ class HttpSandbox(CallSandbox):
         missing = self._isolation.missing
         if missing and not self._settings.allow_unisolated:
             why = "Fix it there, or set allow_unisolated=true to run programs without them"
-            raise unisolated(f"the sandbox at {self._settings.url} does not isolate programs", missing, why)
+            raise UnisolatedError(f"the sandbox at {self._settings.url} does not isolate programs", missing, why)
         self._check_limits(state)
         if (first := await self.execute("pass")).outcome is not Outcome.OK:
             raise StartError(f"the sandbox at {self._settings.url} cannot run programs: {first.stderr}")

@@ -1,10 +1,7 @@
 """Public benchmarks by name and custom benchmarks by path: the location and the expected number of their problems.
 
 A wrong number of problems, a repeated problem or a problem without an answer would make every score wrong, so each is
-an error. `check_benchmark` lists all data errors, including unreadable gold answers, instead of stopping at the first.
-
-``revision`` is the Hugging Face commit to which a benchmark is pinned. No benchmark is pinned, because no commit could
-be verified when this was written; results record a hash of the problems that identifies what was scored.
+an error. No benchmark is pinned to a Hugging Face commit: results record a hash of their problems.
 """
 
 from __future__ import annotations
@@ -14,13 +11,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from agentrl.problems.problem_errors import ProblemError, ProblemFieldError
 from agentrl.problems.settings import FieldName, ProblemSourceSettings
 from agentrl.problems.sources import FILE_KINDS, read_places
 from agentrl_envs.registry import did_you_mean
 from agentrl_envs.types import Problem, Verdict
+
+if TYPE_CHECKING:
+    from agentrl_envs.grading import Grader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,6 @@ class DataError:
     reason: str
 
     def describe(self) -> str:
-        """One line for the console."""
         return f"{self.place}: {self.reason}"
 
 
@@ -71,18 +70,9 @@ class DataCheck:
     timeouts: tuple[DataError, ...] = field(default=())
 
     def describe(self) -> list[str]:
-        """Lines for the console."""
         wrong = [*self.errors, *self.timeouts]
         head = f"{self.name}: {self.problems} problems, {len(wrong) or 'no'} data error{'' if len(wrong) == 1 else 's'}"
         return [head, *(f"  {error.describe()}" for error in wrong)]
-
-
-class ChecksGold(Protocol):
-    """The part of a grader that is needed here."""
-
-    async def check_gold(self, gold: str) -> Verdict:
-        """Check that a gold answer can be read and equals itself."""
-        ...
 
 
 _PROBLEM: Mapping[FieldName, str] = {"problem": "problem", "answer": "answer"}
@@ -175,7 +165,7 @@ def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBe
     )
 
 
-async def check_benchmark(name: str, grader: ChecksGold, *, data_dir: str | Path | None = None) -> DataCheck:
+async def check_benchmark(name: str, grader: Grader, *, data_dir: str | Path | None = None) -> DataCheck:
     """All errors in a benchmark's data, including gold answers that do not grade as equal to themselves."""
     loaded = read_benchmark(name, data_dir=data_dir)
     answers = [str(problem.answer) for problem in loaded.problems]

@@ -28,8 +28,6 @@ async def open_endpoint(settings: EvaluationSections) -> OpenedEndpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedEndpoint:
-    """An endpoint that has answered."""
-
     engine: TextEngine
     settings: EvaluationSections
 

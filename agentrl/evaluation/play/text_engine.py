@@ -1,13 +1,7 @@
 """An OpenAI-compatible endpoint as a text engine: no token ids and no log-probabilities, for evaluation only.
 
-The protocol decides where a turn ends, which no list of stop strings can express (see
-:meth:`agentrl_envs.episode.Episode.turn_complete`). Turns are therefore streamed, and the connection is closed where
-the turn is complete; if an endpoint does not stream, its text is cut there afterwards.
-
-Requests to an endpoint that is down, busy or broken (no connection, 408, 409, 425, 429, 5xx, a stream that breaks off
-or stalls, malformed data) are retried with growing, jittered waits for ``retry_deadline`` seconds; then an EngineError
-is raised. ``Retry-After`` delays every request of this engine. A refused key, an unknown model and a missing chat
-template are errors that the user must fix.
+Turns are streamed, and the connection is closed where the protocol says that the turn is complete, which no list of
+stop strings can express. Requests to an endpoint that is down, busy or broken are retried for ``retry_deadline``.
 
 Not guaranteed: exact token counts. They are the endpoint's if the turn ran to its end and the endpoint reports usage;
 otherwise they are the number of pieces received, which is too low if a piece holds several tokens.
@@ -139,7 +133,6 @@ class TextEngine:
 
     @property
     def model(self) -> str:
-        """The model's name at the endpoint."""
         if self._model is None:
             raise SettingsError("the endpoint's model is not known: open the engine, or set evaluation.endpoint.model")
         return self._model
@@ -157,15 +150,9 @@ class TextEngine:
         Raises ContextFullError, RequestRefusedError, EngineError (no answer within ``retry_deadline``), SettingsError.
         """
         body = self._body(conversation, sampling)
-        path = "chat/completions" if self._settings.api == "chat" else "completions"
-
-        async def once() -> TextCompletion:
-            return await self._stream(path, body | self._options(), sampling)
-
-        return await self._tried(once)
+        return await self._tried(lambda: self._stream(body, sampling))
 
     async def close(self) -> None:
-        """Close every connection."""
         await self._client.close()
 
     # -- requests -------------------------------------------------------------------------------------------------
@@ -189,15 +176,8 @@ class TextEngine:
             "seed": sampling.seed,
             "stream": True,
         }
-        further = {"top_k": self._settings.top_k, "min_p": self._settings.min_p}
-        return {
-            **said,
-            **{name: value for name, value in further.items() if value is not None},
-            **self._settings.extra_body,
-        }
-
-    def _options(self) -> dict[str, Any]:
-        return {"stream_options": {"include_usage": True}} if self._usage else {}
+        further = self._settings.model_dump(include={"top_k", "min_p"}, exclude_none=True)
+        return said | further | self._settings.extra_body
 
     async def _find_model(self) -> None:
         async def once() -> list[dict[str, str]]:
@@ -238,12 +218,9 @@ class TextEngine:
                     self.retries += attempt.num > 1
                     try:
                         return await once()
-                    except AgainError as error:
-                        if error.wait is not None:
+                    except (AgainError, UnreachableError) as error:
+                        if isinstance(error, AgainError) and error.wait is not None:
                             self._not_before = max(self._not_before, self._clock() + error.wait)
-                        self._say(error)
-                        raise
-                    except UnreachableError as error:
                         self._say(error)
                         raise
         except (AgainError, UnreachableError) as error:
@@ -275,7 +252,10 @@ class TextEngine:
         if rate is not None:
             self._not_before = max(self._not_before, self._clock()) + 60.0 / rate
 
-    async def _stream(self, path: str, body: Mapping[str, Any], sampling: TextSampling) -> TextCompletion:
+    async def _stream(self, body: dict[str, Any], sampling: TextSampling) -> TextCompletion:
+        path = "chat/completions" if self._settings.api == "chat" else "completions"
+        if self._usage:
+            body = body | {"stream_options": {"include_usage": True}}
         await self._turn()
         async with self._client.post(path, body) as response:
             await self._check(response)
@@ -352,9 +332,8 @@ class TextEngine:
         said = MessageDelta.of(choice)
         usage = answer.get("usage") or {}
         cut = _complete(said.text, 0, sampling)
-        if cut is not None:
-            return _completion(said.text[:cut], said.thought, 0, usage, "stop")
-        return _completion(said.text, said.thought, 0, usage, _REASONS.get(said.reason or "", "eos"))
+        reason = _REASONS.get(said.reason or "", "eos") if cut is None else "stop"
+        return _completion(said.text[:cut], said.thought, 0, usage, reason)
 
     def _remember(self, event: Mapping[str, Any]) -> None:
         told = event.get("system_fingerprint")

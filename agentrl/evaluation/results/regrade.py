@@ -1,14 +1,11 @@
 """``agentrl regrade RUN``: grade the stored answers again, without generating, and show the changes.
 
-With ``--extract``, the answers are first extracted again from the stored conversations, so that changes of the
-extraction are shown as well. The evaluation's own files are not changed; ``regraded.json`` contains the new scores and
-every answer and verdict that changed.
+With ``--extract``, the answers are first extracted again from the stored conversations.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.errors import SettingsError
 from agentrl.evaluation.formats import Change, Regraded, Results
 from agentrl.evaluation.records.directory import EvaluationDirectory
 from agentrl.evaluation.records.provenance import grader_record
@@ -29,6 +25,7 @@ from agentrl.evaluation.results.voting import Grades
 from agentrl.telemetry.console import Console
 from agentrl_envs.grading import Grader
 from agentrl_envs.protocols.base import Protocol
+from agentrl_envs.registry import PluginError, import_attribute
 from agentrl_envs.types import Ended, Verdict
 
 if TYPE_CHECKING:
@@ -42,16 +39,12 @@ class FunctionGrader:
     """A custom ``function(answer, gold) -> bool`` (or a Verdict, or a coroutine of either) as a grader."""
 
     def __init__(self, path: str) -> None:
-        """``path`` is ``module:name``. Raises SettingsError if it does not name a function."""
-        module_name, _, name = path.partition(":")
-        if not module_name or not name:
-            raise SettingsError(f"--grader {path}: valid is MODULE:NAME, a function (answer, gold) -> bool")
-        try:
-            found = getattr(importlib.import_module(module_name), name, None)
-        except ModuleNotFoundError as error:
-            raise SettingsError(f"--grader {path}: there is no module {error.name!r}") from error
+        """``path`` is ``module:name``. Raises PluginError if it does not name a function."""
+        found = import_attribute(path, "--grader")
         if not callable(found):
-            raise SettingsError(f"--grader {path}: module {module_name!r} has no function {name!r}")
+            raise PluginError(
+                f"--grader {path!r} is a {type(found).__name__}, expected a function (answer, gold) -> bool"
+            )
         self._function: Callable[[str, str], object] = found
 
     async def grade(self, answer: str | None, gold: str) -> Verdict:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agentrl.evaluation.formats import BenchmarkResults, Bounds, Results
-from agentrl.evaluation.records.kinds import KINDS
+from agentrl.evaluation.records.transcript import KINDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,6 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
     def markdown(self) -> str:
-        """A Markdown table under its title."""
         lines = [self.columns, ("---",) + ("---:",) * (len(self.columns) - 1), *self.rows]
         return f"**{self.title}**\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class LayerEnergies:
 
     def __init__(self, layers: tuple[tuple[str, nn.Module, bool], ...], active: Tensor, dtype: torch.dtype) -> None:
         """`active` [B, S]: the positions whose state reaches a counted log-probability. dtype: of the products."""
-        self._sites = [_Site(name, module, recomputed) for name, module, recomputed in layers]
+        self._sites = [_Site(name=name, module=module, recomputed=recomputed) for name, module, recomputed in layers]
         self._active = active
         self._dtype = dtype
         self._backward = False
@@ -114,23 +115,23 @@ class LayerEnergies:
                 yield rows, slice(int(used[0]), int(used[-1]) + 1)
 
 
+@dataclass(kw_only=True, eq=False)
 class _Site:
     """One layer and the tensors collected for it so far."""
 
-    def __init__(self, name: str, module: nn.Module, recomputed: bool) -> None:
-        self.name = name
-        self.module = module
-        self.recomputed = recomputed
-        self.input: Tensor | None = None
-        self.gradient: Tensor | None = None
-        self.done = False
-        self._called = False
+    name: str
+    module: nn.Module
+    recomputed: bool
+    input: Tensor | None = None
+    gradient: Tensor | None = None
+    done: bool = False
+    called: bool = False
 
     def count_call(self) -> None:
         """Raise KernelInputError at a second call: its gradients would have to be added to the first one's."""
-        if self._called:
+        if self.called:
             raise KernelInputError(f"{self.name} runs twice in one forward: exact energies have no cross term there")
-        self._called = True
+        self.called = True
 
     def energy(self, inputs: Tensor, gradients: Tensor, dtype: torch.dtype) -> Tensor:
         """Squared norm [R] of the gradient of the layer's trainable parameters."""

@@ -1,7 +1,6 @@
 """Checks before a run directory is created: all user input that can be wrong and is cheap to read.
 
-A run that cannot start leaves nothing behind, so its name stays free while the mistake is corrected. Two inputs are not
-checked: data sets given by Hugging Face id, which may need a download, and the weights of the model.
+Not checked: data sets given by Hugging Face id, which may need a download, and the weights of the model.
 """
 
 from __future__ import annotations
@@ -54,16 +53,15 @@ def machine_problems(settings: Settings) -> list[str]:
             "flash-attn, or set model.attention=sdpa"
         )
     if engine_facts(settings.rollout).starts_servers:
-        ranks, path = settings.training.num_processes, str(settings.model.path)
-        longest = longest_request(settings.rollout, settings.evaluation.max_response_tokens)
+        path = str(settings.model.path)
         try:
             policy_servers(
                 settings.rollout,
                 settings.model,
                 path,
                 served=path,
-                longest=longest,
-                training_gpus=ranks,
+                longest=longest_request(settings.rollout, settings.evaluation.max_response_tokens),
+                training_gpus=settings.training.num_processes,
                 backend="file",
             )
         except SettingsError as error:

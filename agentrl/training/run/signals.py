@@ -1,7 +1,6 @@
 """SIGTERM and Ctrl-C as requests to stop: the first signal asks, a later one forces.
 
-A thread receives signals at once, whatever the main thread is doing. A handler in Python would wait until a backward
-pass or a collective returns, which may never happen.
+A thread receives them at once; a handler in Python would wait for a backward pass or a collective to return.
 """
 
 from __future__ import annotations

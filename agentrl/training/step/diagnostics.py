@@ -1,7 +1,4 @@
-"""The metrics of a training step, summed over micro-batches and ranks, and the fidelity gate.
-
-The gate stops a run in which the engine and the trainer are not the same policy.
-"""
+"""The metrics of a training step, and the gate that stops a run in which engine and trainer are different policies."""
 
 from __future__ import annotations
 
@@ -61,13 +58,6 @@ def of_several_versions(versions: Tensor) -> Tensor:
     turns = (~inside).cumsum(-1)  # [B, T] the same number for all tokens of a turn
     changes = torch.zeros_like(versions).scatter_add(1, turns - 1, (inside & (versions != before)).to(versions.dtype))
     return changes.gather(1, turns - 1) > 0
-
-
-def measure_loss(meter: Meter, value: Tensor, metrics: dict[str, Tensor], mask: Tensor) -> None:
-    """A micro-batch's part of the loss, and the loss's metrics over the tokens of ``mask``."""
-    tokens = mask.sum()
-    meter.total("policy/loss", value)
-    measure(meter, "policy", metrics, tokens)
 
 
 def measure(meter: Meter, prefix: str, metrics: dict[str, Tensor], weight: Tensor | float) -> None:

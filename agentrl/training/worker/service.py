@@ -1,8 +1,6 @@
 """The calls that training ranks make to the rollout worker. Each is defined here once, with a description of the wait.
 
-:class:`~agentrl.training.worker.local.LocalService` carries out the calls in its own process. With several ranks, or
-with rollouts during training, that is the worker's process (:mod:`agentrl.training.worker.process`), and
-:class:`~agentrl.training.worker.remote.RemoteService` sends every call there by name.
+:class:`.local.LocalService` carries them out; :class:`.remote.RemoteService` sends them by name to another process.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from agentrl.evaluation.play.during_training import EvaluationReport
 from agentrl.rollout.work_queue import QueueState
 from agentrl.training.step.batching import RankPlan
-from agentrl.weights.transports import TransferTarget
+from agentrl.weights.native import TransferTarget
 from agentrl.weights.verify import Probe
 
 _Method = TypeVar("_Method", bound=Callable[..., object])
@@ -27,15 +25,11 @@ class InterruptedRunError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerCall:
-    """A method that can be called in the worker's process.
-
-    ``waiting_for`` describes what a rank waits for during the call; it is a format string over the arguments.
-    ``interruptible``: a request to stop cancels the call.
-    """
+    """A method that can be called in the worker's process."""
 
     signature: inspect.Signature
-    waiting_for: str
-    interruptible: bool
+    waiting_for: str  # a format string over the arguments
+    interruptible: bool  # a request to stop cancels the call
 
     def arguments(self, *args: object, **kwargs: object) -> dict[str, Any]:
         """The arguments of a call by name, including defaults."""
@@ -79,10 +73,7 @@ class WeightReceiver(Protocol):
 
     @_call("the engine to pause")
     def pause(self, *, zero_weights: bool) -> None:
-        """Pause all requests until :meth:`install`.
-
-        ``zero_weights``: set all weights to zero, so that an incomplete transfer is detected.
-        """
+        """Pause all requests until :meth:`install`; zero weights reveal an incomplete transfer."""
 
     @_call("the engine to load version {version}")
     def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
@@ -108,10 +99,7 @@ class RolloutService(WeightReceiver, Protocol):
 
     @_call("the batch under way (training.worker_timeout)", interruptible=True)
     def settle(self) -> None:
-        """Return when the weights may change: after the current batch if one policy version must sample all of it.
-
-        Returns at once after a request to stop.
-        """
+        """Return when the weights may change: after a batch of one policy version; at once after a request to stop."""
 
     @_call("the other ranks at {place} (training.worker_timeout)")
     def barrier(self, place: str) -> None:
@@ -123,10 +111,9 @@ class RolloutService(WeightReceiver, Protocol):
 
     @_call("the evaluation at step {step} (training.worker_timeout)", interruptible=True)
     def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
-        """Play the held-out problems with the engine's current weights; None if there are none to play.
+        """Play the held-out problems; None if there are none. The report contains no groups.
 
-        With ``falsified`` observations, only problems that reveal a value by execution are played. The report contains
-        no groups.
+        With ``falsified`` observations, only problems that reveal a value by execution are played.
         """
 
     @_call("the worker's state")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-import types
-import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jsonschema import Draft202012Validator, SchemaError
 
 from agentrl_envs.registry import PluginError
+from agentrl_envs.tools.signature import SignatureError, described, parameters_schema
 
 PYTHON = "python"
 GIVEN = ("problem", "sandbox")
@@ -67,21 +66,17 @@ def function_schema(function: Callable[..., object], path: str, *, method: bool 
     ``problem`` and ``sandbox`` are left out: the episode gives them. Raises `PluginError`, which names ``path``, where
     a parameter lacks its type or its description.
     """
-    from transformers.utils import get_json_schema
-    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
-
-    shown = _without_given(function, path, method=method)
+    parameters = list(inspect.signature(function).parameters.values())[1 if method else 0 :]
+    told = [parameter for parameter in parameters if parameter.name not in GIVEN]
     try:
-        described = get_json_schema(shown)["function"]
-    except (DocstringParsingException, TypeHintParsingException) as error:
-        reason = str(error).rstrip(".")
+        description, said = described(function)
+        shown = parameters_schema(function, told, said)
+    except SignatureError as error:
         raise PluginError(
-            f"{path} cannot be a tool: {reason}. A tool has a docstring that describes it and, under Args:, each "
+            f"{path} cannot be a tool: {error}. A tool has a docstring that describes it and, under Args:, each "
             "parameter, and a type for each parameter"
         ) from error
-    schema = ToolSchema(
-        name=described["name"], description=described["description"], parameters=described["parameters"], closed=True
-    )
+    schema = ToolSchema(name=function.__name__, description=description, parameters=shown, closed=True)
     check_schema(schema, path)
     return schema
 
@@ -96,27 +91,6 @@ def check_schema(schema: ToolSchema, path: str) -> None:
 def given_parameters(function: Callable[..., object]) -> tuple[str, ...]:
     """Which of ``problem`` and ``sandbox`` the function asks for."""
     return tuple(name for name in GIVEN if name in inspect.signature(function).parameters)
-
-
-def _without_given(function: Callable[..., object], path: str, *, method: bool) -> Callable[..., object]:
-    """A stand-in with the signature that the model is told."""
-    signature = inspect.signature(function)
-    parameters = list(signature.parameters.values())[1 if method else 0 :]
-    kept = [parameter for parameter in parameters if parameter.name not in GIVEN]
-    for parameter in kept:
-        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise PluginError(f"{path} cannot be a tool: its parameter {parameter} cannot be given by name")
-    try:
-        hints = typing.get_type_hints(function)
-    except (NameError, TypeError) as error:
-        raise PluginError(f"{path} cannot be a tool: its annotations cannot be read ({error})") from error
-    stand_in = types.FunctionType((lambda: None).__code__, {}, getattr(function, "__name__", "tool"))
-    stand_in.__doc__ = inspect.getdoc(function)
-    stand_in.__annotations__ = {parameter.name: hints[parameter.name] for parameter in kept if parameter.name in hints}
-    stand_in.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=kept, return_annotation=inspect.Signature.empty
-    )
-    return stand_in
 
 
 def _lack(schema: ToolSchema) -> str | None:

@@ -35,7 +35,7 @@ def line(finding: Finding) -> str:
 def summary(findings: Sequence[Finding]) -> str:
     """The number of passed cases of each property.
 
-    >>> print(summary([Finding(name="a", guards="robust", held=True, seconds=0.1)]))
+    >>> print(summary([Finding(name="a", guards="robust", seconds=0.1)]))
     robust  1 of 1 held
     """
     guarded = dict.fromkeys(finding.guards for finding in findings)

@@ -21,7 +21,7 @@ from agentrl_sandbox.errors import (
     SessionForkError,
     SessionLimitError,
     StartError,
-    unisolated,
+    UnisolatedError,
 )
 from agentrl_sandbox.local.file_names import check_files, check_names
 from agentrl_sandbox.local.fork_server import ForkServerProcess, ServerGoneError, ServerRefusedError
@@ -133,7 +133,7 @@ class LocalSandbox(CallSandbox):
         self._isolation = await probe(self, mode=mode, layers=layers, settings=self._settings)
         if self._isolation.missing and not self._settings.allow_unisolated:
             why = f"{'; '.join(('a probe program got through', *reasons))}. Fix: {_FIX}"
-            raise unisolated("the sandbox cannot isolate programs here", self._isolation.missing, why)
+            raise UnisolatedError("the sandbox cannot isolate programs here", self._isolation.missing, why)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -211,7 +211,8 @@ class ForkServer:
         program, descriptors = launch(order, self._config, kind, self._slots.pop())
         self.add(program)
         try:
-            self._zygotes[kind].spawn(order.identifier, program.slot, program.cpu_limit, descriptors)
+            message: ProcessMessage = {"op": "spawn", "id": order.identifier, "slot": program.slot}
+            self._zygotes[kind].ask({**message, "cpu": program.cpu_limit}, descriptors)
         except OSError as error:
             self._finish(program, Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=str(error)))
         finally:
@@ -255,7 +256,7 @@ class ForkServer:
         if program.session is not None:
             self._sessions.kill(program.session)
         else:
-            self._zygotes[program.zygote].kill(program.identifier)
+            self._zygotes[program.zygote].tell("kill", program.identifier)
 
     def _on_output(self, program: Program, capture: Capture) -> None:
         if not capture.drain(_BURST):
@@ -286,7 +287,7 @@ class ForkServer:
             return
         self._unclean[slot] = kind
         if self._zygotes[kind].ready:
-            self._zygotes[kind].clean(slot)
+            self._zygotes[kind].tell("clean", slot)
 
     def _user(self, slot: int) -> int | None:
         return self._config.first_user + slot if self._own_users else None
@@ -314,11 +315,11 @@ class ForkServer:
             self.reply({"op": "ready", "kind": zygote.kind})
             for slot, kind in self._unclean.items():
                 if kind == zygote.kind:
-                    zygote.clean(slot)
+                    zygote.tell("clean", slot)
             self._start_queued()
         elif message["op"] == "clean":
-            del self._unclean[message["slot"]]
-            self._give_back(message["slot"])
+            del self._unclean[message["id"]]
+            self._give_back(message["id"])
             self._start_queued()
         elif message["id"] < 0:
             self._sessions.on_zygote(message)
@@ -382,7 +383,7 @@ class ForkServer:
             if program.pid:
                 self._watch_usage(program)
             elif now - program.started > _TICK:
-                self._zygotes[program.zygote].locate(program.identifier)
+                self._zygotes[program.zygote].tell("where", program.identifier)
 
     def _watch_usage(self, program: Program) -> None:
         used = usage(program.pid, self._zygotes[program.zygote].resident)

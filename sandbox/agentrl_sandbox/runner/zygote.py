@@ -6,9 +6,9 @@ socket, with one JSON object per message:
     server -> zygote   {"op": "spawn", "id", "slot", "cpu"} with descriptors [program file, stdout, stderr, status]
                        and [file to fetch into] where files are asked for
                        {"op": "init", "id", "slot", "session"} with descriptors [init's socket, session's socket]
-                       {"op": "kill", "id"} · {"op": "where", "id"} · {"op": "clean", "slot"}
+                       {"op": "kill", "id"} · {"op": "where", "id"} · {"op": "clean", "id"}: a slot
     zygote -> server   {"op": "ready"} · {"op": "failed", "id", "why"} · {"op": "located", "id", "pid"}
-                       {"op": "exit", "id", "status", "cpu"} · {"op": "clean", "slot"}
+                       {"op": "exit", "id", "status", "cpu"} · {"op": "clean", "id"}
 
 An exit is reported once no process of the program is left. The server looks for leftover files and a helper removes
 them: children are copies of this process, so not even a file's name may enter its memory.
@@ -167,7 +167,7 @@ class Zygote:
         if message["op"] in ("spawn", "init"):
             self._spawn(message, list(descriptors))
         elif message["op"] == "clean":
-            self._clean(message["slot"])
+            self._clean(message["id"])
         elif message["id"] in self._pids:
             pid = self._pids[message["id"]]
             if message["op"] == "kill":
@@ -222,7 +222,7 @@ class Zygote:
             elif slot is not None:
                 if status != 0:
                     raise RuntimeError(f"slot {slot} could not be cleaned: status {status}")
-                self._send({"op": "clean", "slot": slot})
+                self._send({"op": "clean", "id": slot})
 
     def _clean(self, slot: int) -> None:
         """Have a helper remove a slot's files, since removing many files would delay other programs."""

@@ -122,7 +122,6 @@ def server_gpus() -> list[str]:
 
 
 def vocabulary_of(policy_path: str) -> int:
-    """The number of tokens of a policy's model."""
     from transformers import AutoConfig
 
     size: int = AutoConfig.from_pretrained(policy_path).get_text_config().vocab_size

@@ -11,7 +11,7 @@ from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.runner.cleanup.scratch import SHARED_MEMORY
 from agentrl_sandbox.runner.config import RunnerConfig
 from agentrl_sandbox.runner.isolation.lockdown import has_own_users
-from agentrl_sandbox.runner.isolation.memory_use import Usage, proportional_bytes, usage
+from agentrl_sandbox.runner.isolation.memory_use import Usage, proportional_bytes, tree
 from agentrl_sandbox.runner.isolation.scratch_use import INODES, ScratchUse
 from agentrl_sandbox.runner.program.program import Program
 
@@ -55,7 +55,7 @@ class Watch:
         if (user := self._user(program)) is not None:
             use.add_files_of(user, SHARED_MEMORY)
         if program.pid:
-            use.add_unlinked(usage(program.pid).processes)
+            use.add_unlinked(tree(program.pid))
         return use
 
     def _user(self, program: Program) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -57,7 +56,7 @@ class SessionTable:
             session.why = f"its program was killed: {session.program.reason.value}"
         if session.pid == 0:
             return  # it is killed once it is born
-        session.state, session.due = State.ENDING, time.monotonic() + END_SECONDS
+        session.enter(State.ENDING, END_SECONDS)
         session.family.tell("kill", number)
 
     def end(self, session: ServerSession, why: str) -> None:
