@@ -20,14 +20,9 @@ if TYPE_CHECKING:
 class TextCodec:
     """Encodes untrusted text and decodes sampled tokens for one tokenizer of `transformers`.
 
-    ``encode`` treats every added token (special or not) in the text as plain text, so that a program that prints
-    ``<|endoftext|>`` gives the model text and not an end. ``table`` gives each token's bytes; their concatenation
-    over a sequence is its text, so stop strings are found without decoding a sequence again.
-
-    Only the marks of a :class:`~agentrl_envs.protocols.marked_text.MarkedText`, which protocols alone set, become
-    special tokens. Each part of such a text is encoded on its own, so that untrusted text cannot change a mark.
-    ``end_ids`` are the tokens at which a turn ends, for every engine: the tokenizer's, that of ``turn_end``, and
-    ``generation_ends``.
+    ``encode`` treats every added token in the text as plain text: a program that prints ``<|endoftext|>`` gives the
+    model text and not an end. Only the marks of a :class:`~agentrl_envs.protocols.marked_text.MarkedText`, which
+    protocols alone set, become special tokens. ``end_ids`` are the tokens at which a turn ends, for every engine.
 
     Not guaranteed: a tokenizer that cannot write every text (no byte-level alphabet, no byte fallback) still gives
     its unknown token for a character that it lacks.
@@ -99,7 +94,7 @@ class TextCodec:
 
     @property
     def table(self) -> list[bytes]:
-        """The bytes of every token id; special tokens have none."""
+        """The bytes of every token id; special tokens have none. Those of a sequence concatenate to its text."""
         if self._table is None:
             self._table = self._build_table()
         return self._table
@@ -132,8 +127,7 @@ class TextCodec:
 def _without_added_tokens(backend: dict[str, Any]) -> Tokenizer:
     """The tokenizer (as its JSON) with no added token, no template, no padding and no truncation.
 
-    Some vocabularies hold added tokens as ordinary pieces too (SentencePiece's ``</s>``), which plain text could then
-    spell: those pieces get names that nobody can guess. Runs of blanks do not change.
+    Added tokens that are ordinary pieces too (SentencePiece's ``</s>``) get names that no text can spell.
     """
     contents = {token["content"] for token in backend["added_tokens"] if not token["content"].isspace()}
     backend |= {"added_tokens": [], "post_processor": None, "padding": None, "truncation": None}

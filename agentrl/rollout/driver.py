@@ -156,53 +156,41 @@ class _TokenLedger:
         self.engine.release(self.name)
 
 
+@dataclass(kw_only=True)
 class Driver:
     """Plays groups of trajectories, with one asyncio task per trajectory in flight and no barrier between turns.
 
     ``deterministic`` plays turns in rounds (:class:`~agentrl.rollout.gates.Rounds`), for bitwise reproducible runs.
-    Randomness is keyed by ``seed``, step, problem, sample and turn.
+    Randomness is keyed by ``seed``, step, problem, sample and turn. ``label`` distinguishes the trajectories from those
+    of another driver on the same engine. ``reward`` replaces the environment's, on a trajectory's last model token.
     """
 
-    def __init__(
-        self,
-        *,
-        environment: Environment,
-        engine: Engine,
-        codec: TextCodec,
-        settings: RolloutSettings,
-        seed: int,
-        top_p: float = 1.0,
-        deterministic: bool = False,
-        label: str = "",
-        reward: Reward | None = None,
-    ) -> None:
-        """``label`` distinguishes this driver's trajectories from those of another driver on the same engine.
+    environment: Environment
+    engine: Engine
+    codec: TextCodec
+    settings: RolloutSettings
+    seed: int
+    top_p: float = 1.0
+    deterministic: bool = False
+    label: str = ""
+    reward: Reward | None = None
+    last_failure: str | None = None
+    """The reason for the last infrastructure failure that no episode reported."""
 
-        ``reward`` replaces the environment's rewards, on a trajectory's last model token.
-        """
-        self._reward = reward
-        self._environment = environment
-        self._engine = engine
-        self._codec = codec
-        self._settings = settings
-        self._seed = seed
-        self._top_p = top_p
-        self._deterministic = deterministic
-        self._label = label
+    def __post_init__(self) -> None:
+        settings = self.settings
         self._admission = Admission(
-            engine.cache_use,
+            self.engine.cache_use,
             ceiling=settings.concurrency,
             longest=settings.max_prompt_tokens + settings.max_response_tokens,
             kv_high_watermark=settings.kv_high_watermark,
         )
         # The trajectories of a group start with the same prompt.
-        self._encode_plain_prompt = lru_cache(maxsize=_PROMPTS)(codec.encode_prompt)
-        self.last_failure: str | None = None
-        """The reason for the last infrastructure failure that no episode reported."""
+        self._encode_plain_prompt = lru_cache(maxsize=_PROMPTS)(self.codec.encode_prompt)
 
     def _encode_prompt(self, text: str) -> tuple[int, ...]:
         # Marked texts are not cached: two with the same characters may differ in their marks.
-        return self._codec.encode_prompt(text) if isinstance(text, MarkedText) else self._encode_plain_prompt(text)
+        return self.codec.encode_prompt(text) if isinstance(text, MarkedText) else self._encode_plain_prompt(text)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of admission to the engine since the last call."""
@@ -212,7 +200,7 @@ class Driver:
         return len(await self.prompt(problem))
 
     async def prompt(self, problem: Problem) -> tuple[int, ...]:
-        episode = self._environment.episode(problem)
+        episode = self.environment.episode(problem)
         try:
             return self._encode_prompt(await episode.start())
         finally:
@@ -239,14 +227,14 @@ class Driver:
         async def jobs() -> Job | None:
             return next(listed, None)
 
-        players = min(self._settings.concurrency, len(requests) * samples)
-        rounds = Rounds(players) if self._deterministic else None
-        temperature = self._settings.temperature if temperature is None else temperature
+        players = min(self.settings.concurrency, len(requests) * samples)
+        rounds = Rounds(players) if self.deterministic else None
+        temperature = self.settings.temperature if temperature is None else temperature
         return self._run(jobs, group_size, greedy=greedy, players=players, temperature=temperature, rounds=rounds)
 
     def run_jobs(self, jobs: Jobs, *, group_size: int, greedy: bool = False) -> AsyncGenerator[Group, None]:
         """Yield groups from jobs that arrive over time: all samples of a request, plus one if ``greedy``."""
-        players, temperature = self._settings.concurrency, self._settings.temperature
+        players, temperature = self.settings.concurrency, self.settings.temperature
         return self._run(jobs, group_size, greedy=greedy, players=players, temperature=temperature, rounds=None)
 
     async def _run(
@@ -288,7 +276,7 @@ class Driver:
             return trajectory
         try:
             async for attempt in stamina.retry_context(
-                on=_InfrastructureFailureError, attempts=self._settings.retries + 1, timeout=None, wait_max=10.0
+                on=_InfrastructureFailureError, attempts=self.settings.retries + 1, timeout=None, wait_max=10.0
             ):
                 with attempt:
                     # The first attempt is over; only failures pay for the overhead of retrying.
@@ -306,17 +294,17 @@ class Driver:
         temperature = 0.0 if job.sample == running.greedy_sample else running.temperature
         ledger = _TokenLedger(
             # Zero-padded, so that names sort in the order of requests, samples and turns.
-            name=f"{self._label}{job.step:08d}-{job.request.index:012d}-{job.sample:06d}",
-            keys=(self._seed, job.step, job.request.index, job.sample),
-            sampling=Sampling(max_tokens=self._settings.max_turn_tokens, temperature=temperature, top_p=self._top_p),
-            engine=self._engine,
-            codec=self._codec,
+            name=f"{self.label}{job.step:08d}-{job.request.index:012d}-{job.sample:06d}",
+            keys=(self.seed, job.step, job.request.index, job.sample),
+            sampling=Sampling(max_tokens=self.settings.max_turn_tokens, temperature=temperature, top_p=self.top_p),
+            engine=self.engine,
+            codec=self.codec,
             encode_prompt=self._encode_prompt,
             running=running,
         )
         problem = job.request.problem
-        turns = TurnLoop(problem=problem, ledger=ledger, settings=self._settings, fair_yield=running.fair_yield)
-        ended = await turns.play(self._environment)
+        turns = TurnLoop(problem=problem, ledger=ledger, settings=self.settings, fair_yield=running.fair_yield)
+        ended = await turns.play(self.environment)
         self.last_failure = turns.failure or self.last_failure
         trajectory = Trajectory(
             problem=problem,
@@ -335,14 +323,14 @@ class Driver:
 
     async def _rewarded(self, trajectory: Trajectory, running: _Running) -> Trajectory:
         """The trajectory with the reward of ``reward.function``, if set; excluded from the data if that times out."""
-        if self._reward is None or trajectory.no_data:
+        if self.reward is None or trajectory.no_data:
             return trajectory
         turns = tuple(Message(role=_ROLES[segment.origin], text=segment.text) for segment in trajectory.segments)
         conversation = Conversation(
             turns=turns, ended=trajectory.ended, answer=trajectory.answer, environment_reward=trajectory.reward
         )
         try:
-            value = await self._reward(trajectory.problem, conversation, trajectory.verdict)
+            value = await self.reward(trajectory.problem, conversation, trajectory.verdict)
         except TimeoutError as error:
             logger.warning("problem %s: %s", trajectory.problem.id, error)
             return replace(trajectory, ended=Ended.INFRASTRUCTURE_FAILURE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl.models.chat_template import read_chat_format
 from agentrl.models.tokenizer import TextCodec, read_generation_ends
@@ -15,6 +15,8 @@ from agentrl_envs.settings import GymnasiumSettings, SimpleTIRSettings
 from agentrl_envs.tools import load_tools
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from agentrl.rollout.settings import EnvironmentSections, RewardedSections, RewardSettings
 
 
@@ -29,7 +31,7 @@ def build_environment(settings: EnvironmentSections, chat: ChatFormat | None = N
     return factory(GymnasiumSettings(**(settings.environment.model_extra or {})))
 
 
-def chat_format(settings: EnvironmentSections, tokenizer: Any, name: str) -> ChatFormat | None:
+def chat_format(settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBase, name: str) -> ChatFormat | None:
     """The chat template of the model ``name`` if the environment's protocol needs one, else None.
 
     Raises SettingsError if the protocol needs one and the model has none that it supports.
@@ -61,13 +63,15 @@ def needs_chat_format(settings: EnvironmentSections) -> bool:
     return isinstance(settings.environment, SimpleTIRSettings) and settings.environment.protocol == "hermes"
 
 
-def environment_and_codec(settings: EnvironmentSections, tokenizer: Any, name: str) -> tuple[Environment, TextCodec]:
+def environment_and_codec(
+    settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBase, name: str
+) -> tuple[Environment, TextCodec]:
     """The environment, not yet open, and the codec that a driver needs in addition to an engine, for model ``name``."""
     chat = chat_format(settings, tokenizer, name)
     return build_environment(settings, chat), build_codec(tokenizer, name, chat)
 
 
-def build_codec(tokenizer: Any, name: str, chat: ChatFormat | None) -> TextCodec:
+def build_codec(tokenizer: PreTrainedTokenizerBase, name: str, chat: ChatFormat | None) -> TextCodec:
     """The codec of conversations with the model ``name``, with or without a chat template."""
     turn_end = "" if chat is None else chat.turn_end
     return TextCodec(tokenizer, turn_end=turn_end, generation_ends=read_generation_ends(name))

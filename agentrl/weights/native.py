@@ -33,10 +33,9 @@ class TransferTarget:
 
 
 class ServersClient:
-    """Several vLLM servers as one, for a trainer's transfer engine (``VLLMWeightSyncClient``, a structural protocol).
+    """Several vLLM servers as one ``VLLMWeightSyncClient``: each call goes to all of them at once.
 
-    Each call goes to all servers at once and returns when all have answered. Their workers join one NCCL group after
-    the sender: the ranks of server ``i`` follow those of the servers before it.
+    Their workers join one NCCL group after the sender: the ranks of server ``i`` follow those of the servers before it.
     """
 
     def __init__(self, clients: Sequence[Any], world_sizes: Sequence[int]) -> None:

@@ -72,7 +72,6 @@ class DockerSandbox(RunnerPool):
         self._keeping = asyncio.create_task(self._keep(ending))
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
-        """See ``Sandbox.execute``."""
         if self._closed:
             raise ClosedError("the sandbox was closed")
         started = time.monotonic()
@@ -82,7 +81,6 @@ class DockerSandbox(RunnerPool):
             return failed_execution(str(error), started)
 
     async def close(self) -> None:
-        """Remove the container and everything in it."""
         if self._closed:
             return
         self._closed = True
@@ -106,9 +104,10 @@ class DockerSandbox(RunnerPool):
 
     def _run_container(self) -> None:
         settings = self._settings
-        environment = {f"SANDBOX_{name.upper()}": str(getattr(settings, name)) for name in ("timeout", *LIMITS)}
+        environment = {
+            f"SANDBOX_{name.upper()}": str(getattr(settings, name)) for name in ("timeout", "allow_unisolated", *LIMITS)
+        }
         environment["SANDBOX_WORKERS"] = str(settings.concurrency)
-        environment["SANDBOX_ALLOW_UNISOLATED"] = str(settings.allow_unisolated)
         memory = (settings.memory_mb + settings.scratch_mb) * settings.concurrency + _SPARE_MB
         try:
             container = self._client.containers.create(

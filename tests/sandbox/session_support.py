@@ -48,7 +48,7 @@ def processes_below(pid: int) -> list[int]:
 
 
 def server_of(sandbox: Sandbox) -> int:
-    return sandbox._servers._server._process.pid  # type: ignore[attr-defined]
+    return sandbox.servers._server._process.pid  # type: ignore[attr-defined]
 
 
 async def until(reached: Callable[[], bool], seconds: float = 120.0) -> bool:

@@ -16,11 +16,12 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn, TypeVar
 
 import stamina
 
 from agentrl.errors import SettingsError, WorldError
+from agentrl.evaluation.formats import JSONObject
 from agentrl.evaluation.play.text_messages import (
     AgainError,
     MessageDelta,
@@ -30,6 +31,7 @@ from agentrl.evaluation.play.text_messages import (
     read_events,
     read_object,
     retry_after,
+    said_usage,
 )
 from agentrl.evaluation.records.characters import whole_characters
 from agentrl.evaluation.settings import EndpointSettings
@@ -44,6 +46,7 @@ FinishReason = Literal["eos", "stop", "length", "refused"]
 _REASONS: Mapping[str, FinishReason] = {"length": "length", "content_filter": "refused"}
 _TEMPLATE = ("chat template", "chat_template")
 
+_Answer = TypeVar("_Answer")
 logger = logging.getLogger(__name__)
 
 Sleep = Callable[[float], Awaitable[object]]
@@ -157,12 +160,12 @@ class TextEngine:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def _body(self, conversation: Sequence[str], sampling: TextSampling) -> dict[str, Any]:
+    def _body(self, conversation: Sequence[str], sampling: TextSampling) -> JSONObject:
         if self._settings.api == "chat":
             roles = ("user", "assistant")
             system = self._settings.system_prompt
             first = [] if system is None else [{"role": "system", "content": system}]
-            said: dict[str, Any] = {
+            said: JSONObject = {
                 "messages": first
                 + [{"role": roles[place % 2], "content": text} for place, text in enumerate(conversation)]
             }
@@ -203,7 +206,7 @@ class TextEngine:
             )
         self._served = next((entry for entry in served if entry["id"] == self._model), {})
 
-    async def _tried(self, once: Callable[[], Awaitable[Any]]) -> Any:
+    async def _tried(self, once: Callable[[], Awaitable[_Answer]]) -> _Answer:
         """Call ``once`` until it succeeds, for up to ``retry_deadline`` seconds."""
         try:
             async for attempt in stamina.retry_context(
@@ -252,7 +255,7 @@ class TextEngine:
         if rate is not None:
             self._not_before = max(self._not_before, self._clock()) + 60.0 / rate
 
-    async def _stream(self, body: dict[str, Any], sampling: TextSampling) -> TextCompletion:
+    async def _stream(self, body: JSONObject, sampling: TextSampling) -> TextCompletion:
         path = "chat/completions" if self._settings.api == "chat" else "completions"
         if self._usage:
             body = body | {"stream_options": {"include_usage": True}}
@@ -304,12 +307,12 @@ class TextEngine:
 
     # -- answers --------------------------------------------------------------------------------------------------
 
-    async def _pieces(self, events: AsyncIterator[Mapping[str, Any]], sampling: TextSampling) -> TextCompletion:
+    async def _pieces(self, events: AsyncIterator[JSONObject], sampling: TextSampling) -> TextCompletion:
         text, thought, pieces, reason = "", "", 0, None
-        usage: Mapping[str, Any] = {}
+        usage: JSONObject = {}
         async for event in events:
             self._remember(event)
-            usage = event.get("usage") or usage
+            usage = said_usage(event) or usage
             choice = first_choice(event)
             if choice is None:
                 continue
@@ -324,18 +327,17 @@ class TextEngine:
             raise AgainError("the stream broke off")
         return _completion(text, thought, pieces, usage, _REASONS.get(reason, "eos"))
 
-    def _whole(self, answer: Mapping[str, Any], sampling: TextSampling) -> TextCompletion:
+    def _whole(self, answer: JSONObject, sampling: TextSampling) -> TextCompletion:
         self._remember(answer)
         choice = first_choice(answer)
         if choice is None:
             raise AgainError(f"an answer without a choice: {json.dumps(answer)[:200]}")
         said = MessageDelta.of(choice)
-        usage = answer.get("usage") or {}
         cut = _complete(said.text, 0, sampling)
         reason = _REASONS.get(said.reason or "", "eos") if cut is None else "stop"
-        return _completion(said.text[:cut], said.thought, 0, usage, reason)
+        return _completion(said.text[:cut], said.thought, 0, said_usage(answer), reason)
 
-    def _remember(self, event: Mapping[str, Any]) -> None:
+    def _remember(self, event: JSONObject) -> None:
         told = event.get("system_fingerprint")
         if isinstance(told, str):
             self._fingerprints.add(whole_characters(told))
@@ -361,7 +363,7 @@ def _complete(text: str, before: int, sampling: TextSampling) -> int | None:
     return next((place for place in sorted(places) if place > before and sampling.complete(text[:place])), None)
 
 
-def _completion(text: str, thought: str, pieces: int, usage: Mapping[str, Any], reason: FinishReason) -> TextCompletion:
+def _completion(text: str, thought: str, pieces: int, usage: JSONObject, reason: FinishReason) -> TextCompletion:
     told, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
     return TextCompletion(
         text=whole_characters(text),

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import read_tokenizer
-from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import FILE_KINDS, load_source
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.rollout.engines.vllm.servers import longest_request, policy_servers
@@ -39,7 +38,7 @@ def check_inputs(settings: Settings) -> list[str]:
     reports = [
         load_source(entry, seed=settings.seed, answered=answered).report
         for entry, answered in sources
-        if _is_local(entry)
+        if entry.is_builtin or entry.path.lower().endswith(FILE_KINDS)
     ]
     return [report.describe() for report in reports if report is not None]
 
@@ -79,7 +78,3 @@ def _check_template(settings: Settings) -> None:
     except OSError:  # reading the model reports this
         return
     chat_format(settings, tokenizer, path)
-
-
-def _is_local(source: ProblemSourceSettings) -> bool:
-    return source.is_builtin or source.path.lower().endswith(FILE_KINDS)

@@ -196,10 +196,9 @@ class Session:
         self._warn_of_empty_steps(step, metrics)
 
     def _commit(self, step: int, updates: int, metrics: Metrics) -> None:
-        """Record a finished step: trajectories and queue in the worker, progress and the row of metrics here.
+        """Record a finished step: the only place where a run's state advances.
 
-        This is the only place where a run's state advances. If the run is killed between two of its lines, the previous
-        checkpoint remains and ``--resume`` removes everything written after it.
+        If the run is killed in between, ``--resume`` removes everything written after the previous checkpoint.
         """
         self._service.confirm(step)
         self._done.step, self._done.updates = step, updates

@@ -37,11 +37,7 @@ class Corrector:
         """The contribution of these rows to an update's normalizer, [2]."""
         batch = scored.batch
         return correction_sums(
-            scored.log_probs,
-            batch.rollout_log_probs,
-            batch.response_mask,
-            loss_mask=batch.loss_mask,
-            **self._options,
+            scored.log_probs, batch.rollout_log_probs, batch.response_mask, loss_mask=batch.loss_mask, **self._options
         )
 
     def energy_weights(self, scored: ScoredRows) -> Tensor:

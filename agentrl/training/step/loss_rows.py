@@ -22,10 +22,7 @@ from agentrl.training.step.rows import LossRows, ScoredRows
 
 
 class LossRowMaker:
-    """Makes the loss rows of a micro-batch of whole groups, or of all micro-batches of the step.
-
-    ``beta`` weighs the KL penalty.
-    """
+    """Makes loss rows of a micro-batch of whole groups or of the whole step. ``beta`` weighs the KL penalty."""
 
     def __init__(self, settings: ObjectiveSettings) -> None:
         """Raises SettingsError if the estimator or the correction does not accept these settings."""
@@ -161,10 +158,7 @@ def _without_rows(inputs: AdvantageInputs) -> AdvantageInputs:
 
 
 def explained_variance(rows: Sequence[LossRows], engine: TrainingEngine[nn.Module]) -> Tensor:
-    """1 - Var(returns - values) / Var(returns) over the step's model tokens: 1 at best, 0 for a constant. Collective.
-
-    0 if nothing varies. The rows have values.
-    """
+    """1 - Var(returns - values) / Var(returns) over the step's model tokens; 0 if nothing varies. Collective."""
 
     def spread(values: Sequence[Tensor]) -> Tensor:
         every = [

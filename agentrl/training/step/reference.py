@@ -40,8 +40,7 @@ class Reference:
     ) -> None:
         """``freeze`` gives the policy's forward on this rank's device, perhaps with its parameters sharded.
 
-        ``over_vocabulary`` enables the divergence over the whole vocabulary: every rank then keeps a whole copy of the
-        head, [V, D], beside the sharded parameters.
+        ``over_vocabulary`` enables the divergence over the whole vocabulary, for a copy of the head on every rank.
         """
         self._logit_map = policy.head.logit_map
         nothing: tuple[Tensor | None, Tensor | None] = (None, None)

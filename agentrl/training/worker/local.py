@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,12 +53,7 @@ class LocalService:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        policy_path: str,
-        *,
-        ranks: int = 1,
-        trained: PreTrainedModel | None = None,
+        self, settings: Settings, policy_path: str, *, ranks: int = 1, trained: PreTrainedModel | None = None
     ) -> None:
         """Opens environment and engine. An engine in this process samples from ``trained``, or else from a copy."""
         self._settings = settings
@@ -148,7 +143,7 @@ class LocalService:
         if due(step, self._settings.telemetry.trajectories_every):
             rows = (item.to_record() for group in self._batch.played for item in group.everyone)
             RunDirectory(self._folder).write_trajectories(step, rows)
-        self._finish(self._confirmed(self._batch))
+        self._finish(self._in_loop(partial(self._worker.confirm, self._batch)))
         self._batch = None
 
     def transfer_target(self) -> TransferTarget | None:
@@ -188,7 +183,7 @@ class LocalService:
         return replace(report, groups=())
 
     def state_dict(self) -> QueueState:
-        return self._finish(self._saved())
+        return self._finish(self._in_loop(self._worker.state_dict))
 
     def load_state_dict(self, state: QueueState) -> None:
         self._worker.load_state_dict(state)
@@ -209,11 +204,8 @@ class LocalService:
         prompts = [await self._driver.prompt(problem) for problem in problems]
         return probe_tokens(prompts, longest=self._settings.rollout.max_prompt_tokens)
 
-    async def _confirmed(self, batch: RolloutBatch) -> None:
-        self._worker.confirm(batch)
-
-    async def _saved(self) -> QueueState:
-        return self._worker.state_dict()
+    async def _in_loop(self, work: Callable[[], _Result]) -> _Result:
+        return work()
 
     async def _arrived(self, transfer: Coroutine[object, object, str | None], version: int) -> str | None:
         """The problem with a transfer, or None. After None, the worker samples with ``version``."""

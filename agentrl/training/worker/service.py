@@ -52,41 +52,12 @@ def _call(waiting_for: str, *, interruptible: bool = False) -> Callable[[_Method
     return register
 
 
-class WeightReceiver(Protocol):
-    """The part of the service that :class:`agentrl.training.worker.transfer.WeightSender` calls."""
-
-    @_call("where the engine's weights go")
-    def transfer_target(self) -> TransferTarget | None:
-        """The destination of weights; None if the engine shares them with the trainer."""
-
-    @_call("the prompts of the first problems")
-    def probe_tokens(self) -> tuple[int, ...]:
-        """The tokens that both trainer and engine score: the prompts of the first problems."""
-
-    @_call("how transfers are verified")
-    def verification(self) -> list[str]:
-        """How transfers are verified, and the noise measured for this."""
-
-    @_call("the engine to score the first probe")
-    def verify(self, version: int, probe: Probe) -> str | None:
-        """Check that the engine holds the policy it was started with. Returns the problem, or None."""
-
-    @_call("the engine to pause")
-    def pause(self, *, zero_weights: bool) -> None:
-        """Pause all requests until :meth:`install`; zero weights reveal an incomplete transfer."""
-
-    @_call("the engine to load version {version}")
-    def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
-        """Load ``version``, drop caches and resume requests. Returns the problem, or None if the probe agrees."""
-
-
-class RolloutService(WeightReceiver, Protocol):
+class RolloutService(Protocol):
     """The rollout worker. All calls block, for at most ``training.worker_timeout`` seconds.
 
     Every rank makes every call, in the same order. A call is carried out once all ranks have made it, with rank 0's
-    arguments, and returns or raises the same on all of them. No rank therefore waits for slow work inside a collective,
-    and all ranks learn of a request to stop at the same place: in an interruptible call. A step whose plan was handed
-    out is always finished.
+    arguments, and returns or raises the same on all: no rank waits for slow work inside a collective, and all learn of
+    a request to stop in the same interruptible call. A step whose plan was handed out is always finished.
     """
 
     @_call("the worker's description")
@@ -123,6 +94,30 @@ class RolloutService(WeightReceiver, Protocol):
     @_call("the worker to restore its state")
     def load_state_dict(self, state: QueueState) -> None:
         """Continue from a saved position."""
+
+    @_call("where the engine's weights go")
+    def transfer_target(self) -> TransferTarget | None:
+        """The destination of weights; None if the engine shares them with the trainer."""
+
+    @_call("the prompts of the first problems")
+    def probe_tokens(self) -> tuple[int, ...]:
+        """The tokens that both trainer and engine score: the prompts of the first problems."""
+
+    @_call("how transfers are verified")
+    def verification(self) -> list[str]:
+        """How transfers are verified, and the noise measured for this."""
+
+    @_call("the engine to score the first probe")
+    def verify(self, version: int, probe: Probe) -> str | None:
+        """Check that the engine holds the policy it was started with. Returns the problem, or None."""
+
+    @_call("the engine to pause")
+    def pause(self, *, zero_weights: bool) -> None:
+        """Pause all requests until :meth:`install`; zero weights reveal an incomplete transfer."""
+
+    @_call("the engine to load version {version}")
+    def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
+        """Load ``version``, drop caches and resume requests. Returns the problem, or None if the probe agrees."""
 
     def interrupt(self) -> None:
         """Cancel interruptible calls, now and in future. Callable from any thread."""

@@ -13,7 +13,7 @@ from agentrl.errors import AgentRLError
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import world_errors
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, on_every_rank
-from agentrl.training.worker.service import WeightReceiver
+from agentrl.training.worker.service import RolloutService
 from agentrl.weights.exports import write_export
 from agentrl.weights.native import NativeTransfer, TransferTarget, open_native
 from agentrl.weights.sources import ParameterSource
@@ -31,7 +31,7 @@ class WeightSender:
 
     def __init__(
         self,
-        service: WeightReceiver,
+        service: RolloutService,
         engine: TrainingEngine,
         *,
         folder: Path,

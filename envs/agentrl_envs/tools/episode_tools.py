@@ -7,7 +7,6 @@ import copy
 import inspect
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from agentrl_envs.adapters.blocking import BlockingCalls, OwnThread, RunsBlocking
 from agentrl_envs.episode import UnavailableError
@@ -98,7 +97,7 @@ class EpisodeTools:
             finally:
                 thread.close()
 
-    async def _adopt(self, maker: type, make: Callable[[], Any]) -> None:
+    async def _adopt(self, maker: type, make: Callable[[], object]) -> None:
         thread = OwnThread(name=maker.__name__)
         try:
             instance = await thread.run(make, deadline=self._timeout)

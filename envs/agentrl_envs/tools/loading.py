@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 from agentrl_envs.registry import TOOLS, PluginError
 from agentrl_envs.tools.schema import (
@@ -119,7 +119,7 @@ def methods_as_tools(made: type, path: str, reserved: frozenset[str]) -> list[To
 def _entries(name: str, interpreter: str) -> list[ToolEntry]:
     if name == PYTHON:
         return [ToolEntry(schema=PYTHON_SCHEMA if interpreter == "fresh" else SESSION_PYTHON_SCHEMA)]
-    found: Any = TOOLS[name]
+    found = TOOLS[name]
     path = f"environment.tools {name!r}"
     if hasattr(found, "parameters") and hasattr(found, "call"):
         return [_written_by_hand(found() if inspect.isclass(found) else found, path)]

@@ -10,7 +10,7 @@ import re
 import textwrap
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, NotRequired
 
 from pydantic import Field, TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
@@ -64,7 +64,7 @@ def parameters_schema(
             raise SignatureError(f"its parameter {name!r} has no type")
         if name not in said:
             raise SignatureError(f"its docstring has no line for the parameter {name!r} under Args:")
-        kind: Any = Annotated[hints[name], Field(description=said[name])]
+        kind: object = Annotated[hints[name], Field(description=said[name])]
         fields[name] = kind if parameter.default is parameter.empty else NotRequired[kind]
     made = TypedDict("made", fields)  # type: ignore[misc]
     try:

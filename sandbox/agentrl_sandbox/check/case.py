@@ -33,12 +33,10 @@ class Case:
 
 
 def prints(text: str) -> Judge:
-    """The program succeeded and printed exactly this."""
     return lambda run: run.outcome is Outcome.OK and run.stdout == text
 
 
 def ends(*outcomes: Outcome) -> Judge:
-    """The program ended with one of these outcomes."""
     return lambda run: run.outcome in outcomes
 
 

@@ -26,7 +26,6 @@ async def check(settings: SandboxSettings, *, fusion: bool) -> int:
 
 
 def line(finding: Finding) -> str:
-    """The line for one case."""
     verdict = "ok  " if finding.held else "FAIL"
     row = f"{verdict}  {finding.guards:<21}  {finding.name:<42}  {finding.seconds:6.2f} s"
     return row if finding.held else f"{row}\n      {finding.why}"

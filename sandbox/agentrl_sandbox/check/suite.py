@@ -28,7 +28,6 @@ class Finding:
 
     @property
     def held(self) -> bool:
-        """Whether it passed."""
         return not self.why
 
 
@@ -103,7 +102,6 @@ async def _neighbours_are_hidden(sandbox: Sandbox) -> str:
 
 
 def _told(run: Execution) -> str:
-    """A run in one line."""
     text = " ".join((run.stdout[-200:] + " " + run.stderr[-200:]).split())
     code = "" if run.exit_code is None or run.outcome is Outcome.OK else f" ({run.exit_code})"
     return f"{run.outcome}{code}: {text[:300]}"

@@ -33,12 +33,10 @@ class RunnerConfig:
         return self.workers + self.max_sessions
 
     def to_json(self) -> str:
-        """For an argument vector."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> RunnerConfig:
-        """The inverse of ``to_json``."""
         return cls(**json.loads(text))
 
 

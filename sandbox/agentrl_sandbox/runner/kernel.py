@@ -76,14 +76,12 @@ def setns(descriptor: int, kind: int) -> None:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
-    """mount(2)."""
     of_kind, with_data = (text.encode() if text else None for text in (kind, data))
     where = source.encode(), target.encode()
     _call("mount", f"mount {source} on {target}", *where, of_kind, ctypes.c_ulong(flags), with_data)
 
 
 def detach(target: str) -> None:
-    """Unmount lazily."""
     _call("umount2", f"umount {target}", target.encode(), ctypes.c_int(MNT_DETACH))
 
 

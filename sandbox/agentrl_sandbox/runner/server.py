@@ -123,7 +123,6 @@ class ForkServer:
             self._start_zygote(kind)
 
     def serve(self) -> None:
-        """Serve until the client is gone."""
         while True:
             for descriptor, events in self._epoll.poll(self._wait_seconds()):
                 if descriptor == self._client.fileno():
@@ -140,7 +139,6 @@ class ForkServer:
                 return
 
     def close(self) -> None:
-        """Kill all programs and interpreters."""
         for zygote in self._zygotes.values():
             zygote.close()
         if self._bare:
@@ -186,7 +184,6 @@ class ForkServer:
             self._queues[kind] = deque(order for order in queue if order.identifier != identifier)
 
     def reply(self, header: Mapping[str, object], *blobs: bytes) -> None:
-        """Send a message to the client."""
         self._outgoing += pack(header, *blobs)
         self._flush()
 
@@ -227,7 +224,6 @@ class ForkServer:
             self._epoll.register(capture.descriptor, select.EPOLLIN)
 
     def drain(self, program: Program) -> None:
-        """Read the remaining output of a program that ended."""
         for capture in (program.stdout, program.stderr):
             if capture.open and not capture.drain(self._config.flood_limit):
                 self._epoll.unregister(capture.descriptor)
@@ -277,7 +273,6 @@ class ForkServer:
             self._epoll.unregister(descriptor)
 
     def zygote(self, kind: str) -> ZygoteHandle:
-        """The interpreter of that kind."""
         return self._zygotes[kind]
 
     def release(self, slot: int, kind: str) -> None:

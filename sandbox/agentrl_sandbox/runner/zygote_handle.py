@@ -44,15 +44,12 @@ class ZygoteHandle:
 
     @property
     def pid(self) -> int:
-        """The interpreter's process."""
         return self._process.pid
 
     def fileno(self) -> int:
-        """For epoll."""
         return self._socket.fileno()
 
     def set_ready(self) -> None:
-        """Record that the interpreter is warm."""
         self.ready = True
         self.resident = resident_bytes(self._process.pid)
 

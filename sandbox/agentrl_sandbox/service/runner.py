@@ -123,7 +123,6 @@ class RunnerService:
         self.changed = asyncio.Event()
 
     def connection(self) -> GatewayConnection:
-        """The protocol of a new connection."""
         return GatewayConnection(self)
 
     async def lonely(self, seconds: float | None) -> None:
@@ -158,7 +157,6 @@ class GatewayConnection(asyncio.Protocol):
         self.tasks: dict[int, asyncio.Task[None]] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the hello."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         self._service.gateways.add(self)
         self._service.changed.set()
@@ -176,7 +174,6 @@ class GatewayConnection(asyncio.Protocol):
             ending.add_done_callback(self._endings.discard)
 
     def data_received(self, data: bytes) -> None:
-        """Start the requests."""
         try:
             frames = self._frames.feed(data)
         except FrameError as error:
@@ -199,7 +196,6 @@ class GatewayConnection(asyncio.Protocol):
             self._transport.write(pack(header, *blobs))
 
     def close(self) -> None:
-        """Close the connection once everything is written."""
         if self._transport is not None:
             self._transport.close()
 

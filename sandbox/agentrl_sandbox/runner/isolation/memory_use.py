@@ -25,7 +25,6 @@ class Usage:
     processes: list[int] = field(default_factory=list)
 
     def add(self, other: Usage) -> Usage:
-        """The sum of both."""
         return Usage(
             resident=self.resident + other.resident,
             tasks=self.tasks + other.tasks,
@@ -110,7 +109,6 @@ def is_alive(pid: int) -> bool:
 
 
 def tasks(pid: int) -> list[str]:
-    """The threads of a process."""
     try:
         return os.listdir(f"/proc/{pid}/task")
     except (FileNotFoundError, ProcessLookupError):

@@ -83,8 +83,6 @@ class _Program(ctypes.Structure):
 
 
 class Filter:
-    """A filter, ready to install."""
-
     def __init__(self, code: bytes) -> None:
         self._program = _Program(len(code) // 8, code)
         self._call = _SYS_SECCOMP[platform.machine()]
@@ -105,10 +103,7 @@ def available() -> bool:
 
 
 def build(machine: str, *, own_user: bool) -> bytes:
-    """The filter's instructions.
-
-    ``own_user``: no process or file of anyone else belongs to the program's user.
-    """
+    """The filter's instructions. ``own_user``: no process or file of anyone else belongs to the program's user."""
     groups = DENIED if own_user else DENIED | DENIED_WITHOUT_OWN_USER
     refused = [name for group in groups.values() for name in group]
     by_name: dict[str, Code] = {

@@ -61,7 +61,6 @@ def finish(exit_code: int, on_out_of_memory: Callable[[], None], *, leaves: bool
 
 
 def flush() -> None:
-    """Flush the standard streams."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
             stream.flush()

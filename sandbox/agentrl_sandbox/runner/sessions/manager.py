@@ -51,7 +51,6 @@ class SessionManager:
     # Requests of the client.
 
     def ask(self, header: ServerRequest) -> None:
-        """Open, fork or close a session."""
         request, session = header["id"], header["number"]
         assert session is not None
         if header["op"] == "open":
@@ -144,7 +143,6 @@ class SessionManager:
         return session
 
     def give_back(self, slot: int) -> None:
-        """Take back a free slot."""
         self._slots.append(slot)
         if self._waiting:
             self._open(*self._waiting.popleft())
@@ -276,16 +274,13 @@ class SessionManager:
     # Ends and limits.
 
     def kill(self, number: int) -> None:
-        """Kill an interpreter in which a program runs."""
         self._table.kill(number)
 
     def end_all(self, why: str) -> None:
-        """End all sessions, since the interpreter they were forked from has ended."""
         for family in list(self._table.families.values()):
             self._table.end_family(family, why)
 
     def due(self) -> float:
-        """When the next session's deadline expires."""
         return min((session.due for session in self._table.sessions.values()), default=math.inf)
 
     def watch(self, now: float) -> None:
@@ -320,7 +315,6 @@ class SessionManager:
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:
-    """Our end, which never waits, and theirs."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     return ours, theirs

@@ -70,7 +70,6 @@ class Fork:
 
     @property
     def concluded(self) -> bool:
-        """Whether all reports have arrived."""
         return bool(self.origin_error) or (self.origin_error is not None and self.error is not None)
 
 

@@ -75,7 +75,6 @@ class SessionProcess:
         gc.enable()
 
     def serve(self) -> None:
-        """Until the server goes away."""
         while True:
             flags = socket.MSG_CMSG_CLOEXEC
             data, descriptors, _, _ = socket.recv_fds(self._control, _MAX_MESSAGE, _MOST_DESCRIPTORS, flags)

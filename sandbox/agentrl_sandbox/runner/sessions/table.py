@@ -43,7 +43,6 @@ class SessionTable:
         self.families: dict[int, SessionFamily] = {}
 
     def drop(self, child: ServerSession, origin: ServerSession) -> None:
-        """Forget a failed fork."""
         origin.family.tell("forget", child.identifier)
         if child.pid:
             origin.family.tell("kill", child.identifier)
@@ -78,7 +77,6 @@ class SessionTable:
             self._server.release(family.slot, KIND)
 
     def end_processes(self, family: SessionFamily, why: str, *, killed: bool = False) -> None:
-        """End all sessions of a family."""
         for session in list(family.sessions.values()):
             if session.program is not None:
                 if session.program.reason is None and not killed:
@@ -115,7 +113,6 @@ class SessionTable:
         self._server.listen(session.control.fileno(), lambda: on_word(session))
 
     def leave(self, session: ServerSession) -> None:
-        """Forget a session."""
         if self.sessions.pop(session.identifier, None) is not None:
             del session.family.sessions[session.identifier]
             self._server.ignore(session.control.fileno())
