@@ -119,7 +119,7 @@ def _text(name: str, value: object) -> str:
     return value.encode(errors="replace").decode()  # half of a surrogate pair has no encoding
 
 
-class Watched(Generator[object, object, Any]):
+class Watched(Generator[object, object, object]):
     """Awaits a coroutine, and reports once by name one that holds the event loop: all rollouts wait for it."""
 
     def __init__(self, name: str, work: Coroutine[object, object, object]) -> None:
