@@ -29,6 +29,7 @@ def check_settings(settings: Settings, command: Command = "train") -> None:
     if command == "train":
         found += _schedule_contradictions(settings)
     found += [*_model_problems(settings), *_server_problems(settings, command), *_protocol_problems(settings, command)]
+    found += _session_problems(settings)
     if found:
         raise SettingsError("\n".join(found))
 
@@ -167,6 +168,15 @@ def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:
             "environment.protocol=hermes needs a model that knows tool calls: set model.path to a model with a chat "
             "template, and coldstart.demonstrations=null (demonstrations contain no tool calls, and the embedded tiny "
             "policy has no chat template)"
+        )
+
+
+def _session_problems(settings: Settings) -> Iterator[str]:
+    environment, concurrency, most = settings.environment, settings.rollout.concurrency, settings.sandbox.max_sessions
+    if isinstance(environment, SimpleTIRSettings) and environment.interpreter == "session" and concurrency > most:
+        yield (
+            f"environment.interpreter=session with rollout.concurrency={concurrency} and sandbox.max_sessions={most}: "
+            "every running trajectory may hold a session; lower the one or raise the other"
         )
 
 

@@ -39,10 +39,11 @@ def chat_format(settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBas
     if not needs_chat_format(settings):
         return None
     assert isinstance(settings.environment, SimpleTIRSettings)
+    tools = load_tools(settings.environment.tools, interpreter=settings.environment.interpreter)
     return read_chat_format(
         tokenizer,
         name=name,
-        tools=[schema.as_function() for schema in load_tools(settings.environment.tools).schemas],
+        tools=[schema.as_function() for schema in tools.schemas],
         options=settings.environment.template_options,
     )
 

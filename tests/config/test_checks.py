@@ -136,3 +136,9 @@ def test_other_surprises() -> None:
     ranks, warmup = settings_warnings(surprising)
     assert "bitwise equality is guaranteed for one process only" in ranks
     assert "the learning rate never reaches optimizer.learning_rate" in warmup
+
+
+def test_every_trajectory_may_hold_a_session() -> None:
+    session = ["environment.interpreter=session", "rollout.concurrency=65"]
+    assert "rollout.concurrency=65 and sandbox.max_sessions=64: every running" in refused(*session)
+    assert load_settings(overrides=[*session, "sandbox.max_sessions=65"]).sandbox.max_sessions == 65

@@ -186,7 +186,7 @@ class _OwnProcess(LocalService):
         return [*super().describe(), f"rollout worker: process {os.getpid()}"]
 
 
-def _make(startup: Startup) -> LocalService:
+def _made(startup: Startup) -> LocalService:
     load_plugins(startup.settings.plugins)
     return _OwnProcess(startup.settings, startup.policy_path, ranks=startup.ranks)
 
@@ -211,7 +211,7 @@ def main() -> None:
     except _RankGoneError as error:
         print(f"rollout worker: {error}", file=sys.stderr)
         sys.exit(1)
-    server.serve(lambda: _make(startup))
+    server.serve(lambda: _made(startup))
 
 
 if __name__ == "__main__":
