@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer.models import ArgumentInfo, OptionInfo
 
 from agentrl.errors import AgentRLError
 
@@ -27,15 +29,21 @@ app = typer.Typer(
 SHORT_SPINNING = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
 """How OpenMP threads wait at a barrier; see :func:`shorten_spinning`."""
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="settings, for example rollout.group_size=8", show_default=False),
-]
-Config = Annotated[
-    str | None, typer.Option(help="YAML file, or the name of a shipped one such as word_problems", metavar="FILE")
-]
 
-Env = Annotated[str | None, typer.Option(help="environment: simpletir, reasoning, or module:Class", metavar="NAME")]
+def _option(metavar: str, about: str, *names: str, low: int | None = None) -> OptionInfo:
+    option: OptionInfo = typer.Option(*names, help=about, metavar=metavar, min=low)
+    return option
+
+
+def _settings(example: str) -> ArgumentInfo:
+    about = f"settings, for example {example}"
+    argument: ArgumentInfo = typer.Argument(metavar="[KEY=VALUE]...", help=about, show_default=False)
+    return argument
+
+
+Overrides = Annotated[list[str] | None, _settings("rollout.group_size=8")]
+Config = Annotated[str | None, _option("FILE", "YAML file, or the name of a shipped one such as word_problems")]
+Env = Annotated[str | None, _option("NAME", "environment: simpletir, reasoning, or module:Class")]
 
 
 @app.command()
@@ -43,20 +51,14 @@ def train(
     overrides: Overrides = None,
     env: Env = None,
     config: Config = None,
-    reward: Annotated[
-        str | None,
-        typer.Option(help="function (problem, conversation, verdict) -> float", metavar="MODULE:NAME"),
-    ] = None,
-    num_processes: Annotated[int | None, typer.Option(help="training ranks on this machine", metavar="N")] = None,
+    reward: Annotated[str | None, _option("MODULE:NAME", "function (problem, conversation, verdict) -> float")] = None,
+    num_processes: Annotated[int | None, _option("N", "training ranks on this machine")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue the run of this name, or the newest")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show settings, passes and memory; run nothing")] = False,
 ) -> None:
     """Train a policy. Without model.path=..., train the embedded tiny model on this machine in minutes."""
-    from agentrl.evaluation.options import quoted
-
-    extra = [] if num_processes is None else [f"training.num_processes={num_processes}"]
-    extra += [] if reward is None else [quoted("reward.function", reward)]
-    settings = _load("train", env, config, [*(overrides or []), *extra], resume=resume)
+    options = {"training.num_processes": num_processes, "reward.function": reward}
+    settings = _load("train", overrides, env=env, config=config, options=options, resume=resume)
     if dry_run:
         from agentrl.training.run import dry_run as preview
 
@@ -69,22 +71,15 @@ def train(
 
 @app.command()
 def coldstart(
-    output: Annotated[Path, typer.Option(help="directory for the model (Hugging Face format)", metavar="DIR")],
+    output: Annotated[Path, _option("DIR", "directory for the model (Hugging Face format)")],
     overrides: Overrides = None,
-    demonstrations: Annotated[
-        str | None, typer.Option(help="JSONL file, builtin:arithmetic or formula:FILE", metavar="FILE")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="model to start from; default: a new tiny model", metavar="PATH")
-    ] = None,
+    demonstrations: Annotated[str | None, _option("FILE", "JSONL file, builtin:arithmetic or formula:FILE")] = None,
+    model: Annotated[str | None, _option("PATH", "model to start from; default: a new tiny model")] = None,
     config: Config = None,
 ) -> None:
     """Teach a model the protocol by supervised training on demonstrations."""
-    from agentrl.evaluation.options import quoted
-
-    extra = [] if demonstrations is None else [quoted("coldstart.demonstrations", demonstrations)]
-    extra += [] if model is None else [quoted("model.path", model)]
-    settings = _load("coldstart", None, config, [*(overrides or []), *extra])
+    options = {"coldstart.demonstrations": demonstrations, "model.path": model}
+    settings = _load("coldstart", overrides, config=config, options=options)
     from agentrl.training.coldstart.policy import coldstart_command
 
     coldstart_command(settings, output)
@@ -95,36 +90,24 @@ def evaluate(
     overrides: Overrides = None,
     env: Env = None,
     model: Annotated[
-        str | None,
-        typer.Option(help="directory or Hugging Face id; with --base-url, the endpoint's name for it", metavar="MODEL"),
+        str | None, _option("MODEL", "directory or Hugging Face id; with --base-url, the endpoint's name for it")
     ] = None,
-    base_url: Annotated[
-        str | None, typer.Option(help="OpenAI-compatible endpoint to sample from", metavar="URL")
-    ] = None,
-    benchmarks: Annotated[
-        str, typer.Option(help="names or files, separated by commas; default: data.eval", metavar="NAMES")
-    ] = "",
-    data_dir: Annotated[Path | None, typer.Option(help="directory of the benchmark files", metavar="DIR")] = None,
-    n: Annotated[int | None, typer.Option("--n", help="samples per problem (avg@n)", metavar="N")] = None,
-    k: Annotated[
-        str, typer.Option("--k", help="k of pass@k, separated by commas; default: 1, 2, 4 .. n", metavar="K")
-    ] = "",
-    preset: Annotated[str | None, typer.Option(help="simpletir or otb-paper", metavar="NAME")] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="output directory; default: evaluations/MODEL-HASH", metavar="DIR")
-    ] = None,
+    base_url: Annotated[str | None, _option("URL", "OpenAI-compatible endpoint to sample from")] = None,
+    benchmarks: Annotated[str, _option("NAMES", "names or files, separated by commas; default: data.eval")] = "",
+    data_dir: Annotated[Path | None, _option("DIR", "directory of the benchmark files")] = None,
+    n: Annotated[int | None, _option("N", "samples per problem (avg@n)", "--n")] = None,
+    k: Annotated[str, _option("K", "k of pass@k, separated by commas; default: 1, 2, 4 .. n", "--k")] = "",
+    preset: Annotated[str | None, _option("NAME", "simpletir or otb-paper")] = None,
+    output: Annotated[Path | None, _option("DIR", "output directory; default: evaluations/MODEL-HASH")] = None,
     conversations: Annotated[
-        int | None,
-        typer.Option(
-            help="conversations per problem in report.html; default: as many as fit into 10 MB", metavar="N", min=0
-        ),
+        int | None, _option("N", "conversations per problem in report.html; default: as many as fit into 10 MB", low=0)
     ] = None,
     falsified: Annotated[bool, typer.Option("--falsified", help="also evaluate with falsified observations")] = False,
     check_data: Annotated[
         bool, typer.Option("--check-data", help="grade every gold answer against itself and stop; needs no model")
     ] = False,
     config: Annotated[
-        str | None, typer.Option(help="YAML file or shipped name; default: that of the model's run", metavar="FILE")
+        str | None, _option("FILE", "YAML file or shipped name; default: that of the model's run")
     ] = None,
 ) -> None:
     """Score a model on benchmarks: avg@n with intervals, pass@k, maj@n and every conversation. Resumes by itself."""
@@ -133,7 +116,8 @@ def evaluate(
 
     given = overrides_of(model=model, base_url=base_url, preset=preset, n=n, falsified=falsified)
     found = None if model is None or base_url is not None else run_config_of(model)
-    settings = _load("check-data" if check_data else "eval", env, config or found, [*given, *(overrides or [])])
+    command: Command = "check-data" if check_data else "eval"
+    settings = _load(command, [*given, *(overrides or [])], env=env, config=config or found)
     request = EvaluationRequest(
         benchmarks=tuple(name.strip() for name in benchmarks.split(",") if name.strip()),
         data_dir=data_dir,
@@ -165,20 +149,16 @@ def compare(
 @app.command()
 def regrade(
     run: Annotated[Path, typer.Argument(help="directory of an evaluation", metavar="RUN")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="settings, for example grader.deadline=10", show_default=False),
-    ] = None,
+    overrides: Annotated[list[str] | None, _settings("grader.deadline=10")] = None,
     grader: Annotated[
-        str | None,
-        typer.Option(help="a function (answer, gold) -> bool; default: the built-in grader", metavar="MODULE:NAME"),
+        str | None, _option("MODULE:NAME", "a function (answer, gold) -> bool; default: the built-in grader")
     ] = None,
     extract: Annotated[
         bool, typer.Option("--extract", help="first extract the answers again from the stored conversations")
     ] = False,
 ) -> None:
     """Grade the stored answers of an evaluation again, without generating, and show what changed."""
-    settings = _load("regrade", None, None, list(overrides or []))
+    settings = _load("regrade", overrides)
     from agentrl.evaluation.results.regrade import regrade_command
 
     regrade_command(run, settings, grader, extract=extract)
@@ -188,32 +168,23 @@ def regrade(
 def variance(
     overrides: Overrides = None,
     model: Annotated[
-        str | None, typer.Option(help="model directory; default: the tiny preset's cold-start policy", metavar="PATH")
+        str | None, _option("PATH", "model directory; default: the tiny preset's cold-start policy")
     ] = None,
-    problems: Annotated[
-        str | None, typer.Option(help="number of problems from data.train, or a problem file", metavar="P")
-    ] = None,
-    group_sizes: Annotated[
-        str | None, typer.Option(help="trajectories in a group, separated by commas", metavar="N,N")
-    ] = None,
+    problems: Annotated[str | None, _option("P", "number of problems from data.train, or a problem file")] = None,
+    group_sizes: Annotated[str | None, _option("N,N", "trajectories in a group, separated by commas")] = None,
     estimators: Annotated[
-        str | None,
-        typer.Option(help="names, with options as tir_otb:leave_one_out=true; default: all", metavar="NAMES"),
+        str | None, _option("NAMES", "names, with options as tir_otb:leave_one_out=true; default: all")
     ] = None,
-    samples: Annotated[int | None, typer.Option(help="trajectories sampled per problem", metavar="S")] = None,
-    output: Annotated[Path, typer.Option(help="directory for the result and its plots", metavar="DIR")] = Path(
-        "variance"
-    ),
+    samples: Annotated[int | None, _option("S", "trajectories sampled per problem")] = None,
+    output: Annotated[Path, _option("DIR", "directory for the result and its plots")] = Path("variance"),
     config: Config = None,
 ) -> None:
     """Measure the exact variance of every estimator's gradient on real rollouts of a small model."""
     from agentrl.config import run_config_of
-    from agentrl.evaluation.options import quoted
 
-    extra = [] if model is None else [quoted("model.path", model), "coldstart.demonstrations=null"]
-    settings = _load(
-        "variance", None, config or (run_config_of(model) if model else None), [*(overrides or []), *extra]
-    )
+    overrides = [*(overrides or []), *([] if model is None else ["coldstart.demonstrations=null"])]
+    found = None if model is None else run_config_of(model)
+    settings = _load("variance", overrides, config=config or found, options={"model.path": model})
     from agentrl.lab.run import prepare, variance_command
     from agentrl.telemetry.console import Console
     from agentrl.training.coldstart.policy import quieten_libraries, set_threads, starting_policy
@@ -229,18 +200,16 @@ def variance(
 
 @app.command(name="serve-policy")
 def serve_policy(
-    model: Annotated[str, typer.Option(help="model directory or Hugging Face id", metavar="PATH")],
+    model: Annotated[str, _option("PATH", "model directory or Hugging Face id")],
     overrides: Overrides = None,
-    host: Annotated[str, typer.Option(help="address to listen on", metavar="HOST")] = "127.0.0.1",
-    port: Annotated[int | None, typer.Option(help="port to listen on; default: a free one", metavar="N")] = None,
+    host: Annotated[str, _option("HOST", "address to listen on")] = "127.0.0.1",
+    port: Annotated[int | None, _option("N", "port to listen on; default: a free one")] = None,
     config: Config = None,
 ) -> None:
     """Start a vLLM server for rollout.vllm.placement=external and print its address. Runs until Ctrl-C."""
-    from agentrl.evaluation.options import quoted
-
-    extra = [quoted("model.path", model), "rollout.engine=vllm", "rollout.vllm.placement=dedicated"]
-    extra += ["rollout.vllm.addresses=[]", "rollout.vllm.replicas=1"]
-    settings = _load("eval", None, config, [*(overrides or []), *extra])
+    served = {"model.path": model, "rollout.engine": "vllm", "rollout.vllm.placement": "dedicated"}
+    options = {**served, "rollout.vllm.addresses": [], "rollout.vllm.replicas": 1}
+    settings = _load("eval", overrides, config=config, options=options)
     from agentrl.training.worker.serving import serve_command
 
     serve_command(settings, model, host=host, port=port)
@@ -259,20 +228,21 @@ sandbox = typer.Typer(help="The service that runs programs.", no_args_is_help=Tr
 app.add_typer(sandbox, name="sandbox")
 
 
-@sandbox.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
-def serve(context: typer.Context) -> None:
-    """Serve the sandbox over HTTP. Options: `agentrl-sandbox serve --help`."""
-    from agentrl_sandbox.service.commands import main as command
+def _forward(name: str, about: str) -> None:
+    """Add a command of ``agentrl-sandbox``, which parses its own options."""
+    everything = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-    raise typer.Exit(command(["serve", *context.args]))
+    @sandbox.command(name, help=about, context_settings=everything, add_help_option=False)
+    def forwarded(context: typer.Context) -> None:
+        from agentrl_sandbox.service.commands import main as command
+
+        raise typer.Exit(command([name, *context.args]))
 
 
-@sandbox.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
-def check(context: typer.Context) -> None:
-    """Test the sandbox at URL with ordinary programs and attacks. Options: `agentrl-sandbox check --help`."""
-    from agentrl_sandbox.service.commands import main as command
-
-    raise typer.Exit(command(["check", *context.args]))
+_forward("serve", "Serve the sandbox over HTTP. Options: `agentrl-sandbox serve --help`.")
+_forward(
+    "check", "Test the sandbox at URL with ordinary programs and attacks. Options: `agentrl-sandbox check --help`."
+)
 
 
 def main() -> None:
@@ -282,12 +252,23 @@ def main() -> None:
     sys.path.append("")  # --env module:Class may lie in the working directory, as under python -m
     try:
         app()
-    except SystemExit:
-        raise
-    except AgentRLError as error:
-        _fail(error, error.exit_code)
-    except _errors_of_other_packages() as error:
-        _fail(error, 2)
+    except Exception as error:
+        code = _exit_code(error)
+        if code is None:
+            raise
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(code)
+
+
+def _exit_code(error: Exception) -> int | None:
+    """None for a bug. The packages below the trainer are imported only once something has failed."""
+    if isinstance(error, AgentRLError):
+        return error.exit_code
+    from agentrl_envs.episode import EnvironmentContractError
+    from agentrl_envs.registry import PluginError
+    from agentrl_sandbox.client import SandboxError
+
+    return 2 if isinstance(error, EnvironmentContractError | PluginError | SandboxError) else None
 
 
 def shorten_spinning() -> None:
@@ -305,28 +286,24 @@ def shorten_spinning() -> None:
 
 
 def _load(
-    command: Command, env: str | None, config: str | None, overrides: list[str], *, resume: bool = False
+    command: Command,
+    overrides: list[str] | None,
+    *,
+    env: str | None = None,
+    config: str | None = None,
+    options: Mapping[str, object] | None = None,
+    resume: bool = False,
 ) -> Settings:
+    """The settings of a command. ``options``: settings by key that its own options give; None: not given."""
     from agentrl.config import load_settings, settings_warnings
+    from agentrl.evaluation.options import quoted
 
-    settings = load_settings(env, config, overrides, resume=resume, command=command)
+    given = {key: value for key, value in (options or {}).items() if value is not None}
+    texts = [quoted(key, value) if isinstance(value, str) else f"{key}={value}" for key, value in given.items()]
+    settings = load_settings(env, config, [*(overrides or []), *texts], resume=resume, command=command)
     for warning in settings_warnings(settings) if command == "train" else []:
         typer.echo(f"warning: {warning}", err=True)
     return settings
-
-
-def _errors_of_other_packages() -> tuple[type[Exception], ...]:
-    """User errors of the packages below the trainer, imported only once something has failed."""
-    from agentrl_envs.episode import EnvironmentContractError
-    from agentrl_envs.registry import PluginError
-    from agentrl_sandbox.client import SandboxError
-
-    return (EnvironmentContractError, PluginError, SandboxError)
-
-
-def _fail(error: Exception, code: int) -> None:
-    typer.echo(f"error: {error}", err=True)
-    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -124,19 +124,12 @@ class Trajectory:
     @property
     def log_probs(self) -> tuple[float, ...]:
         """The engine's log-probability at each response token, 0 off model tokens."""
-        values: list[float] = []
-        for segment in self.segments:
-            values.extend(segment.log_probs or (0.0,) * len(segment.token_ids))
-        return tuple(values)
+        return tuple(value for item in self.segments for value in item.log_probs or (0.0,) * len(item.token_ids))
 
     @property
     def rewards(self) -> tuple[float, ...]:
         """Per response token: a turn's reward is at its last model token."""
-        values: list[float] = []
-        for segment in self.segments:
-            values.extend((0.0,) * (len(segment.token_ids) - 1))
-            values.append(segment.reward)
-        return tuple(values)
+        return tuple(value for item in self.segments for value in (*(0.0,) * (len(item.token_ids) - 1), item.reward))
 
     @property
     def reward(self) -> float:
@@ -160,11 +153,8 @@ class Trajectory:
     @property
     def versions(self) -> tuple[int, ...]:
         """The policy version that sampled each response token, -1 off model tokens."""
-        values: list[int] = []
-        for segment in self.segments:
-            for version, count in segment.version_spans or ((-1, len(segment.token_ids)),):
-                values.extend((version,) * count)
-        return tuple(values)
+        spans = (span for item in self.segments for span in item.version_spans or ((-1, len(item.token_ids)),))
+        return tuple(version for version, count in spans for _ in range(count))
 
     @property
     def is_last_branch(self) -> bool:
@@ -203,15 +193,13 @@ class Trajectory:
         >>> Trajectory.from_record(one.to_record()) == one
         True
         """
-        segments = tuple(
-            Segment(
-                **{
-                    **item,
-                    "token_ids": tuple(item["token_ids"]),
-                    "log_probs": tuple(item["log_probs"]),
-                    "version_spans": tuple((version, count) for version, count in item["version_spans"]),
-                }
-            )
+        segments = (
+            {
+                **item,
+                "token_ids": tuple(item["token_ids"]),
+                "log_probs": tuple(item["log_probs"]),
+                "version_spans": tuple((version, count) for version, count in item["version_spans"]),
+            }
             for item in record["segments"]
         )
         return cls(
@@ -219,7 +207,7 @@ class Trajectory:
                 **record,
                 "problem": Problem(**record["problem"]),
                 "prompt_ids": tuple(record["prompt_ids"]),
-                "segments": segments,
+                "segments": tuple(Segment(**item) for item in segments),
                 "ended": Ended(record["ended"]),
                 "verdict": None if record["verdict"] is None else Verdict(record["verdict"]),
                 "tool_calls": tuple(ToolCall(**call) for call in record["tool_calls"]),

@@ -33,7 +33,6 @@ from agentrl.cli import SHORT_SPINNING
 from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tiny import EOS, tiny_config, train_tokenizer
 from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
-from agentrl.problems.demonstrations.demonstration import tokenizer_corpus
 
 HERE = Path(__file__).resolve().parent
 TRL_HOME = Path("~/.cache/agentrl/bench-trl").expanduser()
@@ -101,7 +100,7 @@ def prepare(folder: Path) -> int:
     disable_progress_bar()
     source = ArithmeticSource(split="train", seed=0)
     problems = [source.problem(index) for index in range(2048)]
-    corpus = tokenizer_corpus(source.demonstrations(2048))
+    corpus = (shown.text for shown in source.demonstrations(2048))
     tokenizer = train_tokenizer(corpus, vocabulary_size=SHAPE.vocabulary_size)
     # A token past the model's last row: it is never sampled.
     tokenizer.add_special_tokens({"eos_token": "<|end|>", "pad_token": EOS})

@@ -7,6 +7,8 @@ different bases, whatever stands in words behind a number.
 
 EQUAL: dict[str, str] = {
     "boxes, subscripts, letters and roundings that say the same": r"""
+        y > x | x < y
+        x \ge c | c \le x
         \boxed{\frac12} | \frac{1}{2}
         \boxed{ 5 } | 5
         1011_2 | 1011

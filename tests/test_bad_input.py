@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm import run_warm
 
 from agentrl.cli import main
 
@@ -85,7 +86,7 @@ GOOD = {"problem": "What is 1 + 1?", "answer": "2"}
         (["rollout.grup_size=8"], "unknown key rollout.grup_size (value 8) (command line); nearest valid key: rollout"),
         (["rollout.group_size=many"], 'rollout.group_size="many" (command line): valid is a whole number at least 1'),
         (["training.steps=-1"], "training.steps=-1 (command line): valid is a whole number at least 1"),
-        (["rollout.max_turn_tokens=999"], "rollout.max_turn_tokens=999 is above rollout.max_response_tokens="),
+        (["rollout.max_turn_tokens=999"], "rollout.max_turn_tokens=999 exceeds rollout.max_response_tokens="),
         (["algorithm.estimator=tir_obt"], "algorithm.estimator=tir_obt: unknown estimator 'tir_obt'; did you mean"),
         (["algorithm.loss=pppo"], "algorithm.loss=pppo: unknown loss 'pppo'; did you mean 'ppo'?"),
         (["--config", "nowhere.yaml"], "no config file 'nowhere.yaml'"),
@@ -101,7 +102,10 @@ GOOD = {"problem": "What is 1 + 1?", "answer": "2"}
             "environment.protocol (command line): unknown protocol 'torrl'; did you mean 'torl'",
         ),
         (["environment.protocol=hermes"], "environment.protocol=hermes needs a model that knows tool calls"),
-        (["environment.max_calls=2"], "environment.max_calls=2 is for environment.protocol=hermes alone, it is simple"),
+        (
+            ["environment.max_calls=2"],
+            "environment.max_calls=2 applies only to environment.protocol=hermes, not to simple",
+        ),
         (["--env", "reasoning", "environment.max_turns=2"], "unknown key environment.max_turns"),
         (["data.train.0.path=builtin:arithmetik"], "builtin:arithmetik: no such built-in problems; valid: builtin:ari"),
         (["data.train.0.families=[boxes]"], "builtin:arithmetic: unknown family 'boxes'; valid: "),
@@ -211,9 +215,11 @@ def test_a_cold_start_onto_something(refused: Refused) -> None:
 
 def agentrl(*arguments: str, code: int = 2, **environment: str) -> str:
     """What a process of its own says on stderr; no traceback, the exit code as expected."""
-    done = subprocess.run(
+    run = subprocess.run if environment else run_warm  # libraries may read changed variables as they load
+    done = run(
         [sys.executable, "-m", "agentrl.cli", *arguments],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         timeout=300,
         env={**os.environ, **environment},

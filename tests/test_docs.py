@@ -15,9 +15,10 @@ from agentrl.config.messages import known_keys
 from agentrl.config.overlays import parse_yaml
 from agentrl.problems.demonstrations.demonstration import read_demonstrations
 from agentrl.problems.settings import ProblemSourceSettings
+from agentrl_envs.adapters.blocking import BlockingCalls
 from agentrl_envs.rewards import Conversation, Message, Reward
 from agentrl_envs.settings import INSTRUCTIONS
-from agentrl_envs.tools import call_tool, load_tools
+from agentrl_envs.tools import EpisodeTools, load_tools
 from agentrl_envs.types import Ended, Problem, Verdict
 
 ROOT = Path(__file__).parent.parent
@@ -80,16 +81,26 @@ def test_the_own_environment_trains(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "runs" / "own" / "summary.json").read_text())["steps"] == 1
 
 
+async def called(problem: Problem, *calls: tuple[str, dict[str, object]]) -> list[str]:
+    chosen = load_tools(("python", "my_tools:constant", "my_tools:Shop"))
+    tools = EpisodeTools(chosen, problem, sandbox=None, threads=BlockingCalls(2, name="tool"), timeout=60.0)
+    await tools.open()
+    try:
+        return [(await tools.call(name, arguments))[0] for name, arguments in calls]
+    finally:
+        await tools.close()
+
+
 def test_a_tool_and_a_reward_of_ones_own_and_reasoning_are_as_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, tool, reasoning, reward, _ = blocks("environments.md", "python")
-    (tmp_path / "my_tools.py").write_text(tool)
+    _, tool, shop, reasoning, reward, _ = blocks("environments.md", "python")
+    (tmp_path / "my_tools.py").write_text(f"{tool}\n\n{shop}")
     (tmp_path / "my_rewards.py").write_text(reward)
     monkeypatch.syspath_prepend(tmp_path)
-    constant = load_tools(("python", "my_tools:Constant")).own["constant"]
-    assert asyncio.run(call_tool(constant, {"which": "pi"})) == "3.14159"
-    problem = Problem(id="toy", statement="?", answer="5", source="toy")
+    problem = Problem(id="toy", statement="?", answer="5", source="toy", info={"db": ":memory:"})
+    said = asyncio.run(called(problem, ("constant", {"which": "pi"}), ("query", {"sql": "select 2 + 3"})))
+    assert said == ["3.14159", "[[5]]"]
     turns = tuple(Message(role=role, text="x") for role in ("assistant", "tool", "assistant"))
     right = Conversation(turns=turns, ended=Ended.ANSWERED, answer="5", environment_reward=1.0)
     shorter = Reward("my_rewards:shorter", deadline=60.0)

@@ -26,10 +26,9 @@ def compute_advantages(
     """Advantages, returns and baselines [B, T] of the named estimator, detached; 0 off the model tokens.
 
     Sums are in float64; the result is float32, or float64 if the rewards are. Options: the fields of the estimator's
-    options record (`ESTIMATORS.option_names(name)`); omitted options have their defaults. All trajectories of a
-    group must be in one call; where `estimator_needs(estimator, **options).step_wide` (whitening, and gpg's c) those of
-    the whole optimizer step, of all ranks. For whitening alone the groups may lie in a call of each rank, if `step_sum`
-    gives the sum of a tensor over these calls; a rank without groups calls with no rows.
+    options record. All trajectories of a group must be in one call; where `estimator_needs(...).step_wide` (whitening,
+    and gpg's c) those of the whole optimizer step, of all ranks. For whitening alone the groups may lie in a call of
+    each rank, if `step_sum` gives the sum of a tensor over these calls; a rank without groups calls with no rows.
 
     Raises UnknownNameError, InvalidOptionError, MissingInputError, InvalidInputError.
     """
@@ -56,28 +55,21 @@ def _in_blocks(
     returns, baselines = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
     blocks = list(blocks_of_groups(inputs.groups, shape[1]))
     whole = entry.function(EstimatorInputs.of(inputs), record) if entry.step_wide and blocks else None
-    moments: Moments | None = None
+    moments = Moments.nothing(raw)
     for rows in blocks:
         block = EstimatorInputs.of(take_rows(inputs, rows), rows)
         estimate = entry.function(block, record) if whole is None else whole.take(rows)
-        _check_weights(block)
+        _ = block.loss_ratio  # weights that are given must be right, also where the estimator does not use them
         advantages = _advantages(estimate, block, normalize)
         if normalize == "whiten":
-            part = Moments.of(advantages, block.mask)
-            moments = part if moments is None else moments.merge(part)
+            moments = moments.merge(Moments.of(advantages, block.mask))
         raw[rows] = advantages.to(raw.dtype)
         returns[rows] = estimate.returns.to(dtype).masked_fill(~block.mask, 0.0)
         baselines[rows] = estimate.baselines.to(dtype).masked_fill(~block.mask, 0.0)
-    if normalize == "whiten" and step_sum is not None:
-        moments = (moments or Moments.nothing(raw)).over_step(step_sum)
-    if moments is not None:
+    if normalize == "whiten":
+        moments = moments if step_sum is None else moments.over_step(step_sum)
         raw = _whiten(raw, inputs.response_mask, moments, blocks, dtype)
     return Advantages(advantages=raw.to(dtype), returns=returns, baselines=baselines)
-
-
-def _check_weights(block: EstimatorInputs) -> None:
-    """Importance weights that are given must be right, whether the estimator uses them or not."""
-    _ = block.loss_ratio
 
 
 def _advantages(estimate: Advantages, block: EstimatorInputs, normalize: str | None) -> Tensor:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.errors import InvalidInputError, InvalidOptionError, check_choice
-from agentrl.algorithms.mismatch import mismatch_metrics, perplexity_metrics
-from agentrl.algorithms.registry import Entry
-from agentrl.algorithms.validation import as_mask, check_finite, check_order, check_positive, check_range
+from agentrl.algorithms.errors import InvalidOptionError, check_choice
+from agentrl.algorithms.mismatch import checked_mask, mismatch_metrics, perplexity_metrics
+from agentrl.algorithms.registry import Entry, Options, option
+from agentrl.algorithms.validation import as_loss_mask, check_order, check_positive, check_range
 
 RATIO_LEVELS = ("token", "sequence", "geometric")
 WEIGHT_BOUNDS = ("truncate", "icepop")
@@ -22,7 +22,7 @@ _LOG_LARGEST = math.log(torch.finfo(torch.float64).max) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class CorrectionOptions:
+class CorrectionOptions(Options):
     """Which weights and masks; each is off by default, and all may be combined.
 
     `weights`: the ratio of the `token`, of the `sequence` (product over its model tokens) or its `geometric` mean.
@@ -35,29 +35,20 @@ class CorrectionOptions:
     tokens.
     """
 
-    weights: str | None = None
-    weight_bound: str = "truncate"
-    weight_low: float = 0.5
-    weight_high: float = 2.0
+    weights: str | None = option(None, check_choice, (None, *RATIO_LEVELS))
+    weight_bound: str = option("truncate", check_choice, WEIGHT_BOUNDS)
+    weight_low: float = option(0.5, check_range, 0.0)
+    weight_high: float = option(2.0, check_positive)
     self_normalize: bool = False
-    ratio_mask: str | None = None
-    ratio_low: float = 0.5
-    ratio_high: float = 2.0
-    divergence_mask: str | None = None
-    divergence_level: str = "token"
-    divergence_high: float = 0.1
+    ratio_mask: str | None = option(None, check_choice, (None, *RATIO_LEVELS))
+    ratio_low: float = option(0.5, check_range, 0.0)
+    ratio_high: float = option(2.0, check_positive)
+    divergence_mask: str | None = option(None, check_choice, (None, *DIVERGENCES))
+    divergence_level: str = option("token", check_choice, DIVERGENCE_LEVELS)
+    divergence_high: float = option(0.1, check_positive)
 
     def __post_init__(self) -> None:
-        check_choice("weights", self.weights, (None, *RATIO_LEVELS))
-        check_choice("weight_bound", self.weight_bound, WEIGHT_BOUNDS)
-        check_choice("ratio_mask", self.ratio_mask, (None, *RATIO_LEVELS))
-        check_choice("divergence_mask", self.divergence_mask, (None, *DIVERGENCES))
-        check_choice("divergence_level", self.divergence_level, DIVERGENCE_LEVELS)
-        check_range("weight_low", self.weight_low, 0.0)
-        check_positive("weight_high", self.weight_high)
-        check_range("ratio_low", self.ratio_low, 0.0)
-        check_positive("ratio_high", self.ratio_high)
-        check_positive("divergence_high", self.divergence_high)
+        super().__post_init__()
         if self.weight_bound == "icepop":
             check_order("weight_low", self.weight_low, "weight_high", self.weight_high)
         check_order("ratio_low", self.ratio_low, "ratio_high", self.ratio_high)
@@ -102,18 +93,16 @@ def rollout_correction(
 ) -> Correction:
     """Weights, loss mask and diagnostics from [B, T] log-probabilities; a row is a whole sequence.
 
-    Options: the fields of `CorrectionOptions`. Sequence ratios are over all model tokens (`response_mask`). `loss_mask`
-    (default: the response mask) is the loss mask before; the result is a subset of it. With `self_normalize` the
-    weights are divided by their mean over the step: over the tokens left to the loss (`token`), or over the sequences
-    with such a token (`sequence`, `geometric`). `normalizer` is the sum of `correction_sums` over the step's
-    micro-batches and ranks; without it this call is taken for the whole step.
+    Options: the fields of `CorrectionOptions`. Sequence ratios are over `response_mask`. The result's
+    mask is a subset of `loss_mask` (default: the response mask). With `self_normalize` weights are divided by
+    their mean over the tokens left to the loss (`token`) or the sequences with such a token; `normalizer` is the sum
+    of `correction_sums` over the step's micro-batches and ranks, without it this call is taken for the whole step.
 
     Metrics, float64 scalars over the model tokens of this call: those of `mismatch_metrics` and `perplexity_metrics`,
     `rho_min`, `rho_max`, `truncated_fraction` (weight cut or put to 0), `masked_fraction` (rejected here, of the tokens
     left before) and `weight_mean` (over the tokens left, before normalisation).
 
-    Values off the response mask reach nothing. Raises UnknownNameError, InvalidOptionError, and InvalidInputError for
-    wrong shapes or a non-finite log-probability at a model token.
+    Values off the response mask reach nothing. Raises UnknownNameError, InvalidOptionError, InvalidInputError.
     """
     record = correction_options(**options)
     parts = _correct(train_log_probs, rollout_log_probs, response_mask, loss_mask, record)
@@ -146,8 +135,7 @@ def correction_sums(
 
 def correction_options(**options: object) -> CorrectionOptions:
     """The checked options record; UnknownNameError names the nearest option, InvalidOptionError the bad value."""
-    record = _OPTIONS.make_options("the rollout correction", options)
-    assert isinstance(record, CorrectionOptions)
+    record: CorrectionOptions = _OPTIONS.make_options("the rollout correction", options)
     return record
 
 
@@ -185,17 +173,8 @@ class _Parts:
 def _correct(
     train: Tensor, rollout: Tensor, response_mask: Tensor, loss_mask: Tensor | None, record: CorrectionOptions
 ) -> _Parts:
-    model = as_mask("response_mask", response_mask)
-    before = model if loss_mask is None else as_mask("loss_mask", loss_mask)
-    if train.ndim != 2 or not train.shape == rollout.shape == model.shape == before.shape:
-        raise InvalidInputError(
-            "train_log_probs, rollout_log_probs, response_mask and loss_mask must all be [B, T]; got "
-            f"{tuple(train.shape)}, {tuple(rollout.shape)}, {tuple(model.shape)}, {tuple(before.shape)}"
-        )
-    if bool((before & ~model).any()):
-        raise InvalidInputError("loss_mask holds tokens that response_mask does not")
-    check_finite("train_log_probs", train, model)
-    check_finite("rollout_log_probs", rollout, model)
+    model = checked_mask(train, rollout, response_mask)
+    before = as_loss_mask(loss_mask, model)
     log_rho = torch.where(model, train.double(), 0.0) - torch.where(model, rollout.double(), 0.0)
     weights, bounded = _weights(log_rho, model, record)
     left = before & _ratio_kept(log_rho, model, record) & _divergence_kept(log_rho, model, record)

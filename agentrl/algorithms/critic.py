@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.errors import InvalidInputError, MissingInputError
-from agentrl.algorithms.validation import as_mask, check_finite, check_positive
+from agentrl.algorithms.errors import MissingInputError
+from agentrl.algorithms.validation import as_mask, check_alike, check_finite, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,24 +31,19 @@ def value_loss(
 ) -> ValueLoss:
     """max((V - ret)^2, (clip(V, V_old - c, V_old + c) - ret)^2) / 2 per token; all tensors [B, T].
 
-    `old_values` are the critic's at rollout, `returns` the targets A + V_old; both detached. clip=None: the plain
-    (V - ret)^2 / 2. Values where the mask is False reach no result and no gradient.
-
-    Raises InvalidOptionError (clip <= 0), MissingInputError (a clip without old values), InvalidInputError.
+    `old_values` are the critic's at rollout, `returns` the targets A + V_old; both detached. clip=None: (V-ret)^2 / 2.
+    Values where the mask is False reach nothing. Raises InvalidOptionError (clip <= 0), MissingInputError (a clip
+    without old values), InvalidInputError.
     """
     mask = as_mask("response_mask", response_mask)
     if clip is not None:
         check_positive("value clip", clip)
         if old_values is None:
             raise MissingInputError("a clipped value loss needs old_values, the critic's values at rollout")
-    for name, tensor in {"returns": returns, "response_mask": mask, "old_values": old_values}.items():
-        if tensor is not None and (tensor.shape != values.shape or tensor.ndim != 2):
-            raise InvalidInputError(
-                f"{name} must be [B, T] as values; got {tuple(tensor.shape)} and {tuple(values.shape)}"
-            )
-        if tensor is not None and tensor is not mask:
-            check_finite(name, tensor.detach(), mask)
-    check_finite("values", values.detach(), mask)
+    check_alike(values=values, returns=returns, response_mask=mask, old_values=old_values)
+    for name, tensor in {"values": values, "returns": returns, "old_values": old_values}.items():
+        if tensor is not None:
+            check_finite(name, tensor, mask)
     own, target = torch.where(mask, values, 0.0), torch.where(mask, returns.detach(), 0.0)
     loss = (own - target).square()
     silenced = torch.zeros_like(mask)

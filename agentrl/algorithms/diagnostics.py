@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.errors import InvalidInputError
-from agentrl.algorithms.estimators.segments import relabel, segment_sum
+from agentrl.algorithms.validation import check_alike
 from agentrl.kernels.softcap import cap_and_temper, cap_slope
 
 _BLOCK_ELEMENTS = 1 << 23
@@ -20,13 +20,11 @@ _BLOCK_ELEMENTS = 1 << 23
 def diagonal_proxy(token_energy: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
     """sum_t w_t A_t^2 of every trajectory, [B] float64, from [B, T] tensors.
 
-    Exactly the squared norm of the policy gradient with respect to the concatenated (tempered) logits of the
-    trajectory. As an estimate of the parameter gradient's norm it drops the cross terms between tokens, so never call
-    it ||g||^2; and it has no S beside it.
+    Exactly the squared norm of the policy gradient with respect to the trajectory's (tempered) logits. As an estimate
+    of the parameter gradient's norm it drops the cross terms between tokens: never call it ||g||^2; no S goes with it.
     """
     mask = response_mask.bool()
-    if not token_energy.shape == advantages.shape == mask.shape:
-        raise InvalidInputError("token_energy, advantages and response_mask must all be [B, T]")
+    check_alike(token_energy=token_energy, advantages=advantages, response_mask=mask)
     energy = torch.where(mask, token_energy.double(), 0.0)
     return (energy * torch.where(mask, advantages.double(), 0.0).square()).sum(-1)
 
@@ -42,13 +40,11 @@ class HeadVariance:
 
 
 class HeadVarianceAccumulator:
-    """P and S of g = sum_t A_t delta_t h_t^T / tau over groups that arrive in micro-batches.
+    """P and S of g = sum_t A_t delta_t h_t^T / tau over groups that arrive in micro-batches, each whole, in one call.
 
     Where logits are capped, z = cap tanh(x / cap), delta is (e_y - p) dz/dx, the gradient at the head's output x.
-    One product per group gives both (S needs it anyway, so Gram matrices would save nothing): 4 S V D operations for
-    S tokens, as much as a forward and half a backward of the head. Memory: one float32 [V, D] sum, and blocks of the
-    vocabulary. Every group has to come whole, in one call. Over several ranks: add up `gradient_sum`, `power_sum` and
-    `groups`.
+    One product per group gives both: 4 S V D operations for S tokens. Memory: one float32 [V, D] sum, and blocks of the
+    vocabulary. Over several ranks: add up `gradient_sum`, `power_sum` and `groups`.
     """
 
     def __init__(
@@ -80,14 +76,13 @@ class HeadVarianceAccumulator:
         count = hidden.shape[0]
         if not (targets.shape == advantages.shape == rows.shape == (count,)):
             raise InvalidInputError("targets, advantages and rows must all be [N], as hidden [N, D]")
-        labels, total = relabel(groups)
-        sizes = segment_sum(torch.ones_like(labels), labels, total)
+        _, labels, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
         token_labels = labels[rows]
         scale = advantages.to(self._dtype) / (sizes[token_labels].to(self._dtype) * self._temperature)
-        for group in range(total):
+        for group in range(len(sizes)):
             chosen = (token_labels == group).nonzero().squeeze(-1)
             self._add(hidden[chosen].to(self._dtype), targets[chosen], scale[chosen])
-        self.groups += total
+        self.groups += len(sizes)
 
     def result(self) -> HeadVariance:
         """P, S and Var of the groups added so far. InvalidInputError if there are none."""

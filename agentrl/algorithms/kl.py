@@ -2,13 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from agentrl.algorithms.errors import InvalidInputError, MissingInputError, check_choice
-from agentrl.algorithms.validation import as_mask, check_finite, check_positive, check_range
+from agentrl.algorithms.validation import as_mask, check_alike, check_finite, check_positive, check_range
 
 REWARD_KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "full")
 KL_ESTIMATORS = (*REWARD_KL_ESTIMATORS, *(name + "+" for name in REWARD_KL_ESTIMATORS))
@@ -32,12 +31,9 @@ def kl_penalty(
     `agentrl.kernels.full_kl`);  `X+` has the value of X and the gradient of k2.
 
     As a *loss* on tokens sampled by p, the expected gradient is: k1 none at all; abs that of ||p - p_ref||_1; k3 that
-    of the forward KL(p_ref || p); k2, `full` and every `X+` that of KL(p || p_ref). (Of each token's divergence, its
-    prefix given: how the tokens shape the later prefixes is no part of it.) On tokens sampled by another policy give
-    `ratio`, that of p to it: the penalty is multiplied by its detached value, and the same holds. In the *reward* only
-    k1 is exact: see `reward_kl`.
-
-    Where `mask` is False nothing is read and the penalty is 0; without one, all positions count.
+    of the forward KL(p_ref || p); k2, `full` and every `X+` that of KL(p || p_ref), its prefix given. On tokens
+    sampled by another policy give `ratio`, that of p to it: the penalty is multiplied by its detached value, and the
+    same holds. In the *reward* only k1 is exact: see `reward_kl`. Where `mask` is False the penalty is 0, nothing read.
 
     Raises InvalidOptionError, InvalidInputError, and MissingInputError if `full` is needed and not given.
     """
@@ -89,8 +85,7 @@ def reward_kl(
     """
     check_choice("KL estimator in the reward", estimator, REWARD_KL_ESTIMATORS)
     check_range("beta", beta, 0.0)
-    if rewards.shape != log_probs.shape:
-        raise InvalidInputError(f"rewards and log_probs differ: {tuple(rewards.shape)}, {tuple(log_probs.shape)}")
+    check_alike(rewards=rewards, log_probs=log_probs)
     mask = as_mask("response_mask", response_mask)
     kl = kl_penalty(log_probs, reference_log_probs, estimator, mask=mask, full=full)
     check_finite("the KL penalty", kl, mask)
@@ -118,41 +113,31 @@ def _value(difference: Tensor, estimator: str, full: Tensor | None) -> Tensor:
     return difference.clamp(-_EXPONENT_LIMIT, _EXPONENT_LIMIT).exp() - difference - 1
 
 
-class KLController(Protocol):
-    """Gives the coefficient of a step and receives the measured KL afterwards."""
-
-    beta: float
-
-    def update(self, kl: float, trajectories: int) -> None:
-        """Take the mean KL of a step's tokens and how many trajectories the step had."""
-
-    def state_dict(self) -> dict[str, float]:
-        """The state to keep in a checkpoint."""
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from a `state_dict`."""
-
-
-class FixedKL:
-    """Always the same beta."""
+class KLController:
+    """Gives the coefficient `beta` of a step and receives the measured KL afterwards."""
 
     def __init__(self, beta: float) -> None:
         check_range("beta", beta, 0.0)
         self.beta = beta
 
     def update(self, kl: float, trajectories: int) -> None:
-        """Change nothing."""
-        _check_measurement(kl, trajectories)
+        """Take the mean KL of a step's tokens and how many trajectories the step had."""
+        if not math.isfinite(kl) or trajectories < 0:
+            raise InvalidInputError(f"kl must be finite and trajectories not negative; got {kl}, {trajectories}")
 
     def state_dict(self) -> dict[str, float]:
-        """{"beta": ...}"""
+        """The state to keep in a checkpoint: {"beta": ...}."""
         return {"beta": self.beta}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Does nothing: a fixed beta comes from the settings, also after a resume with other settings."""
+        """Continue from a `state_dict`."""
 
 
-class AdaptiveKL:
+class FixedKL(KLController):
+    """Always the same beta, which comes from the settings, also after a resume with other settings."""
+
+
+class AdaptiveKL(KLController):
     """beta *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon after a step of n trajectories (arXiv 1909.08593).
 
     >>> controller = AdaptiveKL(0.1, target=0.05, horizon=1000)
@@ -166,13 +151,13 @@ class AdaptiveKL:
         check_positive("beta", beta)
         check_positive("target", target)
         check_positive("horizon", horizon)
-        self.beta = beta
+        super().__init__(beta)
         self.target = target
         self.horizon = horizon
 
     def update(self, kl: float, trajectories: int) -> None:
         """One step of proportional control; beta stays positive however large the step is."""
-        _check_measurement(kl, trajectories)
+        super().update(kl, trajectories)
         error = min(max(kl / self.target - 1, -_STEP_LIMIT), _STEP_LIMIT)
         factor = 1 + error * trajectories / self.horizon
         if factor <= 0:
@@ -182,16 +167,7 @@ class AdaptiveKL:
             )
         self.beta *= factor
 
-    def state_dict(self) -> dict[str, float]:
-        """{"beta": ...}"""
-        return {"beta": self.beta}
-
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Take beta; target and horizon are those of the settings."""
         check_positive("beta", state["beta"])
         self.beta = state["beta"]
-
-
-def _check_measurement(kl: float, trajectories: int) -> None:
-    if not math.isfinite(kl) or trajectories < 0:
-        raise InvalidInputError(f"kl must be finite and trajectories not negative; got {kl}, {trajectories}")

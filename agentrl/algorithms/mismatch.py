@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.errors import InvalidInputError
-from agentrl.algorithms.validation import as_mask, check_finite
+from agentrl.algorithms.validation import as_mask, check_alike, check_finite
 
 _EXPONENT_LIMIT = 20.0
 
@@ -13,17 +12,14 @@ _EXPONENT_LIMIT = 20.0
 def mismatch_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
     """Diagnostics over the model tokens of [B, T] log-probabilities, as float64 scalars; all 0 (ess 1) without tokens.
 
-    With log_rho = train - rollout (clamped to +-20 where it is exponentiated):
-
-    `mean_abs_difference`, `max_abs_difference`   of log_rho
-    `kl_k1` mean(-log_rho), `kl_k3` mean(rho - log_rho - 1)   estimates of KL(rollout || train)
-    `chi2` mean(rho^2) - 1,  `ess` (sum rho)^2 / (n sum rho^2)
-    `log_ppl_gap`   |mean train - mean rollout| of every trajectory, averaged over those with a model token
-    `tokens`   how many there are
+    Of log_rho = train - rollout (clamped to +-20 where it is exponentiated): `mean_abs_difference`,
+    `max_abs_difference`; `kl_k1` mean(-log_rho) and `kl_k3` mean(rho - log_rho - 1), estimates of KL(rollout || train);
+    `chi2` mean(rho^2) - 1; `ess` (sum rho)^2 / (n sum rho^2); `log_ppl_gap` |mean train - mean rollout| of every
+    trajectory, averaged over those with a model token; `tokens`, how many there are.
 
     Raises InvalidInputError on wrong shapes and on a non-finite log-probability at a model token.
     """
-    mask = _checked(train_log_probs, rollout_log_probs, response_mask)
+    mask = checked_mask(train_log_probs, rollout_log_probs, response_mask)
     log_rho = torch.where(mask, train_log_probs.double(), 0.0) - torch.where(mask, rollout_log_probs.double(), 0.0)
     lengths = mask.sum(-1)
     count = lengths.sum()
@@ -48,10 +44,9 @@ def mismatch_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, respons
 def perplexity_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
     """exp(-mean ln p) of every trajectory, averaged over those with a model token; float64 scalars, 0 without any.
 
-    `train_perplexity`, `rollout_perplexity` (the exponent at most 20), and `trajectories`, how many those are. Inputs
-    and errors as for `mismatch_metrics`.
+    `train_perplexity`, `rollout_perplexity` (the exponent at most 20), and `trajectories`, how many those are.
     """
-    mask = _checked(train_log_probs, rollout_log_probs, response_mask)
+    mask = checked_mask(train_log_probs, rollout_log_probs, response_mask)
     lengths = mask.sum(-1)
     trajectories = (lengths > 0).sum()
 
@@ -67,14 +62,10 @@ def perplexity_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, respo
     }
 
 
-def _checked(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> Tensor:
+def checked_mask(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> Tensor:
     """The mask as bool, once shapes fit and the log-probabilities are finite there."""
     mask = as_mask("response_mask", response_mask)
-    if train_log_probs.ndim != 2 or not train_log_probs.shape == rollout_log_probs.shape == mask.shape:
-        raise InvalidInputError(
-            "train_log_probs, rollout_log_probs and response_mask must all be [B, T]; got "
-            f"{tuple(train_log_probs.shape)}, {tuple(rollout_log_probs.shape)}, {tuple(mask.shape)}"
-        )
+    check_alike(response_mask=mask, train_log_probs=train_log_probs, rollout_log_probs=rollout_log_probs)
     check_finite("train_log_probs", train_log_probs, mask)
     check_finite("rollout_log_probs", rollout_log_probs, mask)
     return mask

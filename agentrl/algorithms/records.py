@@ -52,13 +52,11 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Advantages:
-    """What `compute_advantages` returns: each [B, T], detached, 0 off model tokens; float64 if the rewards are, else
-    float32. An estimator returns float64, one number a token [B, T] or a trajectory [B, 1]; its values off the model
-    tokens do not matter.
+    """What `compute_advantages` returns: each [B, T], detached, 0 off model tokens. An estimator returns float64, one
+    number a token [B, T] or a trajectory [B, 1]; its values off the model tokens do not matter.
 
     `returns` holds G_k (token estimators), R on every model token (scalar ones) or A + V (gae), `baselines` what was
-    subtracted. Without normalisation advantages = returns - baselines, times gpg's c for gpg and over the standard
-    deviation for grpo.
+    subtracted: without normalisation advantages = returns - baselines, but for gpg's c and grpo's standard deviation.
     """
 
     advantages: Tensor

@@ -48,13 +48,11 @@ def check_rewards_placed(rewards: Tensor, mask: Tensor, rows: Tensor) -> None:
     off = rewards.masked_fill(mask, 0)
     if float(off.abs().sum()) == 0.0:
         return
-    misplaced = torch.isfinite(off) & (off != 0)
-    if bool(misplaced.any()):
-        row, position = _first(misplaced)
-        raise InvalidInputError(
-            f"rewards holds {float(rewards[row, position])} in row {int(rows[row])} at position {position}, which is "
-            "no model token: a reward stands on the last model token of its turn"
-        )
+    message = (
+        "{name} holds {value} in row {row} at position {position}, which is no model token: a reward stands on the "
+        "last model token of its turn"
+    )
+    _refuse(torch.isfinite(off) & (off != 0), message, "rewards", rewards, rows)
 
 
 def as_mask(name: str, mask: Tensor) -> Tensor:
@@ -66,37 +64,60 @@ def as_mask(name: str, mask: Tensor) -> Tensor:
     return mask.bool()
 
 
+def check_alike(**tensors: Tensor | None) -> None:
+    """Raise InvalidInputError unless the first tensor is [B, T] and all others that are given have its shape."""
+    (first, leader), *others = ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
+    if leader.ndim != 2:
+        raise InvalidInputError(f"{first} must be [B, T]; got {tuple(leader.shape)}")
+    for name, tensor in others:
+        if tensor.shape != leader.shape:
+            raise InvalidInputError(
+                f"{name} must be [B, T] as {first}; got {tuple(tensor.shape)} and {tuple(leader.shape)}"
+            )
+
+
+def as_loss_mask(loss_mask: Tensor | None, response_mask: Tensor) -> Tensor:
+    """The loss mask as bool, by default the response mask; InvalidInputError if it holds a token that is not there."""
+    if loss_mask is None:
+        return response_mask
+    check_alike(response_mask=response_mask, loss_mask=loss_mask)
+    mask = as_mask("loss_mask", loss_mask)
+    if bool((mask & ~response_mask).any()):
+        raise InvalidInputError("loss_mask holds tokens that response_mask does not")
+    return mask
+
+
 def check_finite(name: str, tensor: Tensor, mask: Tensor, rows: Tensor | None = None) -> None:
     """Raise InvalidInputError at the first NaN or infinity where the mask is True.
 
     `rows` are the numbers by which the message names the rows, if they are not 0, 1, ...
     """
-    bad = mask & ~torch.isfinite(tensor)
-    if bool(bad.any()):
-        row, position = _first(bad)
-        raise InvalidInputError(
-            f"{name} is {float(tensor[row, position])} at a model token: row {_name(row, rows)}, position {position}"
-        )
+    _refuse(
+        mask & ~torch.isfinite(tensor),
+        "{name} is {value} at a model token: row {row}, position {position}",
+        name,
+        tensor,
+        rows,
+    )
 
 
 def check_not_negative(name: str, tensor: Tensor, mask: Tensor, rows: Tensor | None = None) -> None:
     """Raise InvalidInputError at the first negative value where the mask is True; `rows` as in `check_finite`."""
-    bad = mask & (tensor < 0)
+    _refuse(
+        mask & (tensor < 0),
+        "{name} is {value} in row {row} at position {position}; it cannot be negative",
+        name,
+        tensor,
+        rows,
+    )
+
+
+def _refuse(bad: Tensor, message: str, name: str, tensor: Tensor, rows: Tensor | None) -> None:
     if bool(bad.any()):
-        row, position = _first(bad)
-        raise InvalidInputError(
-            f"{name} is {float(tensor[row, position])} in row {_name(row, rows)} at position {position}; it cannot be "
-            "negative"
-        )
-
-
-def _name(row: int, rows: Tensor | None) -> int:
-    return row if rows is None else int(rows[row])
-
-
-def _first(where: Tensor) -> tuple[int, int]:
-    row, position = where.nonzero()[0].tolist()
-    return row, position
+        row, position = bad.nonzero()[0].tolist()
+        value = float(tensor[row, position].detach())
+        place = row if rows is None else int(rows[row])
+        raise InvalidInputError(message.format(name=name, value=value, row=place, position=position))
 
 
 def is_number(value: object) -> TypeGuard[float]:

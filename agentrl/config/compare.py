@@ -7,41 +7,17 @@ import yaml
 from agentrl.config.overlays import leaf_paths
 from agentrl.config.settings import Settings
 
-RESUME_MAY_CHANGE = (
-    "name",
-    "runs_dir",
-    "model.gradient_checkpointing",
-    "model.attention",
-    "sandbox.url",
-    "sandbox.workers",
-    "sandbox.retry_deadline",
-    "sandbox.standby",
-    "sandbox.first_user",
-    "sandbox.allow_unisolated",
-    "grader.workers",
-    "grader.start_deadline",
-    "grader.cache_size",
-    "rollout.engine",
-    "rollout.concurrency",
-    "rollout.kv_high_watermark",
-    "rollout.environment_deadline",
-    "rollout.step_deadline",
-    "rollout.retries",
-    "rollout.max_batch_tokens",
-    "rollout.kv_cache_tokens",
-    "rollout.vllm.",
-    "reward.deadline",
-    "training.steps",
-    "training.micro_batch_tokens",
-    "training.head_backend",
-    "training.share_prompts",
-    "training.threads",
-    "training.worker_timeout",
-    "training.collective_deadline",
-    "checkpoint.",
-    "evaluation.",
-    "telemetry.",
-)
+_MAY_CHANGE = """
+    name runs_dir model.gradient_checkpointing model.attention
+    sandbox.url sandbox.workers sandbox.retry_deadline sandbox.standby sandbox.first_user sandbox.allow_unisolated
+    grader.workers grader.start_deadline grader.cache_size
+    rollout.engine rollout.concurrency rollout.kv_high_watermark rollout.environment_deadline rollout.step_deadline
+    rollout.retries rollout.max_batch_tokens rollout.kv_cache_tokens rollout.vllm. reward.deadline
+    training.steps training.micro_batch_tokens training.head_backend training.share_prompts training.threads
+    training.worker_timeout training.collective_deadline
+    checkpoint. evaluation. telemetry.
+"""
+RESUME_MAY_CHANGE = tuple(_MAY_CHANGE.split())
 """Keys, or prefixes of keys, that a resumed run may change. They set how long the run takes, where its parts run and
 which resources they may use; they do not affect the problems, the sampling distribution or the gradient."""
 

@@ -9,10 +9,11 @@ the defaults and the preset, so a bare ``--resume`` continues with exactly the s
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -110,12 +111,12 @@ def _preset(asked: Mapping[str, object], named: set[str]) -> list[Layer]:
 def _fitting(layers: list[Layer], env: object) -> list[Layer]:
     """The layers; if ``env`` is not SimpleTIR, without the tiny preset's settings for SimpleTIR's environment."""
     preset = set() if env == SIMPLETIR else {layer.origin for layer in overlay_chain(PRESET)}
-    return [_without_environment(layer) if layer.origin in preset else layer for layer in layers]
-
-
-def _without_environment(layer: Layer) -> Layer:
-    values = {key: value for key, value in layer.values.items() if key != "environment"}
-    return Layer(origin=layer.origin, values=values)
+    return [
+        replace(layer, values={key: value for key, value in layer.values.items() if key != "environment"})
+        if layer.origin in preset
+        else layer
+        for layer in layers
+    ]
 
 
 def _basics(layers: Sequence[Layer], top: Sequence[Override]) -> dict[str, object]:
@@ -151,28 +152,26 @@ def _override(text: str) -> Override:
 def _assign(merged: dict[str, object], keys: list[str], value: object) -> None:
     """Set one dotted key. A number is a list index; an index equal to the list's length appends."""
     key = ".".join(keys)
-    here: Any = merged
-    for depth, part in enumerate(keys):
-        last = depth == len(keys) - 1
-        if isinstance(here, list):
-            size = len(here)
+
+    def assigned(here: object, depth: int) -> object:
+        if depth == len(keys):
+            return value
+        part = keys[depth]
+        if here is None:
+            here = [] if part.isdigit() else {}
+        if isinstance(here, dict):
+            here[part] = assigned(here.get(part), depth + 1)
+        elif isinstance(here, list):
+            at, size = ".".join(keys[:depth]), len(here)
             if not part.isdigit() or int(part) > size:
-                at = ".".join(keys[:depth])
-                raise SettingsError(f"{key}={show(value)}: {at} has {size} entries; valid places: 0 to {size}")
-            if int(part) == size:
-                here.append({})
-            place: Any = int(part)
-        elif isinstance(here, dict):
-            place = part
+                raise SettingsError(f"{key}={show(value)}: {at} has {size} entries; valid indices: 0 to {size}")
+            place = int(part)
+            here[place : place + 1] = [assigned(here[place] if place < size else {}, depth + 1)]
         else:
             raise SettingsError(unknown_key(key, value, str(merged.get("env", SIMPLETIR)), f" ({COMMAND_LINE})"))
-        if last:
-            here[place] = value
-        else:
-            follows_place = keys[depth + 1].isdigit()
-            if isinstance(here, dict) and here.get(place) is None:
-                here[place] = [] if follows_place else {}
-            here = here[place]
+        return here
+
+    assigned(merged, 0)
 
 
 def _command_line(top: Sequence[Override]) -> list[Layer]:
@@ -202,7 +201,7 @@ def _validate(below: Sequence[Layer], top: Sequence[Override], command: Command)
 
 def _load_plugins(plugins: object) -> None:
     """Load the plug-ins; a value that is no list of names is left for the settings model to refuse."""
-    named = interpolate({"plugins": plugins})["plugins"]
+    named = interpolate(plugins, path="plugins")
     if isinstance(named, list) and all(isinstance(name, str) for name in named):
         load_plugins(named)
 
@@ -219,10 +218,7 @@ def _checked_env(env: object) -> str:
 
 def _next_name(runs: Path, stem: str) -> str:
     taken = {path.name for path in runs.iterdir()} if runs.is_dir() else set()
-    number = 1
-    while f"{stem}-{number}" in taken:
-        number += 1
-    return f"{stem}-{number}"
+    return next(name for name in (f"{stem}-{number}" for number in itertools.count(1)) if name not in taken)
 
 
 def run_config_of(model: str) -> str | None:

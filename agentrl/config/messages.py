@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from agentrl.config.overlays import Layer
-from agentrl.config.settings import Settings, settings_model
+from agentrl.config.settings import settings_model
 from agentrl.errors import SettingsError
 
 _Node = dict[str, Any]  # of a JSON schema
@@ -66,14 +66,23 @@ def nearest_key(key: str, env: str) -> str:
 
 def valid_values(key: str, env: str) -> str:
     """The valid values of the setting ``key``, in words. Raises KeyError if no setting has this key."""
-    schema = _schema(env)
+    known, node = _follow(_schema(env), key.split("."))
+    if ".".join(known) != key:
+        raise KeyError(key)
+    return _valid(_schema(env), node)
+
+
+def _follow(schema: _Node, path: Sequence[str]) -> tuple[list[str], _Node]:
+    """The part of the path that the schema knows, and the node there."""
+    known: list[str] = []
     node = schema
-    for part in key.split("."):
+    for part in path:
         child = _child(schema, node, part)
         if child is None:
-            raise KeyError(key)
+            break
+        known.append(part)
         node = child
-    return _valid(schema, node)
+    return known, node
 
 
 def find_value(key: str, layers: Sequence[Layer]) -> tuple[str, object]:
@@ -95,14 +104,7 @@ def find_value(key: str, layers: Sequence[Layer]) -> tuple[str, object]:
 def _describe(detail: ErrorDetails, env: str, layers: Sequence[Layer]) -> str:
     path = [str(part) for part in detail["loc"]]
     schema = _schema(env)
-    known: list[str] = []
-    node = schema
-    for part in path:
-        child = _child(schema, node, part)
-        if child is None:
-            break
-        known.append(part)
-        node = child
+    known, node = _follow(schema, path)
     key = ".".join(path if detail["type"] == "extra_forbidden" else known)
     missing = detail["type"] == "missing" and len(path) == len(known)
     origin, found = find_value(key.rpartition(".")[0] if missing else key, layers)
@@ -123,12 +125,8 @@ def unknown_key(key: str, value: object, env: str, place: str = "") -> str:
     if key in RENAMED:
         return f"{key} (value {show(value)}){place} has a new name: {RENAMED[key]}"
     schema = _schema(env)
-    node, section = schema, ""
-    for part in key.split(".")[:-1]:
-        child = _child(schema, node, part)
-        if child is None:
-            break
-        node, section = child, f"{section}.{part}" if section else part
+    known, node = _follow(schema, key.split(".")[:-1])
+    section = ".".join(known)
     keys = ", ".join(_properties(schema, node)) or "none, it is a value"
     where = f"valid keys in {section}" if section else "valid sections and keys"
     return (
@@ -144,8 +142,7 @@ def show(value: object) -> str:
 
 @cache
 def _schema(env: str) -> _Node:
-    model: type[Settings] | type[BaseModel] = settings_model(env)
-    return model.model_json_schema()
+    return settings_model(env).model_json_schema()
 
 
 def _options(root: _Node, node: _Node) -> list[_Node]:

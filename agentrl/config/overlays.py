@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -61,7 +60,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def parse_yaml(text: str, origin: str) -> Any:
+def parse_yaml(text: str, origin: str) -> object:
     """Parse ``text``. Raises SettingsError with ``origin``, line and column if it is not valid YAML."""
     try:
         return yaml.load(text, Loader=_Loader)  # safe: _Loader is a SafeLoader
@@ -90,9 +89,7 @@ def shipped_config(name: str) -> Path | None:
 def find_config(name: str) -> Path:
     """The file at this path, or else the shipped overlay of this name. SettingsError lists the shipped overlays."""
     path = Path(name)
-    if path.is_file():
-        return path
-    found = shipped_config(name)
+    found = path if path.is_file() else shipped_config(name)
     if found is not None:
         return found
     shipped = list(shipped_configs())
@@ -110,8 +107,7 @@ def overlay_chain(name: str, _seen: tuple[Path, ...] = ()) -> list[Layer]:
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"cannot read the config file {path}: {error}") from error
     values = parse_yaml(text, str(path))
-    if values is None:
-        values = {}
+    values = {} if values is None else values
     if not isinstance(values, dict):
         raise SettingsError(f"{path}: a config file is a mapping of sections, this one is a {type(values).__name__}")
     base = values.pop("base", None)
@@ -123,7 +119,7 @@ def overlay_chain(name: str, _seen: tuple[Path, ...] = ()) -> list[Layer]:
     return [*overlay_chain(base, (*_seen, path)), own]
 
 
-def interpolate(values: object, environment: Mapping[str, str] = os.environ, path: str = "") -> Any:
+def interpolate(values: object, environment: Mapping[str, str] = os.environ, path: str = "") -> object:
     """``values`` with every ``${VARIABLE}`` in strings replaced. Raises SettingsError if a variable is not set."""
     if isinstance(values, dict):
         return {key: interpolate(value, environment, _join(path, key)) for key, value in values.items()}

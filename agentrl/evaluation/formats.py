@@ -160,6 +160,6 @@ class ProblemRow(TypedDict):
     source: str
     family: str
     setup: str
-    info: Mapping[str, Any]
+    info: Mapping[str, object]
     messages: Sequence[ChatMessage]
     prompt: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol, Self
+from typing import Literal, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -60,7 +60,9 @@ class EndpointSettings(BaseModel):
     limit_field: Literal["max_tokens", "max_completion_tokens"] = Field(
         "max_tokens", description="request field for the token limit of a turn; some endpoints accept only one of them"
     )
-    extra_body: dict[str, Any] = Field({}, description="additional fields of every request, passed through unchanged")
+    extra_body: dict[str, object] = Field(
+        {}, description="additional fields of every request, passed through unchanged"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> EndpointSettings:
@@ -146,5 +148,5 @@ class EvaluationSections(EnvironmentSections, EngineSections, Protocol):
     def evaluation(self) -> EvaluationSettings: ...
     @property
     def telemetry(self) -> TelemetrySettings: ...
-    def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self:
+    def model_copy(self, *, update: Mapping[str, object] | None = None) -> Self:
         """A copy of the settings with updated sections."""

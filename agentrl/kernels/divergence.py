@@ -1,10 +1,7 @@
 """The exact KL divergence of a policy from its reference at every token, without logits [N, V].
 
 Both heads' logits are formed for a block of rows at a time, forward and, again, backward; what follows runs over a
-block in pieces, on a processor such that they stay in its cache. Extra memory: two blocks of `_BLOCK_ELEMENTS`, about
-ten pieces, and in backward the gradients themselves.
-
-Not guaranteed: second derivatives (`once_differentiable` raises).
+block in pieces. Extra memory: two blocks of `_BLOCK_ELEMENTS`, about ten pieces, and in backward the gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,9 +12,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from agentrl.kernels.backends.products import add_head_weight_gradient, head_input_gradient, head_logits
+from agentrl.kernels.backends.gradients import HeadGradients
+from agentrl.kernels.backends.products import tempered_logits
 from agentrl.kernels.records import KernelInputError, check_cap, check_inputs, statistics_dtype
-from agentrl.kernels.softcap import cap_and_temper, cap_slope
+from agentrl.kernels.softcap import cap_slope
 
 _BLOCK_ELEMENTS = 1 << 23  # logits of one matrix product: 32 MB of float32
 _PIECE_ELEMENTS = {"cpu": 1 << 18}  # logits that the elementwise passes touch at a time; elsewhere the whole block
@@ -85,9 +83,7 @@ class _FullKL(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         hidden, weight, bias, *_ = ctx.saved_tensors
         (temperature, cap), dtype = ctx.maps[0], gradient.dtype
-        d_hidden = torch.empty_like(hidden, dtype=dtype) if ctx.needs_input_grad[0] else None
-        d_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
-        d_bias = torch.zeros_like(bias, dtype=dtype) if ctx.needs_input_grad[2] else None
+        totals = HeadGradients((hidden, weight, bias), ctx.needs_input_grad, dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             scale = (gradient / temperature).unsqueeze(-1)
             for rows, dz, reference in _blocks(ctx.saved_tensors, ctx.maps):
@@ -95,14 +91,8 @@ class _FullKL(torch.autograd.Function):
                     log_p, log_q = functional.log_softmax(dz[piece], -1), functional.log_softmax(reference[piece], -1)
                     slope = 1.0 if cap is None else cap_slope(dz[piece], cap, temperature)
                     torch.mul(_logit_gradient(log_p, log_q), scale[rows][piece], out=dz[piece]).mul_(slope)
-                if d_hidden is not None:
-                    d_hidden[rows] = head_input_gradient(dz, weight)
-                if d_weight is not None:
-                    add_head_weight_gradient(dz, hidden[rows].to(dtype), d_weight)
-                if d_bias is not None:
-                    d_bias += dz.sum(0)
-        gradients = zip((d_hidden, d_weight, d_bias), (hidden, weight, bias), strict=True)
-        return (*(None if d is None else d.to(x.dtype) for d, x in gradients), None, None, None, None)
+                totals.add(rows, dz)
+        return (*totals.results(), None, None, None, None)
 
 
 def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -150,12 +140,7 @@ def _blocks(
         own, other = buffers[:, : rows.stop - start]
         sides = ((hidden, weight, bias, own), (ref_hidden, ref_weight, ref_bias, other))
         for (states, head, shift, out), (temperature, cap) in zip(sides, maps, strict=True):
-            divisor = temperature if cap is None else 1.0  # a cap comes before the temperature
-            head_logits(states[rows].to(dtype) / divisor, head, out)
-            if shift is not None:
-                out += shift.to(dtype) / divisor
-            if cap is not None:
-                cap_and_temper(out, cap, temperature)
+            tempered_logits(states[rows].to(dtype), head, shift, out, temperature, cap)
         yield rows, own, other
 
 

@@ -132,12 +132,11 @@ def measure(
             rows = [one.rows[index] for one in drawn]
             true, spreads = spread_of(gradients, references, rows, own)
             for label, spread in spreads.items():
-                mean = spread.mean
                 head, diagonal = proxies_of(policy, hidden, sample, rows, own[label], temperature)
                 found = GradientMoments(
                     variance=spread.variance,
                     power=spread.power,
-                    drawn_squared=float(mean.double().square().sum()),
+                    drawn_squared=float(spread.mean.double().square().sum()),
                     mean_squared=spread.mean_squared,
                     along=spread.along,
                     reference_squared=true.along,
@@ -145,7 +144,7 @@ def measure(
                     diagonal=diagonal,
                 )
                 result.moments.setdefault(size, {}).setdefault(label, []).append(found)
-                sums[size][label] = sums[size].get(label, torch.zeros(gradients.size)) + mean / len(samples)
+                sums[size][label] = sums[size].get(label, torch.zeros(gradients.size)) + spread.mean / len(samples)
         progress(index + 1)
     for size, totals in sums.items():
         result.signal[size] = {label: float(total.double().square().sum()) for label, total in totals.items()}
@@ -218,12 +217,9 @@ def proxies_of(
     head_total = diagonal_total = 0.0
     for groups, values in zip(rows, advantages, strict=True):
         count, size = groups.shape
-        head = policy.head
+        head, logit_map = policy.head, policy.head.logit_map
         accumulator = HeadVarianceAccumulator(
-            head.weight,
-            temperature=head.logit_map.temperature(temperature),
-            bias=head.bias,
-            cap=head.logit_map.output_cap,
+            head.weight, temperature=logit_map.temperature(temperature), bias=head.bias, cap=logit_map.output_cap
         )
         flat, weights = groups.flatten(), values.flatten(0, 1)
         mask = sample.batch.response_mask[flat]

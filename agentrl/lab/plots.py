@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -164,8 +164,5 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    def write(out: IO[bytes]) -> None:
-        figure.savefig(out, format="png")
-
-    atomic_write(path, write)
+    atomic_write(path, lambda out: figure.savefig(out, format="png"))
     return path

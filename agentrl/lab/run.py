@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.kernels import Backend
@@ -56,20 +56,19 @@ def prepare(
 
 def lab_settings(*, group_sizes: str | None, estimators: str | None, samples: int | None) -> LabSettings:
     """Settings from the command line's arguments; an omitted one has its default. Raises SettingsError."""
-    given: dict[str, Any] = {}
+    given: dict[str, object] = {}
     if group_sizes is not None:
-        parts = [part.strip() for part in group_sizes.split(",")]
-        wrong = [part for part in parts if not part.isdigit()]
+        given["group_sizes"] = sizes = [part.strip() for part in group_sizes.split(",")]
+        wrong = [part for part in sizes if not part.isdigit()]
         if wrong:
             raise SettingsError(f"--group-sizes: {wrong[0]!r} is not a whole number; write them as 4,8,16")
-        given["group_sizes"] = tuple(map(int, parts))
     if estimators is not None:
-        given["estimators"] = tuple(part.strip() for part in estimators.split(",") if part.strip())
+        given["estimators"] = [part.strip() for part in estimators.split(",") if part.strip()]
     if samples is not None:
+        given["samples"] = samples
         if samples < 4:
             raise SettingsError(f"--samples {samples}: at least 4, two groups of two")
-        given["samples"] = samples
-    return LabSettings(**given)
+    return LabSettings.model_validate(given)
 
 
 def check_lab(lab: LabSettings) -> tuple[Choice, ...]:
@@ -143,7 +142,8 @@ def variance_command(
         "energy_correlations": energy_correlations(samples),
         "verdicts": said,
     }
-    _write(output / "variance.json", record)
+    text = json.dumps(record, indent=1, ensure_ascii=False).encode()
+    atomic_write(output / "variance.json", lambda out: out.writelines([text]))
     for path in draw_all(output, lines, samples, choices):
         console.note(f"drawn: {path}")
     return lines
@@ -198,23 +198,20 @@ async def _play(
 
 
 def _show(console: Console, lines: Sequence[Line], said: Sequence[str]) -> None:
-    rows = [
-        [
-            str(line.group_size),
-            line.estimator,
-            str(line.noise),
-            str(line.to_best),
-            str(line.scale),
-            f"{line.cosine.value:.3f}",
-            f"{line.bias.value:.3f}",
-            f"{line.variance.value:.3g}",
-            f"{line.head_variance:.3g}",
-            f"{line.diagonal:.3g}",
-        ]
-        for line in lines
-    ]
-    columns = ["N", "estimator", "noise", "to the best", "scale", "cosine", "bias", "variance", "head", "diagonal"]
-    console.table("Gradient of one group, least noise first; 95 % intervals over problems", columns, rows)
+    columns: dict[str, Callable[[Line], str]] = {
+        "N": lambda line: str(line.group_size),
+        "estimator": lambda line: line.estimator,
+        "noise": lambda line: str(line.noise),
+        "to the best": lambda line: str(line.to_best),
+        "scale": lambda line: str(line.scale),
+        "cosine": lambda line: f"{line.cosine.value:.3f}",
+        "bias": lambda line: f"{line.bias.value:.3f}",
+        "variance": lambda line: f"{line.variance.value:.3g}",
+        "head": lambda line: f"{line.head_variance:.3g}",
+        "diagonal": lambda line: f"{line.diagonal:.3g}",
+    }
+    rows = [[say(line) for say in columns.values()] for line in lines]
+    console.table("Gradient of one group, least noise first; 95 % intervals over problems", list(columns), rows)
     for line in said:
         console.note(line)
 
@@ -224,12 +221,3 @@ def _make(output: Path) -> None:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingsError(f"--output {output}: cannot be made: {error.strerror}") from error
-
-
-def _write(path: Path, record: dict[str, Any]) -> None:
-    text = json.dumps(record, indent=1, ensure_ascii=False)
-
-    def write(out: IO[bytes]) -> None:
-        out.write(text.encode())
-
-    atomic_write(path, write)

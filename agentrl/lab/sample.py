@@ -12,6 +12,8 @@ from agentrl.algorithms import AdvantageInputs, cross_energy
 from agentrl.models.policy import PolicyModel, scatter_tokens
 from agentrl.trajectory import Batch, Group
 
+_TOKEN_VALUES = ("log_probs", "sum_pi_squared", "token_energy", "hidden_norm_squared", "cross_energy")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemSample:
@@ -63,8 +65,7 @@ def look_at(
     """Statistics and exact energies of a group's trajectories, in micro-batches of at most ``budget`` tokens."""
     batch = Batch.from_trajectories(group.trajectories, pad_id=pad_id)
     shape = batch.response_mask.shape
-    names = ("log_probs", "sum_pi_squared", "token_energy", "hidden_norm_squared", "cross_energy")
-    tokens = {name: torch.zeros(shape) for name in names}
+    tokens = {name: torch.zeros(shape) for name in _TOKEN_VALUES}
     energies = torch.zeros(shape[0])
     for rows in row_blocks(batch, budget):
         mask = batch.response_mask[rows]
@@ -72,11 +73,10 @@ def look_at(
             statistics, hidden = policy(
                 batch.input_ids[rows], batch.prompt_lengths[rows], batch.response_ids[rows], mask, temperature, True
             )
-            tokens["log_probs"][rows] = scatter_tokens(statistics.log_probs.float(), mask)
-            tokens["sum_pi_squared"][rows] = scatter_tokens(statistics.sum_pi_squared.float(), mask)
-            tokens["token_energy"][rows] = scatter_tokens(statistics.energy.float(), mask)
-            tokens["hidden_norm_squared"][rows] = scatter_tokens(statistics.hidden_norm_squared.float(), mask)
-            tokens["cross_energy"][rows] = _cross_energies(policy, hidden, batch.response_ids[rows], mask, temperature)
+            cross = _cross_energies(policy, hidden, batch.response_ids[rows], mask, temperature)
+        found = {**vars(statistics), "token_energy": statistics.energy, "cross_energy": cross}
+        for name, values in tokens.items():
+            values[rows] = scatter_tokens(found[name].float(), mask)
         energies[rows] = policy.trajectory_energies(
             batch.input_ids[rows], batch.prompt_lengths[rows], mask, temperature=temperature
         ).float()
@@ -104,13 +104,9 @@ def inputs_of(samples: Sequence[ProblemSample], rows: Sequence[Tensor]) -> Advan
         rewards=gather("rewards").double(),
         response_mask=gather("response_mask"),
         groups=torch.cat([torch.full_like(chosen, index) for index, chosen in enumerate(rows)]),
-        log_probs=gather("log_probs"),
-        sum_pi_squared=gather("sum_pi_squared"),
-        token_energy=gather("token_energy"),
-        hidden_norm_squared=gather("hidden_norm_squared"),
-        cross_energy=gather("cross_energy"),
         trajectory_energy=each([sample.trajectory_energy for sample in samples]),
         greedy_returns=each([torch.full((sample.size,), sample.greedy_return) for sample in samples]),
+        **{name: gather(name) for name in _TOKEN_VALUES},
     )
 
 
@@ -123,10 +119,10 @@ def row_blocks(batch: Batch, budget: int) -> Iterator[slice]:
 
 
 def _cross_energies(policy: PolicyModel, hidden: Tensor, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
-    """sum_{k <= t} max(0, <delta_k, delta_t>) [B, T] from hidden [n, D] of the model tokens, a row at a time."""
+    """sum_{k <= t} max(0, <delta_k, delta_t>) [n] from hidden [n, D] of the model tokens, a row at a time."""
     lengths = mask.sum(-1).tolist()
     parts = []
     for states, targets in zip(hidden.split(lengths), ids[mask].split(lengths), strict=True):
         logits, slope = policy.head.logit_map.with_slope(policy.head(states).float())
         parts.append(cross_energy(torch.log_softmax(logits / temperature, dim=-1), targets, slope=slope).float())
-    return scatter_tokens(torch.cat(parts), mask)
+    return torch.cat(parts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,12 +131,12 @@ def proxy_energies(samples: Sequence[ProblemSample]) -> dict[str, list[Floats]]:
     }
 
 
-def as_records(lines: Sequence[Line]) -> list[dict[str, Any]]:
+def as_records(lines: Sequence[Line]) -> list[dict[str, object]]:
     """JSON-able; a value that is not a number (with a scale of 0) becomes null."""
-    return [_finite(asdict(line)) for line in lines]
+    return [{key: _finite(value) for key, value in asdict(line).items()} for line in lines]
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -15,9 +15,9 @@ from agentrl.errors import SettingsError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_DIVISORS = ("logits_scaling",)  # Granite
-_FACTORS = ("logit_scale",)  # Cohere
-_CAPS = ("final_logit_softcapping",)  # Gemma
+_DIVISOR = "logits_scaling"  # Granite
+_FACTOR = "logit_scale"  # Cohere
+_CAP = "final_logit_softcapping"  # Gemma
 _EXTREME = 80.0
 """The largest logit that is tried, far above where models cap theirs."""
 
@@ -72,11 +72,10 @@ class Anatomy:
 
 
 def take_apart(causal_lm: PreTrainedModel) -> Anatomy:
-    """The parts of a model, found by the accessors of `transformers`, and checked to be all there is.
+    """The parts of a model, found by the accessors of `transformers`. SettingsError unless they are all there is.
 
-    The model itself is asked for the logits of hidden states and of a head's output that are made up here, in float32:
-    no layer runs and no weight is read, so the model may be of any size, sharded or without storage. Raises
-    SettingsError for a model that does anything else to them, or anything before its transformer.
+    The model is asked for the logits of made-up hidden states and outputs of its head: no layer runs and no weight is
+    read, so it may be sharded or without storage.
     """
     name = type(causal_lm).__name__
     backbone, head = causal_lm.get_decoder(), causal_lm.get_output_embeddings()
@@ -87,8 +86,7 @@ def take_apart(causal_lm: PreTrainedModel) -> Anatomy:
     if problem is not None:
         raise SettingsError(
             f"model.path: {name} {problem}, so training would use a different policy than this model. Supported: "
-            f"logits that are divided ({', '.join(_DIVISORS)}), multiplied ({', '.join(_FACTORS)}) and capped "
-            f"({', '.join(_CAPS)}) as its configuration says"
+            f"logits that its configuration divides ({_DIVISOR}), multiplies ({_FACTOR}) or caps ({_CAP})"
         )
     return parts
 
@@ -96,13 +94,8 @@ def take_apart(causal_lm: PreTrainedModel) -> Anatomy:
 def _declared(config: PreTrainedConfig) -> LogitMap:
     """The map that the configuration declares under the names of `transformers`; None there means none."""
     text = config.get_text_config()
-    scale = 1.0
-    for name in _DIVISORS:
-        scale /= getattr(text, name, None) or 1.0
-    for name in _FACTORS:
-        scale *= getattr(text, name, None) or 1.0
-    caps = [getattr(text, name, None) for name in _CAPS]
-    return LogitMap(scale=scale, cap=next((cap for cap in caps if cap), None))
+    scale = 1.0 / (getattr(text, _DIVISOR, None) or 1.0) * (getattr(text, _FACTOR, None) or 1.0)
+    return LogitMap(scale=scale, cap=getattr(text, _CAP, None) or None)
 
 
 @torch.no_grad()

@@ -1,8 +1,6 @@
-"""A model's chat template as strings: rendered once, in a synthetic conversation, and never over sampled text.
+"""A model's chat template as strings: rendered once, around place-holders, and never over sampled text.
 
-A template is a program over a whole conversation: it may strip the thoughts of earlier turns, or write the last turn
-otherwise than those before. A trajectory is the tokens that were sampled, so nothing of that may touch it. Hence the
-conversation that is rendered here has place-holders for all messages, and only the text between them is kept.
+A template may strip the thoughts of earlier turns or write the last turn differently; sampled tokens must not change.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ def read_chat_format(
 ) -> ChatFormat:
     """The template of the model ``name`` for conversations with ``tools``; ``options`` are variables of the template.
 
-    Raises SettingsError where the tokenizer has no template or one that the protocol cannot speak: one that does not
-    render a call as ``<tool_call>`` and JSON, alters what it is given, or depends on the place in the conversation.
+    Raises SettingsError for none, and for one that alters messages, depends on their place, or writes other calls.
     """
     if not tokenizer.chat_template:
         raise SettingsError(

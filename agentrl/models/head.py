@@ -25,12 +25,8 @@ class ReferenceHead:
 class FusedHead(nn.Linear):
     """Takes the place of a model's head: with targets it returns :class:`TokenStatistics`, without them its output.
 
-    The statistics are of the model's logits, which are what ``logit_map`` makes of the output: a scale joins the
-    temperature, a cap enters gradients and energies by its derivative (:class:`TokenStatistics`). The output is the
-    plain one, on which the model then does the same.
-
-    It is a module whose parameter is the head's own (tied or not), so that hooks that gather a sharded weight around
-    ``forward`` (ZeRO-3) work as for any linear layer. Logits of all targets never exist at once.
+    The statistics are of what ``logit_map`` makes of the output; a cap enters gradients and energies by its derivative.
+    Its parameter is the head's own (tied or not), so ZeRO-3's hooks gather it as for any linear layer.
     """
 
     backend: Backend

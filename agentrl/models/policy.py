@@ -21,17 +21,10 @@ if TYPE_CHECKING:
 class PolicyModel(nn.Module):
     """A causal language model of `transformers` whose head is a :class:`FusedHead`."""
 
-    def __init__(
-        self,
-        causal_lm: PreTrainedModel,
-        *,
-        backend: Backend = "auto",
-        share_prompts: bool = False,
-    ) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, *, backend: Backend = "auto", share_prompts: bool = False) -> None:
         """``share_prompts`` computes equal prompts of a batch once; see :func:`.shared_prompts.response_hidden`.
 
-        Raises SettingsError if the model's attention cannot, if the backend cannot run on this machine or for this
-        model, and for a model that makes its logits in an unknown way (:func:`.anatomy.take_apart`).
+        Raises SettingsError for a model that cannot do that, run ``backend`` or pass :func:`.anatomy.take_apart`.
         """
         super().__init__()
         if backend == "triton":

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 def response_hidden(backbone: nn.Module, input_ids: Tensor, prompt_lengths: Tensor, response_ids: Tensor) -> Tensor:
     """Hidden states [B, T, D] that predict ``response_ids`` [B, T], as one forward of ``input_ids`` [B, S] gives them.
 
-    Each distinct prompt goes through ``backbone`` once; its keys and values then stand before every response that
-    follows it. With ``n`` samples a prompt this saves ``(n - 1) / n`` of the prompts' share. Always two forwards,
-    whatever the rows hold, so that ranks that gather parameters stay in step. Differentiable. Attention must be
-    `sdpa`, over the whole context, without gradient checkpointing.
+    Each distinct prompt goes through ``backbone`` once; its keys and values stand before every response to it. Always
+    two forwards, so that ranks that gather parameters stay in step. Differentiable. Attention must be `sdpa`, over the
+    whole context, without gradient checkpointing.
     """
     from transformers import DynamicCache
 

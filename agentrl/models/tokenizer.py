@@ -16,29 +16,13 @@ from agentrl_envs.protocols.marked_text import Mark, MarkedText, Part, parts_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CHARACTERS = 0x100
-
-
-def _byte_of_character() -> dict[str, int]:
-    """The byte-level BPE alphabet: printable bytes stand for themselves, the others for characters from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(0x100) if byte not in set(printable))
-    table.update({chr(_CHARACTERS + index): byte for index, byte in enumerate(others)})
-    return table
-
 
 class TextCodec:
     """Encodes untrusted text and decodes sampled tokens for one tokenizer of `transformers`.
 
-    ``encode`` treats every added token (special or not) in the text as plain text, so that a program that prints
-    ``<|endoftext|>`` gives the model text and not an end. ``table`` gives each token's bytes; their concatenation
-    over a sequence is its text, so stop strings are found without decoding a sequence again.
-
-    Only the marks of a :class:`~agentrl_envs.protocols.marked_text.MarkedText`, which protocols alone set, become
-    special tokens. Each part of such a text is encoded on its own, so that untrusted text cannot change a mark.
-    ``end_ids`` are the tokens at which a turn ends, for every engine: the tokenizer's, that of ``turn_end``, and
-    ``generation_ends``.
+    ``encode`` treats every added token in the text as plain text: a program that prints ``<|endoftext|>`` gives the
+    model text and not an end. Only the marks of a :class:`~agentrl_envs.protocols.marked_text.MarkedText`, which
+    protocols alone set, become special tokens. ``end_ids`` are the tokens at which a turn ends, for every engine.
 
     Not guaranteed: a tokenizer that cannot write every text (no byte-level alphabet, no byte fallback) still gives
     its unknown token for a character that it lacks.
@@ -110,7 +94,7 @@ class TextCodec:
 
     @property
     def table(self) -> list[bytes]:
-        """The bytes of every token id; special tokens have none."""
+        """The bytes of every token id; special tokens have none. Those of a sequence concatenate to its text."""
         if self._table is None:
             self._table = self._build_table()
         return self._table
@@ -122,10 +106,12 @@ class TextCodec:
         return b"".join([table[token] for token in token_ids if token < size]).decode(errors="replace")
 
     def _build_table(self) -> list[bytes]:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
         vocabulary = self._plain.get_vocab()
         size = max([*vocabulary.values(), *self._added, -1]) + 1
         table = [b""] * size
-        alphabet = _byte_of_character()
+        alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
         for token, index in vocabulary.items():
             if self._byte_level:
                 table[index] = bytes(alphabet[character] for character in token if character in alphabet)
@@ -141,8 +127,7 @@ class TextCodec:
 def _without_added_tokens(backend: dict[str, Any]) -> Tokenizer:
     """The tokenizer (as its JSON) with no added token, no template, no padding and no truncation.
 
-    Some vocabularies hold added tokens as ordinary pieces too (SentencePiece's ``</s>``), which plain text could then
-    spell: those pieces get names that nobody can guess. Runs of blanks do not change.
+    Added tokens that are ordinary pieces too (SentencePiece's ``</s>``) get names that no text can spell.
     """
     contents = {token["content"] for token in backend["added_tokens"] if not token["content"].isspace()}
     backend |= {"added_tokens": [], "post_processor": None, "padding": None, "truncation": None}

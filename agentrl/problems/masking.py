@@ -31,30 +31,13 @@ def masked_statement(statement: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SplitReport:
-    """Where the problems of a split went: the four counts add up to ``given``."""
-
-    given: int
-    train: int
-    heldout: int
-    excluded: int  # the masked statement is among those of the excluded problems
-    repeated: int  # an earlier problem has the same statement and answer
-
-    def describe(self) -> str:
-        """One line for the console."""
-        return (
-            f"{self.given} problems: {self.train} train, {self.heldout} held out,"
-            f" {self.excluded} removed as in the excluded problems (numbers masked), {self.repeated} removed as repeats"
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedSplit:
-    """Two parts without a common masked statement, in input order."""
+    """Two parts without a common masked statement, in input order, and how many problems are in neither."""
 
     train: tuple[Problem, ...]
     heldout: tuple[Problem, ...]
-    report: SplitReport
+    excluded: int  # the masked statement is among those of the excluded problems
+    repeated: int  # an earlier problem has the same statement and answer
 
 
 def split_by_masked_statement(
@@ -82,10 +65,7 @@ def split_by_masked_statement(
         else:
             (heldout if _position(key) < heldout_fraction else train).append(problem)
         seen.add(content)
-    report = SplitReport(
-        given=len(problems), train=len(train), heldout=len(heldout), excluded=excluded, repeated=repeated
-    )
-    return MaskedSplit(train=tuple(train), heldout=tuple(heldout), report=report)
+    return MaskedSplit(train=tuple(train), heldout=tuple(heldout), excluded=excluded, repeated=repeated)
 
 
 def _position(key: str) -> float:

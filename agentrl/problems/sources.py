@@ -103,8 +103,8 @@ def load_source(settings: ProblemSourceSettings, *, seed: int = 0, answered: boo
         kept=len(limited),
         unanswered=read.unanswered,
         repeated=read.repeated,
-        excluded=split.report.excluded,
-        other_part=split.report.train + split.report.heldout - len(kept),
+        excluded=split.excluded,
+        other_part=len(split.train) + len(split.heldout) - len(kept),
         beyond_limit=len(kept) - len(limited),
     )
     if not limited:
@@ -138,13 +138,16 @@ def expand(path: str) -> str:
     return os.path.expanduser(os.path.expandvars(path))
 
 
-def _generator(settings: ProblemSourceSettings, seed: int) -> LoadedSource:
-    kind = settings.path.removeprefix(BUILTIN)
+def check_builtin(path: str, what: str) -> None:
+    """Raise ProblemError unless ``path`` names a generator."""
+    kind = path.removeprefix(BUILTIN)
     if kind not in GENERATORS:
         valid = ", ".join(BUILTIN + name for name in GENERATORS)
-        raise ProblemError(
-            f"{settings.path}: no such built-in problems; valid: {valid}{did_you_mean(kind, GENERATORS)}"
-        )
+        raise ProblemError(f"{path}: no such built-in {what}; valid: {valid}{did_you_mean(kind, GENERATORS)}")
+
+
+def _generator(settings: ProblemSourceSettings, seed: int) -> LoadedSource:
+    check_builtin(settings.path, "problems")
     chosen = seed if settings.seed is None else settings.seed
     endless = ArithmeticSource(split=settings.split, seed=chosen, families=settings.families)
     if settings.limit is None:

@@ -1,16 +1,12 @@
 """The number of trajectories in flight, limited by the engine's KV cache.
 
-A trajectory without room for its next token is preempted: its keys and values are dropped and recomputed later. New
-trajectories therefore start only while the running ones have room to grow.
+A trajectory without room for its next token loses its keys and values and recomputes them later. New trajectories
+therefore start only while the running ones have room to grow. ``safe`` trajectories fit at any length. Beyond them:
 
-``safe`` trajectories fit at any length and may always run. Beyond them, up to ``rollout.concurrency``:
-
-1. Once ``safe`` trajectories have ended, their mean length tells how many would fit if all had their full length at the
-   same time.
-2. From there the limit grows by a quarter while the cache stays below ``rollout.kv_high_watermark``, but only when half
-   of a trajectory's duration has passed since the last change: the memory of new trajectories is not visible earlier.
-3. Above ``rollout.kv_high_watermark``, or after a preemption, the limit falls to three quarters of the trajectories in
-   flight. Running trajectories are never stopped.
+1. Once ``safe`` trajectories have ended, their mean length tells how many would fit at full length.
+2. From there the limit grows by a quarter while the cache stays below ``rollout.kv_high_watermark``, but only half a
+   trajectory's duration after the last change: the memory of new trajectories is not visible earlier.
+3. Above the watermark, or after a preemption, the limit falls to three quarters of the trajectories in flight.
 """
 
 from __future__ import annotations

@@ -71,7 +71,6 @@ class _Running:
     """The state shared by all trajectories of one call of :meth:`Driver.run`."""
 
     temperature: float
-    samples: int  # per problem, the greedy one included
     greedy_sample: int | None  # the index of the sample played at temperature 0
     rounds: Rounds | None
     fair_yield: FairYield
@@ -163,66 +162,52 @@ class _TokenLedger:
         self.engine.release(self.name)
 
 
+@dataclass(kw_only=True)
 class Driver:
     """Plays groups of trajectories, with one asyncio task per trajectory in flight and no barrier between turns.
 
     ``deterministic`` plays turns in rounds (:class:`~agentrl.rollout.gates.Rounds`), for bitwise reproducible runs.
-    Randomness is keyed by ``seed``, step, problem, sample and turn.
+    Randomness is keyed by ``seed``, step, problem, sample and turn. ``label`` distinguishes the trajectories from those
+    of another driver on the same engine. ``reward`` replaces the environment's, on a trajectory's last model token.
     """
 
-    def __init__(
-        self,
-        *,
-        environment: Environment,
-        engine: Engine,
-        codec: TextCodec,
-        settings: RolloutSettings,
-        seed: int,
-        top_p: float = 1.0,
-        deterministic: bool = False,
-        label: str = "",
-        reward: Reward | None = None,
-    ) -> None:
-        """``label`` distinguishes this driver's trajectories from those of another driver on the same engine.
+    environment: Environment
+    engine: Engine
+    codec: TextCodec
+    settings: RolloutSettings
+    seed: int
+    top_p: float = 1.0
+    deterministic: bool = False
+    label: str = ""
+    reward: Reward | None = None
+    last_failure: str | None = None
+    """The reason for the last infrastructure failure that no episode reported."""
 
-        ``reward`` replaces the environment's rewards, on a trajectory's last model token.
-        """
-        self._reward = reward
-        self._environment = environment
-        self._engine = engine
-        self._codec = codec
-        self._settings = settings
-        self._seed = seed
-        self._top_p = top_p
-        self._deterministic = deterministic
-        self._label = label
+    def __post_init__(self) -> None:
+        settings = self.settings
         self._admission = Admission(
-            engine.cache_use,
+            self.engine.cache_use,
             ceiling=settings.concurrency,
             longest=settings.max_prompt_tokens + settings.max_response_tokens,
             kv_high_watermark=settings.kv_high_watermark,
         )
         # The trajectories of a group start with the same prompt.
-        self._encode_plain_prompt = lru_cache(maxsize=_PROMPTS)(codec.encode_prompt)
-        self.last_failure: str | None = None
-        """The reason for the last infrastructure failure that no episode reported."""
+        self._encode_plain_prompt = lru_cache(maxsize=_PROMPTS)(self.codec.encode_prompt)
 
     def _encode_prompt(self, text: str) -> tuple[int, ...]:
         # Marked texts are not cached: two with the same characters may differ in their marks.
-        return self._codec.encode_prompt(text) if isinstance(text, MarkedText) else self._encode_plain_prompt(text)
+        return self.codec.encode_prompt(text) if isinstance(text, MarkedText) else self._encode_plain_prompt(text)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of admission to the engine, and of the gateway if there is one, since the last call."""
-        agents = self._environment.metrics() if isinstance(self._environment, AgentEnvironment) else {}
+        agents = self.environment.metrics() if isinstance(self.environment, AgentEnvironment) else {}
         return self._admission.metrics() | agents
 
     async def prompt_tokens(self, problem: Problem) -> int:
-        """The length of a problem's prompt in tokens."""
         return len(await self.prompt(problem))
 
     async def prompt(self, problem: Problem) -> tuple[int, ...]:
-        """A problem's prompt in tokens."""
-        episode = self._environment.episode(problem)
+        episode = self.environment.episode(problem)
         try:
             return self._encode_prompt(await episode.start())
         finally:
@@ -241,7 +226,7 @@ class Driver:
 
         ``greedy`` plays one more trajectory of each problem, at temperature 0.
         """
-        samples = group_size + int(greedy)
+        samples = group_size + greedy
         listed = iter(
             [Job(request=request, sample=sample, step=step) for request in requests for sample in range(samples)]
         )
@@ -249,29 +234,22 @@ class Driver:
         async def jobs() -> Job | None:
             return next(listed, None)
 
-        players = min(self._settings.concurrency, len(requests) * samples)
-        running = _Running(
-            temperature=self._settings.temperature if temperature is None else temperature,
-            samples=samples,
-            greedy_sample=group_size if greedy else None,
-            rounds=Rounds(players) if self._deterministic else None,
-            fair_yield=FairYield(),
-        )
-        return self._run(jobs, running, players=players)
+        players = min(self.settings.concurrency, len(requests) * samples)
+        rounds = Rounds(players) if self.deterministic else None
+        temperature = self.settings.temperature if temperature is None else temperature
+        return self._run(jobs, group_size, greedy=greedy, players=players, temperature=temperature, rounds=rounds)
 
     def run_jobs(self, jobs: Jobs, *, group_size: int, greedy: bool = False) -> AsyncGenerator[Group, None]:
         """Yield groups from jobs that arrive over time: all samples of a request, plus one if ``greedy``."""
-        running = _Running(
-            temperature=self._settings.temperature,
-            samples=group_size + int(greedy),
-            greedy_sample=group_size if greedy else None,
-            rounds=None,
-            fair_yield=FairYield(),
-        )
-        return self._run(jobs, running, players=self._settings.concurrency)
+        players, temperature = self.settings.concurrency, self.settings.temperature
+        return self._run(jobs, group_size, greedy=greedy, players=players, temperature=temperature, rounds=None)
 
-    async def _run(self, jobs: Jobs, running: _Running, *, players: int) -> AsyncGenerator[Group, None]:
+    async def _run(
+        self, jobs: Jobs, group_size: int, *, greedy: bool, players: int, temperature: float, rounds: Rounds | None
+    ) -> AsyncGenerator[Group, None]:
         """Assemble groups from finished trajectories."""
+        greedy_sample = group_size if greedy else None
+        running = _Running(temperature=temperature, greedy_sample=greedy_sample, rounds=rounds, fair_yield=FairYield())
         parts: dict[int, list[Trajectory]] = {}
         # Exclude everything that exists by now (libraries, the model) from garbage collection while thousands of
         # trajectories are alive: collecting it causes the longest pauses of the event loop.
@@ -281,8 +259,8 @@ class Driver:
                 async for trajectory in finished:
                     part = parts.setdefault(trajectory.group, [])
                     part.append(trajectory)
-                    if sum(item.is_last_branch for item in part) == running.samples:
-                        yield _group(parts.pop(trajectory.group), running.greedy_sample)
+                    if sum(item.is_last_branch for item in part) == group_size + greedy:
+                        yield _group(parts.pop(trajectory.group), greedy_sample)
         finally:
             gc.unfreeze()
 
@@ -306,7 +284,7 @@ class Driver:
             return branches
         try:
             async for attempt in stamina.retry_context(
-                on=_InfrastructureFailureError, attempts=self._settings.retries + 1, timeout=None, wait_max=10.0
+                on=_InfrastructureFailureError, attempts=self.settings.retries + 1, timeout=None, wait_max=10.0
             ):
                 with attempt:
                     # The first attempt is over; only failures pay for the overhead of retrying.
@@ -320,7 +298,7 @@ class Driver:
 
     async def _attempt(self, job: Job, running: _Running) -> tuple[Trajectory, ...]:
         """The branches of one rollout: several only where an agent program plays."""
-        if not isinstance(self._environment, AgentEnvironment):
+        if not isinstance(self.environment, AgentEnvironment):
             return (await self._conversation(job, running),)
         place = RolloutPlace(
             problem=job.request.problem,
@@ -328,16 +306,16 @@ class Driver:
             group=job.request.index,
             sample=job.sample,
             name=self._name(job),
-            seed=self._seed,
+            seed=self.seed,
             temperature=self._temperature(job, running),
-            top_p=self._top_p,
+            top_p=self.top_p,
         )
-        branches, failure = await self._environment.play(
+        branches, failure = await self.environment.play(
             place,
-            engine=self._engine,
-            settings=self._settings,
+            engine=self.engine,
+            settings=self.settings,
             gate=running.before_turn,
-            rewarded_later=self._reward is not None,
+            rewarded_later=self.reward is not None,
         )
         self.last_failure = failure or self.last_failure
         last = await self._rewarded(branches[-1], running)
@@ -345,7 +323,7 @@ class Driver:
 
     def _name(self, job: Job) -> str:
         # Zero-padded, so that names sort in the order of requests, samples and turns.
-        return f"{self._label}{job.step:08d}-{job.request.index:012d}-{job.sample:06d}"
+        return f"{self.label}{job.step:08d}-{job.request.index:012d}-{job.sample:06d}"
 
     def _temperature(self, job: Job, running: _Running) -> float:
         return 0.0 if job.sample == running.greedy_sample else running.temperature
@@ -355,20 +333,20 @@ class Driver:
         began = loop.time()
         ledger = _TokenLedger(
             name=self._name(job),
-            keys=(self._seed, job.step, job.request.index, job.sample),
+            keys=(self.seed, job.step, job.request.index, job.sample),
             sampling=Sampling(
-                max_tokens=self._settings.max_turn_tokens,
+                max_tokens=self.settings.max_turn_tokens,
                 temperature=self._temperature(job, running),
-                top_p=self._top_p,
+                top_p=self.top_p,
             ),
-            engine=self._engine,
-            codec=self._codec,
+            engine=self.engine,
+            codec=self.codec,
             encode_prompt=self._encode_prompt,
             running=running,
         )
         problem = job.request.problem
-        turns = TurnLoop(problem=problem, ledger=ledger, settings=self._settings, fair_yield=running.fair_yield)
-        ended = await turns.play(self._environment)
+        turns = TurnLoop(problem=problem, ledger=ledger, settings=self.settings, fair_yield=running.fair_yield)
+        ended = await turns.play(self.environment)
         self.last_failure = turns.failure or self.last_failure
         trajectory = Trajectory(
             problem=problem,
@@ -387,14 +365,14 @@ class Driver:
 
     async def _rewarded(self, trajectory: Trajectory, running: _Running) -> Trajectory:
         """The trajectory with the reward of ``reward.function``, if set; excluded from the data if that times out."""
-        if self._reward is None or trajectory.no_data:
+        if self.reward is None or trajectory.no_data:
             return trajectory
         turns = tuple(Message(role=_ROLES[segment.origin], text=segment.text) for segment in trajectory.segments)
         conversation = Conversation(
             turns=turns, ended=trajectory.ended, answer=trajectory.answer, environment_reward=trajectory.reward
         )
         try:
-            value = await self._reward(trajectory.problem, conversation, trajectory.verdict)
+            value = await self.reward(trajectory.problem, conversation, trajectory.verdict)
         except TimeoutError as error:
             logger.warning("problem %s: %s", trajectory.problem.id, error)
             return replace(trajectory, ended=Ended.INFRASTRUCTURE_FAILURE)
@@ -413,7 +391,6 @@ def _group(trajectories: list[Trajectory], greedy_sample: int | None) -> Group:
 
 
 def _joined(first: Completion, second: Completion) -> Completion:
-    """Join two parts of one turn into one completion."""
     return replace(
         second,
         token_ids=first.token_ids + second.token_ids,

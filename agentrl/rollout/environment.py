@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl.models.chat_template import read_chat_format
 from agentrl.models.tokenizer import TextCodec, read_generation_ends
@@ -19,6 +19,8 @@ from agentrl_envs.settings import GymnasiumSettings, SimpleTIRSettings
 from agentrl_envs.tools import load_tools
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from agentrl.rollout.settings import EnvironmentSections, RewardedSections, RewardSettings
 
 
@@ -47,7 +49,7 @@ def build_environment(settings: EnvironmentSections, chat: Chat | None = None) -
     return factory(GymnasiumSettings(**(settings.environment.model_extra or {})))
 
 
-def chat_format(settings: EnvironmentSections, tokenizer: Any, name: str) -> Chat | None:
+def chat_format(settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBase, name: str) -> Chat | None:
     """The chat template of the model ``name`` if the environment needs one, else None.
 
     Raises SettingsError if the protocol needs one and the model has none that it supports.
@@ -57,10 +59,11 @@ def chat_format(settings: EnvironmentSections, tokenizer: Any, name: str) -> Cha
     if not needs_chat_format(settings):
         return None
     assert isinstance(settings.environment, SimpleTIRSettings)
+    tools = load_tools(settings.environment.tools, interpreter=settings.environment.interpreter)
     return read_chat_format(
         tokenizer,
         name=name,
-        tools=[schema.as_function() for schema in load_tools(settings.environment.tools).schemas],
+        tools=[schema.as_function() for schema in tools.schemas],
         options=settings.environment.template_options,
     )
 
@@ -82,13 +85,15 @@ def needs_chat_format(settings: EnvironmentSections) -> bool:
     )
 
 
-def environment_and_codec(settings: EnvironmentSections, tokenizer: Any, name: str) -> tuple[Environment, TextCodec]:
+def environment_and_codec(
+    settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBase, name: str
+) -> tuple[Environment, TextCodec]:
     """The environment, not yet open, and the codec that a driver needs in addition to an engine, for model ``name``."""
     chat = chat_format(settings, tokenizer, name)
     return build_environment(settings, chat), build_codec(tokenizer, name, chat)
 
 
-def build_codec(tokenizer: Any, name: str, chat: Chat | None) -> TextCodec:
+def build_codec(tokenizer: PreTrainedTokenizerBase, name: str, chat: Chat | None) -> TextCodec:
     """The codec of conversations with the model ``name``, with or without a chat template."""
     if isinstance(chat, ChatRenderer):
         return chat.codec

@@ -86,7 +86,6 @@ class VersionClock:
 
     @property
     def version(self) -> int:
-        """The version that the engine currently holds."""
         return self._version
 
     def installed(self, version: int) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from abc import ABC, abstractmethod
 from collections import deque
-from typing import Protocol
 
 from agentrl.errors import WorldError
 from agentrl.rollout.driver import Driver, Job
@@ -15,9 +15,10 @@ from agentrl.rollout.work_queue import WorkQueue
 from agentrl.trajectory import Group
 
 
-class RolloutSource(Protocol):
+class RolloutSource(ABC):
     """Supplies a step's groups, one batch at a time: ``take``, possibly ``take`` with ``more``, then ``trained``."""
 
+    @abstractmethod
     async def take(self, count: int, *, step: int, deadline: float, more: bool = False) -> list[Group]:
         """Return ``count`` groups in the order of issue. ``more``: for a batch that the filters left too small.
 
@@ -26,17 +27,22 @@ class RolloutSource(Protocol):
 
     def trained(self) -> None:
         """Note that the batch has been trained."""
+        return
 
     async def settle(self, *, step: int, deadline: float) -> None:
         """Return when the weights may change; raises like :meth:`take`."""
+        return
 
+    @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Metrics since the last call."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End what runs in the background."""
+        return
 
 
-class OnDemandSource:
+class OnDemandSource(RolloutSource):
     """Plays groups only during a call of :meth:`take` (``rollout.schedule=synchronous``)."""
 
     def __init__(self, driver: Driver, queue: WorkQueue, settings: RolloutSettings, *, greedy: bool) -> None:
@@ -63,20 +69,11 @@ class OnDemandSource:
         self._idle.begins()
         return sorted(played, key=lambda group: group.index)
 
-    def trained(self) -> None:
-        """Do nothing: no group is played ahead."""
-
-    async def settle(self, *, step: int, deadline: float) -> None:
-        """Return at once: nothing runs between two calls of :meth:`take`."""
-
     def metrics(self) -> dict[str, float]:
         return {"time/rollout_idle_s": self._idle.take()}
 
-    async def close(self) -> None:
-        """Do nothing: no task runs."""
 
-
-class BackgroundSource:
+class BackgroundSource(RolloutSource):
     """Plays groups in a background task, as far ahead as a :class:`Schedule` allows.
 
     Used for ``rollout.schedule=overlapped`` and ``asynchronous``. Failures of the task raise in :meth:`take`.

@@ -83,7 +83,6 @@ class WorkQueue:
         self._untrained = {}
 
     def trained(self, indices: Collection[int]) -> None:
-        """Remove trained groups."""
         for index in indices:
             self._untrained.pop(index, None)
 
@@ -105,7 +104,6 @@ class WorkQueue:
         }
 
     def load_state_dict(self, state: QueueState) -> None:
-        """Continue from a state of :meth:`state_dict`."""
         self._sampler.load_state_dict(state["sampler"])
         self._next_index = state["next_index"]
         self._drawn = None if state["drawn"] is None else Problem(**state["drawn"])

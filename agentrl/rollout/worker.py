@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.rollout.driver import Driver
@@ -33,30 +33,24 @@ class RolloutBatch:
     metrics: dict[str, float]
 
 
+@dataclass(kw_only=True)
 class RolloutWorker:
-    """Collects groups, filters them and tracks their age."""
+    """Collects groups, filters them and tracks their age.
 
-    def __init__(
-        self,
-        *,
-        driver: Driver,
-        sampler: ProblemSampler,
-        settings: RolloutSettings,
-        rules: FilterRules,
-        greedy: bool = False,
-        last_step: int | None = None,
-    ) -> None:
-        """``greedy``: play every problem once more at temperature 0, for a baseline.
+    ``greedy``: play every problem once more at temperature 0, for a baseline. ``last_step``: the run's last step;
+    nothing is played for later steps.
+    """
 
-        ``last_step``: the run's last step; nothing is played for later steps.
-        """
-        self._driver = driver
-        self._settings = settings
-        self._rules = rules
-        self._greedy = greedy
-        self._last_step = last_step
+    driver: Driver
+    sampler: InitVar[ProblemSampler]
+    settings: RolloutSettings
+    rules: FilterRules
+    greedy: bool = False
+    last_step: int | None = None
+
+    def __post_init__(self, sampler: ProblemSampler) -> None:
         self._queue = WorkQueue(
-            sampler, prompt_tokens=driver.prompt_tokens, max_prompt_tokens=settings.max_prompt_tokens
+            sampler, prompt_tokens=self.driver.prompt_tokens, max_prompt_tokens=self.settings.max_prompt_tokens
         )
         self._clock = VersionClock()
         self._source: RolloutSource | None = None
@@ -69,24 +63,24 @@ class RolloutWorker:
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
-        deadline = began + self._settings.step_deadline
+        deadline = began + self.settings.step_deadline
         self._step = step
         if self._source is None:
             self._source = self._open(step)
-        needed, first = self._settings.problems_per_step, self._first_round
+        needed, first = self.settings.problems_per_step, self._first_round
         played = await self._source.take(first, step=step, deadline=deadline)
-        filtered = filter_groups(played, self._rules)
+        filtered = filter_groups(played, self.rules)
         rounds = 0
-        while len(filtered.groups) < needed and rounds < self._settings.max_extra_rounds:
+        while len(filtered.groups) < needed and rounds < self.settings.max_extra_rounds:
             more = further_problems(first, needed, played=len(played), kept=len(filtered.groups))
             played += await self._source.take(more, step=step, deadline=deadline, more=True)
-            filtered = filter_groups(played, self._rules)
+            filtered = filter_groups(played, self.rules)
             rounds += 1
         groups = filtered.groups[:needed]
-        if self._settings.schedule != "synchronous":
+        if self.settings.schedule != "synchronous":
             groups = drawn(filtered.groups, needed, step=step)
         metrics = rollout_metrics(played) | {f"groups/{name}": count for name, count in filtered.counts.items()}
-        metrics |= self._clock.metrics(played) | self._source.metrics() | self._driver.metrics()
+        metrics |= self._clock.metrics(played) | self._source.metrics() | self.driver.metrics()
         metrics |= {
             "groups/trained": len(groups),
             "groups/surplus": len(filtered.groups) - len(groups),
@@ -115,7 +109,7 @@ class RolloutWorker:
     async def settle(self) -> None:
         """Return when the engine's weights may change. Raises WorldError after ``step_deadline``."""
         if self._source is not None:
-            deadline = asyncio.get_running_loop().time() + self._settings.step_deadline
+            deadline = asyncio.get_running_loop().time() + self.settings.step_deadline
             await self._source.settle(step=self._step, deadline=deadline)
 
     def installed(self, version: int) -> None:
@@ -123,39 +117,36 @@ class RolloutWorker:
         self._clock.installed(version)
 
     async def close(self) -> None:
-        """End background rollouts."""
         if self._source is not None:
             await self._source.close()
 
     def state_dict(self) -> QueueState:
-        """The sampler's position and the queue, as JSON values."""
         return self._queue.state_dict()
 
     def load_state_dict(self, state: QueueState) -> None:
-        """Continue from a state of :meth:`state_dict`; problems issued and not trained are issued first."""
         self._queue.load_state_dict(state)
 
     @property
     def _first_round(self) -> int:
-        return math.ceil(self._settings.problems_per_step * self._settings.oversampling)
+        return math.ceil(self.settings.problems_per_step * self.settings.oversampling)
 
     def _open(self, step: int) -> RolloutSource:
-        settings, queue = self._settings, self._queue
+        settings, queue = self.settings, self._queue
         if settings.schedule == "synchronous":
-            return OnDemandSource(self._driver, queue, settings, greedy=self._greedy)
+            return OnDemandSource(self.driver, queue, settings, greedy=self.greedy)
         schedule = Schedule(
             groups=self._first_round,
-            max_staleness=self._settings.staleness_bound,
+            max_staleness=self.settings.staleness_bound,
             in_flight=settings.schedule == "asynchronous",
-            batches=None if self._last_step is None else self._last_step - step + 1,
+            batches=None if self.last_step is None else self.last_step - step + 1,
         )
-        return BackgroundSource(self._driver, queue, settings, schedule, step=step, greedy=self._greedy)
+        return BackgroundSource(self.driver, queue, settings, schedule, step=step, greedy=self.greedy)
 
     def _check_staleness(self, step: int, stalest: float) -> None:
-        bound = self._settings.staleness_bound
+        bound = self.settings.staleness_bound
         if stalest > bound:
             raise RuntimeError(
-                f"step {step}: a token is {stalest:g} steps old, and rollout.schedule={self._settings.schedule} "
+                f"step {step}: a token is {stalest:g} steps old, and rollout.schedule={self.settings.schedule} "
                 f"promises at most {bound}"
             )
 

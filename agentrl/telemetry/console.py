@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import TextIO
 
 from rich import box
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -47,48 +46,68 @@ class Console:
         self._rich.print(table)
 
     def progress(self, total: int, done: int = 0, unit: str = "step") -> RunProgress:
-        """Progress over ``total`` steps of which ``done`` lie behind; a context manager."""
+        """Progress over ``total`` steps of which ``done`` are complete; a context manager."""
         every = None if self._settings.console == "off" else self._settings.plain_every
-        display: _Live | _Plain = _Live(self._rich, unit) if self.live else _Plain(self, unit, every)
-        return RunProgress(display, total, done)
+        return RunProgress(self, _bar(self._rich) if self.live else None, unit, total, done, every)
 
 
 class RunProgress:
     """Progress of one loop: ``update`` after each step, ``close`` (or leave the context) at its end."""
 
-    def __init__(self, display: _Live | _Plain, total: int, done: int) -> None:
-        self._display = display
-        self._total = total
+    def __init__(
+        self, console: Console, bar: Progress | None, unit: str, total: int, done: int, every: int | None
+    ) -> None:
+        """Without a ``bar``, a line every so many steps; ``every`` None prints nothing."""
+        self._console, self._bar, self._unit = console, bar, unit
+        self._total, self._every = total, every
         self._rewards: deque[float] = deque(maxlen=_RECENT)
         self._times: deque[tuple[float, int]] = deque([(time.monotonic(), done)], maxlen=_RECENT + 1)
-        display.start(total, done)
+        if bar is not None:
+            bar.add_task(unit, total=total, completed=done, figures="", left="")
+            bar.start()
 
     def __enter__(self) -> RunProgress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that ``step`` steps are done; ``metrics`` is the step's row of ``metrics.jsonl``."""
         self._times.append((time.monotonic(), step))
-        reward = metrics.get("reward/mean")
-        if reward is not None:
-            self._rewards.append(reward)
+        if "reward/mean" in metrics:
+            self._rewards.append(metrics["reward/mean"])
         average = sum(self._rewards) / len(self._rewards) if self._rewards else None
-        self._display.show(step, self._total, describe(metrics, average), f"{clock(self._left(step))} left")
+        figures, left = describe(metrics, average), f"{clock(self._left(step))} left"
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step, figures=figures, left=left)
+        elif self._every is not None and (step % self._every == 0 or step == self._total):
+            self._console.note(f"{self._unit} {step}/{self._total}  {figures}  {left}")
 
     def close(self) -> None:
-        """End the display; what was shown last stays."""
-        self._display.stop()
+        """End the display; its last state stays visible."""
+        if self._bar is not None:
+            self._bar.stop()
 
     def _left(self, step: int) -> float | None:
         (first_time, first_step), (last_time, last_step) = self._times[0], self._times[-1]
         if last_step <= first_step:
             return None
         return (self._total - step) * (last_time - first_time) / (last_step - first_step)
+
+
+def _bar(rich: RichConsole) -> Progress:
+    """A bar that is redrawn in place."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=12),
+        MofNCompleteColumn(),
+        TextColumn("[dim]{task.fields[left]}"),
+        # The figures give way on a narrow terminal, nothing else does.
+        TextColumn("{task.fields[figures]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+        console=rich,
+        expand=True,
+    )
 
 
 def describe(metrics: Mapping[str, float], average_reward: float | None) -> str:
@@ -126,48 +145,3 @@ def clock(seconds: float | None) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
-
-
-class _Plain:
-    """One line every so many steps; ``every`` None prints nothing."""
-
-    def __init__(self, console: Console, unit: str, every: int | None) -> None:
-        self._console = console
-        self._unit = unit
-        self._every = every
-
-    def start(self, total: int, done: int) -> None:
-        """Nothing to set up."""
-
-    def show(self, step: int, total: int, figures: str, left: str) -> None:
-        if self._every is not None and (step % self._every == 0 or step == total):
-            self._console.note(f"{self._unit} {step}/{total}  {figures}  {left}")
-
-    def stop(self) -> None:
-        """Nothing to take down."""
-
-
-class _Live:
-    """A bar that is redrawn in place."""
-
-    def __init__(self, rich: RichConsole, unit: str) -> None:
-        columns = (
-            TextColumn(unit),
-            BarColumn(bar_width=12),
-            MofNCompleteColumn(),
-            TextColumn("[dim]{task.fields[left]}"),
-            # The figures give way on a narrow terminal, nothing else does.
-            TextColumn("{task.fields[figures]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
-        )
-        self._progress = Progress(*columns, console=rich, expand=True)
-        self._task = TaskID(0)
-
-    def start(self, total: int, done: int) -> None:
-        self._task = self._progress.add_task("", total=total, completed=done, figures="", left="")
-        self._progress.start()
-
-    def show(self, step: int, total: int, figures: str, left: str) -> None:
-        self._progress.update(self._task, completed=step, total=total, figures=figures, left=left)
-
-    def stop(self) -> None:
-        self._progress.stop()

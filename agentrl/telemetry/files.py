@@ -29,7 +29,7 @@ def world_errors(path: Path, doing: str) -> Iterator[None]:
         raise WorldError(f"cannot {doing} {path}: {error}") from error
 
 
-def atomic_write(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Have ``write`` fill a temporary file beside ``path``, then put it in place, durable, in one step."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with world_errors(path, "write"):
@@ -82,19 +82,12 @@ def repair_torn_line(path: Path) -> int:
     if not path.exists():
         return 0
     with world_errors(path, "repair"), path.open("rb+") as file:
-        end = size = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - 65536)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        if end < size:
+        content = file.read()
+        end = content.rfind(b"\n") + 1
+        if end < len(content):
             file.truncate(end)
             os.fsync(file.fileno())
-        return size - end
+        return len(content) - end
 
 
 def _sync_folder(folder: Path) -> None:

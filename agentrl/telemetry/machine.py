@@ -14,36 +14,25 @@ _GIB = 1024**3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gpu:
-    """One CUDA device."""
-
-    name: str
-    memory_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Machine:
     """A machine. ``cores`` and ``memory_bytes`` respect the affinity and the control group of this process."""
 
     system: str
     python: str
     cores: int
-    memory_bytes: int | None
-    gpus: tuple[Gpu, ...]
+    memory_bytes: int
+    gpus: tuple[str, ...]
     libraries: dict[str, str]
     compiler: str | None
 
     def lines(self) -> list[str]:
         """Lines for the console."""
-        memory = "unknown" if self.memory_bytes is None else f"{self.memory_bytes / _GIB:.1f} GiB"
-        gpus = ", ".join(f"{gpu.name} ({gpu.memory_bytes / _GIB:.0f} GiB)" for gpu in self.gpus) or "none"
-        libraries = ", ".join(f"{name} {found}" for name, found in self.libraries.items())
-        compiler = self.compiler or "none found (training on a CPU needs none)"
+        memory = f"{self.memory_bytes / _GIB:.1f} GiB"
         return [
-            f"machine: {self.cores} cores, {memory} memory, GPU: {gpus}",
+            f"machine: {self.cores} cores, {memory} memory, GPU: {', '.join(self.gpus) or 'none'}",
             f"system: {self.system}, Python {self.python}",
-            f"libraries: {libraries}",
-            f"compiler: {compiler}",
+            "libraries: " + ", ".join(f"{name} {found}" for name, found in self.libraries.items()),
+            f"compiler: {self.compiler or 'none found (training on a CPU needs none)'}",
         ]
 
 
@@ -62,16 +51,13 @@ def describe_machine() -> Machine:
 
 def usable_cores() -> int:
     """Cores this process may use: its affinity, no more than its control group's quota (rounded up)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     return min(cores, _quota_cores(_read("/sys/fs/cgroup/cpu.max")) or cores)
 
 
-def usable_memory() -> int | None:
-    """Bytes of memory: the machine's, no more than its control group's limit. None where neither can be read."""
-    try:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None
+def usable_memory() -> int:
+    """Bytes of memory: the machine's, no more than its control group's limit."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _read("/sys/fs/cgroup/memory.max").strip()
     return min(memory, int(limit)) if limit.isdigit() else memory
 
@@ -96,13 +82,11 @@ def _read(path: str) -> str:
         return ""  # no control groups here: nothing limits
 
 
-def _gpus() -> tuple[Gpu, ...]:
+def _gpus() -> tuple[str, ...]:
     import torch
 
-    if not torch.cuda.is_available():
-        return ()
     found = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
-    return tuple(Gpu(name=one.name, memory_bytes=one.total_memory) for one in found)
+    return tuple(f"{one.name} ({one.total_memory / _GIB:.0f} GiB)" for one in found)
 
 
 def _versions() -> dict[str, str]:

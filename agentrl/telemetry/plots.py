@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from agentrl.telemetry.files import atomic_write
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = Mapping[str, float]
+Draw = Callable[["Axes", Sequence[Row]], bool]
 
 BLUE, ORANGE, GREEN, RED, VIOLET, GREY = "#2563a8", "#d9762b", "#2f8f5b", "#bf3b3b", "#7a55a3", "#8a8f98"
 CYCLE = (BLUE, ORANGE, GREEN, VIOLET, RED, GREY, "#b59a2c", "#3aa6a6")
@@ -31,7 +32,7 @@ class Panel:
 
     file: str
     title: str
-    draw: Callable[[Axes, Sequence[Row]], bool]
+    draw: Draw
 
 
 def draw_plots(rows: Iterable[Row], folder: Path) -> list[Path]:
@@ -99,11 +100,8 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    def write(out: IO[bytes]) -> None:
-        figure.savefig(out, format="png")
-
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, write)
+    atomic_write(path, lambda out: figure.savefig(out, format="png"))
     return path
 
 
@@ -157,53 +155,17 @@ def _evaluation(axes: Axes, rows: Sequence[Row]) -> bool:
     return True
 
 
-def _entropy(axes: Axes, rows: Sequence[Row]) -> bool:
-    axes.set_ylabel("entropy (nats per token)")
-    return _line(axes, rows, "policy/entropy", None, VIOLET)
+def _lines(label: str, *lines: tuple[str, str | None, str], logarithmic: bool = False) -> Draw:
+    """Draws lines of (key, name, color), on request on a logarithmic axis where anything is above zero."""
 
+    def draw(axes: Axes, rows: Sequence[Row]) -> bool:
+        drawn = [key for key, name, color in lines if _line(axes, rows, key, name, color)]
+        if logarithmic and any(value > 0 for key in drawn for value in series(rows, key)[1]):
+            axes.set_yscale("log", nonpositive="mask")
+        axes.set_ylabel(label)
+        return bool(drawn)
 
-def _gradient_norm(axes: Axes, rows: Sequence[Row]) -> bool:
-    axes.set_ylabel("gradient norm before clipping")
-    return _line(axes, rows, "policy/gradient_norm", None, ORANGE)
-
-
-def _variance(axes: Axes, rows: Sequence[Row]) -> bool:
-    lines = (
-        ("variance/diagonal_proxy", "diagonal proxy", BLUE),
-        ("variance/head_exact_P", "head exact: P, power", ORANGE),
-        ("variance/head_exact_S", "head exact: S, signal", GREEN),
-        ("variance/head_exact_var", "head exact: variance", RED),
-    )
-    return _logarithmic(axes, rows, lines, "gradient variance (squared norm)")
-
-
-def _tool_use(axes: Axes, rows: Sequence[Row]) -> bool:
-    axes.set_ylabel("mean per trajectory")
-    turns = _line(axes, rows, "rollout/turns_mean", "turns", BLUE)
-    return _line(axes, rows, "rollout/tool_calls_mean", "tool calls", ORANGE) or turns
-
-
-def _length(axes: Axes, rows: Sequence[Row]) -> bool:
-    axes.set_ylabel("tokens per trajectory")
-    whole = _line(axes, rows, "rollout/response_tokens_mean", "with observations", BLUE)
-    return _line(axes, rows, "rollout/model_tokens_mean", "the model's own", GREEN) or whole
-
-
-def _engine_policy(axes: Axes, rows: Sequence[Row]) -> bool:
-    lines = (
-        ("policy/kl_engine_k3", "KL, k3 estimate (nats per token)", BLUE),
-        ("policy/engine_abs_diff", "mean |log-prob difference|", ORANGE),
-    )
-    return _logarithmic(axes, rows, lines, "engine against policy")
-
-
-def _logarithmic(axes: Axes, rows: Sequence[Row], lines: Iterable[tuple[str, str, str]], label: str) -> bool:
-    """Lines on a logarithmic axis; linear where nothing is above zero."""
-    drawn = [key for key, name, color in lines if _line(axes, rows, key, name, color)]
-    if any(value > 0 for key in drawn for value in series(rows, key)[1]):
-        axes.set_yscale("log", nonpositive="mask")
-    axes.set_ylabel(label)
-    return bool(drawn)
+    return draw
 
 
 def _endings(axes: Axes, rows: Sequence[Row]) -> bool:
@@ -222,6 +184,24 @@ def _endings(axes: Axes, rows: Sequence[Row]) -> bool:
     axes.set_ylabel("share of trajectories")
     return True
 
+
+_PROXY = ("variance/diagonal_proxy", "diagonal proxy", BLUE)
+_POWER = ("variance/head_exact_P", "head exact: P, power", ORANGE)
+_SIGNAL = ("variance/head_exact_S", "head exact: S, signal", GREEN)
+_EXACT = ("variance/head_exact_var", "head exact: variance", RED)
+_TURNS = ("rollout/turns_mean", "turns", BLUE)
+_CALLS = ("rollout/tool_calls_mean", "tool calls", ORANGE)
+_WHOLE = ("rollout/response_tokens_mean", "with observations", BLUE)
+_OWN = ("rollout/model_tokens_mean", "the model's own", GREEN)
+_K3 = ("policy/kl_engine_k3", "KL, k3 estimate (nats per token)", BLUE)
+_DIFFERENCE = ("policy/engine_abs_diff", "mean |log-prob difference|", ORANGE)
+
+_entropy = _lines("entropy (nats per token)", ("policy/entropy", None, VIOLET))
+_gradient_norm = _lines("gradient norm before clipping", ("policy/gradient_norm", None, ORANGE))
+_variance = _lines("gradient variance (squared norm)", _PROXY, _POWER, _SIGNAL, _EXACT, logarithmic=True)
+_tool_use = _lines("mean per trajectory", _TURNS, _CALLS)
+_length = _lines("tokens per trajectory", _WHOLE, _OWN)
+_engine_policy = _lines("engine against policy", _K3, _DIFFERENCE, logarithmic=True)
 
 PANELS = (
     Panel(file="reward.png", title="Training reward", draw=_reward),

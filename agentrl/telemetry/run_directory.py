@@ -1,14 +1,5 @@
-"""The directory of one run: its settings, metrics, trajectories, checkpoints, plots and summary.
+"""The directory of one run; README.md lists its files. ``step`` counts the optimizer steps done: 0 before training.
 
-::
-
-    runs/NAME/
-      config.yaml                  resolved settings
-      metrics.jsonl                one object a step; an evaluation is an object of its own
-      trajectories/00000012.jsonl.zst   the trajectories of step 12
-      checkpoints/  plots/  summary.json
-
-``step`` is the number of optimizer steps done: the row of the first step says 1, an evaluation before training 0.
 One process uses a run directory at a time; a lock that ends with the process guards it. Not guarded: directories on
 file systems without ``flock``, and other programs that write there.
 """
@@ -103,7 +94,7 @@ class RunDirectory:
 
     def write_text(self, name: str, text: str) -> None:
         """Write the file ``name`` whole."""
-        atomic_write(self.path / name, lambda out: _write_all(out, text.encode()))
+        atomic_write(self.path / name, lambda out: out.write(text.encode()))
 
     def write_summary(self, summary: Summary) -> None:
         """Write ``summary.json`` whole."""
@@ -217,7 +208,3 @@ def _row(line: bytes, place: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise WorldError(f"{place}: damaged, not an object")
     return row
-
-
-def _write_all(out: IO[bytes], data: bytes) -> None:
-    out.write(data)

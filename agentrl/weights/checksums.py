@@ -1,14 +1,12 @@
-"""Checksums of parameters that do not depend on an engine's memory layout.
+"""Checksums of parameters that do not depend on how an engine fuses, shards, pads and transposes them.
 
-An engine fuses matrices, shards them over GPUs, pads vocabularies and transposes. A checksum is therefore a sum over
-the values of a parameter, each mixed into 64 bits: it is the same in any order, the sums of shards add up, and zeros
-(padding) contribute nothing. A change of one bit in one value always changes the checksum; a change of several values
-leaves it unchanged with probability 2^-64. A checksum does not detect a different order of the values within one
-parameter.
+A checksum is a sum over a parameter's values, each mixed into 64 bits: sums of shards add up, and zeros contribute
+nothing. One changed value always changes it, several leave it with probability 2^-64. It does not see their order.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -31,8 +29,8 @@ _SHOWN = 8
 class Checksum:
     """``values``: the number of nonzero values; ``total``: the sum of the mixed values modulo 2^64."""
 
-    values: int
-    total: int
+    values: int = 0
+    total: int = 0
 
     def __add__(self, other: Checksum) -> Checksum:
         return Checksum(values=self.values + other.values, total=(self.total + other.total) % _MODULUS)
@@ -71,20 +69,19 @@ def checksum(tensor: Tensor) -> Checksum:
 
 def checksums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Checksum]:
     """The checksum of each parameter; pieces with the same name are added up."""
-    found: dict[str, Checksum] = {}
+    found: dict[str, Checksum] = defaultdict(Checksum)
     for name, tensor in tensors:
-        new = checksum(tensor)
-        found[name] = found[name] + new if name in found else new
-    return found
+        found[name] += checksum(tensor)
+    return dict(found)
 
 
 def add_up(workers: Iterable[Mapping[str, tuple[int, int]]]) -> dict[str, Checksum]:
     """Checksums of whole parameters, from each worker's counts of values and totals."""
-    found: dict[str, Checksum] = {}
+    found: dict[str, Checksum] = defaultdict(Checksum)
     for share in workers:
         for name, (values, total) in share.items():
-            found[name] = found.get(name, Checksum(values=0, total=0)) + Checksum(values=values, total=total)
-    return found
+            found[name] += Checksum(values=values, total=total)
+    return dict(found)
 
 
 def with_head(found: Mapping[str, Checksum]) -> dict[str, Checksum]:
@@ -111,8 +108,7 @@ def say_differing(trainer: Mapping[str, Checksum], engine: Mapping[str, Checksum
 
 def _mixed(bits: Tensor) -> Tensor:
     """Mix each integer over 64 bits. The mapping is one to one, and 0 stays 0."""
-    mixed = _folded(bits * _FIRST, 30) * _SECOND
-    return _folded(mixed, 31)
+    return _folded(_folded(bits * _FIRST, 30) * _SECOND, 31)
 
 
 def _folded(bits: Tensor, shift: int) -> Tensor:

@@ -1,22 +1,22 @@
-"""Policy directories in which the head is a separate parameter, for engines that cannot update tied embeddings.
+"""Policy directories in which the head is a separate parameter, also where it is tied to the embedding.
 
-vLLM on CPU packs the head's weight when it starts. New weights for a model with tied embeddings then leave the packed
-copy unchanged, without an error, unless they contain the head as a separate tensor.
+vLLM on CPU packs the head's weight when it starts, and silently keeps that copy unless new weights contain the head.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from agentrl.weights.checksums import EMBEDDING, HEAD
-from agentrl.weights.transports import held, read_weights, write_weights
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 256 * 1024 * 1024
@@ -49,17 +49,13 @@ def write_untied_copy(model: Path, target: Path) -> Path:
     for file in model.iterdir():
         if file.is_file() and not file.name.endswith((".safetensors", ".index.json", ".bin")):
             shutil.copy(file, target / file.name)
-    config: dict[str, Any] = json.loads((model / "config.json").read_text())
-    config["tie_word_embeddings"] = False
+    config = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": False}
     (target / "config.json").write_text(json.dumps(config, indent=2))
     return target
 
 
 def write_export(folder: Path, tensors: Iterable[tuple[str, Tensor]], version: int) -> Path:
-    """Write one version's weights into a directory of its own under ``folder``; remove all older versions but the last.
-
-    The last is kept for an engine that is still reading it.
-    """
+    """Write one version's weights to a directory of its own. The one before is kept: an engine may be reading it."""
     target = folder / f"version-{version:09d}"
     partial = folder / f"{target.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -75,22 +71,18 @@ def write_shards(target: Path, tensors: Iterable[tuple[str, Tensor]], *, most: i
     """Write tensors to files of at most ``most`` bytes, which also bounds memory; a larger tensor gets its own file."""
     shard: dict[str, Tensor] = {}
     places: dict[str, str] = {}
-    size = written = 0
+    numbers = itertools.count(1)
 
     def flush() -> None:
-        nonlocal size, written
-        written += 1
-        file = f"model-{written:05d}.safetensors"
+        file = f"model-{next(numbers):05d}.safetensors"
         write_weights(target / file, shard)
         places.update(dict.fromkeys(shard, file))
         shard.clear()
-        size = 0
 
     for name, tensor in tensors:
-        if shard and size + tensor.nbytes > most:
+        if shard and sum(item.nbytes for item in shard.values()) + tensor.nbytes > most:
             flush()
         shard[name] = held(tensor)
-        size += tensor.nbytes
     if shard:
         flush()
     (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
@@ -100,3 +92,23 @@ def read_export(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a directory, one at a time."""
     for shard in sorted(folder.glob("*.safetensors")):
         yield from read_weights(shard)
+
+
+def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors from :func:`held` to ``path`` (safetensors): under a temporary name first, then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial)
+    os.replace(partial, path)
+
+
+def held(tensor: Tensor) -> Tensor:
+    """A copy in host memory that shares no storage, as safetensors requires."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def read_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file, one at a time."""
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - not a dictionary
+            yield name, file.get_tensor(name)

@@ -1,10 +1,5 @@
 """vLLM's own weight transfer, from the training ranks directly into the servers' GPUs (NCCL or CUDA IPC).
 
-This module implements the trainer's side of vLLM's API: a
-:class:`vllm.distributed.weight_transfer.base.WeightSource` over our :class:`~agentrl.weights.sources.ParameterSource`
-(the stock ``ModuleSource`` reads shapes that are empty under ZeRO-3), and a control client that drives any number of
-servers as one. Every rank creates a :class:`NativeTransfer` and calls ``send``; only rank 0 talks to the servers.
-
 docs/rollout.md lists where each path has run.
 """
 
@@ -13,6 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,18 +16,26 @@ from torch import Tensor
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.weights.sources import GROUP_ELEMENTS, ParameterSource
-from agentrl.weights.transports import TransferTarget
 
 # Seconds one call to a server may take, including the transfer of all weights.
 _CALL = 1800.0
 _SMALLEST_BUFFER = 4 * GROUP_ELEMENTS
 
 
-class ServersClient:
-    """Several vLLM servers as one, for a trainer's transfer engine (``VLLMWeightSyncClient``, a structural protocol).
+@dataclass(frozen=True, kw_only=True)
+class TransferTarget:
+    """The destination of weights and the way there: a directory that the engine reads (``file``), or servers and
+    their GPU workers."""
 
-    Each call goes to all servers at once and returns when all have answered. Their workers join one NCCL group after
-    the sender: the ranks of server ``i`` follow those of the servers before it.
+    backend: Literal["file", "nccl", "ipc"]
+    addresses: tuple[str, ...] = ()
+    world_sizes: tuple[int, ...] = ()
+
+
+class ServersClient:
+    """Several vLLM servers as one ``VLLMWeightSyncClient``: each call goes to all of them at once.
+
+    Their workers join one NCCL group after the sender: the ranks of server ``i`` follow those of the servers before it.
     """
 
     def __init__(self, clients: Sequence[Any], world_sizes: Sequence[int]) -> None:

@@ -13,10 +13,9 @@ from agentrl.weights.sources import GROUP_ELEMENTS, gathered_groups
 
 
 def read_sharded(path: str | Path, settings: ModelSettings, config: dict[str, Any]) -> Any:
-    """Read the model in ``path``, its parameters sharded over all ranks by DeepSpeed's ``config``. Collective.
+    """As :func:`.loading.read_model`, with parameters sharded over all ranks by DeepSpeed's ``config``. Collective.
 
-    The result equals that of :func:`~agentrl.models.loading.read_model`. Only rank 0 reads the weights, into host
-    memory, and distributes them in groups; the others never hold more than a group in addition to their shard.
+    Only rank 0 reads the weights, into host memory; the others never hold more than a group beside their shard.
     """
     import deepspeed
     from transformers.initialization import no_init_weights

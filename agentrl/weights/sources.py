@@ -32,9 +32,8 @@ class ParameterShape:
 class ParameterSource:
     """The whole parameters of a module that trains under ZeRO 0 to 3; can be iterated any number of times.
 
-    ``shapes`` describes, without any communication, what an iteration yields: on every rank the same parameters in the
-    same order with the same whole shapes, because the module's own order decides. Iteration is collective under ZeRO-3:
-    every rank must run it to the end. ``checksums`` are those of the values that the last iteration yielded.
+    ``shapes`` describes, without communication, what an iteration (:func:`full_parameters`) yields; ``checksums`` are
+    those of the values that the last one yielded.
     """
 
     def __init__(self, module: nn.Module, *, group_elements: int = GROUP_ELEMENTS, summed: bool = True) -> None:
@@ -47,10 +46,8 @@ class ParameterSource:
     def shapes(self) -> list[ParameterShape]:
         """Name, dtype and whole shape of every parameter; a shard's own shape is empty under ZeRO-3."""
         return [
-            ParameterShape(
-                name=name, dtype=parameter.dtype, shape=tuple(getattr(parameter, "ds_shape", parameter.shape))
-            )
-            for name, parameter in self._module.named_parameters()
+            ParameterShape(name=name, dtype=item.dtype, shape=tuple(getattr(item, "ds_shape", item.shape)))
+            for name, item in self._module.named_parameters()
         ]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -65,9 +62,8 @@ class ParameterSource:
 def full_parameters(module: nn.Module, *, group_elements: int = GROUP_ELEMENTS) -> Iterator[tuple[str, Tensor]]:
     """Name and whole value of every parameter, in the same order on all ranks; tied parameters once.
 
-    Under ZeRO-3 this is collective: every rank must run it to the end. Parameters are gathered in groups of at most
-    ``group_elements`` and released before the next group; gatherings never nest. A value is valid until the next one
-    is requested.
+    Collective under ZeRO-3, where every rank must run it to the end: parameters are gathered in groups of at most
+    ``group_elements``. A value is valid until the next one is requested.
     """
     parameters = list(module.named_parameters())
     if not any(hasattr(parameter, "ds_id") for _, parameter in parameters):

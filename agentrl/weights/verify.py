@@ -1,8 +1,7 @@
 """Verification of weight transfers: checksums of every parameter, and a probe that trainer and engine both score.
 
-The probe consists of tokens of real prompts. The difference between the two sides' log-probabilities at equal weights
-is measured with a run's start policy. After that, a larger difference, or scores that do not move while the trainer's
-do, mean that the weights did not arrive. Small movements are added up until they exceed that noise.
+The start policy measures the two sides' difference at equal weights. After that, a larger one, or scores that do not
+move while the trainer's do, mean that the weights did not arrive. Small movements add up until they exceed that noise.
 """
 
 from __future__ import annotations

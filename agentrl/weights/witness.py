@@ -1,7 +1,6 @@
-"""An extension of vLLM's worker: checksums of the weights that it computes with.
+"""An extension of vLLM's worker (``--worker-extension-cls``): checksums of the weights that it computes with.
 
-Servers started by a run load :class:`WeightWitness` through ``--worker-extension-cls``; external servers can do the
-same. This module does not import vLLM: it recognizes vLLM's modules by their attributes.
+It does not import vLLM: it recognizes vLLM's modules by their attributes.
 """
 
 from __future__ import annotations
@@ -58,11 +57,8 @@ def _in_use(module: nn.Module, name: str, parameter: Tensor) -> Iterator[Tensor]
     if name != "weight" or linear is None or (parameter.numel() and not heads):
         yield parameter
         return
-    width = next(
-        getattr(module, key)
-        for key in ("input_size_per_partition", "input_size", "embedding_dim")
-        if hasattr(module, key)
-    )
+    sizes = ("input_size_per_partition", "input_size", "embedding_dim")
+    width = next(getattr(module, size) for size in sizes if hasattr(module, size))
     for first in range(0, width, _COLUMNS):
         # Rows of the identity select columns of the matrix: a product with 1 and zeros is exact.
         rows = torch.zeros(min(_COLUMNS, width - first), width, dtype=parameter.dtype)

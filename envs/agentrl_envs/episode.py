@@ -5,6 +5,7 @@ AgentRLEnvError
 ├── registry.PluginError     what a user named cannot be found, imported or used
 │   ├── registry.UnknownNameError
 │   └── registry.NameTakenError
+├── UnavailableError         a service that an episode needs does not answer: no data
 ├── EnvironmentContractError a user's environment, tool or reward that does not keep its contract
 │   ├── tools.ToolError
 │   └── rewards.RewardError
@@ -28,6 +29,17 @@ class EpisodeUsageError(AgentRLEnvError, RuntimeError):
 
 class EnvironmentContractError(AgentRLEnvError, TypeError):
     """A user's environment, tool or reward raised, or returned something that it must not."""
+
+
+class UnavailableError(AgentRLEnvError):
+    """A service that an environment, a tool or a reward needs does not answer; users' code may raise it as well.
+
+    The trajectory is an infrastructure failure: it is played again, and never counts against the policy.
+    """
+
+    def __init__(self, message: str, *, seconds: float = 0.0) -> None:
+        super().__init__(message)
+        self.seconds = seconds
 
 
 @runtime_checkable

@@ -1,20 +1,33 @@
-"""Run one program of an episode: retry what is the sandbox's fault, under one deadline."""
+"""The sandbox as one episode uses it: what is the sandbox's fault is tried again, under one deadline.
+
+Tools, rewards and environments get an `EpisodeSandbox` as ``sandbox``::
+
+    async def check(code: str, sandbox) -> str:
+        execution = await sandbox.execute(code, files={"data.csv": b"..."}, fetch_files=["result.csv"])
+        return execution.stdout
+
+A plain function, which runs in a thread, says ``sandbox.run(code)``.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import stamina
 
-from agentrl_envs.settings import SimpleTIRSettings
+from agentrl_envs.episode import EpisodeUsageError, UnavailableError
+from agentrl_envs.settings import ExecutionSettings
 from agentrl_envs.types import ToolCall
-from agentrl_sandbox.client import Execution, Outcome, Sandbox, SandboxError
+from agentrl_sandbox.client import Execution, Outcome, Sandbox, SandboxError, UnknownSessionError
 
 PRINTED = 4096
 """Characters of a program's output that are kept beside the conversation."""
+
+KILLED = frozenset({Outcome.TIMEOUT, Outcome.MEMORY_LIMIT, Outcome.OUTPUT_LIMIT, Outcome.KILLED})
+"""Outcomes that end a session together with the program."""
 
 logger = logging.getLogger(__name__)
 
@@ -27,32 +40,125 @@ class _InfrastructureError(Exception):
         self.execution = execution
 
 
-async def run_program(sandbox: Sandbox, source: str, settings: SimpleTIRSettings) -> tuple[Execution | None, ToolCall]:
-    """Run ``source``; the execution is None when the sandbox failed for good (said in the log and in the `ToolCall`).
+class EpisodeSandbox:
+    """Runs an episode's programs: each in a fresh interpreter or, with ``interpreter=session``, all in one.
 
-    All tries of one program carry one request id, so a try that did arrive is not run twice.
+    A program that is killed (by its deadline, say) ends the session; the next program starts a new one.
+    Belongs to the event loop in which it is made.
     """
-    request_id = uuid.uuid4().hex
 
-    async def run() -> Execution:
-        execution = await sandbox.execute(source, timeout=settings.execution_timeout, request_id=request_id)
-        if execution.outcome is Outcome.INFRASTRUCTURE_FAILURE:
-            raise _InfrastructureError(execution)
+    def __init__(self, sandbox: Sandbox, settings: ExecutionSettings) -> None:
+        self._sandbox = sandbox
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        self._session: str | None = None
+        self._opening = asyncio.Lock()
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the next program finds nothing that earlier ones have left."""
+        return self._session is None
+
+    async def execute(
+        self,
+        program: str,
+        *,
+        timeout: float | None = None,
+        stdin: str = "",
+        files: Mapping[str, bytes] | None = None,
+        fetch_files: Sequence[str] = (),
+    ) -> Execution:
+        """Run a program; ``timeout`` None stands for ``execution_timeout``. Raises `UnavailableError`.
+
+        ``files`` are written before the run, ``fetch_files`` are read after it (``execution.files``). All attempts
+        carry one request id, so an attempt that did arrive is not run twice.
+        """
+        request_id = uuid.uuid4().hex
+        # Only what is given is passed on: a sandbox of one's own need not know every option.
+        options: dict[str, object] = {"files": files} if files else {}
+        options |= {"fetch_files": tuple(fetch_files)} if fetch_files else {}
+        options |= {"stdin": stdin} if stdin else {}
+
+        async def run() -> Execution:
+            if self._settings.interpreter == "session":
+                options["session"] = await self._open_session()
+            execution = await self._sandbox.execute(
+                program,
+                timeout=timeout or self._settings.execution_timeout,
+                request_id=request_id,
+                **options,  # type: ignore[arg-type]
+            )
+            if execution.outcome is Outcome.INFRASTRUCTURE_FAILURE:
+                raise _InfrastructureError(execution)
+            return execution
+
+        execution = await self._within_deadline(run)
+        if execution.outcome in KILLED:
+            self._session = None  # it has ended with its program
         return execution
 
-    try:
-        async with asyncio.timeout(settings.sandbox_deadline):
-            execution = await _retried(run, settings)
-    except TimeoutError:
-        logger.warning("no result from the sandbox within sandbox_deadline=%g s", settings.sandbox_deadline)
-        return None, _failed(settings.sandbox_deadline)
-    except _InfrastructureError as failure:
-        logger.warning("the sandbox failed %d times: %s", settings.sandbox_attempts, failure)
-        return None, _failed(failure.execution.seconds)
-    except SandboxError as error:
-        logger.warning("the sandbox failed %d times: %s", settings.sandbox_attempts, error)
-        return None, _failed(0.0)
-    return execution, ToolCall(
+    def run(
+        self,
+        program: str,
+        *,
+        timeout: float | None = None,
+        stdin: str = "",
+        files: Mapping[str, bytes] | None = None,
+        fetch_files: Sequence[str] = (),
+    ) -> Execution:
+        """The same from a plain function, which runs in a thread. Raises `EpisodeUsageError` on the event loop."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            work = self.execute(program, timeout=timeout, stdin=stdin, files=files, fetch_files=fetch_files)
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        raise EpisodeUsageError("sandbox.run() would block the event loop: write await sandbox.execute(...) there")
+
+    async def fork(self) -> EpisodeSandbox:
+        """The same for a forked episode: its session begins as this one is now. Raises `UnavailableError`."""
+        twin = EpisodeSandbox(self._sandbox, self._settings)
+        if self._session is not None:
+            try:
+                twin._session = await self._sandbox.fork_session(self._session)
+            except SandboxError as error:
+                raise UnavailableError(f"the interpreter's session cannot be forked: {error}") from error
+        return twin
+
+    async def close(self) -> None:
+        """End the session. May be called more than once."""
+        session, self._session = self._session, None
+        if session is not None:
+            try:
+                await self._sandbox.close_session(session)
+            except SandboxError as error:
+                logger.warning("a session was not closed: %s", error)
+
+    async def _open_session(self) -> str:
+        async with self._opening:
+            if self._session is None:
+                self._session = await self._sandbox.open_session()
+            return self._session
+
+    async def _within_deadline(self, run: Callable[[], Awaitable[Execution]]) -> Execution:
+        settings = self._settings
+        try:
+            async with asyncio.timeout(settings.sandbox_deadline):
+                return await _retried(run, settings)
+        except TimeoutError as error:
+            said = f"no result from the sandbox within sandbox_deadline={settings.sandbox_deadline:g} s"
+            raise UnavailableError(said, seconds=settings.sandbox_deadline) from error
+        except _InfrastructureError as error:
+            said = f"the sandbox failed {settings.sandbox_attempts} times: {error}"
+            raise UnavailableError(said, seconds=error.execution.seconds) from error
+        except UnknownSessionError as error:
+            raise UnavailableError(f"the interpreter's session was lost: {error}") from error
+        except SandboxError as error:
+            raise UnavailableError(f"the sandbox failed {settings.sandbox_attempts} times: {error}") from error
+
+
+def call_of(execution: Execution) -> ToolCall:
+    """A program's run as telemetry sees it."""
+    return ToolCall(
         outcome=execution.outcome.value,
         seconds=execution.seconds,
         truncated=execution.truncated,
@@ -60,11 +166,18 @@ async def run_program(sandbox: Sandbox, source: str, settings: SimpleTIRSettings
     )
 
 
-async def _retried(run: Callable[[], Awaitable[Execution]], settings: SimpleTIRSettings) -> Execution:
+def failed_call(seconds: float) -> ToolCall:
+    """A call that failed outside the policy."""
+    return ToolCall(outcome=Outcome.INFRASTRUCTURE_FAILURE.value, seconds=seconds)
+
+
+async def _retried(run: Callable[[], Awaitable[Execution]], settings: ExecutionSettings) -> Execution:
     """The first result; only what fails pays for the retry's machinery (ten times the cost of the turn's own work)."""
     first: SandboxError | _InfrastructureError | None = None
     try:
         return await run()
+    except UnknownSessionError:
+        raise  # what the session knew is gone
     except (SandboxError, _InfrastructureError) as error:
         first = error
     async for attempt in stamina.retry_context(
@@ -79,7 +192,3 @@ async def _retried(run: Callable[[], Awaitable[Execution]], settings: SimpleTIRS
                 raise first
             return await run()
     raise first
-
-
-def _failed(seconds: float) -> ToolCall:
-    return ToolCall(outcome=Outcome.INFRASTRUCTURE_FAILURE.value, seconds=seconds)

@@ -15,7 +15,7 @@ def _refuse(self: object, *_: object, **__: object) -> NoReturn:
     raise TypeError(f"{type(self).__name__} is read-only: copy it (copy.deepcopy) and change the copy")
 
 
-class ReadOnlyDict(dict[str, Any]):
+class ReadOnlyDict(dict[str, object]):
     """A dictionary that cannot be changed. A deep copy is an ordinary dictionary.
 
     >>> ReadOnlyDict(a=1) == {"a": 1}
@@ -25,23 +25,23 @@ class ReadOnlyDict(dict[str, Any]):
     __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
     clear = pop = popitem = setdefault = update = _refuse
 
-    def __deepcopy__(self, memo: object) -> dict[str, Any]:
+    def __deepcopy__(self, memo: object) -> dict[str, object]:
         return {key: thawed(value) for key, value in self.items()}
 
-    def __reduce__(self) -> tuple[type[ReadOnlyDict], tuple[dict[str, Any]]]:
+    def __reduce__(self) -> tuple[type[ReadOnlyDict], tuple[dict[str, object]]]:
         return ReadOnlyDict, (dict(self),)
 
 
-class ReadOnlyList(list[Any]):
+class ReadOnlyList(list[object]):
     """A list that cannot be changed. A deep copy is an ordinary list."""
 
     __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
     append = clear = extend = insert = pop = remove = reverse = sort = _refuse
 
-    def __deepcopy__(self, memo: object) -> list[Any]:
+    def __deepcopy__(self, memo: object) -> list[object]:
         return [thawed(value) for value in self]
 
-    def __reduce__(self) -> tuple[type[ReadOnlyList], tuple[list[Any]]]:
+    def __reduce__(self) -> tuple[type[ReadOnlyList], tuple[list[object]]]:
         return ReadOnlyList, (list(self),)
 
 
@@ -65,7 +65,7 @@ def frozen(value: object, place: str = "") -> Any:
     raise NotJSONError(f"{place} holds {type(value).__name__}")
 
 
-def thawed(value: object) -> Any:
+def thawed(value: object) -> object:
     """An ordinary copy of a read-only value, which may be changed."""
     if isinstance(value, ReadOnlyDict):
         return {key: thawed(item) for key, item in value.items()}
@@ -74,7 +74,7 @@ def thawed(value: object) -> Any:
     return value
 
 
-def _items(value: Mapping[object, object], place: str) -> Iterable[tuple[str, Any]]:
+def _items(value: Mapping[object, object], place: str) -> Iterable[tuple[str, object]]:
     for key, item in value.items():
         if not isinstance(key, str):
             raise NotJSONError(f"{place} has the key {key!r}, which is not text")

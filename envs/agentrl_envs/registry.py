@@ -101,9 +101,9 @@ PROTOCOLS: Registry[Any] = Registry(
 """Functions that make a `Protocol`: `agentrl_envs.protocols.factory.ProtocolFactory`."""
 
 TOOLS: Registry[object] = Registry(
-    "tool", own={"python": "agentrl_envs.tools:PYTHON_SCHEMA"}, group="agentrl.tools", paths=True
+    "tool", own={"python": "agentrl_envs.tools.schema:PYTHON_SCHEMA"}, group="agentrl.tools", paths=True
 )
-"""Tools by their names in ``environment.tools``: objects or classes as `agentrl_envs.tools.Tool` says."""
+"""Tools by their names in ``environment.tools``: functions, classes, or objects as `agentrl_envs.tools.Tool` says."""
 
 REWARDS: Registry[object] = Registry("reward", group="agentrl.rewards", paths=True)
 """Reward functions by their names in ``reward.function``: `agentrl_envs.rewards.RewardFunction`."""

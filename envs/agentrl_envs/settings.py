@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -45,6 +45,23 @@ _HERMES = (
 
 _REASONING = "Work through the problem below step by step, and write the final answer as \\boxed{...}."
 
+_SAID_OF_FRESH = (
+    "Each program starts in a fresh interpreter and knows nothing of earlier ones.",
+    "Each program starts in a fresh interpreter: import what it needs, and print what you want to see.",
+)
+_SAID_OF_SESSION = (
+    "Your programs run one after the other in one interpreter, which keeps variables and imports.",
+    "Your programs run one after the other in one interpreter, which keeps variables and imports. Print what you want "
+    "to see.",
+)
+
+
+def _in_session(instruction: str) -> str:
+    for fresh, session in zip(_SAID_OF_FRESH, _SAID_OF_SESSION, strict=True):
+        instruction = instruction.replace(fresh, session)
+    return instruction
+
+
 INSTRUCTIONS: Mapping[str, str] = {
     "simpletir": _SIMPLETIR,
     "retool": _RETOOL,
@@ -55,10 +72,28 @@ INSTRUCTIONS: Mapping[str, str] = {
 """What each protocol tells the model, unless ``environment.instruction`` says something else."""
 
 
-class SimpleTIRSettings(BaseModel):
-    """How an episode with tools runs, under the SimpleTIR protocol or another."""
+class ExecutionSettings(BaseModel):
+    """How programs and tools are run."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    execution_timeout: float = Field(
+        default=10.0, gt=0, description="time limit of one program or tool call, in seconds"
+    )
+    interpreter: Literal["fresh", "session"] = Field(
+        default="fresh",
+        description="fresh: every program starts in a new interpreter; session: a trajectory's programs share one, "
+        "with its variables and files",
+    )
+    sandbox_attempts: int = Field(default=4, ge=1, description="attempts per program when the sandbox itself fails")
+    sandbox_deadline: float = Field(default=300.0, gt=0, description="seconds for all attempts, including waits")
+    sandbox_retry_wait: float = Field(
+        default=0.2, ge=0, description="seconds before the second attempt; later waits grow, with jitter"
+    )
+
+
+class SimpleTIRSettings(ExecutionSettings):
+    """How an episode with tools runs, under the SimpleTIR protocol or another."""
 
     protocol: Annotated[str, AfterValidator(_known_protocol)] = Field(
         "simpletir",
@@ -69,32 +104,28 @@ class SimpleTIRSettings(BaseModel):
     instruction: str | None = Field(
         default=None, description='text before the problem; null: the protocol\'s own, "": none'
     )
-    execution_timeout: float = Field(
-        default=10.0, gt=0, description="time limit of one program or tool call, in seconds"
-    )
     observation_limit: int = Field(
         default=512, ge=2, description="maximum characters of a program's output that the model sees"
     )
     tools: tuple[str, ...] = Field(
         default=("python",),
         min_length=1,
-        description="tools of protocol hermes: python (runs in the sandbox), registered names, or module:attribute",
+        description="tools of protocol hermes: python (runs in the sandbox), registered names, or module:attribute of "
+        "functions and classes",
     )
     max_calls: int = Field(default=8, ge=1, description="maximum tool calls answered per turn, with protocol hermes")
     template_options: dict[str, Any] = Field(
         default_factory=dict,
         description="variables of the chat template with protocol hermes, such as enable_thinking",
     )
-    sandbox_attempts: int = Field(default=4, ge=1, description="attempts per program when the sandbox itself fails")
-    sandbox_deadline: float = Field(default=300.0, gt=0, description="seconds for all attempts, including waits")
-    sandbox_retry_wait: float = Field(
-        default=0.2, ge=0, description="seconds before the second attempt; later waits grow, with jitter"
-    )
 
     @property
     def shown_instruction(self) -> str:
         """The instruction that the model is shown."""
-        return INSTRUCTIONS.get(self.protocol, "") if self.instruction is None else self.instruction
+        if self.instruction is not None:
+            return self.instruction
+        own = INSTRUCTIONS.get(self.protocol, "")
+        return own if self.interpreter == "fresh" else _in_session(own)
 
 
 class ReasoningSettings(BaseModel):

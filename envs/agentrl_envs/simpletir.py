@@ -10,28 +10,32 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
-from agentrl_envs.episode import EpisodeUsageError
-from agentrl_envs.execution import run_program
+from agentrl_envs.adapters.blocking import BlockingCalls
+from agentrl_envs.episode import EpisodeUsageError, UnavailableError
+from agentrl_envs.execution import KILLED, EpisodeSandbox, call_of, failed_call
 from agentrl_envs.grading import Grader, GraderError, GraderSettings
 from agentrl_envs.protocols.base import MalformedCall, Protocol, ToolRequest
 from agentrl_envs.protocols.chat import ChatFormat
 from agentrl_envs.protocols.factory import TITLES, make_protocol
 from agentrl_envs.protocols.results import clip
 from agentrl_envs.settings import SimpleTIRSettings
-from agentrl_envs.tools import NO_TOOLS, PYTHON, Tool, ToolSet, call_tool, load_tools
+from agentrl_envs.tools import NO_TOOLS, PYTHON, EpisodeTools, ToolSet, load_tools
 from agentrl_envs.types import MALFORMED, Ended, Problem, Step, ToolCall, Verdict
 from agentrl_sandbox.client import Execution, Sandbox, SandboxSettings, open_sandbox
 
 __all__ = ["SimpleTIREnvironment", "SimpleTIREpisode", "SimpleTIRSettings"]
 
+_THREADS = 64  # plain functions that run at once
+_RESTARTED = "; the interpreter was restarted and its variables are gone"
+
 logger = logging.getLogger(__name__)
 
 
 class SimpleTIREpisode:
-    """One problem under one protocol. Shares the sandbox, the grader and the tools and closes none of them."""
+    """One problem under one protocol. Shares the sandbox and the grader and closes neither; its tools are its own."""
 
     def __init__(
         self,
@@ -42,14 +46,22 @@ class SimpleTIREpisode:
         grader: Grader,
         protocol: Protocol | None = None,
         tools: ToolSet = NO_TOOLS,
+        threads: BlockingCalls | None = None,
     ) -> None:
-        """``protocol``: none for the one that ``settings`` name. Only one that runs nothing needs no ``sandbox``."""
+        """``protocol``: none for the one that ``settings`` name. Only one that runs nothing needs no ``sandbox``.
+
+        ``threads`` are for plain functions among the tools.
+        """
         self.problem = problem
         self._settings = settings
-        self._sandbox = sandbox
+        self._given_sandbox = sandbox
+        self._sandbox: EpisodeSandbox | None = None
         self._grader = grader
         self._protocol = make_protocol(settings) if protocol is None else protocol
         self._tools = tools
+        self._threads = threads or BlockingCalls(_THREADS, name="tool")
+        self._own: EpisodeTools | None = None
+        self._setup = asyncio.Lock()
         self._turns = 0
         self._state = "new"  # new -> running -> ended; closed from any
 
@@ -63,9 +75,19 @@ class SimpleTIREpisode:
         return self._protocol.turn_complete(text)
 
     async def start(self) -> str:
-        """The prompt: instruction and statement."""
+        """The prompt: instruction and statement. Raises `agentrl_envs.tools.ToolError`."""
         self._expect("new")
         self._state = "running"
+        if self._given_sandbox is not None:
+            self._sandbox = EpisodeSandbox(self._given_sandbox, self._settings)
+        self._own = EpisodeTools(
+            self._tools,
+            self.problem,
+            sandbox=self._sandbox,
+            threads=self._threads,
+            timeout=self._settings.execution_timeout,
+        )
+        await self._own.open()
         return self._protocol.prompt(self.problem)
 
     async def step(self, action: str) -> Step:
@@ -75,27 +97,41 @@ class SimpleTIREpisode:
         cut the turn, or it is a plain end of sequence) refines that.
         """
         self._expect("running")
-        step = await self._play(action)
+        try:
+            step = await self._play(action)
+        except UnavailableError as error:
+            logger.warning("problem %s: %s", self.problem.id, error)
+            call = failed_call(error.seconds)
+            step = Step(observation="", reward=0.0, ended=Ended.INFRASTRUCTURE_FAILURE, tool_calls=(call,))
         if step.ended is not None:
             self._state = "ended"
         return step
 
     async def fork(self) -> SimpleTIREpisode:
-        """The same conversation so far. Programs are stateless, so nothing else has to be copied."""
+        """The same conversation so far, with an interpreter and tools of its own that begin as these are now."""
         twin = SimpleTIREpisode(
             self.problem,
             settings=self._settings,
-            sandbox=self._sandbox,
+            sandbox=self._given_sandbox,
             grader=self._grader,
             protocol=self._protocol,
             tools=self._tools,
+            threads=self._threads,
         )
         twin._turns, twin._state = self._turns, self._state
+        if self._sandbox is not None:
+            twin._sandbox = await self._sandbox.fork()
+        if self._own is not None:
+            twin._own = await self._own.fork(twin._sandbox)
         return twin
 
     async def close(self) -> None:
-        """Forbid further turns."""
+        """Forbid further turns, and close the tools and the interpreter."""
         self._state = "closed"
+        if self._own is not None:
+            await self._own.close()
+        if self._sandbox is not None:
+            await self._sandbox.close()
 
     async def _play(self, action: str) -> Step:
         self._turns += 1
@@ -110,52 +146,51 @@ class SimpleTIREpisode:
 
     async def _run(self, program: str, action: str, said: str | None) -> Step:
         """The turn's program, and the answer that it printed or else the one in the turn's words."""
-        execution, call = await self._execute(program)
-        if execution is None:
-            return Step(observation="", reward=0.0, ended=Ended.INFRASTRUCTURE_FAILURE, tool_calls=(call,))
-        observation = self._protocol.observation(action, [self._protocol.result(execution)])
+        execution = await self._execute(program)
+        call = call_of(execution)
+        observation = self._protocol.observation(action, [self._shown(execution)])
         answer = self._protocol.printed_answer(execution.stdout) or said
         if answer is not None:
             return await self._grade(answer, observation=observation, calls=(call,))
         return self._goes_on(observation, (call,))
 
     async def _call(self, requests: Sequence[ToolRequest | MalformedCall], action: str) -> Step:
-        """The turn's calls, one after the other; one that cannot be made gets an error in its place."""
-        results: list[str] = []
-        made: list[ToolCall] = []
-        for request in requests:
-            if isinstance(request, MalformedCall):
-                results.append(request.message)
-                made.append(ToolCall(outcome=MALFORMED, seconds=0.0))
-            elif request.name in self._tools.own:
-                result, call = await self._use(self._tools.own[request.name], request.arguments)
-                results.append(clip(result, self._settings.observation_limit))
-                made.append(call)
-            else:
-                execution, call = await self._execute(str(request.arguments["code"]))
-                made.append(call)
-                if execution is None:
-                    return Step(observation="", reward=0.0, ended=Ended.INFRASTRUCTURE_FAILURE, tool_calls=tuple(made))
-                results.append(self._protocol.result(execution))
-        return self._goes_on(self._protocol.observation(action, results), tuple(made))
+        """The turn's calls, all at once; one that cannot be made gets an error in its place."""
+        made = await asyncio.gather(*(self._answer(request) for request in requests), return_exceptions=True)
+        failures = [result for result in made if isinstance(result, BaseException)]
+        if failures:
+            raise next((one for one in failures if not isinstance(one, UnavailableError)), failures[0])
+        answered = [result for result in made if not isinstance(result, BaseException)]
+        observation = self._protocol.observation(action, [text for text, _ in answered])
+        return self._goes_on(observation, tuple(call for _, call in answered))
 
-    async def _execute(self, program: str) -> tuple[Execution | None, ToolCall]:
+    async def _answer(self, request: ToolRequest | MalformedCall) -> tuple[str, ToolCall]:
+        """What the model reads in the place of a call's result."""
+        if isinstance(request, MalformedCall):
+            return request.message, ToolCall(outcome=MALFORMED, seconds=0.0)
+        if request.name == PYTHON:
+            execution = await self._execute(str(request.arguments["code"]))
+            return self._shown(execution), call_of(execution)
+        assert self._own is not None
+        result, call = await self._own.call(request.name, request.arguments)
+        return clip(result, self._settings.observation_limit), call
+
+    async def _execute(self, program: str) -> Execution:
+        """Run a program, after the problem's setup. Raises `UnavailableError`."""
         if self._sandbox is None:
             raise EpisodeUsageError("the episode has no sandbox: its protocol must run nothing")
-        return await run_program(self._sandbox, self._protocol.runnable(self.problem, program), self._settings)
+        problem = self.problem
+        if self._settings.interpreter == "session" and problem.setup:
+            async with self._setup:  # of its own: a program with a syntax error would take it along
+                if self._sandbox.fresh:
+                    await self._sandbox.execute(problem.setup)
+            problem = replace(problem, setup="")
+        return await self._sandbox.execute(self._protocol.runnable(problem, program))
 
-    async def _use(self, tool: Tool, arguments: Mapping[str, object]) -> tuple[str, ToolCall]:
-        """A user's tool under ``execution_timeout``; that it takes too long is the call's fault, as of a program."""
-        began = time.monotonic()
-        outcome = "ok"
-        try:
-            async with asyncio.timeout(self._settings.execution_timeout) as limit:
-                result = await call_tool(tool, arguments)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            result, outcome = f"TimeoutError: {tool.name} did not answer in time", "timeout"
-        return result, ToolCall(outcome=outcome, seconds=time.monotonic() - began)
+    def _shown(self, execution: Execution) -> str:
+        """What the model reads of a program, that its session has ended included."""
+        lost = self._settings.interpreter == "session" and execution.outcome in KILLED
+        return self._protocol.result(execution) + (_RESTARTED if lost else "")
 
     def _goes_on(self, observation: str, calls: tuple[ToolCall, ...]) -> Step:
         ended = Ended.TURN_LIMIT if self._turns >= self._settings.max_turns else None
@@ -207,7 +242,9 @@ class SimpleTIREnvironment:
     ) -> None:
         """Raises `PluginError` for tools that are none, and `EpisodeUsageError` where ``chat`` lacks."""
         self.settings = settings or SimpleTIRSettings()
-        self._tools = load_tools(self.settings.tools) if self.settings.protocol == "hermes" else NO_TOOLS
+        hermes = self.settings.protocol == "hermes"
+        self._tools = load_tools(self.settings.tools, interpreter=self.settings.interpreter) if hermes else NO_TOOLS
+        self._threads = BlockingCalls(_THREADS, name="tool")
         self._protocol = make_protocol(self.settings, chat=chat, tools=self._tools)
         self._sandbox_settings = sandbox_settings or SandboxSettings()
         self._grader = Grader(grader_settings or GraderSettings())
@@ -228,6 +265,7 @@ class SimpleTIREnvironment:
             grader=self._grader,
             protocol=self._protocol,
             tools=self._tools,
+            threads=self._threads,
         )
 
     async def close(self) -> None:
@@ -256,7 +294,7 @@ class SimpleTIREnvironment:
 
     @property
     def _runs_programs(self) -> bool:
-        return self.settings.protocol != "hermes" or self._tools.schema(PYTHON) is not None
+        return self.settings.protocol != "hermes" or self._tools.runs_programs
 
     def _opened(self) -> Sandbox:
         if self._sandbox is None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-from agentrl_sandbox.once import digest
 from agentrl_sandbox.types import Execution, Outcome, Sandbox
 from agentrl_sandbox.wire import Frame
 
@@ -54,10 +55,12 @@ class Call:
     def digest(self) -> bytes:
         """A hash of all arguments, to tell apart calls with the same ``request_id``."""
         header, blobs = self.frame()
-        return digest(header, *blobs)
+        result = hashlib.sha256()
+        for part in (*blobs, json.dumps(header).encode()):
+            result.update(len(part).to_bytes(8, "big") + part)
+        return result.digest()
 
     def frame(self) -> Frame[CallHeader]:
-        """Header and blobs of the frame that carries it."""
         header: CallHeader = {
             "timeout": self.timeout,
             "session": self.session,
@@ -98,7 +101,6 @@ class CallSandbox(Sandbox, ABC):
         fetch_files: Sequence[str] = (),
         echo: bool = False,
     ) -> Execution:
-        """See ``Sandbox.execute`` and ``run``."""
         call = Call(
             program=program,
             timeout=timeout,

@@ -18,11 +18,11 @@ from typing import Any
 import docker
 from docker.errors import DockerException, ImageNotFound, NotFound
 
-from agentrl_sandbox.call import Call, CallSandbox
-from agentrl_sandbox.errors import BusyError, ClosedError, StartError, unisolated
+from agentrl_sandbox.call import Call
+from agentrl_sandbox.errors import BusyError, ClosedError, StartError, UnisolatedError
 from agentrl_sandbox.service.pool.pool import RunnerPool
 from agentrl_sandbox.settings import LIMITS, SandboxSettings
-from agentrl_sandbox.types import Execution, Isolation, failed_execution
+from agentrl_sandbox.types import Execution, failed_execution
 
 _SOCKETS = "/run/agentrl"
 _START_SECONDS = 120.0
@@ -37,7 +37,7 @@ CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID")
 """The capabilities a runner needs to give each slot its own user and to clean up after it, as in compose.yaml."""
 
 
-class DockerSandbox(CallSandbox):
+class DockerSandbox(RunnerPool):
     """One container, replaced when it dies. Made by ``open_docker``."""
 
     def __init__(self, settings: SandboxSettings, client: docker.DockerClient) -> None:
@@ -48,21 +48,15 @@ class DockerSandbox(CallSandbox):
         self._directory = Path(tempfile.mkdtemp(prefix="agentrl-sandbox-"))
         self._sockets = self._directory / "sockets"
         self._sockets.mkdir(mode=0o700)
-        self._pool = RunnerPool(self._sockets, queue_limit=_QUEUE_LIMIT, queue_seconds=settings.retry_deadline)
+        super().__init__(self._sockets, queue_limit=_QUEUE_LIMIT, queue_seconds=settings.retry_deadline)
         self._container: Any = None
         self._keeping: asyncio.Task[None] | None = None
-        self._closed = False
-
-    @property
-    def isolation(self) -> Isolation:
-        """What the probes in the container found."""
-        return self._pool.isolation
 
     async def start(self) -> None:
         """Start the container and wait for its runner. Raises StartError and UnisolatedError."""
-        self._pool.open()
+        self.open()
         await asyncio.to_thread(self._run_container)
-        waiting = asyncio.ensure_future(self._pool.registry.wait_for_runner(_START_SECONDS))
+        waiting = asyncio.ensure_future(self.registry.wait_for_runner(_START_SECONDS))
         ending = asyncio.ensure_future(asyncio.to_thread(self._follow))
         try:
             await asyncio.wait((waiting, ending), return_when=asyncio.FIRST_COMPLETED)
@@ -74,40 +68,26 @@ class DockerSandbox(CallSandbox):
         missing = self.isolation.missing
         if missing and not self._settings.allow_unisolated:
             why = "Set allow_unisolated=true to run programs without them"
-            raise unisolated(f"{self._image} does not isolate programs", missing, why)
+            raise UnisolatedError(f"{self._image} does not isolate programs", missing, why)
         self._keeping = asyncio.create_task(self._keep(ending))
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
-        """See ``Sandbox.execute``."""
         if self._closed:
             raise ClosedError("the sandbox was closed")
         started = time.monotonic()
         try:
-            return await self._pool.run(call, request_id)
+            return await super().run(call, request_id)
         except (BusyError, ClosedError) as error:  # closed while it waited
             return failed_execution(str(error), started)
 
-    async def open_session(self) -> str:
-        """See ``Sandbox``. Raises BusyError."""
-        return await self._pool.open_session()
-
-    async def fork_session(self, session: str) -> str:
-        """See ``Sandbox``. Raises BusyError."""
-        return await self._pool.fork_session(session)
-
-    async def close_session(self, session: str) -> None:
-        """See ``Sandbox``."""
-        await self._pool.close_session(session)
-
     async def close(self) -> None:
-        """Remove the container and everything in it."""
         if self._closed:
             return
         self._closed = True
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
-        await self._pool.close()
+        await super().close()
         await asyncio.to_thread(self._remove)
 
     async def _keep(self, ending: asyncio.Future[str]) -> None:
@@ -124,9 +104,10 @@ class DockerSandbox(CallSandbox):
 
     def _run_container(self) -> None:
         settings = self._settings
-        environment = {f"SANDBOX_{name.upper()}": str(getattr(settings, name)) for name in ("timeout", *LIMITS)}
+        environment = {
+            f"SANDBOX_{name.upper()}": str(getattr(settings, name)) for name in ("timeout", "allow_unisolated", *LIMITS)
+        }
         environment["SANDBOX_WORKERS"] = str(settings.concurrency)
-        environment["SANDBOX_ALLOW_UNISOLATED"] = str(settings.allow_unisolated)
         memory = (settings.memory_mb + settings.scratch_mb) * settings.concurrency + _SPARE_MB
         try:
             container = self._client.containers.create(

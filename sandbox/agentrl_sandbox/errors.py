@@ -23,17 +23,12 @@ class SandboxError(Exception):
 
 
 class UnisolatedError(SandboxError):
-    """The sandbox cannot isolate programs here; ``missing`` names the properties."""
+    """The sandbox cannot isolate programs here; ``missing`` names the properties, ``why`` the reason and the fix."""
 
-    def __init__(self, message: str, *, missing: tuple[str, ...]) -> None:
-        super().__init__(message)
+    def __init__(self, where: str, missing: tuple[str, ...], why: str) -> None:
+        meanings = "; ".join(f"{name} ({PROPERTIES[name]})" for name in missing)
+        super().__init__(f"{where}: missing {meanings}. {why}")
         self.missing = missing
-
-
-def unisolated(where: str, missing: tuple[str, ...], why: str) -> UnisolatedError:
-    """The error that names the missing properties and their meanings; ``why`` says the reason and the fix."""
-    meanings = "; ".join(f"{name} ({PROPERTIES[name]})" for name in missing)
-    return UnisolatedError(f"{where}: missing {meanings}. {why}", missing=missing)
 
 
 class StartError(SandboxError):

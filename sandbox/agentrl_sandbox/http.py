@@ -25,8 +25,8 @@ from agentrl_sandbox.errors import (
     SessionForkError,
     SessionLimitError,
     StartError,
+    UnisolatedError,
     UnknownSessionError,
-    unisolated,
 )
 from agentrl_sandbox.settings import LIMITS, SandboxSettings
 from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome, failed_execution
@@ -67,7 +67,6 @@ class HttpSandbox(CallSandbox):
 
     @property
     def isolation(self) -> Isolation:
-        """What the service's runners found when they started."""
         return self._isolation
 
     async def check(self) -> None:
@@ -80,7 +79,7 @@ class HttpSandbox(CallSandbox):
         missing = self._isolation.missing
         if missing and not self._settings.allow_unisolated:
             why = "Fix it there, or set allow_unisolated=true to run programs without them"
-            raise unisolated(f"the sandbox at {self._settings.url} does not isolate programs", missing, why)
+            raise UnisolatedError(f"the sandbox at {self._settings.url} does not isolate programs", missing, why)
         self._check_limits(state)
         if (first := await self.execute("pass")).outcome is not Outcome.OK:
             raise StartError(f"the sandbox at {self._settings.url} cannot run programs: {first.stderr}")
@@ -280,14 +279,8 @@ def _session(answer: JsonObject) -> str:
 def _execution(answer: JsonObject) -> Execution:
     """Raises BusyError for an invalid answer, as after a broken connection."""
     try:
-        return Execution(
-            outcome=Outcome(answer["outcome"]),
-            stdout=answer["stdout"],
-            stderr=answer["stderr"],
-            exit_code=answer["exit_code"],
-            seconds=float(answer["seconds"]),
-            truncated=answer["truncated"],
-            files={name: base64.b64decode(content) for name, content in answer["files"].items()},
-        )
+        files = {name: base64.b64decode(content) for name, content in answer["files"].items()}
+        outcome, seconds = Outcome(answer["outcome"]), float(answer["seconds"])
+        return Execution(**{**answer, "outcome": outcome, "seconds": seconds, "files": files})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BusyError(f"the service gave an invalid answer: {error}") from error

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -13,17 +11,6 @@ from agentrl_sandbox.types import Execution, Outcome
 
 _REMEMBERED_BYTES = 16 << 20  # a minute of small results at 270 calls a second
 _OVERHEAD_BYTES = 1024
-
-
-def digest(described: object, *contents: bytes) -> bytes:
-    """A hash of a call, so that two programs with the same request id do not share a run.
-
-    ``described`` is the JSON part of a call, ``contents`` its bytes: the program, its input and its files.
-    """
-    result = hashlib.sha256()
-    for part in (*contents, json.dumps(described).encode()):
-        result.update(len(part).to_bytes(8, "big") + part)
-    return result.digest()
 
 
 @dataclass(slots=True)
@@ -69,7 +56,6 @@ class Once:
                 del self._running[key]
 
     async def settle(self) -> None:
-        """Wait for all running calls, whatever their result."""
         if self._tasks:
             await asyncio.wait(self._tasks)
 

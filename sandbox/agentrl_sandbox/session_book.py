@@ -34,7 +34,6 @@ class SessionBook(Generic[_Home, _Key]):
         self._ended: OrderedDict[str, str] = OrderedDict()  # with why
 
     def __len__(self) -> int:
-        """The number of sessions not known to have ended."""
         return len(self._live)
 
     def add(self, home: _Home, number: _Key) -> str:
@@ -46,7 +45,6 @@ class SessionBook(Generic[_Home, _Key]):
         return name
 
     def homes(self) -> list[_Home]:
-        """The home of each live session."""
         return [session.home for session in self._live.values()]
 
     def find(self, name: str) -> BookedSession[_Home, _Key]:
@@ -58,7 +56,6 @@ class SessionBook(Generic[_Home, _Key]):
         return session
 
     def has_ended(self, name: str) -> bool:
-        """Whether there was such a session."""
         return name in self._ended
 
     @asynccontextmanager

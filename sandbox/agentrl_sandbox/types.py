@@ -83,11 +83,9 @@ class Isolation:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The missing properties."""
         return tuple(name for name, layer in self.layers.items() if layer is None)
 
     def describe(self) -> str:
-        """A summary in one line."""
         held = ", ".join(name for name, layer in self.layers.items() if layer is not None)
         line = f"{held} ({'no' if self.mode == 'none' else self.mode} namespaces)"
         return line if not self.missing else f"{line}; MISSING: {', '.join(self.missing)}"

@@ -26,7 +26,6 @@ class FrameError(ValueError):
 
 
 def pack(header: Mapping[str, object], *blobs: bytes) -> bytes:
-    """One frame."""
     text = json.dumps({**header, "blobs": [len(blob) for blob in blobs]} if blobs else header).encode()
     size = len(text) + sum(len(blob) for blob in blobs)
     if size > _MAX_FRAME:

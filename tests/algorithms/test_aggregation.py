@@ -99,5 +99,5 @@ def test_modes_and_lengths_that_do_not_fit(mode, given_options, message):
 
 
 def test_shapes_must_agree():
-    with pytest.raises(InvalidInputError, match=r"got \(1, 2\), \(2, 1\)"):
+    with pytest.raises(InvalidInputError, match=r"loss_mask must be \[B, T\] as per_token; got \(2, 1\) and \(1, 2\)"):
         aggregate(torch.zeros(1, 2), torch.ones(2, 1), "token_mean")

@@ -174,5 +174,5 @@ def test_amounts_are_added_at_the_last_model_token_also_before_a_final_observati
     assert result.tolist() == [[0.0, 0.5, 0.0], [0.0, 0.0, 1.0]]
     with pytest.raises(InvalidInputError, match="row 1 has no model token"):
         add_at_last_token(torch.zeros(2, 2), torch.tensor([[1, 0], [0, 0]]), torch.zeros(2))
-    with pytest.raises(InvalidInputError, match=r"amounts \[B\]; got .*\(3,\)"):
+    with pytest.raises(InvalidInputError, match=r"amounts must be \[B\] = \(2,\); got \(3,\)"):
         add_at_last_token(torch.zeros(2, 2), torch.ones(2, 2), torch.zeros(3))

@@ -209,7 +209,7 @@ def test_reward_kl_refuses_what_makes_no_sense():
         reward_kl(zeros, zeros, zeros, zeros + 1, beta=0.1, estimator="k3+")
     with pytest.raises(InvalidOptionError, match=r"beta=-0.1 must be at least 0"):
         reward_kl(zeros, zeros, zeros, zeros + 1, beta=-0.1)
-    with pytest.raises(InvalidInputError, match="rewards and log_probs differ"):
+    with pytest.raises(InvalidInputError, match=r"log_probs must be \[B, T\] as rewards"):
         reward_kl(torch.zeros(1, 3), zeros, zeros, zeros + 1, beta=0.1)
     with pytest.raises(InvalidInputError, match="the KL penalty is nan at a model token: row 0, position 1"):
         reward_kl(zeros, torch.tensor([[0.0, torch.nan]]), zeros, zeros + 1, beta=0.1)

@@ -310,7 +310,7 @@ def test_options_that_make_no_sense(options, error, message):
 
 def test_inputs_that_make_no_sense():
     zeros, ones = torch.zeros(2, 3), torch.ones(2, 3)
-    with pytest.raises(InvalidInputError, match=r"must all be \[B, T\]; got \(2, 3\), \(2, 3\), \(2, 2\)"):
+    with pytest.raises(InvalidInputError, match=r"as response_mask; got \(2, 3\) and \(2, 2\)"):
         rollout_correction(zeros, zeros, torch.ones(2, 2))
     with pytest.raises(InvalidInputError, match="loss_mask holds tokens that response_mask does not"):
         rollout_correction(zeros, zeros, zeros, loss_mask=ones)

@@ -18,19 +18,19 @@ from agentrl.config import (
     [
         (
             ["rollout.max_turn_tokens=99999"],
-            "rollout.max_turn_tokens=99999 is above rollout.max_response_tokens=160: a turn cannot be longer",
+            "rollout.max_turn_tokens=99999 exceeds rollout.max_response_tokens=160: a turn cannot be longer",
         ),
         (
             ["algorithm.updates_per_step=33"],
-            "algorithm.updates_per_step=33 is above rollout.problems_per_step=32: every update needs a group",
+            "algorithm.updates_per_step=33 exceeds rollout.problems_per_step=32: every update needs a group",
         ),
         (
             ["rollout.max_prompt_tokens=1000"],
-            "rollout.max_prompt_tokens=1000 and rollout.max_response_tokens=160 together pass "
+            "rollout.max_prompt_tokens=1000 and rollout.max_response_tokens=160 together exceed "
             "model.tiny.max_positions=1024",
         ),
-        (["rollout.kv_cache_tokens=64"], "pass rollout.kv_cache_tokens=64: not one trajectory fits the cache"),
-        (["training.micro_batch_tokens=64"], "pass training.micro_batch_tokens=64: a micro-batch must hold a whole"),
+        (["rollout.kv_cache_tokens=64"], "exceed rollout.kv_cache_tokens=64: the KV cache must hold at least one"),
+        (["training.micro_batch_tokens=64"], "exceed training.micro_batch_tokens=64: a micro-batch must hold a whole"),
         (["data.train=[]"], "data.train is empty: nothing to train on"),
         (["model.path=/no/such/folder"], "model.path='/no/such/folder': there is no such directory"),
         (
@@ -41,7 +41,7 @@ from agentrl.config import (
         (["correction.self_normalize=true"], "self_normalize=true has no weights to normalise: set weights"),
         (
             ["training.deterministic=true", "rollout.schedule=overlapped"],
-            "training.deterministic=true with rollout.schedule=overlapped: what a batch holds depends on timing",
+            "training.deterministic=true with rollout.schedule=overlapped: if rollouts and training run side by",
         ),
         (
             ["rollout.schedule=asynchronous", "rollout.engine=vllm", "rollout.vllm.placement=colocated"],
@@ -53,10 +53,10 @@ from agentrl.config import (
             "correction (command line): weight_low=2.5 is above weight_high=2.0",
         ),
         (["reward.overlong_limit=8", "reward.overlong_buffer=9"], "overlong_buffer=9 is above overlong_limit=8"),
-        (["reward.overlong_buffer=200"], "reward.overlong_buffer=200 is above rollout.max_response_tokens=160"),
+        (["reward.overlong_buffer=200"], "reward.overlong_buffer=200 exceeds rollout.max_response_tokens=160"),
         (
             ["kl.coefficient=0.1", "kl.controller=adaptive", "kl.horizon=10"],
-            "kl.horizon=10 is not above a fifth of a step's 256 trajectories",
+            "kl.horizon=10 must exceed one fifth of the 256 trajectories of a step",
         ),
         (
             ["correction.weights=tokn"],
@@ -93,7 +93,7 @@ def test_commands_ask_only_for_what_they_need() -> None:
 def test_a_group_of_one_is_a_warning_that_says_what_happens() -> None:
     (dropped,) = settings_warnings(load_settings(overrides=["rollout.group_size=1"]))
     assert "rollout.group_size=1 with the group estimator algorithm.estimator=tir_otb" in dropped
-    assert "drops them all and nothing is trained" in dropped
+    assert "drops it and nothing is trained" in dropped
     kept = load_settings(overrides=["rollout.group_size=1", "algorithm.drop_zero_variance=false"])
     assert "its baseline is 0 and its advantages are the plain rewards" in settings_warnings(kept)[0]
     assert settings_warnings(load_settings()) == []
@@ -102,7 +102,7 @@ def test_a_group_of_one_is_a_warning_that_says_what_happens() -> None:
 def test_a_group_of_one_without_a_baseline_of_its_group() -> None:
     one = ["rollout.group_size=1", "algorithm.estimator=gae"]
     (said,) = settings_warnings(load_settings(overrides=one))
-    assert said.startswith("rollout.group_size=1: every group is a single trajectory without variance")
+    assert said.startswith("rollout.group_size=1: every group is a single trajectory; it has no variance")
     assert settings_warnings(load_settings(overrides=[*one, "algorithm.drop_zero_variance=false"])) == []
     assert settings_warnings(load_settings(overrides=["rollout.group_size=1", "algorithm.estimator=remax"])) == []
 
@@ -111,7 +111,7 @@ def test_an_inexact_penalty_in_the_reward_is_said() -> None:
     given = ["kl.coefficient=0.1", "kl.placement=reward"]
     assert settings_warnings(load_settings(overrides=given)) == []
     (said,) = settings_warnings(load_settings(overrides=[*given, "kl.estimator=k3"]))
-    assert said.startswith("kl.placement=reward with kl.estimator=k3: in the reward only k1")
+    assert said.startswith("kl.placement=reward with kl.estimator=k3: in the reward, only k1")
 
 
 def test_stale_tokens_without_correction_are_said() -> None:
@@ -134,5 +134,11 @@ def test_other_surprises() -> None:
         overrides=["training.deterministic=true", "training.num_processes=2", "optimizer.warmup_steps=999"]
     )
     ranks, warmup = settings_warnings(surprising)
-    assert "bitwise equality is promised for one process only" in ranks
+    assert "bitwise equality is guaranteed for one process only" in ranks
     assert "the learning rate never reaches optimizer.learning_rate" in warmup
+
+
+def test_every_trajectory_may_hold_a_session() -> None:
+    session = ["environment.interpreter=session", "rollout.concurrency=65"]
+    assert "rollout.concurrency=65 and sandbox.max_sessions=64: every running" in refused(*session)
+    assert load_settings(overrides=[*session, "sandbox.max_sessions=65"]).sandbox.max_sessions == 65

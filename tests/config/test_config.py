@@ -254,7 +254,7 @@ def test_every_known_key_is_its_own_nearest() -> None:
         ("rollout=3", "rollout=3 (command line): valid is a section with the keys engine, problems_per_step"),
         ("data.train.0.weight=heavy", 'data.train.0.weight="heavy" (command line): valid is a number above 0'),
         ("data.train=[{split: train}]", "data.train.0.path is missing (command line): it must be given; valid: text"),
-        ("data.train.9.path=x", 'data.train.9.path="x": data.train has 1 entries; valid places: 0 to 1'),
+        ("data.train.9.path=x", 'data.train.9.path="x": data.train has 1 entries; valid indices: 0 to 1'),
         ("name=a/b", 'name="a/b" (command line): valid is text matching'),
         ("seed.x=3", "unknown key seed.x (value 3) (command line); nearest valid key: seed;"),
         ("rollout", "'rollout': settings are given as key=value, for example rollout.group_size=8"),

@@ -69,6 +69,11 @@ def test_different(graded: Graded, kind: str, answer: str, gold: str) -> None:
     assert not Path("PWNED").exists()
 
 
+@pytest.mark.parametrize(("answer", "verdict"), [(r"\det 5", INCORRECT), (r"\frac.5", Verdict.UNPARSABLE_ANSWER)])
+def test_what_has_no_value_does_not_end_the_process(graded: Graded, answer: str, verdict: Verdict) -> None:
+    assert graded(answer, "1") is verdict
+
+
 GROWING = (
     r"\sum_{k=1}^{2023} \frac{1}{k^2}",
     r"\sum_{k=1}^{2023} k^{2023}",

@@ -52,7 +52,7 @@ def test_what_a_user_registers_is_found_by_its_name() -> None:
 
     assert resolve_environment("mine") is Mine
     assert make_protocol(SimpleTIRSettings(protocol="plain")) == ToRLProtocol(instruction="", observation_limit=7)
-    assert list(load_tools(("python", "six")).own) == ["six"]
+    assert [schema.name for schema in load_tools(("python", "six")).schemas] == ["python", "six"]
     assert Reward("zero", deadline=1.0)._function is zero
 
 

@@ -38,10 +38,14 @@ class Lookup:
                 return "3.14159265358979"[: 2 + arguments.get("digits", 2)]
             case "slow":
                 await asyncio.Event().wait()
-            case "bug":
+            case "error":
                 raise ZeroDivisionError("oops")
+            case "bug":
+                raise AttributeError("oops")
             case "number":
                 return 3  # type: ignore[return-value]
+            case "set":
+                return {3}  # type: ignore[return-value]
             case "half":
                 return "\ud800"
         return "no such constant"
@@ -71,8 +75,7 @@ NUMBER = 5
 def test_tools_are_found_by_name() -> None:
     tools = load_tools(("python", f"{HERE}:Lookup"))
     assert [schema.name for schema in tools.schemas] == ["python", "lookup"]
-    assert list(tools.own) == ["lookup"]
-    assert load_tools((f"{HERE}:instance",)).own["lookup"] is instance
+    assert [schema.name for schema in load_tools((f"{HERE}:instance",)).schemas] == ["lookup"]
     assert tools.schemas[1].as_function() == {
         "type": "function",
         "function": {"name": "lookup", "description": Lookup.description, "parameters": Lookup.parameters},
@@ -85,7 +88,7 @@ def test_tools_are_found_by_name() -> None:
         (("pyton",), "unknown tool 'pyton'; did you mean 'python'? (known: python, module:attribute)"),
         (("nowhere:Tool",), "there is no module 'nowhere'"),
         ((f"{HERE}:Lokup",), "has no 'Lokup'; did you mean 'Lookup'"),
-        ((f"{HERE}:NUMBER",), "is no tool: it lacks name, description, parameters, call"),
+        ((f"{HERE}:NUMBER",), "cannot be a tool: it is a int, expected a function or a class"),
         ((f"{HERE}:NoName",), "its name 'no name' must be letters"),
         ((f"{HERE}:NoSchema",), 'a JSON schema with "type": "object"'),
         ((f"{HERE}:BadSchema",), "its parameters are not a JSON schema: 'text' is not valid under"),
@@ -162,14 +165,21 @@ async def test_a_tool_that_takes_too_long_is_an_observation() -> None:
 @pytest.mark.parametrize(
     ("constant", "message"),
     [
-        ("bug", r"the tool 'lookup' raised ZeroDivisionError: oops \(.*test_tools\.py:\d+\)"),
-        ("number", "must return a str, not int"),
+        ("bug", r"the tool 'lookup' raised AttributeError: oops \(.*test_tools\.py:\d+\)"),
+        ("set", r"the tool 'lookup' must return text or JSON, not set"),
     ],
 )
 async def test_a_bug_of_a_tool_is_told(constant: str, message: str) -> None:
     async with episode() as made:
         with pytest.raises(ToolError, match=message):
             await made.step(call(constant=constant))
+
+
+async def test_an_error_of_a_tool_is_an_observation() -> None:
+    async with episode() as made:
+        step = await made.step(call(constant="error") + call(constant="number"))
+        assert step.observation == "</a>\n<t>ZeroDivisionError: oops|3</t><a>"
+        assert [one.outcome for one in step.tool_calls] == ["error", "ok"]
 
 
 def test_python_is_not_called_where_it_is_not_offered() -> None:

@@ -15,6 +15,7 @@ from agentrl.errors import SettingsError
 from agentrl.evaluation.records.transcript import Sample
 from agentrl.evaluation.results.comparison import compare, compare_command
 from agentrl.evaluation.results.regrade import FunctionGrader, regrade_command
+from agentrl_envs.registry import PluginError
 from agentrl_envs.types import Ended, Verdict
 
 
@@ -135,13 +136,14 @@ def test_an_own_grader_and_unchanged_verdicts(
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
-        ("strict", "valid is MODULE:NAME"),
+        ("strict", "is not written module:attribute"),
         ("nowhere_at_all:f", "there is no module 'nowhere_at_all'"),
-        ("json:nothing", "module 'json' has no function 'nothing'"),
+        ("json:__name__", "--grader 'json:__name__' is a str, expected a function"),
+        ("json:nothing", "module 'json' has no 'nothing'"),
     ],
 )
 def test_graders_that_are_none(path: str, expected: str) -> None:
-    with pytest.raises(SettingsError, match=expected):
+    with pytest.raises(PluginError, match=expected):
         FunctionGrader(path)
 
 

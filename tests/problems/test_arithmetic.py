@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
-from agentrl.problems.demonstrations.demonstration import Demonstration, tokenizer_corpus
+from agentrl.problems.demonstrations.demonstration import Demonstration
 from agentrl.problems.demonstrations.exercises import FAMILIES
 from agentrl.problems.problem_errors import EmptyProblemsError, ProblemError
 from agentrl_envs.types import Problem
@@ -83,7 +83,7 @@ def test_families_take_turns():
 
 def test_hidden_values_cannot_be_told_from_the_statement():
     """In every reveal family the best constant guess, and the best guess from the shown numbers, stay below 0.05."""
-    revealing = [name for name, family in FAMILIES.items() if family.reveals]
+    revealing = [name for name in FAMILIES if ArithmeticSource(families=[name]).problem(0).setup]
     assert len(revealing) >= 3
     for name in revealing:
         source = ArithmeticSource(seed=3, families=[name])
@@ -122,6 +122,6 @@ def test_unknown_names_are_refused_with_the_nearest():
 
 def test_corpus_holds_statement_turns_and_observations():
     (demonstration,) = ArithmeticSource(seed=0, families=["two_boxes"]).demonstrations(1)
-    (text,) = tokenizer_corpus([demonstration])
+    text = demonstration.text
     assert text.startswith(demonstration.problem.statement + "\n```py\nbox(")
     assert text.count("\nCode execution result: ") == 2

@@ -215,7 +215,7 @@ async def test_past_the_deadline_it_says_what_is_missing() -> None:
             await worker.next_batch(7)
     async with working(policy, schedule="overlapped", step_deadline=3.0, last_step=2) as worker:
         slow = Policy(wait=lambda group: asyncio.sleep(3600) if group > 1 else asyncio.sleep(0))
-        worker._driver._engine = slow.engine
+        worker.driver.engine = slow.engine
         batch = await worker.next_batch(1)
         with pytest.raises(WorldError, match=r"step 1: 0 of 2 groups"):
             await train(worker, slow, batch)

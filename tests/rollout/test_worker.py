@@ -193,5 +193,5 @@ async def test_a_greedy_rollout_is_played_beside_the_group_and_is_none_of_it() -
     assert [item.sample for item in group.everyone] == [0, 1, 2]
     assert (batch.metrics["reward/count"], batch.metrics["rollout/greedy"]) == (2, 1)
     assert batch.metrics["reward/greedy_mean"] == group.greedy.reward
-    temperatures = [request[2].temperature for request in one._driver._engine.requests]  # type: ignore[attr-defined]
+    temperatures = [request[2].temperature for request in one.driver.engine.requests]  # type: ignore[attr-defined]
     assert sorted(temperatures) == [0.0, 1.0, 1.0]

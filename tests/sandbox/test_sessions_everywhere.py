@@ -50,16 +50,28 @@ async def test_what_kills_a_program_ends_its_session_alone(everywhere, program, 
 
 
 DAEMON = (
-    f"import os, time\n{LEAVE}"
-    "if os.fork() == 0:\n    leave()\n    if os.fork() == 0:\n"
-    "        while True:\n            open('alive', 'w').write(str(time.time())); time.sleep(0.01)\n    os._exit(0)\n"
+    f"import ctypes, os, platform, threading, time\n{LEAVE}"
+    "def work():\n    while True:\n        open('alive', 'w').write(str(time.time())); time.sleep(0.01)\n"
+    "if os.fork() == 0:\n    leave()\n    if os.fork() == 0:\n        WORK\n    os._exit(0)\n"
     "os.wait()\nwhile not os.path.exists('alive') or not open('alive').read():\n    time.sleep(0.01)"
+)
+# To the kernel such a process is a zombie, although its second thread runs on.
+WITHOUT_ITS_FIRST_THREAD = (
+    "threading.Thread(target=work).start()\n"
+    "        ctypes.CDLL(None).syscall(60 if platform.machine() == 'x86_64' else 93, 0)"
+)
+
+# Each process ends once its child has forked: there is always a next one.
+CHAIN = (
+    "while True:\n            open('alive', 'w').write(str(time.time()))\n"
+    "            if os.fork():\n                time.sleep(0.005)\n                os._exit(0)"
 )
 
 
-async def test_what_a_program_leaves_running_ends_with_it(everywhere):
+@pytest.mark.parametrize("work", ["work()", WITHOUT_ITS_FIRST_THREAD, CHAIN], ids=["process", "thread", "chain"])
+async def test_what_a_program_leaves_running_ends_with_it(everywhere, work):
     session = await everywhere.open_session()
-    assert (await everywhere.execute(DAEMON, session=session)).outcome is Outcome.OK
+    assert (await everywhere.execute(DAEMON.replace("WORK", work), session=session)).outcome is Outcome.OK
     look = "before = open('alive').read(); time.sleep(0.3); print(before == open('alive').read())"
     assert (await everywhere.execute(look, session=session)).stdout == "True\n"
     await everywhere.close_session(session)

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from agentrl.telemetry.machine import Gpu, Machine, _quota_cores, describe_machine, find_compiler
+from agentrl.telemetry.machine import Machine, _quota_cores, describe_machine, find_compiler
 
 
 def test_what_is_found_here_is_said() -> None:
@@ -21,7 +21,7 @@ def test_lines() -> None:
         python="3.11.7",
         cores=2,
         memory_bytes=3 * 1024**3,
-        gpus=(Gpu(name="H", memory_bytes=8 * 1024**3),),
+        gpus=("H (8 GiB)",),
         libraries={"torch": "2.13.0"},
         compiler=None,
     )

@@ -14,8 +14,7 @@ from agentrl.errors import SettingsError
 from agentrl.models.loading import read_config
 from agentrl.rollout.engines.vllm.servers import longest_request
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.training.run.dry_run import dry_run
-from agentrl.training.run.estimate import estimate_memory, planned_passes
+from agentrl.training.run.dry_run import dry_run, estimate_memory, planned_passes
 from agentrl.training.run.launch import launch
 from agentrl.training.run.start import train
 from agentrl.training.settings import AlgorithmSettings

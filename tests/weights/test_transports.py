@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from agentrl.weights.exports import held, read_weights, write_weights
 from agentrl.weights.sources import full_parameters, gathered
-from agentrl.weights.transports import held, read_weights, write_weights
 
 
 class Tied(nn.Module):

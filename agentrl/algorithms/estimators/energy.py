@@ -10,10 +10,9 @@ ENERGIES = ("logit_proxy", "length", "head_exact")
 
 
 def logit_proxy_energy(log_probs: Tensor, sum_pi_squared: Tensor) -> Tensor:
-    """w = ||e_y - p||^2 = (1 - p)^2 + sum_{v != y} p(v)^2, any shape, never negative.
+    """w = ||e_y - p||^2 = (1 - p)^2 + sum_{v != y} p(v)^2, any shape, never negative, without cancellation near p = 1.
 
-    Same number as 1 - 2 p + sum p^2 without its cancellation near p = 1. The remaining one, sum p^2 - p^2, is avoided
-    only inside the kernel: prefer its `energy`.
+    That of sum p^2 - p^2 is avoided only inside the kernel: prefer its `energy`.
 
     >>> round(logit_proxy_energy(torch.tensor(0.75).log(), torch.tensor(0.625)).item(), 6)
     0.125
@@ -30,12 +29,9 @@ def cross_energy(
 
     log_p [K, V] are the log-probabilities of the whole vocabulary, targets [K] the sampled tokens, importance_weights
     [K] the truncated rho times the loss mask (1 if None); delta = e_y - p (arXiv 2602.07078, Eq. 46 and 48), times
-    `slope` [K, V], dz/dx of what the head gives, where logits are capped. Memory and time K^2 + K V, so this is for
-    the laboratory: `AdvantageInputs.cross_energy` of the estimator `otb_cross`.
+    `slope` [K, V], dz/dx of what the head gives, where logits are capped. Memory and time: K^2 + K V (laboratory only).
 
     >>> both = torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log()
-    >>> [round(value, 6) for value in cross_energy(both, torch.tensor([0, 0])).tolist()]
-    [0.5, 1.0]
     >>> [round(value, 6) for value in cross_energy(both, torch.tensor([0, 1])).tolist()]
     [0.5, 0.5]
     """
@@ -56,11 +52,8 @@ def token_energy(inputs: EstimatorInputs, energy: str) -> Tensor:
     """w_t [B, T] in float64 of the kind `energy`, 0 off the mask.
 
     `logit_proxy`: the kernel's `token_energy`, else from log_probs and sum_pi_squared. `head_exact`: that times
-    ||h||^2; the 1 / tau^2 of docs/formulas.md 3 is left out, because a factor common to all tokens cancels in every
-    baseline.
-    `length`: 1.
-
-    Raises MissingInputError (naming the setting) or InvalidInputError.
+    ||h||^2, without 1 / tau^2 of docs/formulas.md 3, which cancels in every baseline. `length`: 1. Raises
+    MissingInputError (naming the setting) or InvalidInputError.
     """
     check_choice("energy", energy, ENERGIES)
     if energy == "length":

@@ -1,4 +1,4 @@
-"""Sums over groups, the compact layout, and reward-to-go: all without a loop over rows."""
+"""The compact layout and reward-to-go, without a loop over rows."""
 
 from dataclasses import dataclass
 
@@ -49,17 +49,6 @@ class Compact:
         if not tensor.shape[-1]:
             return tensor.new_zeros(self.mask.shape)
         return tensor.gather(-1, self.index).masked_fill_(~self.mask, 0)
-
-
-def relabel(groups: Tensor) -> tuple[Tensor, int]:
-    """Arbitrary group ids [B] -> (labels 0 .. J-1 [B], J)."""
-    unique, labels = torch.unique(groups, return_inverse=True)
-    return labels, unique.numel()
-
-
-def segment_sum(values: Tensor, labels: Tensor, segments: int) -> Tensor:
-    """Sum of values [n, ...] over equal labels [n] -> [segments, ...]."""
-    return values.new_zeros((segments, *values.shape[1:])).index_add_(0, labels, values)
 
 
 def reward_to_go(rewards: Tensor, gamma: float) -> Tensor:

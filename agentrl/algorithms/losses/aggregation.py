@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.errors import InvalidInputError, InvalidOptionError, check_choice
-from agentrl.algorithms.validation import as_mask
+from agentrl.algorithms.errors import InvalidOptionError, check_choice
+from agentrl.algorithms.validation import as_mask, check_alike
 
 AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
 
@@ -26,23 +26,17 @@ def aggregate(
     `token_sum`                sum
     `seq_mean_token_mean`      sum over sequences of (mean over their tokens) / sequences
     `seq_mean_token_sum`       sum / sequences
-    `seq_mean_token_sum_norm`  sum / (sequences * length), `length` a constant of the settings, needed by this mode
-    alone
+    `seq_mean_token_sum_norm`  sum / (sequences * length), `length` a constant of the settings
 
     `weights` [B]: the share of each row in its sequence, where a sequence (an agent's rollout) is split into rows; rows
     then count as that part of a sequence, and their means with that weight. Without it every row is a sequence.
 
-    Only tokens in the mask count, and sequences with at least one of them. `normalizer` replaces that
-    count by the one of the whole optimizer step, so that the values of micro-batches *add up* to the step's: the sum of
-    `loss_normalizer` over all micro-batches and ranks. `token_sum` divides by nothing.
-
-    Values where the mask is False reach neither the result nor the gradient.
+    Only tokens in the mask count, and sequences with at least one of them; values elsewhere reach neither result nor
+    gradient. `normalizer`, the sum of `loss_normalizer` over all micro-batches and ranks, replaces that count, so that
+    the values of micro-batches *add up* to the optimizer step's.
     """
     check_choice("aggregation", mode, AGGREGATIONS)
-    if per_token.ndim != 2 or per_token.shape != loss_mask.shape:
-        raise InvalidInputError(
-            f"per_token and loss_mask must both be [B, T]; got {tuple(per_token.shape)}, {tuple(loss_mask.shape)}"
-        )
+    check_alike(per_token=per_token, loss_mask=loss_mask)
     _check_length(mode, length)
     mask = as_mask("loss_mask", loss_mask)
     sums = torch.where(mask, per_token, 0.0).sum(-1)  # (B,)

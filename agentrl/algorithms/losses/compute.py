@@ -1,12 +1,14 @@
 """policy_loss: from log-probabilities, advantages and a mask to one number a token."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from agentrl.algorithms.errors import AlgorithmError, InvalidInputError, check_choice
 from agentrl.algorithms.losses.definitions import LOSSES, LossInputs, PolicyLoss
 from agentrl.algorithms.losses.draws import token_draws
-from agentrl.algorithms.validation import as_mask, check_finite
+from agentrl.algorithms.validation import as_loss_mask, as_mask, check_alike, check_finite
 
 _LOG_RATIO_LIMIT = 20.0
 _TOKEN_BASELINES = ("otb", "tir_otb", "otb_isolated", "otb_total", "otb_cross")
@@ -31,12 +33,11 @@ def policy_loss(
 ) -> PolicyLoss:
     """The named loss per token; all tensors [B, T].
 
-    `old_log_probs` are those of the policy that the ratio is taken against, detached here; None says that it is the
-    very policy of `log_probs`, so every ratio is 1. `response_mask` (default: the loss mask) marks all model tokens:
-    the ratio of a sequence is over them, whatever was rejected. `weights` (rollout correction) are detached and
-    multiply the result. `selected` is what `step_selection` gave for these rows; without it a step-wide loss takes
-    this call for the whole optimizer step. Values where the mask is False reach no result and no gradient. Options:
-    the fields of the loss's options record (`LOSSES.option_names(name)`).
+    `old_log_probs` are those of the policy that the ratio is taken against, detached here; None: the very policy of
+    `log_probs`, every ratio 1. `response_mask` (default: the loss mask) marks all model tokens: the ratio of a sequence
+    is over them, whatever was rejected. `weights` (rollout correction) are detached and multiply the result. `selected`
+    is what `step_selection` gave for these rows; without it a step-wide loss takes this call for the whole step. Values
+    where the mask is False reach no result and no gradient. Options: the fields of the loss's options record.
 
     Raises UnknownNameError, InvalidOptionError, InvalidInputError.
     """
@@ -49,11 +50,11 @@ def policy_loss(
     else:
         if selected is None:
             selected = traits.selection(inputs, record, _draws(inputs.mask, None, 0))
-        _check_shape("selected", selected, log_probs)
-        inputs = _with_selection(inputs, as_mask("selected", selected) & inputs.mask)
+        check_alike(log_probs=log_probs, selected=selected)
+        inputs = replace(inputs, selected=as_mask("selected", selected) & inputs.mask)
     per_token, metrics = entry.function(inputs, record)
     if weights is not None:
-        _check_shape("weights", weights, log_probs)
+        check_alike(log_probs=log_probs, weights=weights)
         check_finite("weights", weights, inputs.mask)
         per_token = per_token * torch.where(inputs.mask, weights.detach(), 0.0)
     per_token = torch.where(inputs.mask, per_token, 0.0)
@@ -75,12 +76,9 @@ def step_selection(
 ) -> Tensor:
     """Which tokens a step-wide loss selects, [B, T] bool, from the rows of one *whole* optimizer step.
 
-    For losses with `LOSSES.traits(name).step_wide`: a statistics pass computes `log_probs` with the weights that the
-    step starts from, the rows of all micro-batches and ranks are gathered, this function is called on them, and each
-    micro-batch gives its rows of the result to `policy_loss(selected=...)`.
-
-    `keys` [B] int64 (default: the row number) name the trajectories, each another, so that a token's random number is
-    a function of (seed, key, position): neither the order of rows nor padding on the right changes the selection.
+    A statistics pass computes `log_probs` with the weights that the step starts from; each micro-batch gives its rows
+    of the result to `policy_loss(selected=...)`. `keys` [B] int64 (default: the row number) name the trajectories: a
+    token's random number is a function of (seed, key, position), whatever the order of rows or the padding.
 
     Raises AlgorithmError for a loss that selects nothing, and what `policy_loss` raises.
     """
@@ -105,9 +103,7 @@ def default_aggregation(loss: str, estimator: str) -> str:
 
 def check_aggregation(loss: str, mode: str) -> None:
     """Raise InvalidOptionError if the loss has no meaning under this aggregation (gspo and gmpo admit one only)."""
-    allowed = LOSSES.traits(loss).aggregations
-    if mode not in allowed:
-        check_choice(f"aggregation of loss {loss!r}", mode, allowed)
+    check_choice(f"aggregation of loss {loss!r}", mode, LOSSES.traits(loss).aggregations)
 
 
 def _draws(mask: Tensor, keys: Tensor | None, seed: int) -> Tensor:
@@ -126,16 +122,16 @@ def _loss_inputs(
 ) -> LossInputs:
     if log_probs.ndim != 2 or not log_probs.is_floating_point():
         raise InvalidInputError(f"log_probs must be [B, T] floating; got {tuple(log_probs.shape)} {log_probs.dtype}")
-    tensors = {"old_log_probs": old, "advantages": advantages, "loss_mask": loss_mask, "response_mask": response_mask}
-    for label, tensor in tensors.items():
-        if tensor is not None:
-            _check_shape(label, tensor, log_probs)
+    check_alike(
+        log_probs=log_probs, old_log_probs=old, advantages=advantages, loss_mask=loss_mask, response_mask=response_mask
+    )
     mask = as_mask("loss_mask", loss_mask)
     model = mask if response_mask is None else as_mask("response_mask", response_mask)
-    if response_mask is not None and bool((mask & ~model).any()):
-        raise InvalidInputError("loss_mask holds tokens that response_mask does not")
-    _check_values({"log_probs": log_probs, "old_log_probs": old}, model)
-    _check_values({"advantages": advantages}, mask)
+    mask = as_loss_mask(mask, model)
+    check_finite("log_probs", log_probs, model)
+    if old is not None:
+        check_finite("old_log_probs", old, model)
+    check_finite("advantages", advantages, mask)
     whole = torch.where(model, log_probs, 0.0)
     reference = whole.detach() if old is None else torch.where(model, old.detach(), 0.0)
     log_ratio = (whole - reference).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
@@ -151,23 +147,6 @@ def _loss_inputs(
         mask=mask,
         sequence_log_ratio=sequence_log_ratio,
     )
-
-
-def _with_selection(inputs: LossInputs, selected: Tensor) -> LossInputs:
-    return LossInputs(**{**vars(inputs), "selected": selected})
-
-
-def _check_shape(label: str, tensor: Tensor, log_probs: Tensor) -> None:
-    if tensor.shape != log_probs.shape:
-        raise InvalidInputError(
-            f"{label} must be [B, T] as log_probs; got {tuple(tensor.shape)} and {tuple(log_probs.shape)}"
-        )
-
-
-def _check_values(tensors: dict[str, Tensor | None], mask: Tensor) -> None:
-    for label, tensor in tensors.items():
-        if tensor is not None:
-            check_finite(label, tensor.detach(), mask)
 
 
 def _ratio_metrics(inputs: LossInputs) -> dict[str, Tensor]:

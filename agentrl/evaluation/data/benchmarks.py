@@ -1,10 +1,7 @@
 """Public benchmarks by name and custom benchmarks by path: the location and the expected number of their problems.
 
 A wrong number of problems, a repeated problem or a problem without an answer would make every score wrong, so each is
-an error. `check_benchmark` lists all data errors, including unreadable gold answers, instead of stopping at the first.
-
-``revision`` is the Hugging Face commit to which a benchmark is pinned. No benchmark is pinned, because no commit could
-be verified when this was written; results record a hash of the problems that identifies what was scored.
+an error. No benchmark is pinned to a Hugging Face commit: results record a hash of their problems.
 """
 
 from __future__ import annotations
@@ -14,13 +11,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from agentrl.problems.problem_errors import ProblemError, ProblemFieldError
 from agentrl.problems.settings import FieldName, ProblemSourceSettings
 from agentrl.problems.sources import FILE_KINDS, read_places
 from agentrl_envs.registry import did_you_mean
 from agentrl_envs.types import Problem, Verdict
+
+if TYPE_CHECKING:
+    from agentrl_envs.grading import Grader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,27 +38,18 @@ class Benchmark:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataError:
-    """An error in a benchmark's data. ``place`` is a file and line, or a data set and row."""
-
-    place: str
-    reason: str
-
-    def describe(self) -> str:
-        """One line for the console."""
-        return f"{self.place}: {self.reason}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedBenchmark:
-    """The problems in the order of the data, with their places, and all data errors except unreadable answers."""
+    """The problems in the order of the data, with their places, and all data errors except unreadable answers.
+
+    A place is a file and line, or a data set and row; an error begins with its place.
+    """
 
     name: str
     path: str
     revision: str | None
     problems: tuple[Problem, ...]
     places: tuple[str, ...]
-    errors: tuple[DataError, ...]
+    errors: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,22 +58,13 @@ class DataCheck:
 
     name: str
     problems: int
-    errors: tuple[DataError, ...]
-    timeouts: tuple[DataError, ...] = field(default=())
+    errors: tuple[str, ...]
+    timeouts: tuple[str, ...] = field(default=())
 
     def describe(self) -> list[str]:
-        """Lines for the console."""
         wrong = [*self.errors, *self.timeouts]
         head = f"{self.name}: {self.problems} problems, {len(wrong) or 'no'} data error{'' if len(wrong) == 1 else 's'}"
-        return [head, *(f"  {error.describe()}" for error in wrong)]
-
-
-class ChecksGold(Protocol):
-    """The part of a grader that is needed here."""
-
-    async def check_gold(self, gold: str) -> Verdict:
-        """Check that a gold answer can be read and equals itself."""
-        ...
+        return [head, *(f"  {error}" for error in wrong)]
 
 
 _PROBLEM: Mapping[FieldName, str] = {"problem": "problem", "answer": "answer"}
@@ -136,7 +118,7 @@ def load_benchmark(name: str, *, data_dir: str | Path | None = None) -> list[Pro
     if loaded.errors:
         more = len(loaded.errors) - 1
         rest = f" (and {more} more: agentrl eval --check-data lists them)" if more else ""
-        raise ProblemError(loaded.errors[0].describe() + rest)
+        raise ProblemError(loaded.errors[0] + rest)
     return list(loaded.problems)
 
 
@@ -151,7 +133,7 @@ def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBe
     try:
         for place, problem in read_places(settings):
             if problem is None or problem.answer is None:
-                unanswered.append(DataError(place=place, reason="the problem has no answer"))
+                unanswered.append(f"{place}: the problem has no answer")
             else:
                 problems.append(problem)
                 places.append(place)
@@ -175,7 +157,7 @@ def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBe
     )
 
 
-async def check_benchmark(name: str, grader: ChecksGold, *, data_dir: str | Path | None = None) -> DataCheck:
+async def check_benchmark(name: str, grader: Grader, *, data_dir: str | Path | None = None) -> DataCheck:
     """All errors in a benchmark's data, including gold answers that do not grade as equal to themselves."""
     loaded = read_benchmark(name, data_dir=data_dir)
     answers = [str(problem.answer) for problem in loaded.problems]
@@ -184,9 +166,9 @@ async def check_benchmark(name: str, grader: ChecksGold, *, data_dir: str | Path
     for place, gold, verdict in zip(loaded.places, answers, verdicts, strict=True):
         answer = gold if len(gold) <= 60 else gold[:60] + "..."
         if verdict is Verdict.GRADER_TIMEOUT:
-            timeouts.append(DataError(place=place, reason=f"grading the answer {answer!r} took too long"))
+            timeouts.append(f"{place}: grading the answer {answer!r} took too long")
         elif verdict is not Verdict.CORRECT:
-            unreadable.append(DataError(place=place, reason=f"the answer {answer!r} cannot be read ({verdict.value})"))
+            unreadable.append(f"{place}: the answer {answer!r} cannot be read ({verdict.value})")
     errors = (*loaded.errors, *unreadable)
     return DataCheck(name=name, problems=len(loaded.problems), errors=errors, timeouts=tuple(timeouts))
 
@@ -216,24 +198,21 @@ def _source_of_file(path: str) -> ProblemSourceSettings:
     return ProblemSourceSettings(path=path, skip_unanswered=True)
 
 
-def _miscounted(name: str, path: str, rows: int, expected: int | None) -> list[DataError]:
+def _miscounted(name: str, path: str, rows: int, expected: int | None) -> list[str]:
     if expected is None:
-        return [] if rows else [DataError(place=path, reason="there is no problem in it")]
+        return [] if rows else [f"{path}: there is no problem in it"]
     if rows == expected:
         return []
-    return [DataError(place=path, reason=f"{name} has {expected} problems, found {rows}")]
+    return [f"{path}: {name} has {expected} problems, found {rows}"]
 
 
-def _repeated(places: Sequence[str], keys: Iterable[str], what: str) -> list[DataError]:
+def _repeated(places: Sequence[str], keys: Iterable[str], what: str) -> list[str]:
     """One error for each key that several rows share, at the place of the second row."""
     rows: dict[str, list[int]] = defaultdict(list)
     for row, key in enumerate(keys):
         rows[key].append(row)
     return [
-        DataError(
-            place=places[same[1]],
-            reason=f"{what} {key[:60]!r} occurs {len(same)} times, first in {places[same[0]]}",
-        )
+        f"{places[same[1]]}: {what} {key[:60]!r} occurs {len(same)} times, first in {places[same[0]]}"
         for key, same in rows.items()
         if len(same) > 1
     ]

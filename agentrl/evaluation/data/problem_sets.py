@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from agentrl.errors import SettingsError
 from agentrl.evaluation.data.benchmarks import BENCHMARKS, load_benchmark
@@ -41,7 +41,6 @@ class ProblemSet:
         return digest.hexdigest()
 
     def record(self) -> SetRecord:
-        """The record that identifies the set in results."""
         return {"revision": self.revision, "sha256": self.sha256, "problems": len(self.problems)}
 
 
@@ -79,19 +78,12 @@ def _held_out(settings: EvaluationSections) -> list[ProblemSet]:
 def problem_records(sets: Sequence[ProblemSet], prompts: dict[tuple[str, str], str]) -> list[ProblemRow]:
     """One record per problem for the run's directory, so that rollouts can be read and regraded without the data."""
     return [
-        {
-            "benchmark": one.name,
-            "falsified": one.falsified,
-            "id": problem.id,
-            "statement": problem.statement,
-            "answer": problem.answer,
-            "source": problem.source,
-            "family": problem.family,
-            "setup": problem.setup,
-            "info": problem.info,
-            "messages": problem.messages,
-            "prompt": prompts[one.name, problem.id],
-        }
+        cast(
+            ProblemRow,
+            {"benchmark": one.name, "falsified": one.falsified}
+            | {entry.name: getattr(problem, entry.name) for entry in fields(problem)}
+            | {"prompt": prompts[one.name, problem.id]},
+        )
         for one in sets
         for problem in one.problems
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl.evaluation.play.text_engine import TextEngine
 from agentrl.evaluation.records.provenance import chosen_engine
@@ -28,8 +28,6 @@ async def open_endpoint(settings: EvaluationSections) -> OpenedEndpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedEndpoint:
-    """An endpoint that has answered."""
-
     engine: TextEngine
     settings: EvaluationSections
 
@@ -37,10 +35,10 @@ class OpenedEndpoint:
     def concurrency(self) -> int:
         return self.settings.evaluation.endpoint.concurrency
 
-    def model(self) -> Mapping[str, Any]:
+    def model(self) -> Mapping[str, object]:
         return {"name": self.engine.model, "fingerprint": self.engine.fingerprint()}
 
-    def sampler(self) -> Mapping[str, Any]:
+    def sampler(self) -> Mapping[str, object]:
         return chosen_engine(self.settings)
 
     def player(self, environment: Environment) -> Player:

@@ -35,11 +35,11 @@ class OpenedEngine(Protocol):
         """Maximum number of conversations in flight."""
         ...
 
-    def model(self) -> Mapping[str, Any]:
+    def model(self) -> Mapping[str, object]:
         """The record that identifies the model in results."""
         ...
 
-    def sampler(self) -> Mapping[str, Any]:
+    def sampler(self) -> Mapping[str, object]:
         """The record that identifies the engine in results."""
         ...
 
@@ -118,17 +118,17 @@ class OpenedModel:
     codec: TextCodec
     settings: EvaluationSections
     fingerprint: str
-    record: Mapping[str, Any]
+    record: Mapping[str, object]
     positions: int | None = None
 
     @property
     def concurrency(self) -> int:
         return self.settings.rollout.concurrency
 
-    def model(self) -> Mapping[str, Any]:
+    def model(self) -> Mapping[str, object]:
         return {"name": self.settings.model.path, "fingerprint": self.fingerprint}
 
-    def sampler(self) -> Mapping[str, Any]:
+    def sampler(self) -> Mapping[str, object]:
         return self.record
 
     def player(self, environment: Environment) -> Player:

@@ -1,7 +1,6 @@
 """Play rollouts: with a token engine through the driver used in training, or with a text endpoint.
 
-A player yields each transcript as soon as its conversation has ended. It does not retry: rollouts that failed for
-reasons outside the policy are returned as such, and the caller decides whether to play them again.
+A player does not retry: the caller decides whether to play rollouts again that failed for reasons outside the policy.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ class Player(Protocol):
     def play(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]: ...
 
 
+@dataclass(frozen=True, kw_only=True)
 class TokenPlayer:
     """The driver of training, with one group per sample, so that each is returned when its own conversation ends.
 
@@ -41,60 +41,45 @@ class TokenPlayer:
     samples or benchmarks changes no existing rollout.
     """
 
-    def __init__(
-        self,
-        *,
-        environment: Environment,
-        engine: Engine,
-        codec: TextCodec,
-        settings: RolloutSettings,
-        top_p: float,
-        seed: int,
-    ) -> None:
-        self._driver = Driver(
-            environment=environment,
-            engine=engine,
-            codec=codec,
-            settings=settings.model_copy(update={"retries": 0}),
-            seed=seed,
-            top_p=top_p,
-        )
+    environment: Environment
+    engine: Engine
+    codec: TextCodec
+    settings: RolloutSettings
+    top_p: float
+    seed: int
 
     async def play(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]:
-        """Play every sample once."""
+        driver = Driver(
+            environment=self.environment,
+            engine=self.engine,
+            codec=self.codec,
+            settings=self.settings.model_copy(update={"retries": 0}),
+            seed=self.seed,
+            top_p=self.top_p,
+        )
         by_index = {_index(sample): sample for sample in samples}
         if len(by_index) < len(samples):
             raise AssertionError("two samples have one index: a sample was asked for twice")
         requests = [RolloutRequest(index=index, problem=sample.problem) for index, sample in by_index.items()]
-        async with aclosing(self._driver.run(requests, step=0, group_size=1)) as groups:
+        async with aclosing(driver.run(requests, step=0, group_size=1)) as groups:
             async for group in groups:
                 trajectory = one_after_another(group.trajectories)
-                failure = self._driver.last_failure if trajectory.ended is Ended.INFRASTRUCTURE_FAILURE else None
+                failure = driver.last_failure if trajectory.ended is Ended.INFRASTRUCTURE_FAILURE else None
                 yield Transcript.of(by_index[group.index], trajectory, failure=failure)
 
 
+@dataclass(frozen=True, kw_only=True)
 class TextPlayer:
     """Up to ``concurrency`` conversations with an endpoint. Token limits are as exact as the endpoint's counts."""
 
-    def __init__(
-        self,
-        *,
-        environment: Environment,
-        engine: TextEngine,
-        settings: RolloutSettings,
-        top_p: float,
-        seed: int,
-        concurrency: int,
-    ) -> None:
-        self._environment = environment
-        self._engine = engine
-        self._settings = settings
-        self._top_p = top_p
-        self._seed = seed
-        self._concurrency = concurrency
+    environment: Environment
+    engine: TextEngine
+    settings: RolloutSettings
+    top_p: float
+    seed: int
+    concurrency: int
 
     async def play(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]:
-        """Play every sample once."""
         work = iter(samples)
         fair_yield = FairYield()
 
@@ -102,7 +87,7 @@ class TextPlayer:
             for sample in work:
                 finished(await self._transcript(sample, fair_yield))
 
-        async with aclosing(pooled(min(self._concurrency, len(samples)), player)) as played:
+        async with aclosing(pooled(min(self.concurrency, len(samples)), player)) as played:
             async for transcript in played:
                 yield transcript
 
@@ -110,13 +95,13 @@ class TextPlayer:
         loop = asyncio.get_running_loop()
         began = loop.time()
         ledger = _TextLedger(
-            engine=self._engine,
-            keys=(self._seed, sample.benchmark, sample.problem.id, sample.number, sample.attempt),
-            temperature=self._settings.temperature,
-            top_p=self._top_p,
+            engine=self.engine,
+            keys=(self.seed, sample.benchmark, sample.problem.id, sample.number, sample.attempt),
+            temperature=self.settings.temperature,
+            top_p=self.top_p,
         )
-        turns = TurnLoop(problem=sample.problem, ledger=ledger, settings=self._settings, fair_yield=fair_yield)
-        ended = await turns.play(self._environment)
+        turns = TurnLoop(problem=sample.problem, ledger=ledger, settings=self.settings, fair_yield=fair_yield)
+        ended = await turns.play(self.environment)
         return Transcript(
             benchmark=sample.benchmark,
             problem=sample.problem.id,

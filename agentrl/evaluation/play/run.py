@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,50 +73,40 @@ def _endpoint(settings: EvaluationSections, runner: asyncio.Runner) -> Iterator[
         runner.run(endpoint.close())
 
 
+@dataclass(frozen=True)
 class Evaluation:
-    """One evaluation in progress."""
+    """One evaluation, with its limits in ``settings``. The caller closes a given ``engine`` or ``environment``."""
 
-    def __init__(
-        self,
-        settings: EvaluationSections,
-        sets: Sequence[ProblemSet],
-        request: EvaluationRequest,
-        output: Path,
-        console: Console,
-        *,
-        engine: OpenedEngine | None = None,
-        environment: Environment | None = None,
-    ) -> None:
-        """``settings`` have the limits of evaluation. The caller opens and closes ``engine`` and ``environment``."""
-        self._settings = settings
-        self._sets = sets
-        self._request = request
-        self._output = output
-        self._console = console
-        self._given_engine = engine
-        self._given_environment = environment
+    settings: EvaluationSections
+    sets: Sequence[ProblemSet]
+    request: EvaluationRequest
+    output: Path
+    console: Console
+    _: KW_ONLY
+    engine: OpenedEngine | None = None
+    environment: Environment | None = None
 
     async def play(self) -> EvaluationDirectory:
         """Play the missing rollouts. Returns the directory, complete and closed."""
         async with AsyncExitStack() as stack:
-            environment = await self._environment(stack)
-            engine = await self._engine(stack)
-            prompts = await _prompts(self._sets, environment)
+            environment = await self._open_environment(stack)
+            engine = await self._open_engine(stack)
+            prompts = await _prompts(self.sets, environment)
             unfit = engine.without_room(list(prompts.values()))
             record = provenance(
-                self._settings,
-                self._sets,
+                self.settings,
+                self.sets,
                 model=engine.model(),
                 engine=engine.sampler(),
                 environment=environment.describe(),
             )
-            directory = EvaluationDirectory.begin(self._output, record, problem_records(self._sets, prompts))
+            directory = EvaluationDirectory.begin(self.output, record, problem_records(self.sets, prompts))
             stack.callback(directory.close)
             for line in (*environment.describe(), f"rollouts go to {directory.path}"):
-                self._console.note(line)
+                self.console.note(line)
             log = stack.enter_context(RolloutLog(directory.rollouts))
             if log.repaired:
-                self._console.note(f"{log.path}: {log.repaired} bytes of a torn last rollout were cut")
+                self.console.note(f"{log.path}: {log.repaired} bytes of a torn last rollout were cut")
             index = RolloutIndex()
             for transcript in directory.transcripts():
                 index.add(transcript)
@@ -127,13 +118,10 @@ class Evaluation:
         """Record samples whose prompts leave no room for a whole response as truncated before their first token."""
         if not unfit:
             return
-        samples = [
-            sample
-            for sample in index.missing(self._sets, self._settings.evaluation.samples)
-            if (sample.benchmark, sample.problem.id) in unfit
-        ]
-        for sample in samples:
-            key = (sample.benchmark, sample.problem.id)
+        for sample in index.missing(self.sets, self.settings.evaluation.samples):
+            tokens = unfit.get((sample.benchmark, sample.problem.id))
+            if tokens is None:
+                continue
             transcript = Transcript(
                 benchmark=sample.benchmark,
                 problem=sample.problem.id,
@@ -141,32 +129,32 @@ class Evaluation:
                 attempt=sample.attempt,
                 turns=(),
                 ended=Ended.TOKEN_LIMIT,
-                prompt_tokens=unfit[key],
+                prompt_tokens=tokens,
             )
             log.append(transcript)
             index.add(transcript)
-        self._console.warning(
+        self.console.warning(
             f"{len(unfit)} problems have prompts of up to {max(unfit.values())} tokens, after which the model has no "
-            f"room for {self._settings.rollout.max_response_tokens} more (evaluation.max_response_tokens): their "
+            f"room for {self.settings.rollout.max_response_tokens} more (evaluation.max_response_tokens): their "
             "rollouts are not played and count as truncated, which is wrong"
         )
 
-    async def _environment(self, stack: AsyncExitStack) -> Environment:
-        if self._given_environment is not None:
-            return self._given_environment
+    async def _open_environment(self, stack: AsyncExitStack) -> Environment:
+        if self.environment is not None:
+            return self.environment
         from agentrl.evaluation.play.engines import environment_of  # heavy: only after the problems have been checked
 
-        environment = environment_of(self._settings)
+        environment = environment_of(self.settings)
         stack.push_async_callback(environment.close)
         await environment.open()
         return environment
 
-    async def _engine(self, stack: AsyncExitStack) -> OpenedEngine:
-        if self._given_engine is not None:
-            return self._given_engine
+    async def _open_engine(self, stack: AsyncExitStack) -> OpenedEngine:
+        if self.engine is not None:
+            return self.engine
         from agentrl.evaluation.play.engines import open_engine
 
-        engine = await open_engine(self._settings, self._output)
+        engine = await open_engine(self.settings, self.output)
         stack.push_async_callback(engine.close)
         return engine
 
@@ -174,21 +162,21 @@ class Evaluation:
         self, engine: OpenedEngine, environment: Environment, log: RolloutLog, index: RolloutIndex
     ) -> None:
         """Play every sample; then retry those that failed outside the policy, up to ``rollout.retries`` times."""
-        n = self._settings.evaluation.samples
-        total = n * sum(len(one.problems) for one in self._sets)
-        display = _Display(self._console, index, total)
+        n = self.settings.evaluation.samples
+        total = n * sum(len(one.problems) for one in self.sets)
+        display = _Display(self.console, index, total)
         failure_limit = _FailureLimit(max(_FAILURES_IN_A_ROW, 2 * engine.concurrency), log.path)
-        falsified = {one.name for one in self._sets if one.falsified}
+        falsified = {one.name for one in self.sets if one.falsified}
         with display:
-            for attempt in range(self._settings.rollout.retries + 1):
-                missing = index.missing(self._sets, n)
+            for attempt in range(self.settings.rollout.retries + 1):
+                missing = index.missing(self.sets, n)
                 if attempt and missing:
                     await asyncio.sleep(min(2.0 ** (attempt - 1), 30.0))
                 for lies in (False, True):
                     part = [sample for sample in missing if (sample.benchmark in falsified) is lies]
                     if not part:
                         continue
-                    shown = FalsifiedEnvironment(environment, self._settings.seed) if lies else environment
+                    shown = FalsifiedEnvironment(environment, self.settings.seed) if lies else environment
                     async with aclosing(engine.player(shown).play(part)) as played:
                         async for transcript in played:
                             log.append(transcript)
@@ -308,7 +296,6 @@ def default_output(settings: EvaluationSections, sets: Sequence[ProblemSet]) -> 
 
 
 async def _prompts(sets: Sequence[ProblemSet], environment: Environment) -> dict[tuple[str, str], str]:
-    """The prompt of each problem, as shown to the model."""
     found = {}
     for one in sets:
         for problem in one.problems:

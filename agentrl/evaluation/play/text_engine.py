@@ -1,13 +1,7 @@
 """An OpenAI-compatible endpoint as a text engine: no token ids and no log-probabilities, for evaluation only.
 
-The protocol decides where a turn ends, which no list of stop strings can express (see
-:meth:`agentrl_envs.episode.Episode.turn_complete`). Turns are therefore streamed, and the connection is closed where
-the turn is complete; if an endpoint does not stream, its text is cut there afterwards.
-
-Requests to an endpoint that is down, busy or broken (no connection, 408, 409, 425, 429, 5xx, a stream that breaks off
-or stalls, malformed data) are retried with growing, jittered waits for ``retry_deadline`` seconds; then an EngineError
-is raised. ``Retry-After`` delays every request of this engine. A refused key, an unknown model and a missing chat
-template are errors that the user must fix.
+Turns are streamed, and the connection is closed where the protocol says that the turn is complete, which no list of
+stop strings can express. Requests to an endpoint that is down, busy or broken are retried for ``retry_deadline``.
 
 Not guaranteed: exact token counts. They are the endpoint's if the turn ran to its end and the endpoint reports usage;
 otherwise they are the number of pieces received, which is too low if a piece holds several tokens.
@@ -22,11 +16,12 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn, TypeVar
 
 import stamina
 
 from agentrl.errors import SettingsError, WorldError
+from agentrl.evaluation.formats import JSONObject
 from agentrl.evaluation.play.text_messages import (
     AgainError,
     MessageDelta,
@@ -36,6 +31,7 @@ from agentrl.evaluation.play.text_messages import (
     read_events,
     read_object,
     retry_after,
+    said_usage,
 )
 from agentrl.evaluation.records.characters import whole_characters
 from agentrl.evaluation.settings import EndpointSettings
@@ -50,6 +46,7 @@ FinishReason = Literal["eos", "stop", "length", "refused"]
 _REASONS: Mapping[str, FinishReason] = {"length": "length", "content_filter": "refused"}
 _TEMPLATE = ("chat template", "chat_template")
 
+_Answer = TypeVar("_Answer")
 logger = logging.getLogger(__name__)
 
 Sleep = Callable[[float], Awaitable[object]]
@@ -139,7 +136,6 @@ class TextEngine:
 
     @property
     def model(self) -> str:
-        """The model's name at the endpoint."""
         if self._model is None:
             raise SettingsError("the endpoint's model is not known: open the engine, or set evaluation.endpoint.model")
         return self._model
@@ -157,25 +153,19 @@ class TextEngine:
         Raises ContextFullError, RequestRefusedError, EngineError (no answer within ``retry_deadline``), SettingsError.
         """
         body = self._body(conversation, sampling)
-        path = "chat/completions" if self._settings.api == "chat" else "completions"
-
-        async def once() -> TextCompletion:
-            return await self._stream(path, body | self._options(), sampling)
-
-        return await self._tried(once)
+        return await self._tried(lambda: self._stream(body, sampling))
 
     async def close(self) -> None:
-        """Close every connection."""
         await self._client.close()
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def _body(self, conversation: Sequence[str], sampling: TextSampling) -> dict[str, Any]:
+    def _body(self, conversation: Sequence[str], sampling: TextSampling) -> JSONObject:
         if self._settings.api == "chat":
             roles = ("user", "assistant")
             system = self._settings.system_prompt
             first = [] if system is None else [{"role": "system", "content": system}]
-            said: dict[str, Any] = {
+            said: JSONObject = {
                 "messages": first
                 + [{"role": roles[place % 2], "content": text} for place, text in enumerate(conversation)]
             }
@@ -189,15 +179,8 @@ class TextEngine:
             "seed": sampling.seed,
             "stream": True,
         }
-        further = {"top_k": self._settings.top_k, "min_p": self._settings.min_p}
-        return {
-            **said,
-            **{name: value for name, value in further.items() if value is not None},
-            **self._settings.extra_body,
-        }
-
-    def _options(self) -> dict[str, Any]:
-        return {"stream_options": {"include_usage": True}} if self._usage else {}
+        further = self._settings.model_dump(include={"top_k", "min_p"}, exclude_none=True)
+        return said | further | self._settings.extra_body
 
     async def _find_model(self) -> None:
         async def once() -> list[dict[str, str]]:
@@ -223,7 +206,7 @@ class TextEngine:
             )
         self._served = next((entry for entry in served if entry["id"] == self._model), {})
 
-    async def _tried(self, once: Callable[[], Awaitable[Any]]) -> Any:
+    async def _tried(self, once: Callable[[], Awaitable[_Answer]]) -> _Answer:
         """Call ``once`` until it succeeds, for up to ``retry_deadline`` seconds."""
         try:
             async for attempt in stamina.retry_context(
@@ -238,12 +221,9 @@ class TextEngine:
                     self.retries += attempt.num > 1
                     try:
                         return await once()
-                    except AgainError as error:
-                        if error.wait is not None:
+                    except (AgainError, UnreachableError) as error:
+                        if isinstance(error, AgainError) and error.wait is not None:
                             self._not_before = max(self._not_before, self._clock() + error.wait)
-                        self._say(error)
-                        raise
-                    except UnreachableError as error:
                         self._say(error)
                         raise
         except (AgainError, UnreachableError) as error:
@@ -275,7 +255,10 @@ class TextEngine:
         if rate is not None:
             self._not_before = max(self._not_before, self._clock()) + 60.0 / rate
 
-    async def _stream(self, path: str, body: Mapping[str, Any], sampling: TextSampling) -> TextCompletion:
+    async def _stream(self, body: JSONObject, sampling: TextSampling) -> TextCompletion:
+        path = "chat/completions" if self._settings.api == "chat" else "completions"
+        if self._usage:
+            body = body | {"stream_options": {"include_usage": True}}
         await self._turn()
         async with self._client.post(path, body) as response:
             await self._check(response)
@@ -324,12 +307,12 @@ class TextEngine:
 
     # -- answers --------------------------------------------------------------------------------------------------
 
-    async def _pieces(self, events: AsyncIterator[Mapping[str, Any]], sampling: TextSampling) -> TextCompletion:
+    async def _pieces(self, events: AsyncIterator[JSONObject], sampling: TextSampling) -> TextCompletion:
         text, thought, pieces, reason = "", "", 0, None
-        usage: Mapping[str, Any] = {}
+        usage: JSONObject = {}
         async for event in events:
             self._remember(event)
-            usage = event.get("usage") or usage
+            usage = said_usage(event) or usage
             choice = first_choice(event)
             if choice is None:
                 continue
@@ -344,19 +327,17 @@ class TextEngine:
             raise AgainError("the stream broke off")
         return _completion(text, thought, pieces, usage, _REASONS.get(reason, "eos"))
 
-    def _whole(self, answer: Mapping[str, Any], sampling: TextSampling) -> TextCompletion:
+    def _whole(self, answer: JSONObject, sampling: TextSampling) -> TextCompletion:
         self._remember(answer)
         choice = first_choice(answer)
         if choice is None:
             raise AgainError(f"an answer without a choice: {json.dumps(answer)[:200]}")
         said = MessageDelta.of(choice)
-        usage = answer.get("usage") or {}
         cut = _complete(said.text, 0, sampling)
-        if cut is not None:
-            return _completion(said.text[:cut], said.thought, 0, usage, "stop")
-        return _completion(said.text, said.thought, 0, usage, _REASONS.get(said.reason or "", "eos"))
+        reason = _REASONS.get(said.reason or "", "eos") if cut is None else "stop"
+        return _completion(said.text[:cut], said.thought, 0, said_usage(answer), reason)
 
-    def _remember(self, event: Mapping[str, Any]) -> None:
+    def _remember(self, event: JSONObject) -> None:
         told = event.get("system_fingerprint")
         if isinstance(told, str):
             self._fingerprints.add(whole_characters(told))
@@ -382,7 +363,7 @@ def _complete(text: str, before: int, sampling: TextSampling) -> int | None:
     return next((place for place in sorted(places) if place > before and sampling.complete(text[:place])), None)
 
 
-def _completion(text: str, thought: str, pieces: int, usage: Mapping[str, Any], reason: FinishReason) -> TextCompletion:
+def _completion(text: str, thought: str, pieces: int, usage: JSONObject, reason: FinishReason) -> TextCompletion:
     told, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
     return TextCompletion(
         text=whole_characters(text),

@@ -6,10 +6,10 @@ import email.utils
 import json
 import re
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass
-from typing import Any
 
+from agentrl.evaluation.formats import JSONObject
 from agentrl.evaluation.records.characters import whole_characters
 
 _LINE_END = re.compile(rb"\r\n|\r|\n")
@@ -32,9 +32,10 @@ class MessageDelta:
     reason: str | None
 
     @classmethod
-    def of(cls, choice: Mapping[str, Any]) -> MessageDelta:
+    def of(cls, choice: JSONObject) -> MessageDelta:
         """From a choice, streamed or whole. If a refusal is the only content, it is the text."""
-        message = choice.get("delta") or choice.get("message") or choice
+        part = choice.get("delta") or choice.get("message")
+        message = part if isinstance(part, dict) else choice
         text = message.get("content") if "content" in message else message.get("text")
         refusal = _text(message.get("refusal"))
         reason = choice.get("finish_reason")
@@ -45,7 +46,7 @@ class MessageDelta:
         )
 
 
-async def read_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[Mapping[str, Any]]:
+async def read_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[JSONObject]:
     """The objects of a stream of server-sent events, up to its ``[DONE]``.
 
     Only the line ends of the standard split lines; Unicode's further line breaks do not. A character split between two
@@ -65,7 +66,7 @@ async def read_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[Mapping[str
                 yield event
 
 
-def read_object(text: str) -> Mapping[str, Any]:
+def read_object(text: str) -> JSONObject:
     """Parse a JSON object. Raises AgainError if ``text`` is not one."""
     try:
         value = json.loads(text)
@@ -87,10 +88,16 @@ def listed_models(text: str) -> list[dict[str, str]]:
     ]
 
 
-def first_choice(answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def first_choice(answer: JSONObject) -> JSONObject | None:
     """The first choice of an answer; None if there is no choice."""
     choices = answer.get("choices")
     return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
+
+
+def said_usage(answer: JSONObject) -> JSONObject:
+    """The token counts in an answer; empty if there are none."""
+    usage = answer.get("usage")
+    return usage if isinstance(usage, dict) else {}
 
 
 def error_message(text: str) -> str:
@@ -122,5 +129,5 @@ def retry_after(value: str | None) -> float | None:
         return None
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else ""

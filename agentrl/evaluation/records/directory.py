@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from types import TracebackType
 from typing import IO, cast
 
 from agentrl.errors import SettingsError, WorldError
@@ -29,6 +29,7 @@ from agentrl.telemetry.files import LOCK_DEADLINE, atomic_write, json_line, take
 from agentrl_envs.types import Problem
 
 SERVERS = "servers"
+_FIELDS = tuple(field.name for field in fields(Problem))
 
 
 class EvaluationDirectory:
@@ -73,21 +74,11 @@ class EvaluationDirectory:
         return directory
 
     def close(self) -> None:
-        """Release the lock."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
-    def __enter__(self) -> EvaluationDirectory:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def provenance(self) -> Provenance:
-        """The provenance of the results."""
         return cast(Provenance, self._json(self._provenance))
 
     def results(self) -> Results:
@@ -100,7 +91,7 @@ class EvaluationDirectory:
         """The problems of the evaluation, read without their data files."""
         found: dict[tuple[str, bool], list[Problem]] = {}
         for row in self._rows():
-            problem = _problem(row)
+            problem = Problem(**{name: row[name] for name in _FIELDS})  # type: ignore[literal-required]
             found.setdefault((row["benchmark"], row["falsified"]), []).append(problem)
         revisions = self.provenance()["benchmarks"]
         return [
@@ -109,7 +100,6 @@ class EvaluationDirectory:
         ]
 
     def prompts(self) -> dict[tuple[str, str], str]:
-        """The prompts, by benchmark and problem."""
         return {(row["benchmark"], row["id"]): row["prompt"] for row in self._rows()}
 
     def transcripts(self) -> Iterator[Transcript]:
@@ -117,7 +107,6 @@ class EvaluationDirectory:
         return read_rollouts(self.rollouts)
 
     def rollouts_bytes(self) -> int:
-        """The size of the compressed rollouts."""
         return self.rollouts.stat().st_size if self.rollouts.is_file() else 0
 
     def write_text(self, name: str, text: str) -> None:
@@ -161,19 +150,6 @@ class EvaluationDirectory:
     def _json(self, path: Path) -> JSONObject:
         with world_errors(path, "read"):
             return _object(path.read_text(encoding="utf-8"), str(path))
-
-
-def _problem(row: ProblemRow) -> Problem:
-    return Problem(
-        id=row["id"],
-        statement=row["statement"],
-        answer=row["answer"],
-        source=row["source"],
-        family=row["family"],
-        setup=row["setup"],
-        info=row["info"],
-        messages=row["messages"],
-    )
 
 
 def _object(text: str, place: str) -> JSONObject:

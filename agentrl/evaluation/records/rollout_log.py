@@ -1,8 +1,7 @@
 """Rollouts on disk: compressed JSON Lines, appended one by one; a file truncated by a kill is repaired.
 
-Every rollout is its own zstd frame, with a checksum, written by one system call as soon as the rollout ends.
-``zstd -dc`` and every reader of concatenated frames returns the JSON lines. SIGKILL loses only the rollouts in flight.
-A power failure may also lose the last few seconds, which the disk had not yet stored.
+Every rollout is its own zstd frame, with a checksum, written by one system call as soon as the rollout ends. SIGKILL
+loses only the rollouts in flight; a power failure may also lose the last few seconds.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 import zstandard
 
@@ -65,9 +63,7 @@ class RolloutLog:
     def __enter__(self) -> RolloutLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

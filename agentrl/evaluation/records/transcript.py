@@ -21,6 +21,19 @@ from agentrl_envs.types import Ended, Problem, ToolCall, Verdict
 if TYPE_CHECKING:
     from agentrl.trajectory import Trajectory
 
+KINDS = {
+    "correct": "correct",
+    "incorrect": "incorrect",
+    "no_answer": "no answer",
+    "unreadable": "unreadable",
+    "grader_timeout": "grader timeout",
+    "refused": "refused",
+    "truncated": "truncated",
+    "void": "void turn",
+    "no_data": "no data",
+}
+"""Stored name -> displayed name. All but the first and the last count as wrong."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
@@ -107,6 +120,29 @@ class Transcript:
         return self.ended.is_no_data or (self.verdict is not None and self.verdict.is_no_data)
 
     @property
+    def kind(self) -> str:
+        """The most informative of ``KINDS``: a verdict takes precedence over how the conversation ended."""
+        if self.no_data:
+            return "no_data"
+        if self.correct:
+            return "correct"
+        if self.verdict is Verdict.ANSWER_TIMEOUT:
+            return "grader_timeout"
+        if self.verdict is Verdict.UNPARSABLE_ANSWER:
+            return "unreadable"
+        if self.refused:
+            return "refused"
+        if self.ended.is_truncation:
+            return "truncated"
+        if self.ended is Ended.VOID_TURN:
+            return "void"
+        return "incorrect" if self.answer is not None else "no_answer"
+
+    @property
+    def outcomes(self) -> tuple[str, ...]:
+        return tuple(call.outcome for call in self.tool_calls)
+
+    @property
     def model_turns(self) -> int:
         return sum(turn.origin == "model" for turn in self.turns)
 
@@ -120,7 +156,6 @@ class Transcript:
         return sum(turn.tokens for turn in self.turns)
 
     def to_record(self) -> JSONObject:
-        """A JSON-serializable record."""
         return asdict(self)
 
     @classmethod

@@ -38,16 +38,6 @@ class Difference:
     tied: int
     unpaired: int
 
-    def describe(self) -> str:
-        """One line: the difference, both intervals with their p-values, and the problems won and lost."""
-        ours, like = self.this_benchmark, self.problems_like_these
-        return (
-            f"{self.mean:+.3f} (95 %: this benchmark {ours.low:+.3f} to {ours.high:+.3f},"
-            f" p = {self.this_benchmark_p:.2g};"
-            f" problems like these {like.low:+.3f} to {like.high:+.3f}, p = {self.problems_like_these_p:.2g};"
-            f" {self.won} problems won, {self.lost} lost, {self.tied} tied)"
-        )
-
 
 def paired_difference(
     first: tuple[ArrayLike, ArrayLike], second: tuple[ArrayLike, ArrayLike], *, seed: int = 0

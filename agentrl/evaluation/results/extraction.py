@@ -1,8 +1,4 @@
-"""Extract the answers of stored conversations again with the current protocol, without generating or running code.
-
-A conversation is read as an episode plays it: turn by turn, with a program's answer before an answer in the text, and
-the first answer ends it. Program output is taken from the tool calls; observations are cut to what the model is shown.
-"""
+"""Extract the answers of stored conversations again with the current protocol, without generating or running code."""
 
 from __future__ import annotations
 
@@ -62,6 +58,7 @@ def extracted(transcript: Transcript, protocol: Protocol) -> Transcript:
 
 
 def _answer(transcript: Transcript, protocol: Protocol) -> str | None:
+    """The first answer, read as an episode does: in each turn a program's answer comes before one in the text."""
     calls = iter(transcript.tool_calls)
     turns = [turn.text for turn in transcript.turns if turn.origin == "model"]
     for text in turns:

@@ -20,22 +20,23 @@ def draw_results(results: Results, folder: Path) -> list[Path]:
     """Draw ``scores``, ``pass_at_k``, ``problems`` and ``endings`` as PNG files into ``folder``; returns them."""
     benchmarks = results["benchmarks"]
     n = results["provenance"]["sampling"]["n"]
-    panels: dict[str, Callable[[Axes], None]] = {
-        "scores.png": lambda axes: _scores(axes, benchmarks, n),
-        "pass_at_k.png": lambda axes: _passes(axes, benchmarks),
-        "problems.png": lambda axes: _problems(axes, benchmarks),
-        "endings.png": lambda axes: _endings(axes, benchmarks),
+    panels: dict[str, tuple[str, Callable[[Axes], None]]] = {
+        "scores.png": ("Scores", lambda axes: _scores(axes, benchmarks, n)),
+        "pass_at_k.png": ("pass@k, unbiased", lambda axes: _passes(axes, benchmarks)),
+        "problems.png": ("Problems by how often they are solved", lambda axes: _problems(axes, benchmarks)),
+        "endings.png": ("How rollouts ended", lambda axes: _endings(axes, benchmarks)),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    return [_save(folder / file, draw) for file, draw in panels.items()]
+    return [_save(folder / file, title, draw) for file, (title, draw) in panels.items()]
 
 
-def _save(path: Path, draw: Callable[[Axes], None]) -> Path:
+def _save(path: Path, title: str, draw: Callable[[Axes], None]) -> Path:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4.0), dpi=_DOTS_PER_INCH, layout="constrained")
     axes = figure.add_subplot()
     draw(axes)
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.grid(axis="y", color="#e3e5e8", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -66,7 +67,6 @@ def _scores(axes: Axes, benchmarks: Mapping[str, BenchmarkResults], n: int) -> N
     axes.set_xlim(-0.6, len(benchmarks) - 0.4)
     axes.set_ylim(-0.03, 1.03)
     axes.set_ylabel(f"avg@{n}")
-    axes.set_title("Scores", loc="left", fontsize=11, fontweight="bold")
     axes.legend(fontsize=8, frameon=False)
 
 
@@ -82,7 +82,6 @@ def _passes(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> None:
     axes.set_ylim(-0.03, 1.03)
     axes.set_xlabel("k")
     axes.set_ylabel("pass@k")
-    axes.set_title("pass@k, unbiased", loc="left", fontsize=11, fontweight="bold")
     axes.legend(fontsize=8, frameon=False)
 
 
@@ -96,7 +95,6 @@ def _problems(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> None:
     axes.set_ylim(-0.03, 1.03)
     axes.set_xlabel("share of the problems, easiest first")
     axes.set_ylabel("share of samples correct")
-    axes.set_title("Problems by how often they are solved", loc="left", fontsize=11, fontweight="bold")
     axes.legend(fontsize=8, frameon=False)
 
 
@@ -109,5 +107,4 @@ def _endings(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> None:
         bottom = [low + share for low, share in zip(bottom, shares, strict=True)]
     axes.set_ylim(0, 1)
     axes.set_ylabel("share of rollouts that hold data")
-    axes.set_title("How rollouts ended", loc="left", fontsize=11, fontweight="bold")
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -1,22 +1,19 @@
 """``agentrl regrade RUN``: grade the stored answers again, without generating, and show the changes.
 
-With ``--extract``, the answers are first extracted again from the stored conversations, so that changes of the
-extraction are shown as well. The evaluation's own files are not changed; ``regraded.json`` contains the new scores and
-every answer and verdict that changed.
+With ``--extract``, the answers are first extracted again from the stored conversations.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.errors import SettingsError
 from agentrl.evaluation.formats import Change, Regraded, Results
 from agentrl.evaluation.records.directory import EvaluationDirectory
 from agentrl.evaluation.records.provenance import grader_record
@@ -24,11 +21,12 @@ from agentrl.evaluation.records.transcript import Transcript
 from agentrl.evaluation.results.extraction import extracted, protocol_of
 from agentrl.evaluation.results.files import make_results
 from agentrl.evaluation.results.rollout_index import RolloutIndex
-from agentrl.evaluation.results.tables import Table, result_tables
+from agentrl.evaluation.results.tables import result_tables
 from agentrl.evaluation.results.voting import Grades
 from agentrl.telemetry.console import Console
 from agentrl_envs.grading import Grader
 from agentrl_envs.protocols.base import Protocol
+from agentrl_envs.registry import PluginError, import_attribute
 from agentrl_envs.types import Ended, Verdict
 
 if TYPE_CHECKING:
@@ -42,16 +40,12 @@ class FunctionGrader:
     """A custom ``function(answer, gold) -> bool`` (or a Verdict, or a coroutine of either) as a grader."""
 
     def __init__(self, path: str) -> None:
-        """``path`` is ``module:name``. Raises SettingsError if it does not name a function."""
-        module_name, _, name = path.partition(":")
-        if not module_name or not name:
-            raise SettingsError(f"--grader {path}: valid is MODULE:NAME, a function (answer, gold) -> bool")
-        try:
-            found = getattr(importlib.import_module(module_name), name, None)
-        except ModuleNotFoundError as error:
-            raise SettingsError(f"--grader {path}: there is no module {error.name!r}") from error
+        """``path`` is ``module:name``. Raises PluginError if it does not name a function."""
+        found = import_attribute(path, "--grader")
         if not callable(found):
-            raise SettingsError(f"--grader {path}: module {module_name!r} has no function {name!r}")
+            raise PluginError(
+                f"--grader {path!r} is a {type(found).__name__}, expected a function (answer, gold) -> bool"
+            )
         self._function: Callable[[str, str], object] = found
 
     async def grade(self, answer: str | None, gold: str) -> Verdict:
@@ -116,16 +110,12 @@ async def _regrade(
 
     async def flush(batch: list[Transcript]) -> None:
         found = batch if protocol is None else [extracted(one, protocol) for one in batch]
-        graded = await asyncio.gather(
-            *(
-                _graded(old, new, golds[old.benchmark, old.problem], grader)
-                for old, new in zip(batch, found, strict=True)
-            )
-        )
-        for old, new in zip(batch, graded, strict=True):
+        expected = [golds[one.benchmark, one.problem] for one in batch]
+        graded = await asyncio.gather(*map(_graded, batch, found, expected, repeat(grader)))
+        for old, new, gold in zip(batch, graded, expected, strict=True):
             index.add(new)
             if new.verdict is not old.verdict or new.answer != old.answer:
-                changes.append(_change(old, new, golds[old.benchmark, old.problem]))
+                changes.append(_change(old, new, gold))
 
     try:
         batch: list[Transcript] = []
@@ -180,8 +170,7 @@ def _show_verdicts(console: Console, changes: list[Change]) -> None:
     )
     console.table("Verdicts that changed", ("verdict", "answer", "rollouts"), rows)
     columns = ("problem", "answer", "gold", "before", "now")
-    shown = _examples("Answers whose verdict changed", columns, changes, ("answer", "gold", "before", "after"))
-    console.table(shown.title, shown.columns, shown.rows)
+    _show_examples(console, "Answers whose verdict changed", columns, changes, ("answer", "gold", "before", "after"))
 
 
 def _show_answers(console: Console, changes: list[Change]) -> None:
@@ -190,8 +179,7 @@ def _show_answers(console: Console, changes: list[Change]) -> None:
         "Answers that changed", ("answer", "rollouts"), tuple((kind, str(count)) for kind, count in kinds.most_common())
     )
     columns = ("problem", "answer before", "answer now", "gold")
-    shown = _examples("Rollouts whose answer changed", columns, changes, ("answer_before", "answer", "gold"))
-    console.table(shown.title, shown.columns, shown.rows)
+    _show_examples(console, "Rollouts whose answer changed", columns, changes, ("answer_before", "answer", "gold"))
 
 
 def _kind_of_answer(change: Change) -> str:
@@ -200,10 +188,14 @@ def _kind_of_answer(change: Change) -> str:
     return "no longer found" if change["answer"] is None else "another one"
 
 
-def _examples(
-    title: str, columns: tuple[str, ...], changes: Sequence[Mapping[str, object]], keys: tuple[str, ...]
-) -> Table:
-    """The first example of each distinct change."""
+def _show_examples(
+    console: Console,
+    title: str,
+    columns: tuple[str, ...],
+    changes: Sequence[Mapping[str, object]],
+    keys: tuple[str, ...],
+) -> None:
+    """Show the first example of each distinct change."""
     different = {(one["benchmark"], one["problem"], *(one[key] for key in keys)): one for one in reversed(changes)}
     rows = tuple(
         (
@@ -212,7 +204,5 @@ def _examples(
         )
         for one in list(reversed(different.values()))[:_SHOWN]
     )
-    more = len(different) - len(rows)
-    return Table(
-        title=title + (f" (the first {_SHOWN} of {len(different)})" if more else ""), columns=columns, rows=rows
-    )
+    more = f" (the first {_SHOWN} of {len(different)})" if len(different) > len(rows) else ""
+    console.table(title + more, columns, rows)

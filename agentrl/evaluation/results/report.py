@@ -1,8 +1,7 @@
 """``report.html``: one file that needs no network. Model output is always data in it, never markup.
 
-Tables and settings are escaped where they are written. Conversations are embedded as compressed JSON, which the page's
-script renders as text nodes and as a fixed set of Markdown and MathML elements. The content security policy forbids
-every other script and every external resource.
+Conversations are embedded as compressed JSON, which the page's script renders as text nodes and a fixed set of
+elements. The content security policy forbids every other script and every external resource.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from importlib import resources
 from agentrl.evaluation.data.problem_sets import ProblemSet
 from agentrl.evaluation.formats import JSONObject, Provenance, Results
 from agentrl.evaluation.records.directory import EvaluationDirectory
-from agentrl.evaluation.records.kinds import KINDS, kind_of
+from agentrl.evaluation.records.transcript import KINDS
 from agentrl.evaluation.results.formulas import formulas_of
 from agentrl.evaluation.results.tables import Table, result_tables
 from agentrl_envs.types import Problem
@@ -80,10 +79,10 @@ def _fitting(
 
 def _shown(count: int, kinds: Mapping[tuple[str, str], Mapping[int, str]]) -> str:
     if all(len(part) <= count for part in kinds.values()):
-        return "Each can be opened."
+        return "Click a cell to open its conversation."
     return (
-        f"Those with a white dot can be opened: at most {count} of each problem, right and wrong ones in turn "
-        "(--conversations); all of them are in rollouts.jsonl.zst."
+        f"Click a cell with a white dot to open its conversation: at most {count} per problem, alternating correct and "
+        "incorrect ones (--conversations). rollouts.jsonl.zst contains all conversations."
     )
 
 
@@ -102,7 +101,7 @@ def choose(kinds: Mapping[int, str], count: int) -> list[int]:
 def _kinds(directory: EvaluationDirectory) -> dict[tuple[str, str], dict[int, str]]:
     found: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
     for transcript in directory.transcripts():
-        found[transcript.benchmark, transcript.problem][transcript.sample] = kind_of(transcript)
+        found[transcript.benchmark, transcript.problem][transcript.sample] = transcript.kind
     return found
 
 
@@ -116,13 +115,13 @@ def _chosen(
         if transcript.sample in chosen[key]:
             found[key][transcript.sample] = {
                 "sample": transcript.sample,
-                "kind": kind_of(transcript),
+                "kind": transcript.kind,
                 "ended": transcript.ended.value,
                 "verdict": None if transcript.verdict is None else transcript.verdict.value,
                 "answer": transcript.answer,
                 "tokens": transcript.tokens,
                 "seconds": transcript.seconds,
-                "calls": [call.outcome for call in transcript.tool_calls],
+                "calls": transcript.outcomes,
                 "failure": transcript.failure,
                 "turns": [[turn.origin, turn.text] for turn in transcript.turns],
             }
@@ -195,7 +194,8 @@ def _subtitle(provenance: Provenance) -> str:
     return (
         f"fingerprint {provenance['model']['fingerprint']} · {protocol['env']}{turns} · "
         f"n {sampling['n']}, temperature {sampling['temperature']:g}, top_p {sampling['top_p']:g} · "
-        f"{limits['max_turn_tokens']} tokens a turn, {limits['max_response_tokens']} in all · seed {provenance['seed']}"
+        f"{limits['max_turn_tokens']} tokens per turn, {limits['max_response_tokens']} in total · "
+        f"seed {provenance['seed']}"
     )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from operator import attrgetter
 from typing import cast
 
 from agentrl.evaluation.data.problem_sets import ProblemSet
 from agentrl.evaluation.formats import BenchmarkResults, Conduct, PassRecord, ScoreRecord
-from agentrl.evaluation.records.kinds import KINDS, kind_of
-from agentrl.evaluation.records.transcript import Sample, Transcript
+from agentrl.evaluation.records.transcript import KINDS, Sample, Transcript
 from agentrl.evaluation.results.scores import avg_at_k, pass_at_k
 from agentrl.evaluation.results.voting import Grades, maj_at_n, tally
 from agentrl_envs.types import Ended, Verdict
@@ -19,7 +19,7 @@ from agentrl_envs.types import Ended, Verdict
 
 @dataclass(frozen=True, slots=True)
 class RolloutSummary:
-    """A rollout without its conversation."""
+    """A rollout without its conversation: properties of its :class:`Transcript`."""
 
     correct: bool
     no_data: bool
@@ -28,30 +28,15 @@ class RolloutSummary:
     verdict: Verdict | None
     answer: str | None
     attempt: int
-    turns: int
+    model_turns: int
     outcomes: tuple[str, ...]
     prompt_tokens: int
     model_tokens: int
     tokens: int
     seconds: float
 
-    @classmethod
-    def of(cls, transcript: Transcript) -> RolloutSummary:
-        return cls(
-            correct=transcript.correct,
-            no_data=transcript.no_data,
-            kind=kind_of(transcript),
-            ended=transcript.ended,
-            verdict=transcript.verdict,
-            answer=transcript.answer,
-            attempt=transcript.attempt,
-            turns=transcript.model_turns,
-            outcomes=tuple(call.outcome for call in transcript.tool_calls),
-            prompt_tokens=transcript.prompt_tokens,
-            model_tokens=transcript.model_tokens,
-            tokens=transcript.tokens,
-            seconds=transcript.seconds,
-        )
+
+_read = attrgetter(*(field.name for field in fields(RolloutSummary)))
 
 
 class RolloutIndex:
@@ -63,12 +48,12 @@ class RolloutIndex:
 
     def add(self, transcript: Transcript) -> None:
         before = self._rollouts.get(transcript.key)
-        rollout = self._rollouts[transcript.key] = RolloutSummary.of(transcript)
+        rollout = self._rollouts[transcript.key] = RolloutSummary(*_read(transcript))
         for one, sign in ((before, -1), (rollout, 1)):
             if one is not None and not one.no_data:
                 self.data += sign
                 self.correct += sign * one.correct
-                self.turns += sign * one.turns
+                self.turns += sign * one.model_turns
 
     def by_problem(self, benchmark: str) -> dict[str, list[RolloutSummary]]:
         """The rollouts of every problem, sorted by number."""
@@ -168,7 +153,6 @@ def _vote(rollout: RolloutSummary) -> Verdict:
 
 
 def _conduct(data: Sequence[RolloutSummary]) -> Conduct:
-    """Statistics of the rollouts that count as data."""
     ended = Counter(rollout.ended.value for rollout in data)
     truncated = {kind.value: ended[kind.value] for kind in Ended if kind.is_truncation}
     return {
@@ -176,7 +160,7 @@ def _conduct(data: Sequence[RolloutSummary]) -> Conduct:
         "verdicts": dict(
             sorted(Counter(rollout.verdict.value for rollout in data if rollout.verdict is not None).items())
         ),
-        "turns": _mean(rollout.turns for rollout in data),
+        "turns": _mean(rollout.model_turns for rollout in data),
         "tool_calls": {
             "mean": _mean(len(rollout.outcomes) for rollout in data),
             "outcomes": dict(sorted(Counter(outcome for rollout in data for outcome in rollout.outcomes).items())),

@@ -44,14 +44,6 @@ class Score:
     samples: int
     problems_without_samples: int
 
-    def describe(self) -> str:
-        """One line: the mean and both intervals."""
-        ours, like = self.this_benchmark, self.problems_like_these
-        return (
-            f"{self.mean:.3f} (95 %: this benchmark {ours.low:.3f} to {ours.high:.3f},"
-            f" problems like these {like.low:.3f} to {like.high:.3f}; {self.problems} problems, {self.samples} samples)"
-        )
-
 
 def avg_at_k(samples: ArrayLike, correct: ArrayLike) -> Score:
     """avg@k of ``correct`` out of ``samples`` ([P] each).

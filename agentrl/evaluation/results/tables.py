@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from agentrl.evaluation.formats import BenchmarkResults, Bounds, Results
-from agentrl.evaluation.records.kinds import KINDS
+from agentrl.evaluation.records.transcript import KINDS
+
+Cells = Mapping[str, Callable[[BenchmarkResults], str]]
+"""The columns of a table: what each shows of a benchmark."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,94 +22,37 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
     def markdown(self) -> str:
-        """A Markdown table under its title."""
         lines = [self.columns, ("---",) + ("---:",) * (len(self.columns) - 1), *self.rows]
         return f"**{self.title}**\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def result_tables(results: Results) -> list[Table]:
-    """The tables of a finished evaluation: scores, pass@k, results of rollouts, statistics, and excluded rollouts."""
+    """The tables of a finished evaluation: scores, pass@k, outcomes of rollouts, averages, and excluded rollouts."""
     benchmarks = results["benchmarks"]
     n = results["provenance"]["sampling"]["n"]
-    made = (_passes, _kinds, _conduct, _failures)
-    return [_scores(benchmarks, n), *(table(benchmarks) for table in made)]
+    ks = dict.fromkeys(k for one in benchmarks.values() for k in one["pass"])
 
+    def table(title: str, cells: Cells) -> Table:
+        rows = tuple((name, *(cell(one) for cell in cells.values())) for name, one in benchmarks.items())
+        return Table(title=title, columns=("benchmark", *cells), rows=rows)
 
-def _scores(benchmarks: Mapping[str, BenchmarkResults], n: int) -> Table:
-    return Table(
-        title="Scores",
-        columns=("benchmark", f"avg@{n}", "95 % this benchmark", "95 % problems like these", f"maj@{n}", "problems"),
-        rows=tuple(
-            (
-                name,
-                f"{one['avg']['mean']:.3f}",
-                _interval(one["avg"]["this_benchmark"]),
-                _interval(one["avg"]["problems_like_these"]),
-                f"{one['maj']:.3f}",
-                _problems(one),
-            )
-            for name, one in benchmarks.items()
+    scores: Cells = {
+        f"avg@{n}": lambda one: f"{one['avg']['mean']:.3f}",
+        "95 % this benchmark": lambda one: _interval(one["avg"]["this_benchmark"]),
+        "95 % problems like these": lambda one: _interval(one["avg"]["problems_like_these"]),
+        f"maj@{n}": lambda one: f"{one['maj']:.3f}",
+        "problems": _problems,
+    }
+    return [
+        table("Scores", scores),
+        table("pass@k, unbiased", {f"pass@{k}": partial(_pass, k=k) for k in ks}),
+        table(
+            "Outcomes of rollouts: all except correct and no data count as wrong",
+            {shown: partial(_kind, kind=kind) for kind, shown in KINDS.items()},
         ),
-    )
-
-
-def _passes(benchmarks: Mapping[str, BenchmarkResults]) -> Table:
-    ks = list(dict.fromkeys(k for one in benchmarks.values() for k in one["pass"]))
-    return Table(
-        title="pass@k, unbiased",
-        columns=("benchmark", *(f"pass@{k}" for k in ks)),
-        rows=tuple((name, *(_pass(one, k) for k in ks)) for name, one in benchmarks.items()),
-    )
-
-
-def _kinds(benchmarks: Mapping[str, BenchmarkResults]) -> Table:
-    return Table(
-        title="What rollouts came to: all but the correct ones and those without data count as wrong",
-        columns=("benchmark", *KINDS.values()),
-        rows=tuple((name, *(str(one["kinds"][kind]) for kind in KINDS)) for name, one in benchmarks.items()),
-    )
-
-
-def _conduct(benchmarks: Mapping[str, BenchmarkResults]) -> Table:
-    columns = ("benchmark", "turns", "tool calls", "calls ok", "truncated", "void", "tokens", "of the model", "seconds")
-    return Table(
-        title="A rollout on average",
-        columns=columns,
-        rows=tuple(
-            (
-                name,
-                f"{one['turns']:.2f}",
-                f"{one['tool_calls']['mean']:.2f}",
-                _ok(one["tool_calls"]["outcomes"]),
-                f"{one['truncated']['share']:.1%}",
-                f"{one['void_share']:.1%}",
-                f"{one['tokens']['response_mean']:.0f}",
-                f"{one['tokens']['model_mean']:.0f}",
-                f"{one['seconds']['mean']:.1f}",
-            )
-            for name, one in benchmarks.items()
-        ),
-    )
-
-
-def _failures(benchmarks: Mapping[str, BenchmarkResults]) -> Table:
-    return Table(
-        title="Failures outside the policy: retried, then excluded from all averages",
-        columns=("benchmark", "rollouts", "no data", "kinds", "fresh starts"),
-        rows=tuple(
-            (
-                name,
-                str(one["rollouts"]),
-                str(one["no_data"]["total"]),
-                ", ".join(f"{kind} {count}" for kind, count in one["no_data"].items() if kind not in _COUNTS) or "-",
-                str(one["no_data"]["retried"]),
-            )
-            for name, one in benchmarks.items()
-        ),
-    )
-
-
-_COUNTS = ("total", "retried")
+        table("Averages per rollout", _CONDUCT),
+        table("Failures outside the policy: retried, then excluded from all averages", _FAILURES),
+    ]
 
 
 def _interval(interval: Bounds) -> str:
@@ -128,3 +75,30 @@ def _pass(one: BenchmarkResults, k: str) -> str:
 def _ok(outcomes: Mapping[str, int]) -> str:
     calls: Sequence[int] = list(outcomes.values())
     return f"{outcomes.get('ok', 0) / sum(calls):.1%}" if calls else "-"
+
+
+def _kind(one: BenchmarkResults, kind: str) -> str:
+    return str(one["kinds"][kind])
+
+
+def _failed(one: BenchmarkResults) -> str:
+    kinds = (f"{kind} {count}" for kind, count in one["no_data"].items() if kind not in ("total", "retried"))
+    return ", ".join(kinds) or "-"
+
+
+_CONDUCT: Cells = {
+    "turns": lambda one: f"{one['turns']:.2f}",
+    "tool calls": lambda one: f"{one['tool_calls']['mean']:.2f}",
+    "successful calls": lambda one: _ok(one["tool_calls"]["outcomes"]),
+    "truncated": lambda one: f"{one['truncated']['share']:.1%}",
+    "void": lambda one: f"{one['void_share']:.1%}",
+    "tokens": lambda one: f"{one['tokens']['response_mean']:.0f}",
+    "model tokens": lambda one: f"{one['tokens']['model_mean']:.0f}",
+    "seconds": lambda one: f"{one['seconds']['mean']:.1f}",
+}
+_FAILURES: Cells = {
+    "rollouts": lambda one: str(one["rollouts"]),
+    "no data": lambda one: str(one["no_data"]["total"]),
+    "kinds": _failed,
+    "restarts": lambda one: str(one["no_data"]["retried"]),
+}

@@ -18,9 +18,7 @@ from agentrl_envs.types import Verdict
 class Grades(Protocol):
     """The part of a grader that is needed here."""
 
-    async def grade(self, answer: str | None, gold: str) -> Verdict:
-        """The verdict on an answer."""
-        ...
+    async def grade(self, answer: str | None, gold: str) -> Verdict: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

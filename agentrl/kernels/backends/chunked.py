@@ -1,11 +1,8 @@
 """token_statistics by blocks of rows: the logits [N, V] never exist, forward or backward.
 
-A block holds whole rows of the vocabulary, so its softmax needs no running maximum. The logits of a block come from
-one matrix product; what follows runs over it in pieces that stay in the processor's cache. Backward computes the
-logits again, unless all of them are no more than a block. Extra memory: one block (`_BLOCK_ELEMENTS`) and, in
-backward, the gradients themselves.
-
-Not guaranteed: second derivatives (`once_differentiable` raises).
+A block holds whole rows of the vocabulary, so its softmax needs no running maximum; what follows the matrix product
+runs over it in pieces that stay in the processor's cache. Backward computes the logits again, unless all of them are
+no more than a block. Extra memory: one block (`_BLOCK_ELEMENTS`) and, in backward, the gradients themselves.
 """
 
 from collections.abc import Iterator
@@ -16,10 +13,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from agentrl.kernels.backends.gradients import IMPOSSIBLE, RowCoefficients, row_coefficients
-from agentrl.kernels.backends.products import add_head_weight_gradient, head_input_gradient, head_logits
+from agentrl.kernels.backends.gradients import IMPOSSIBLE, HeadGradients, RowCoefficients, row_coefficients
+from agentrl.kernels.backends.products import tempered_logits
 from agentrl.kernels.records import TokenStatistics, statistics_dtype
-from agentrl.kernels.softcap import cap_and_temper, cap_slope
+from agentrl.kernels.softcap import cap_slope
 
 _BLOCK_ELEMENTS = 1 << 23  # logits of one matrix product: 32 MB of float32
 _PIECE_ELEMENTS = 1 << 21  # logits that one elementwise pass touches: 8 MB, within the last-level cache
@@ -33,13 +30,9 @@ def chunked_statistics(
     log_probs, entropy, sum_pi_squared, energy = _ChunkedStatistics.apply(
         hidden, head_weight, bias, targets.long(), temperature, cap
     )
-    dtype = statistics_dtype(hidden, head_weight)
+    norms = hidden.detach().to(log_probs.dtype).square().sum(-1)
     return TokenStatistics(
-        log_probs=log_probs,
-        entropy=entropy,
-        sum_pi_squared=sum_pi_squared,
-        energy=energy,
-        hidden_norm_squared=hidden.detach().to(dtype).square().sum(-1),
+        log_probs=log_probs, entropy=entropy, sum_pi_squared=sum_pi_squared, energy=energy, hidden_norm_squared=norms
     )
 
 
@@ -62,16 +55,13 @@ class _ChunkedStatistics(torch.autograd.Function):
         columns = hidden.new_empty((4, hidden.shape[0]), dtype=dtype)
         kept = None
         small = hidden.shape[0] * weight.shape[0] <= _KEEP_ELEMENTS
-        if any(ctx.needs_input_grad) and small and cap is None:  # a cap's slope needs the logits themselves
-            for rows, z in _logit_blocks(hidden, weight, bias, temperature, None, dtype, size=hidden.shape[0]):
-                kept = functional.log_softmax(z, dim=-1)
-                columns[:, rows] = _piece_statistics(kept, targets[rows], clamp=bias is not None)
-        else:
-            for rows, z in _logit_blocks(hidden, weight, bias, temperature, cap, dtype):
-                for piece, at in _pieces(z, rows):
-                    log_p = functional.log_softmax(z[piece], dim=-1)
-                    slope = None if cap is None else cap_slope(z[piece], cap, temperature)
-                    columns[:, at] = _piece_statistics(log_p, targets[at], clamp=bias is not None, slope=slope)
+        keep = any(ctx.needs_input_grad) and small and cap is None  # a cap's slope needs the logits themselves
+        for rows, z in _logit_blocks(hidden, weight, bias, temperature, cap, dtype, whole=keep):
+            for piece, at in [(slice(None), rows)] if keep else _pieces(z, rows):
+                log_p = functional.log_softmax(z[piece], dim=-1)
+                slope = None if cap is None else cap_slope(z[piece], cap, temperature)
+                columns[:, at] = _piece_statistics(log_p, targets[at], clamp=bias is not None, slope=slope)
+                kept = log_p if keep else None
         log_probs, entropy, sum_pi_squared, energy = columns.unbind()
         ctx.save_for_backward(hidden, weight, bias, targets, kept, log_probs, entropy)
         ctx.mark_non_differentiable(sum_pi_squared, energy)
@@ -85,13 +75,13 @@ class _ChunkedStatistics(torch.autograd.Function):
         hidden, weight, bias, targets, kept, log_probs, entropy = ctx.saved_tensors
         dtype, temperature, cap = log_probs.dtype, ctx.temperature, ctx.cap
         coefficients = row_coefficients(log_prob_gradient, entropy_gradient, log_probs, entropy)
-        totals = _Totals(hidden, weight, bias, ctx.needs_input_grad, temperature, dtype)
+        totals = HeadGradients((hidden, weight, bias), ctx.needs_input_grad, dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             if kept is not None:
                 rows = slice(0, hidden.shape[0])
                 dz = torch.empty_like(kept)
                 _write_gradient(kept, targets, rows, coefficients, out=dz)
-                totals.add(rows, dz)
+                totals.add(rows, dz, temperature)
             else:
                 for rows, z in _logit_blocks(hidden, weight, bias, temperature, cap, dtype):
                     for piece, at in _pieces(z, rows):
@@ -100,46 +90,8 @@ class _ChunkedStatistics(torch.autograd.Function):
                         _write_gradient(log_p, targets[at], at, coefficients, out=z[piece])
                         if slope is not None:
                             z[piece].mul_(slope)
-                    totals.add(rows, z)
-        return (*totals.gradients(), None, None, None)
-
-
-class _Totals:
-    """The gradients of hidden, weight and bias, collected block by block; None where not asked for."""
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        wanted: tuple[bool, ...],
-        temperature: float,
-        dtype: torch.dtype,
-    ) -> None:
-        self._inputs = (hidden, weight, bias)
-        self._temperature = temperature
-        self._dtype = dtype
-        self._hidden = torch.empty_like(hidden) if wanted[0] else None
-        self._weight = torch.zeros_like(weight, dtype=dtype) if wanted[1] else None
-        self._bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and wanted[2] else None
-
-    def add(self, rows: slice, dz: Tensor) -> None:
-        """Take dz [R, V], the temperature times the gradient with respect to the head's output of these rows."""
-        hidden, weight, _ = self._inputs
-        if self._hidden is not None:
-            self._hidden[rows] = _tempered(head_input_gradient(dz, weight), self._temperature)
-        if self._weight is not None:
-            add_head_weight_gradient(dz, _tempered(hidden[rows].to(self._dtype), self._temperature), self._weight)
-        if self._bias is not None:
-            self._bias += _tempered(dz.sum(0), self._temperature)
-
-    def gradients(self) -> tuple[Tensor | None, ...]:
-        """(hidden, weight, bias), each in the dtype of its input."""
-        totals = (self._hidden, self._weight, self._bias)
-        return tuple(
-            None if total is None or given is None else total.to(given.dtype)
-            for total, given in zip(totals, self._inputs, strict=True)
-        )
+                    totals.add(rows, z, temperature)
+        return (*totals.results(), None, None, None)
 
 
 def _write_gradient(log_p: Tensor, targets: Tensor, at: slice, coefficients: RowCoefficients, *, out: Tensor) -> None:
@@ -153,10 +105,6 @@ def _write_gradient(log_p: Tensor, targets: Tensor, at: slice, coefficients: Row
     out.scatter_(-1, targets.unsqueeze(-1), coefficients.at_target[at].unsqueeze(-1))
 
 
-def _tempered(values: Tensor, temperature: float) -> Tensor:
-    return values if temperature == 1.0 else values / temperature
-
-
 def _logit_blocks(
     hidden: Tensor,
     weight: Tensor,
@@ -164,22 +112,16 @@ def _logit_blocks(
     temperature: float,
     cap: float | None,
     dtype: torch.dtype,
-    size: int | None = None,
+    *,
+    whole: bool = False,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, tempered logits [R, V]) block by block of `size` rows; the next overwrites the memory of the last."""
+    """(rows, tempered logits [R, V]) of a block after another, or of all rows at once; the next overwrites the last."""
     total, vocabulary = hidden.shape[0], weight.shape[0]
-    size = max(1, min(total, _BLOCK_ELEMENTS // vocabulary) if size is None else size)
+    size = max(1, total if whole else min(total, _BLOCK_ELEMENTS // vocabulary))
     buffer = hidden.new_empty((size, vocabulary), dtype=dtype)
-    divisor = temperature if cap is None else 1.0  # a cap comes before the temperature
-    shift = None if bias is None else bias.to(dtype) / divisor
     for start in range(0, total, size):
         rows = slice(start, min(start + size, total))
-        z = head_logits(hidden[rows], weight, buffer[: rows.stop - start], divisor)
-        if shift is not None:
-            z += shift
-        if cap is not None:
-            cap_and_temper(z, cap, temperature)
-        yield rows, z
+        yield rows, tempered_logits(hidden[rows], weight, bias, buffer[: rows.stop - start], temperature, cap)
 
 
 def _pieces(z: Tensor, rows: slice) -> Iterator[tuple[slice, slice]]:

@@ -1,8 +1,11 @@
-"""The gradient of a loss of log_prob and entropy with respect to a row of logits, as three numbers a row."""
+"""Gradients of a head: logits by three numbers a row; hidden states, weight and bias as sums over blocks."""
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from agentrl.kernels.backends.products import add_head_weight_gradient, head_input_gradient
 
 IMPOSSIBLE = -1e4
 """Stands for ln 0 where 0 * ln 0 must be 0; its exponential is 0 in float64 too."""
@@ -32,3 +35,38 @@ def row_coefficients(g: Tensor | None, e: Tensor | None, log_probs: Tensor, entr
         slope=slope,
         at_target=at_target + slope * log_probs.exp() * (log_probs.clamp(min=IMPOSSIBLE) + entropy),
     )
+
+
+class HeadGradients:
+    """The gradients of hidden, weight and bias, added up over blocks of rows; None where not `wanted`."""
+
+    def __init__(
+        self, inputs: tuple[Tensor, Tensor, Tensor | None], wanted: tuple[bool, ...], dtype: torch.dtype
+    ) -> None:
+        """`inputs` are hidden, weight and bias; sums over rows are in `dtype`."""
+        self._inputs = hidden, weight, bias = inputs
+        self._hidden = torch.empty_like(hidden) if wanted[0] else None
+        self._weight = torch.zeros_like(weight, dtype=dtype) if wanted[1] else None
+        self._bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and wanted[2] else None
+
+    def add(self, rows: slice, dz: Tensor, temperature: float = 1.0) -> None:
+        """Take dz [R, V], the temperature times the gradient with respect to the head's output of these rows."""
+        hidden, weight, _ = self._inputs
+        if self._hidden is not None:
+            self._hidden[rows] = _tempered(head_input_gradient(dz, weight), temperature)
+        if self._weight is not None:
+            add_head_weight_gradient(dz, _tempered(hidden[rows].to(dz.dtype), temperature), self._weight)
+        if self._bias is not None:
+            self._bias += _tempered(dz.sum(0), temperature)
+
+    def results(self) -> tuple[Tensor | None, ...]:
+        """(hidden, weight, bias), each in the dtype of its input."""
+        totals = (self._hidden, self._weight, self._bias)
+        return tuple(
+            None if total is None or given is None else total.to(given.dtype)
+            for total, given in zip(totals, self._inputs, strict=True)
+        )
+
+
+def _tempered(values: Tensor, temperature: float) -> Tensor:
+    return values if temperature == 1.0 else values / temperature

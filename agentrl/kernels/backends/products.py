@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from agentrl.kernels.softcap import cap_and_temper
+
 _SLICE_ELEMENTS = 1 << 22  # of the weight converted at once: 16 MB of float32
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -37,6 +39,17 @@ def head_logits(hidden: Tensor, weight: Tensor, out: Tensor, temperature: float 
     for rows in _slices(weight):
         out[:, rows] = hidden @ weight[rows].to(out.dtype).t()
     return out
+
+
+def tempered_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, temperature: float, cap: float | None
+) -> Tensor:
+    """out [R, V] <- z / temperature, z = x = hidden weight^T + bias, or with a cap z = cap tanh(x / cap)."""
+    divisor = temperature if cap is None else 1.0  # a cap comes before the temperature
+    head_logits(hidden, weight, out, divisor)
+    if bias is not None:
+        out += bias.to(out.dtype) / divisor
+    return out if cap is None else cap_and_temper(out, cap, temperature)
 
 
 def head_input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agentrl.kernels.backends import sums as sums_of_vocabulary
 from agentrl.kernels.backends.sliced import sliced_statistics
+from agentrl.kernels.backends.sums import Ranks
 from agentrl.kernels.backends.triton_backend import epilogue_for
 from agentrl.kernels.records import KernelInputError, TokenStatistics, check_inputs
 
@@ -25,43 +25,15 @@ def sharded_token_statistics(
     targets [N], which count in the whole vocabulary [0, sum V_r), are the same on every rank. So are the results.
     Collective, forward and backward: every rank calls it, with gradients for the same inputs.
 
-    Forward reduces six numbers a token over the ranks. Backward takes the gradients of log_probs and entropy to be
-    those of **one** loss that every rank computes alike: the gradients of head_weight and bias are this rank's rows of
-    the whole head's, that of hidden is summed over the ranks and complete on each.
-
-    The local pass is that of the `triton` backend, on CPU tensors or without Triton the same in torch.
-
+    Backward takes the gradients of log_probs and entropy to be those of **one** loss that every rank computes alike:
+    the gradients of head_weight and bias are this rank's rows of the whole head's, that of hidden is complete on each.
     Raises KernelInputError if the arguments do not fit together on this rank.
     """
     first, vocabulary = _place(head_weight, group)
     check_inputs(hidden, head_weight, targets, temperature, bias, vocabulary=vocabulary)
-    shards = _Ranks(first, group)
+    epilogue, ranks = epilogue_for(hidden.device), Ranks(first, group)
     with torch.autocast(hidden.device.type, enabled=False):
-        return sliced_statistics(
-            hidden, head_weight, targets, temperature, bias, epilogue=epilogue_for(hidden.device), shards=shards
-        )
-
-
-class _Ranks:
-    """The ranks of a group as holders of a vocabulary."""
-
-    def __init__(self, first: int, group: dist.ProcessGroup | None) -> None:
-        self.first = first
-        self._group = group
-
-    def merge_sums(self, sums: Tensor, temperature: Tensor) -> Tensor:
-        return sums_of_vocabulary.merge_sums(sums, temperature, largest=self._largest, total=self._total)
-
-    def add_up(self, part: Tensor) -> None:
-        dist.all_reduce(part, group=self._group)
-
-    def _largest(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
-        return values
-
-    def _total(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values, group=self._group)
-        return values
+        return sliced_statistics(hidden, head_weight, targets, temperature, bias, epilogue=epilogue, ranks=ranks)
 
 
 def _place(head_weight: Tensor, group: dist.ProcessGroup | None) -> tuple[int, int]:

@@ -2,16 +2,11 @@
 
 A tile of logits [R, W], a block of rows by a slice of the vocabulary, comes from one matrix product into a buffer that
 every tile uses again; an epilogue (Triton or torch) reads it once. Forward it feeds the running sums of every row
-(`kernels.sums`), backward it becomes the tile's gradient, a factor of the two products that follow.
-
-The tile is wide in rows: backward adds every tile to the float32 gradient of the hidden states and finishes that of
-the weight slice by slice, so that no float32 copy of the latter exists. Extra memory: one tile, in backward also its
-gradient in the factors' dtype, the float32 gradients of the hidden states [N, D] and of one slice of the weight.
-
-Not guaranteed: second derivatives (`once_differentiable` raises).
+(`kernels.sums`), backward it becomes the tile's gradient, a factor of the two products that follow. Extra memory: one
+tile, in backward also its gradient, the float32 gradients of the hidden states [N, D] and of one slice of the weight.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from agentrl.kernels.backends.gradients import row_coefficients
 from agentrl.kernels.backends.products import add_product, factor_dtype, head_logits
-from agentrl.kernels.backends.sums import finish_sums, start_sums
+from agentrl.kernels.backends.sums import Ranks, finish_sums, start_sums
 from agentrl.kernels.records import TokenStatistics, statistics_dtype
 
 _SLICE = 2048  # tokens of the vocabulary in a tile
@@ -30,35 +25,8 @@ _TILE_ELEMENTS = {"cuda": 1 << 24, "cpu": 1 << 21}  # logits in a tile: 64 MB of
 class Epilogue(Protocol):
     """The operations after the product of a tile; `torch_epilogue` documents each function."""
 
-    def add_sums(
-        self, logits: Tensor, bias: Tensor | None, targets: Tensor, sums: Tensor, temperature: Tensor, *, start: int
-    ) -> None: ...
-
-    def to_gradient(
-        self,
-        logits: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        normalisers: Tensor,
-        coefficients: Tensor,
-        temperature: Tensor,
-        out: Tensor,
-        *,
-        start: int,
-    ) -> None: ...
-
-
-class Shards(Protocol):
-    """The other holders of the vocabulary."""
-
-    first: int
-    """Which token of the whole vocabulary is this holder's first."""
-
-    def merge_sums(self, sums: Tensor, temperature: Tensor) -> Tensor:
-        """The state [N, 6] of the whole vocabulary from that of this part."""
-
-    def add_up(self, part: Tensor) -> None:
-        """part <- the sum of every holder's."""
+    add_sums: Callable[..., None]
+    to_gradient: Callable[..., None]
 
 
 def sliced_statistics(
@@ -69,23 +37,19 @@ def sliced_statistics(
     bias: Tensor | None,
     *,
     epilogue: Epilogue,
-    shards: Shards | None = None,
+    ranks: Ranks | None = None,
 ) -> TokenStatistics:
     """The statistics of docs/formulas.md 2 by slices of the vocabulary; see `token_statistics` for the arguments.
 
-    With `shards` head_weight [V_r, D] and bias [V_r] are this holder's part, targets those of the whole vocabulary.
+    With `ranks` head_weight [V_r, D] and bias [V_r] are this rank's part, targets those of the whole vocabulary.
     """
     log_probs, entropy, sum_pi_squared, energy = _SlicedStatistics.apply(
-        hidden, head_weight, bias, targets.contiguous(), temperature, epilogue, shards
+        hidden, head_weight, bias, targets.contiguous(), temperature, epilogue, ranks
     )
-    dtype = statistics_dtype(hidden, head_weight)
+    # One pass without a float32 copy of hidden.
+    norms = torch.linalg.vector_norm(hidden.detach(), dim=-1, dtype=log_probs.dtype).square()
     return TokenStatistics(
-        log_probs=log_probs,
-        entropy=entropy,
-        sum_pi_squared=sum_pi_squared,
-        energy=energy,
-        # One pass without a float32 copy of hidden.
-        hidden_norm_squared=torch.linalg.vector_norm(hidden.detach(), dim=-1, dtype=dtype).square(),
+        log_probs=log_probs, entropy=entropy, sum_pi_squared=sum_pi_squared, energy=energy, hidden_norm_squared=norms
     )
 
 
@@ -101,23 +65,22 @@ class _SlicedStatistics(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         epilogue: Epilogue,
-        shards: Shards | None,
+        ranks: Ranks | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         dtype = statistics_dtype(hidden, weight)
         # A tensor: Triton takes numbers as float32.
         heat = torch.full((), temperature, dtype=dtype, device=hidden.device)
         sums = start_sums(hidden, hidden.shape[0], dtype)
-        first = 0 if shards is None else shards.first
+        first = 0 if ranks is None else ranks.first
         tiles = _Tiles(hidden, weight, bias, dtype)
-        for columns in tiles.columns():
-            for rows in tiles.rows():
-                z = tiles.logits(rows, columns)
-                epilogue.add_sums(z, tiles.bias(columns), targets[rows], sums[rows], heat, start=first + columns.start)
-        if shards is not None:
-            sums = shards.merge_sums(sums, heat)
+        for columns, rows in tiles:
+            z = tiles.logits(rows, columns)
+            epilogue.add_sums(z, tiles.bias(columns), targets[rows], sums[rows], heat, start=first + columns.start)
+        if ranks is not None:
+            sums = ranks.merge_sums(sums, heat)
         (log_probs, entropy, sum_pi_squared, energy), normalisers = finish_sums(sums, heat)
-        ctx.heat, ctx.epilogue, ctx.shards = heat, epilogue, shards
+        ctx.heat, ctx.epilogue, ctx.ranks = heat, epilogue, ranks
         ctx.save_for_backward(hidden, weight, bias, targets, log_probs, entropy, normalisers)
         ctx.mark_non_differentiable(sum_pi_squared, energy)
         return log_probs.clone(), entropy.clone(), sum_pi_squared, energy
@@ -136,28 +99,18 @@ class _SlicedStatistics(torch.autograd.Function):
             gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad, coefficients)
             # The tile's memory is gone when the gradients are converted.
             _collect(ctx, _Tiles(hidden, weight, bias, log_probs.dtype, gradient=True), targets, normalisers, gradients)
-            return (*gradients.results(ctx.shards), *nothing[3:])
+            return (*gradients.results(ctx.ranks), *nothing[3:])
 
 
 def _collect(ctx: Any, tiles: "_Tiles", targets: Tensor, normalisers: Tensor, gradients: "_Gradients") -> None:
     """Every tile's logits again, their gradient, and its share of the products."""
-    first = 0 if ctx.shards is None else ctx.shards.first
-    for columns in tiles.columns():
-        for rows in tiles.rows():
-            z = tiles.logits(rows, columns)
-            dz = tiles.gradient(z)
-            ctx.epilogue.to_gradient(
-                z,
-                tiles.bias(columns),
-                targets[rows],
-                normalisers[rows],
-                gradients.coefficients[rows],
-                ctx.heat,
-                dz,
-                start=first + columns.start,
-            )
-            gradients.add(rows, columns, dz)
-        gradients.finish(columns)
+    first = 0 if ctx.ranks is None else ctx.ranks.first
+    for columns, rows in tiles:
+        z = tiles.logits(rows, columns)
+        dz = tiles.gradient(z)
+        given = targets[rows], normalisers[rows], gradients.coefficients[rows]
+        ctx.epilogue.to_gradient(z, tiles.bias(columns), *given, ctx.heat, dz, start=first + columns.start)
+        gradients.add(rows, columns, dz)
 
 
 class _Tiles:
@@ -177,13 +130,10 @@ class _Tiles:
         # In place if the gradient is not rounded for the products.
         self._gradient = hidden.new_empty(size, dtype=factor) if gradient and factor != dtype else self._buffer
 
-    def columns(self) -> Iterator[slice]:
-        """Slices of the vocabulary."""
-        return _ranges(self._weight.shape[0], self._width)
-
-    def rows(self) -> Iterator[slice]:
-        """Blocks of rows."""
-        return _ranges(self._hidden.shape[0], self._height)
+    def __iter__(self) -> Iterator[tuple[slice, slice]]:
+        """(slice of the vocabulary, block of rows), all blocks of a slice one after the other."""
+        rows = list(_ranges(self._hidden.shape[0], self._height))
+        return ((columns, block) for columns in _ranges(self._weight.shape[0], self._width) for block in rows)
 
     def bias(self, columns: slice) -> Tensor | None:
         return None if self._bias is None else self._bias[columns]
@@ -234,34 +184,25 @@ class _Gradients:
         if self._hidden is not None:
             add_product(dz, weight[columns], self._hidden[rows], accumulate=columns.start > 0)
         if self._weight is not None:
-            add_product(dz.t(), hidden[rows], self._weight_slice(columns), accumulate=rows.start > 0)
+            total = self._weight[columns] if self._slice is None else self._slice[: columns.stop - columns.start]
+            add_product(dz.t(), hidden[rows], total, accumulate=rows.start > 0)
+            if rows.stop == hidden.shape[0]:  # all blocks of rows of this slice have come
+                self._unscaled(total)
+                if self._slice is not None:
+                    self._weight[columns] = total
         if self._bias is not None:
             self._bias[columns] += dz.sum(0, dtype=self._bias.dtype)
 
-    def finish(self, columns: slice) -> None:
-        """All blocks of rows of this slice have come."""
-        if self._weight is not None and self._inputs[0].shape[0]:
-            total = self._unscaled(self._weight_slice(columns))
-            if self._slice is not None:
-                self._weight[columns] = total
-
-    def results(self, shards: Shards | None) -> tuple[Tensor | None, ...]:
+    def results(self, ranks: Ranks | None) -> tuple[Tensor | None, ...]:
         """(hidden, weight, bias), each in the dtype of its input."""
         hidden, _, bias = self._inputs
         if self._hidden is not None:
-            if shards is not None:
-                shards.add_up(self._hidden)
+            if ranks is not None:
+                ranks.add_up(self._hidden)
             self._hidden = self._unscaled(self._hidden).to(hidden.dtype)
         if self._bias is not None and bias is not None:
             self._bias = self._unscaled(self._bias).to(bias.dtype)
         return self._hidden, self._weight, self._bias
-
-    def _weight_slice(self, columns: slice) -> Tensor:
-        """Where the gradient of a slice of the weight is added up, in the accumulation dtype."""
-        if self._slice is not None:
-            return self._slice[: columns.stop - columns.start]
-        assert self._weight is not None
-        return self._weight[columns]
 
     def _unscaled(self, total: Tensor) -> Tensor:
         return total if self._scale is None else total.div_(self._scale)

@@ -13,9 +13,8 @@ Leaving the target out keeps the relative accuracy of 1 - p where it has nearly 
 divides differences of logits and never the logits themselves, which would round them at their own, larger scale.
 """
 
-from collections.abc import Callable
-
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from agentrl.kernels.backends.gradients import IMPOSSIBLE
@@ -53,15 +52,25 @@ def rescale(sums: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
     )
 
 
-def merge_sums(
-    sums: Tensor, temperature: Tensor, largest: Callable[[Tensor], Tensor], total: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """The state [N, 6] of a vocabulary of which everybody holds a part, from the part's state.
+class Ranks:
+    """The ranks of a group, each of which holds a part of the vocabulary."""
 
-    `largest` and `total` reduce a tensor over the parts: its maximum, its sum. A target counts in one part.
-    """
-    top = largest(sums[:, TOP].contiguous())
-    return torch.cat([top.unsqueeze(-1), total(rescale(sums, top, temperature)[:, TIES:].contiguous())], dim=-1)
+    def __init__(self, first: int, group: dist.ProcessGroup | None) -> None:
+        """`first`: which token of the whole vocabulary is this rank's first."""
+        self.first = first
+        self._group = group
+
+    def merge_sums(self, sums: Tensor, temperature: Tensor) -> Tensor:
+        """The state [N, 6] of the whole vocabulary from that of this part. A target counts in one part."""
+        top = sums[:, TOP].contiguous()
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=self._group)
+        rest = rescale(sums, top, temperature)[:, TIES:].contiguous()
+        self.add_up(rest)
+        return torch.cat([top.unsqueeze(-1), rest], dim=-1)
+
+    def add_up(self, part: Tensor) -> None:
+        """part <- the sum of every rank's."""
+        dist.all_reduce(part, group=self._group)
 
 
 def finish_sums(sums: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:

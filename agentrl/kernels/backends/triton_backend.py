@@ -29,7 +29,10 @@ def triton_statistics(
     """
     if cap is not None:
         raise KernelInputError("the backend triton knows no capped logits: take the backend chunked")
-    epilogue = triton_epilogue(hidden.device)
+    obstacle = triton_obstacle(hidden.device)
+    if obstacle is not None:
+        raise KernelInputError(f"the backend triton {obstacle}: take the backend chunked")
+    epilogue = _triton_epilogue()
     return sliced_statistics(hidden, head_weight, targets, temperature, bias, epilogue=epilogue)
 
 
@@ -40,25 +43,17 @@ def automatic_backend(device: torch.device) -> str:
 
 def epilogue_for(device: torch.device) -> Epilogue:
     """Triton's epilogue where `auto` takes it, elsewhere torch's."""
-    return triton_epilogue(device) if automatic_backend(device) == "triton" else torch_epilogue
-
-
-def triton_epilogue(device: torch.device) -> Epilogue:
-    """Triton's epilogue for tensors of this device. Raises KernelInputError if there is none."""
-    obstacle = triton_obstacle(device)
-    if obstacle is not None:
-        raise KernelInputError(f"the backend triton {obstacle}: take the backend chunked")
-    return _epilogue_module()
+    return _triton_epilogue() if automatic_backend(device) == "triton" else torch_epilogue
 
 
 def triton_obstacle(device: torch.device) -> str | None:
     """Why the triton backend cannot run on this device; None if it can."""
     if not triton_installed():
         return "needs the package triton, which is not installed"
-    if device.type != "cuda" and not _epilogue_module().INTERPRETED:
+    if device.type != "cuda" and not _triton_epilogue().INTERPRETED:
         return f"needs tensors on a GPU, not on {device.type} (or, for tests, TRITON_INTERPRET=1 in the environment)"
     return None
 
 
-def _epilogue_module() -> Any:
+def _triton_epilogue() -> Any:
     return importlib.import_module("agentrl.kernels.backends.triton_epilogue")

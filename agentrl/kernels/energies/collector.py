@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from agentrl.kernels.energies.closed_forms import bias_energy, linear_energy, scale_energy
 from agentrl.kernels.energies.modules import normalized_input
@@ -27,7 +28,7 @@ class LayerEnergies:
 
     def __init__(self, layers: tuple[tuple[str, nn.Module, bool], ...], active: Tensor, dtype: torch.dtype) -> None:
         """`active` [B, S]: the positions whose state reaches a counted log-probability. dtype: of the products."""
-        self._sites = [_Site(name, module, recomputed) for name, module, recomputed in layers]
+        self._sites = [_Site(name=name, module=module, recomputed=recomputed) for name, module, recomputed in layers]
         self._active = active
         self._dtype = dtype
         self._backward = False
@@ -36,7 +37,7 @@ class LayerEnergies:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Listen to the layers."""
-        handles: list[Any] = []
+        handles: list[RemovableHandle] = []
         try:
             for site in self._sites:
                 handles.append(site.module.register_forward_pre_hook(self._before(site)))
@@ -56,8 +57,8 @@ class LayerEnergies:
         if missing:
             raise KernelInputError(f"no gradient came through {', '.join(missing)}: the forward does not use them")
 
-    def _before(self, site: _Site) -> Any:
-        def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def _before(self, site: _Site) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
             if not self._backward:
                 site.count_call()
                 if site.recomputed:
@@ -69,8 +70,8 @@ class LayerEnergies:
 
         return hook
 
-    def _after(self, site: _Site) -> Any:
-        def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+    def _after(self, site: _Site) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
             if self._backward:
                 return
             if not output.requires_grad:
@@ -114,23 +115,23 @@ class LayerEnergies:
                 yield rows, slice(int(used[0]), int(used[-1]) + 1)
 
 
+@dataclass(kw_only=True, eq=False)
 class _Site:
     """One layer and the tensors collected for it so far."""
 
-    def __init__(self, name: str, module: nn.Module, recomputed: bool) -> None:
-        self.name = name
-        self.module = module
-        self.recomputed = recomputed
-        self.input: Tensor | None = None
-        self.gradient: Tensor | None = None
-        self.done = False
-        self._called = False
+    name: str
+    module: nn.Module
+    recomputed: bool
+    input: Tensor | None = None
+    gradient: Tensor | None = None
+    done: bool = False
+    called: bool = False
 
     def count_call(self) -> None:
         """Raise KernelInputError at a second call: its gradients would have to be added to the first one's."""
-        if self._called:
+        if self.called:
             raise KernelInputError(f"{self.name} runs twice in one forward: exact energies have no cross term there")
-        self._called = True
+        self.called = True
 
     def energy(self, inputs: Tensor, gradients: Tensor, dtype: torch.dtype) -> Tensor:
         """Squared norm [R] of the gradient of the layer's trainable parameters."""

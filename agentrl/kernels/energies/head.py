@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.kernels.backends.products import head_input_gradient, head_logits
+from agentrl.kernels.backends.products import head_input_gradient, tempered_logits
 from agentrl.kernels.energies.closed_forms import gram_is_cheaper
-from agentrl.kernels.softcap import cap_and_temper, cap_slope
+from agentrl.kernels.softcap import cap_slope
 
 _BLOCK_ELEMENTS = 1 << 25  # logits held at once: 128 MB of float32, and as much again for a temporary
 
@@ -84,10 +84,7 @@ class _Blocks:
         cap: float | None,
         targets: Tensor,
     ) -> None:
-        divisor = temperature if cap is None else 1.0  # a cap comes before the temperature
-        self._hidden = hidden / divisor
-        self._weight = weight
-        self._bias = None if bias is None else bias.to(hidden.dtype) / divisor
+        self._hidden, self._weight, self._bias = hidden, weight, bias
         self._map = temperature, cap
         self._targets = targets
         self._step = max(1, min(weight.shape[0], _BLOCK_ELEMENTS // max(1, hidden.shape[0])))
@@ -119,12 +116,9 @@ class _Blocks:
         for start in range(0, self._weight.shape[0], self._step):
             part = self._weight[start : start + self._step]
             whole = buffer.shape[1] == part.shape[0]
-            z = head_logits(self._hidden, part, buffer if whole else torch.empty_like(buffer[:, : part.shape[0]]))
-            if self._bias is not None:
-                z += self._bias[start : start + self._step]
-            temperature, cap = self._map
-            if cap is not None:
-                cap_and_temper(z, cap, temperature)
+            z = buffer if whole else torch.empty_like(buffer[:, : part.shape[0]])
+            bias = None if self._bias is None else self._bias[start : start + self._step]
+            tempered_logits(self._hidden, part, bias, z, *self._map)
             if self._step == self._weight.shape[0]:
                 self._kept = z
             yield start, z

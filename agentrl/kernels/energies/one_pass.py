@@ -40,27 +40,18 @@ def trajectory_energies(
 
     model: a causal language model of `transformers` (its class one of `modules.MODELS`; its head may be a `FusedHead`),
     sharded by ZeRO-3 or not. input_ids [B, S]: prompt and response, one trajectory a row, no packing. token_mask [B, S]
-    bool: the *tokens* y_t whose log-probability counts (the model's own, not observations); the distribution of token
-    t comes from the state at t - 1. attention_mask [B, S] bool: False at padding, which is taken out wherever it
-    stands; without it every column is attended to, which is right for right padding. importance_weights [B, S]: rho_t,
-    a constant, read only where token_mask is True. The distribution is softmax(z / temperature), z the head's output
-    x or with a cap cap tanh(x / cap); a model that scales x by s has temperature / s and cap / s here.
+    bool: the *tokens* y_t whose log-probability counts; the distribution of token t comes from the state at t - 1.
+    attention_mask [B, S] bool: False at padding, wherever it stands; without it every column is attended to, which is
+    right for right padding. importance_weights [B, S]: rho_t, a constant, read only where token_mask is True.
+    Temperature and cap as in `token_statistics`.
 
-    One forward, one backward to the embedding's output, without the parameters' own gradients: no weight gradient is
-    formed and no `.grad` is touched. Rows do not mix: docs/formulas.md 4, arXiv 1510.01799 (Goodfellow). A row without
-    a counted token has energy 0. The mode (train or eval) stays as it is: with dropout it is the energy of what was
-    drawn. Sums are in float32 for models in half precision and float32, in float64 for float64. The result is float32
-    or float64, detached.
+    One forward and one backward to the embedding's output; no `.grad` is touched (docs/formulas.md 4, arXiv
+    1510.01799). A row without a counted token has energy 0. The mode (train or eval) stays: with dropout it is the
+    energy of what was drawn. Sums and result are in float32, in float64 for float64 models; detached.
 
-    Memory beside that of a forward and backward: the gradients of one layer's output, products of one layer (at most
-    64 MB at once, or one row's: a weight's size or, for short rows, two Gram matrices of at most a quarter of it), and
-    at the head the logits of a block of the vocabulary for one row (128 MB), never [B, S, V]. Under gradient
-    checkpointing layer inputs are kept no longer than their recomputation.
-
-    Under ZeRO-3 this is collective: every rank calls it, with as many rows as it likes. The head runs once.
-
-    Opacus (ghost clipping) adds up one norm a parameter, without the cross term of a head tied to the embedding, and
-    its hooks need a head that has formed all logits; so it is not used.
+    Memory beside that of a forward and backward: the gradients of one layer's output, products of one layer (64 MB at
+    once, or one row's), and at the head the logits of a block of the vocabulary for one row (128 MB), never [B, S, V].
+    Under ZeRO-3 this is collective: every rank calls it, with as many rows as it likes; the head runs once.
 
     Raises KernelInputError for a model with trainable parameters that have no closed form here (the message names the
     module), reentrant gradient checkpointing, and inputs that do not fit together.
@@ -88,24 +79,14 @@ def _prepared(
 ) -> _Rows:
     """The rows without positions that are not attended to, and the tokens that count in them."""
     if attention_mask is not None:
-        order = _left_aligned(attention_mask.bool())
+        # What is attended to, in order, then the rest: a causal model needs no mask, and padding changes no row.
+        order = attention_mask.bool().long().argsort(dim=1, descending=True, stable=True)
         input_ids, mask = input_ids.gather(1, order), mask.gather(1, order)
         weights = None if weights is None else weights.gather(1, order)
     coefficients = mask.to(dtype) if weights is None else torch.where(mask, weights.detach(), 0.0).to(dtype)
-    return _Rows(input_ids=input_ids, mask=mask, active=_before_a_counted(mask), coefficients=coefficients)
-
-
-def _before_a_counted(mask: Tensor) -> Tensor:
-    """Where a counted token comes later in the row: what a row is padded with on the right never is."""
-    return mask.long().flip(-1).cumsum(-1).flip(-1) - mask.long() > 0
-
-
-def _left_aligned(attended: Tensor) -> Tensor:
-    """[B, S]: the columns of every row that are attended to, in order, then the others.
-
-    A causal model then needs no mask, and a row is computed as it is on its own, whatever it was padded with.
-    """
-    return attended.long().argsort(dim=1, descending=True, stable=True)
+    counted = mask.long()
+    active = counted.flip(-1).cumsum(-1).flip(-1) > counted  # a counted token comes later in the row
+    return _Rows(input_ids=input_ids, mask=mask, active=active, coefficients=coefficients)
 
 
 def _before(mask: Tensor) -> Tensor:
@@ -117,7 +98,7 @@ def _forward(parts: Parts, input_ids: Tensor) -> tuple[Tensor, Tensor]:
     """(the embedding's output as the graph's leaf, the states after the last norm), both [B, S, D]."""
     leaves: list[Tensor] = []
 
-    def cut(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
+    def cut(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
         leaves.append(output.detach().requires_grad_())
         return leaves[-1]
 
@@ -143,7 +124,7 @@ def _head_shares(parts: Parts, hidden: Tensor, rows: _Rows, temperature: float, 
     shares: list[HeadRow] = []
     wants_cross = parts.tied and parts.embedding.weight.requires_grad
 
-    def inside(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def inside(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         for row in range(rows.mask.shape[0]):
             tokens = rows.mask[row].nonzero().squeeze(-1)
             shares.append(

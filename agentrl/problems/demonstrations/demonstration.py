@@ -11,7 +11,6 @@ One JSON object per line::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,11 +55,6 @@ def program(code: str) -> str:
 def observation(output: str) -> str:
     """A program's output as the SimpleTIR protocol shows it."""
     return f"\nCode execution result: {output}\n"
-
-
-def tokenizer_corpus(demonstrations: Iterable[Demonstration]) -> Iterator[str]:
-    """The texts to train a tokenizer on, one per demonstration."""
-    return (demonstration.text for demonstration in demonstrations)
 
 
 def read_demonstrations(path: str | Path) -> list[Demonstration]:

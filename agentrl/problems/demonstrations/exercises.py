@@ -1,9 +1,8 @@
 """The families of word problems of ``builtin:arithmetic``: statements, answers, hidden values, solutions.
 
-Plain families state every number; a program computes the answer. Reveal families hide values behind functions, defined
-by ``Problem.setup``, that **print** the value and return nothing. The answer can therefore only be given in a turn
-after the one that printed the value: ``final_answer(box(7))`` answers ``None``. Hidden values have two digits and are
-drawn independently for every problem, so a guess is right about once in ninety times.
+Plain families state every number; a program computes the answer. Reveal families hide values of two digits behind
+functions, defined by ``Problem.setup``, that **print** the value and return nothing: the answer can only be given in
+a turn after the one that printed it, and a guess is right about once in ninety times.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ class ExerciseFamily:
     phrasings: tuple[str, ...]
     draw: Callable[[Random], Numbers]
     solve: Callable[[Random, Numbers], tuple[int, tuple[ShownTurn, ...], str]]
-    reveals: bool = False
 
     def exercise(self, rng: Random, numbers: Numbers) -> Exercise:
         """Write the problem for ``numbers`` with random names and objects, and solve it."""
@@ -112,7 +110,7 @@ def _one_secret(
         turns = (_look(f"{function}({a})", secret), ShownTurn(model=program(f"final_answer({secret}{sign}{b})")))
         return value(secret, b), turns, define_reveal(function, {a: secret})
 
-    return ExerciseFamily(name=name, phrasings=phrasings, draw=draw, solve=solve, reveals=True)
+    return ExerciseFamily(name=name, phrasings=phrasings, draw=draw, solve=solve)
 
 
 def _solve_two_boxes(rng: Random, numbers: Numbers) -> tuple[int, tuple[ShownTurn, ...], str]:
@@ -243,11 +241,11 @@ _ALL = (
         "{n} buys {b} of toy {a}. price({a}) shows what one costs. What does {n} pay?",
     ),
     ExerciseFamily(
-        name="two_boxes", draw=_distinct_pair, solve=_solve_two_boxes, reveals=True,
+        name="two_boxes", draw=_distinct_pair, solve=_solve_two_boxes,
         phrasings=("box({a}) and box({b}) show the {t} in two boxes. How many {t} are there together?",),
     ),
     ExerciseFamily(
-        name="note", draw=_uniform(a=(2, 99)), solve=_solve_note, reveals=True,
+        name="note", draw=_uniform(a=(2, 99)), solve=_solve_note,
         phrasings=("note({a}) shows the number n of a box. box(n) shows its {t}. How many {t} are in it?",),
     ),
 )  # fmt: skip

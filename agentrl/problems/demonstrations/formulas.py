@@ -13,11 +13,12 @@ MAX_LENGTH: Final = 200  # characters; limits the parser's depth
 MAX_VALUE: Final = 10**12
 
 _ALLOWED = re.compile(r"[\d\s()+*/.,-]+")
-_OPERATORS: Mapping[type[ast.operator], tuple[str, int, Callable[[int, int], int]]] = {
-    ast.Add: ("+", 1, operator.add),
-    ast.Sub: ("-", 1, operator.sub),
-    ast.Mult: ("*", 2, operator.mul),
-    ast.Div: ("//", 2, operator.floordiv),
+_NUMBER = re.compile(r"\d+")
+_OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
 }
 
 
@@ -65,7 +66,7 @@ class Formula:
     @property
     def numbers(self) -> tuple[int, ...]:
         """The distinct numbers in the formula, in order of appearance."""
-        return tuple(dict.fromkeys(_numbers(self.tree)))
+        return tuple(dict.fromkeys(map(int, _NUMBER.findall(self.python()))))
 
     def value(self) -> int:
         """The value. Raises FormulaError if a division has a remainder, or if a step is negative or huge."""
@@ -73,17 +74,20 @@ class Formula:
 
     def python(self) -> str:
         """The formula in Python, with no more parentheses than necessary."""
-        return _written(self.tree)[0]
+        return ast.unparse(self.tree).replace(" ", "")
 
     def with_numbers(self, replaced: Mapping[int, int]) -> Formula:
         """The same formula with the keys of ``replaced`` replaced; all other numbers stay."""
-        return Formula(_replaced(self.tree, replaced))
+        text = _NUMBER.sub(lambda found: str(replaced.get(int(found[0]), int(found[0]))), self.python())
+        return Formula(ast.parse(text, mode="eval").body)
 
 
 def _checked(node: ast.expr) -> ast.expr:
-    """The tree with integral floats as integers. Raises FormulaError for nodes that are not arithmetic."""
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return ast.BinOp(left=_checked(node.left), op=node.op, right=_checked(node.right))
+    """The tree in Python's whole numbers, ``/`` as ``//``. Raises FormulaError for nodes that are not arithmetic."""
+    if isinstance(node, ast.BinOp):
+        sign = ast.FloorDiv() if isinstance(node.op, ast.Div) else node.op
+        if type(sign) in _OPERATORS:
+            return ast.BinOp(left=_checked(node.left), op=sign, right=_checked(node.right))
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
         if node.value != int(node.value):
             raise FormulaError("whose formula has decimals")
@@ -91,46 +95,14 @@ def _checked(node: ast.expr) -> ast.expr:
     raise FormulaError("whose formula is more than arithmetic")
 
 
-def _numbers(node: ast.expr) -> list[int]:
-    if isinstance(node, ast.BinOp):
-        return _numbers(node.left) + _numbers(node.right)
-    return [_constant(node)]
-
-
-def _constant(node: ast.expr) -> int:
-    assert isinstance(node, ast.Constant)
-    assert isinstance(node.value, int)
-    return node.value
-
-
 def _value(node: ast.expr) -> int:
-    if not isinstance(node, ast.BinOp):
-        return _constant(node)
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    assert isinstance(node, ast.BinOp)  # as `_checked` leaves it
     left, right = _value(node.left), _value(node.right)
-    if isinstance(node.op, ast.Div) and (right == 0 or left % right):
+    if isinstance(node.op, ast.FloorDiv) and (right == 0 or left % right):
         raise FormulaError("whose division leaves a remainder")
-    value = _OPERATORS[type(node.op)][2](left, right)
+    value = _OPERATORS[type(node.op)](left, right)
     if not 0 <= value <= MAX_VALUE:
         raise FormulaError("with a negative or huge step")
     return value
-
-
-def _written(node: ast.expr) -> tuple[str, int]:
-    """``(text, precedence)``; a right operand of equal precedence keeps its parentheses."""
-    if not isinstance(node, ast.BinOp):
-        return str(_constant(node)), 3
-    sign, precedence, _ = _OPERATORS[type(node.op)]
-    left, left_precedence = _written(node.left)
-    right, right_precedence = _written(node.right)
-    if left_precedence < precedence:
-        left = f"({left})"
-    if right_precedence <= precedence:
-        right = f"({right})"
-    return f"{left}{sign}{right}", precedence
-
-
-def _replaced(node: ast.expr, replaced: Mapping[int, int]) -> ast.expr:
-    if isinstance(node, ast.BinOp):
-        return ast.BinOp(left=_replaced(node.left, replaced), op=node.op, right=_replaced(node.right, replaced))
-    value = _constant(node)
-    return ast.Constant(value=replaced.get(value, value))

@@ -9,10 +9,9 @@ from pathlib import Path
 from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
 from agentrl.problems.demonstrations.demonstration import Demonstration, read_demonstrations
 from agentrl.problems.demonstrations.word_problems import formula_demonstrations
-from agentrl.problems.problem_errors import ProblemError, ProblemFileError
+from agentrl.problems.problem_errors import ProblemFileError
 from agentrl.problems.settings import BUILTIN
-from agentrl.problems.sources import GENERATORS, expand
-from agentrl_envs.registry import did_you_mean
+from agentrl.problems.sources import check_builtin, expand
 
 FORMULA = "formula:"
 
@@ -34,11 +33,7 @@ def load_demonstrations(
     ``variants`` applies to formulas. Raises ProblemError or one of its subclasses.
     """
     if spec.startswith(BUILTIN):
-        kind = spec.removeprefix(BUILTIN)
-        if kind not in GENERATORS:
-            raise ProblemError(
-                f"{spec}: no such built-in demonstrations; valid: {BUILTIN}arithmetic{did_you_mean(kind, GENERATORS)}"
-            )
+        check_builtin(spec, "demonstrations")
         made = ArithmeticSource(split="train", seed=seed, families=families).demonstrations(count)
         return LoadedDemonstrations(demonstrations=tuple(made), description=f"{count} demonstrations of {spec}")
     if spec.startswith(FORMULA):

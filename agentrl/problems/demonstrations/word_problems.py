@@ -1,9 +1,8 @@
-"""Demonstrations from problems written by people: rows whose ``formula`` computes the answer.
+"""Demonstrations from problems written by people: rows whose ``formula`` (``(25+5)/6=5``) computes the answer.
 
-ASDiv writes ``(25+5)/6=5``, SVAMP ``( 290.0 / 2.0 )``. A row is usable if its formula is one expression of integers
-that evaluates to the stated answer, and if every number of the formula appears in the statement, as digits or as words.
-The demonstration is one program, ``final_answer((25+5)//6)``. Variants replace these numbers by others, in both the
-statement and the formula, such that all results remain integers and non-negative.
+A row is usable if its formula is one expression of integers that evaluates to the stated answer, and if every number
+of the formula appears in the statement. The demonstration is one program, ``final_answer((25+5)//6)``. Variants
+replace these numbers in both, such that all results remain integers and non-negative.
 """
 
 from __future__ import annotations

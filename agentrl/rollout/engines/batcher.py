@@ -43,7 +43,6 @@ class Request:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """All tokens of the request so far."""
         return (*self.token_ids, *self.sampled) if self.sampled else self.token_ids
 
     def close_span(self, version: int) -> None:
@@ -163,7 +162,6 @@ class Batcher:
 
     @property
     def used(self) -> float:
-        """The share of the cache that trajectories occupy."""
         return len(self._owner) * self._reach / self.kv_cache_tokens
 
     @property
@@ -302,30 +300,22 @@ class Batcher:
 
     def _prefill(self, joined: list[int]) -> list[Request]:
         """Run one forward over the pending tokens of rows; rows with equal new prompts share one computation."""
-        leaders: dict[tuple[int, ...], int] = {}
-        followers: list[tuple[int, int]] = []
-        for index in joined:
-            row = self._rows[index]
-            request = _running(row)
-            if row.cached:
-                continue
-            if request.context in leaders:
-                followers.append((index, leaders[request.context]))
-            else:
-                leaders[request.context] = index
-        following = {index for index, _ in followers}
-        computed = [index for index in joined if index not in following]
+        first: dict[tuple[int, ...], int] = {}
+        leader_of = {
+            index: index if self._rows[index].cached else first.setdefault(_running(self._rows[index]).context, index)
+            for index in joined
+        }
+        computed = [index for index in joined if leader_of[index] == index]
+        followers = [index for index in joined if leader_of[index] != index]
         hidden = self._forward_pending(computed)
-        order = {index: place for place, index in enumerate(computed)}
         if followers:
-            source = torch.tensor([leader for _, leader in followers], device=self._device)
-            target = torch.tensor([index for index, _ in followers], device=self._device)
-            longest = max(len(_running(self._rows[index]).context) for index, _ in followers)
-            self._cache.move(source, target, longest)
-            for index, _ in followers:
-                self._rows[index].cached = list(_running(self._rows[index]).context)
-        leader_of = dict(followers)
-        places = [order[leader_of.get(index, index)] for index in joined]
+            source = torch.tensor([leader_of[index] for index in followers], device=self._device)
+            contexts = [_running(self._rows[index]).context for index in followers]
+            self._cache.move(source, torch.tensor(followers, device=self._device), max(map(len, contexts)))
+            for index, context in zip(followers, contexts, strict=True):
+                self._rows[index].cached = list(context)
+        order = {index: place for place, index in enumerate(computed)}
+        places = [order[leader_of[index]] for index in joined]
         return self._sample(joined, self._parts.logits(hidden)[torch.tensor(places, device=self._device)])
 
     def _forward_pending(self, indices: list[int]) -> Tensor:
@@ -346,7 +336,6 @@ class Batcher:
         return hidden[torch.arange(len(indices), device=self._device), last]
 
     def _decode(self, running: list[int]) -> list[Request]:
-        """Sample the next token of every running row."""
         running = self._compact(running)
         count = running[-1] + 1
         ids, positions = [0] * count, [-1] * count

@@ -1,7 +1,6 @@
 """Attention with one query per row, as in decoding, for CPUs.
 
-``scaled_dot_product_attention`` splits its work over queries; with a single query per row it spends most of its time
-on overhead. Two batched matrix products over the cache in place take about half as long on a CPU.
+Two batched matrix products take half as long as ``scaled_dot_product_attention``, which splits its work over queries.
 """
 
 from __future__ import annotations

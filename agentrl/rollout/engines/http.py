@@ -66,7 +66,6 @@ class JSONClient:
         return await self._call("GET", path, None, seconds)
 
     async def text(self, path: str, *, seconds: float) -> str:
-        """The text at ``path``."""
         return (await self._content("GET", path, None, seconds)).decode(errors="replace")
 
     async def post(self, path: str, body: object = None, *, seconds: float | None) -> object:

@@ -1,7 +1,4 @@
-"""The lifecycle of engines: opened by the settings, paused, given new weights, verified, resumed and closed.
-
-Training, evaluation and ``agentrl serve-policy`` open engines here; :mod:`agentrl.rollout.engines.table` lists them.
-"""
+"""The lifecycle of engines: opened by the settings, paused, given new weights, verified, resumed and closed."""
 
 from __future__ import annotations
 
@@ -25,8 +22,7 @@ from agentrl.rollout.engines.vllm.servers import server_engine, server_gpus
 from agentrl.rollout.settings import RolloutSettings, VLLMSettings
 from agentrl.weights.checksums import checksums, with_head
 from agentrl.weights.exports import read_export, write_untied_copy
-from agentrl.weights.native import default_backend
-from agentrl.weights.transports import TransferTarget
+from agentrl.weights.native import TransferTarget, default_backend
 from agentrl.weights.verify import Probe, Verifier
 
 
@@ -109,8 +105,6 @@ async def open_managed_engine(request: EngineRequest) -> ManagedEngine:
 
 
 class ManagedTransformers:
-    """A model in this process."""
-
     def __init__(self, request: EngineRequest) -> None:
         self.engine = TransformersEngine(
             request.model, request.codec, request.rollout, deterministic=request.deterministic

@@ -1,8 +1,4 @@
-"""Sampling from the tempered distribution, with randomness keyed by request and position.
-
-The uniform number of a key and position depends on nothing else: not on the batch that the request shares, the order of
-arrival or the device.
-"""
+"""Sampling from the tempered distribution: a token's random number depends only on its request's key and position."""
 
 from __future__ import annotations
 

@@ -120,7 +120,6 @@ class TransformersEngine:
             self._futures.pop(request, None)
 
     def release(self, trajectory_id: str) -> None:
-        """Free a trajectory's cache."""
         self._released.append(trajectory_id)
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
@@ -132,7 +131,6 @@ class TransformersEngine:
         self._open.clear()
 
     def resume(self) -> None:
-        """Undo :meth:`pause`."""
         self._open.set()
 
     async def rest(self) -> None:
@@ -169,7 +167,6 @@ class TransformersEngine:
 
     @property
     def version(self) -> int:
-        """The policy version of the weights."""
         return self._version
 
     async def cache_use(self) -> CacheUse:

@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 _GENERATED = ("builtin:", "formula:")
 _SIMPLETIR = SimpleTIRProtocol(instruction="", observation_limit=1 << 20)
 _BEFORE_OUTPUT, _AFTER_OUTPUT = _SIMPLETIR.observation("", ["\0"]).split("\0")
-_PROGRAMS = {
-    "retool": "<code>\n```python\n{}\n```\n</code>",
-    "torl": "```python\n{}\n```\n```output",
-}
+_PROGRAMS = {"retool": "<code>\n```python\n{}\n```\n</code>", "torl": "```python\n{}\n```\n```output"}
 _ANSWERS = {"retool": "<answer>\n\\boxed{{{}}}\n</answer>", "torl": "\\boxed{{{}}}"}
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,10 +12,9 @@ import torch
 
 from agentrl.errors import SettingsError
 from agentrl.rollout.engines.table import engine_facts
-from agentrl.rollout.environment import build_environment
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import usable_cores
-from agentrl.training.coldstart.train import cached_policy, cold_start, perplexity, read_cold_demonstrations
+from agentrl.training.coldstart.train import cached_policy, cold_start, read_cold_demonstrations
 from agentrl.training.engine.determinism import set_determinism
 
 if TYPE_CHECKING:
@@ -47,20 +46,9 @@ def make_policy(settings: Settings, output: Path, console: Console) -> None:
             losses.append(loss)
             progress.update(step, {"policy/loss": loss})
 
-        asyncio.run(_make(settings, output, report))
-    console.note(
-        f"policy: {output}, made in {time.monotonic() - began:.0f} s, "
-        f"last perplexity {perplexity(sum(losses[-10:]) / len(losses[-10:])):.3f}"
-    )
-
-
-async def _make(settings: Settings, output: Path, report: Callable[[int, float], None]) -> None:
-    environment = build_environment(settings)
-    await environment.open()
-    try:
-        await cold_start(settings, output, environment=environment, report=report)
-    finally:
-        await environment.close()
+        asyncio.run(cold_start(settings, output, report))
+    perplexity = math.exp(min(sum(losses[-10:]) / len(losses[-10:]), 50.0))
+    console.note(f"policy: {output}, made in {time.monotonic() - began:.0f} s, last perplexity {perplexity:.3f}")
 
 
 def coldstart_command(settings: Settings, output: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import math
 import os
 import random
 import shutil
@@ -25,14 +24,17 @@ from agentrl.models.loading import read_model, write_model
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
-from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn, tokenizer_corpus
+from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn
 from agentrl.problems.demonstrations.loading import LoadedDemonstrations, load_demonstrations
+from agentrl.rollout.environment import build_environment
 from agentrl.telemetry.files import world_errors
 from agentrl.training.coldstart.demonstration_rendering import in_protocol
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl_envs.episode import Environment
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from agentrl.config import Settings
 
 
@@ -117,9 +119,7 @@ def fine_tune(
     cold = settings.coldstart
     _, world = start_distributed(deadline=settings.training.collective_deadline)
     if world > 1:
-        raise SettingsError(
-            "the cold start runs on one process; give training.num_processes=1 or an existing model.path"
-        )
+        raise SettingsError("the cold start runs on one process; give training.num_processes=1 or a model.path")
     engine = TrainingEngine(
         PolicyModel(model, backend=settings.training.head_backend),
         optimizer=OptimizerSettings(
@@ -151,34 +151,39 @@ def fine_tune(
     model.eval()
 
 
-async def cold_start(
-    settings: Settings, output: Path, *, environment: Environment, report: Callable[[int, float], None]
-) -> None:
+async def cold_start(settings: Settings, output: Path, report: Callable[[int, float], None]) -> None:
     """Make a policy from demonstrations and export it to ``output``; the embedded model if ``model.path`` is none.
 
     ``output`` appears whole or not at all. Raises SettingsError before training if it cannot be written.
     """
-    demonstrations = read_cold_demonstrations(settings).demonstrations
-    with reserved(output) as folder:
-        await _make_policy(settings, demonstrations, folder, title=output.name, environment=environment, report=report)
-        with world_errors(output, "write the policy to"):
-            _publish(folder, output)
+    environment = build_environment(settings)
+    await environment.open()
+    try:
+        demonstrations = read_cold_demonstrations(settings).demonstrations
+        with reserved(output) as folder:
+            model, tokenizer = await _trained(settings, demonstrations, environment, report)
+            body = (
+                f"Cold start by agentrl {agentrl.__version__}: {settings.coldstart.steps} steps of supervised "
+                f"fine-tuning on {len(demonstrations)} demonstrations ({settings.coldstart.demonstrations})."
+            )
+            with world_errors(output, "write the policy to"):
+                write_model(folder, model=model, tokenizer=tokenizer, title=output.name, body=body)
+                _publish(folder, output)
+    finally:
+        await environment.close()
 
 
-async def _make_policy(
+async def _trained(
     settings: Settings,
     demonstrations: Sequence[Demonstration],
-    directory: Path,
-    *,
-    title: str,
     environment: Environment,
     report: Callable[[int, float], None],
-) -> None:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     seed = _seed(settings)
     if settings.model.path is None:
         texts = [await _prompt(item, environment) for item in demonstrations]
         tokenizer = train_tokenizer(
-            [*tokenizer_corpus(demonstrations), *texts], vocabulary_size=settings.model.tiny.vocabulary_size
+            [*(shown.text for shown in demonstrations), *texts], vocabulary_size=settings.model.tiny.vocabulary_size
         )
         model = build_tiny_model(settings.model.tiny, tokenizer, seed=seed)
     else:
@@ -192,12 +197,7 @@ async def _make_policy(
         for row, item, late in zip(rows, demonstrations, mixed, strict=True)
     ]
     fine_tune(model, rows, late_rows, settings, pad_id=codec.pad_id, report=report)
-    body = (
-        f"Cold start by agentrl {agentrl.__version__}: {settings.coldstart.steps} steps of supervised fine-tuning on "
-        f"{len(rows)} demonstrations ({settings.coldstart.demonstrations})."
-    )
-    with world_errors(directory, "write the policy to"):
-        write_model(directory, model=model, tokenizer=tokenizer, title=title, body=body)
+    return model, tokenizer
 
 
 def read_cold_demonstrations(settings: Settings) -> LoadedDemonstrations:
@@ -297,8 +297,3 @@ async def _prompt(demonstration: Demonstration, environment: Environment) -> str
 
 def _seed(settings: Settings) -> int:
     return settings.seed if settings.coldstart.seed is None else settings.coldstart.seed
-
-
-def perplexity(loss: float) -> float:
-    """Perplexity of a mean negative log-probability in nats."""
-    return math.exp(min(loss, 50.0))

@@ -2,18 +2,11 @@
 
 ::
 
-    checkpoints/step-000050/
-      engine/           parameters, optimizer, schedule (DeepSpeed)
-      random-RANK.pt    the random state of each rank
-      critic/           the same of the critic, where there is one
-      state.json        the position of run and rollout worker, and every file's checksum; written last: a checkpoint
-                        with this file is complete
-    checkpoints/step-000100.damaged/   a checkpoint whose files had changed when a run tried to resume from it
-    checkpoints/best/   the policy of the best evaluation (:mod:`agentrl.training.run.best`)
+    step-000050/        engine/ (DeepSpeed), critic/, random-RANK.pt, and state.json with every file's checksum
+    step-000100.damaged/   its files had changed when a run tried to resume from it
 
-A kill at any moment leaves a complete newest checkpoint: one is written beside the others under a hidden name and is
-complete, and found, before it is renamed. A flipped bit, a truncated or a missing file is found before anything is
-loaded. Not covered: a machine that loses power before its disk has written all data.
+A checkpoint is complete once it has state.json, even before it is renamed: a kill at any moment leaves a complete one.
+Not covered: a machine that loses power before its disk has written all data.
 """
 
 from __future__ import annotations
@@ -44,20 +37,17 @@ _NAME = re.compile(r"step-(\d{6,})|\.step-(\d{6,})\.partial")
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """``step`` steps with ``updates`` optimizer updates are done by ``ranks`` ranks; ``worker`` is the worker's
-    position and queue, ``evaluations`` the scores so far as they stand in ``summary.json``, ``rows`` how many
-    ``metrics.jsonl`` has, ``trainer`` what the trainer adapts, ``reference`` where the reference policy lies, ``files``
-    the checksums of all other files."""
+    """The state of a run beside its engines."""
 
     step: int
-    updates: int
+    updates: int  # of the optimizer
     ranks: int
     worker: QueueState
     evaluations: list[EvaluationRecord]
-    rows: int
+    rows: int  # of metrics.jsonl
     trainer: dict[str, Any] = field(default_factory=dict)
-    reference: str | None = None
-    files: dict[str, str] = field(default_factory=dict)
+    reference: str | None = None  # the reference policy's path
+    files: dict[str, str] = field(default_factory=dict)  # checksums of all other files
 
 
 class Saved(Protocol):
@@ -191,7 +181,7 @@ def _writing(root: Path, work: Callable[[], _Value]) -> list[_Value]:
 def _write_state(path: Path, state: RunState) -> None:
     body = json.loads(json.dumps(asdict(state)))  # as it will be read
     text = json.dumps({"state": body, "sha256": _digest(body)})
-    atomic_write(path, lambda out: out.writelines([text.encode()]))
+    atomic_write(path, lambda out: out.write(text.encode()))
 
 
 def _damage(checkpoint: Path, part: int, parts: int) -> list[str]:

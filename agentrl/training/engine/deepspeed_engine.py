@@ -49,15 +49,12 @@ def learning_rate_factor(step: int, settings: OptimizerSettings, total: int) -> 
 
 
 def deepspeed_stage(zero_stage: int, *, bfloat16: bool) -> int:
-    """The stage that DeepSpeed runs: in bfloat16 0 and 1 become 2, where it has float32 gradients.
-
-    Below 2 its optimizers for bfloat16 accumulate in bfloat16 (0), or cannot move their state off a GPU (1).
-    """
+    """The stage that DeepSpeed runs: below 2, bfloat16 would accumulate in bfloat16 (0) or stay on its GPU (1)."""
     return max(zero_stage, 2) if bfloat16 else zero_stage
 
 
 def deepspeed_config(
-    training: TrainingSettings, *, bfloat16: bool, gradient_clip: float, micro_batch: int = 1, world_size: int = 1
+    training: TrainingSettings, *, bfloat16: bool, gradient_clip: float = 0.0, world_size: int = 1
 ) -> dict[str, Any]:
     """DeepSpeed's own configuration. ``step()`` ends an accumulation, however many micro-batches it had.
 
@@ -65,8 +62,8 @@ def deepspeed_config(
     equal ones plus another are still 256.
     """
     return {
-        "train_micro_batch_size_per_gpu": micro_batch,
-        "train_batch_size": micro_batch * world_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "train_batch_size": world_size,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
         "gradient_clipping": gradient_clip,
@@ -84,10 +81,7 @@ def deepspeed_config(
 
 
 def start_distributed(*, deadline: float) -> tuple[int, int]:
-    """Join the process group (gloo on CPU, NCCL on GPUs); alone if no launcher started us. Returns (rank, size).
-
-    ``deadline``: the seconds after which a collective that some rank has not entered ends the run.
-    """
+    """Join the process group, alone if no launcher started us; returns (rank, size). ``deadline`` of collectives: s."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     else:
@@ -139,10 +133,7 @@ def on_every_rank(work: Callable[[], _Value]) -> list[_Value]:
 
 
 def from_rank_zero(work: Callable[[], _Value]) -> _Value:
-    """What ``work`` returns on rank 0, which alone calls it, on every rank; a WorldError is raised on all. Collective.
-
-    Small things only, and nothing that takes long: the other ranks wait in the collective.
-    """
+    """What ``work`` returns on rank 0, which alone calls it, on every rank, as :func:`on_every_rank`. Nothing slow."""
     found = on_every_rank(lambda: work() if torch.distributed.get_rank() == 0 else None)[0]
     return cast(_Value, found)
 
@@ -160,10 +151,9 @@ def swap_between_ranks(values: Tensor, sent: list[int], received: list[int]) -> 
 
 
 class TrainingEngine(Generic[_Module_co]):
-    """A module under DeepSpeed, a policy or another. ``backward`` accumulates; ``step`` clips, updates and clears.
+    """A module under DeepSpeed. ``backward`` accumulates; ``step`` clips, updates and clears.
 
-    Gradients are averaged over ranks by DeepSpeed: a loss that is normalised over all ranks is multiplied by
-    :attr:`world_size` before :meth:`backward`.
+    DeepSpeed averages gradients over ranks: multiply a loss that is normalised over all by :attr:`world_size`.
     """
 
     def __init__(
@@ -291,9 +281,14 @@ def read_for_training(path: str | Path, model: ModelSettings, training: Training
     world_size = torch.distributed.get_world_size()
     if training.zero_stage < 3 or world_size == 1:
         return read_model(path, model)
-    bfloat16 = model.dtype == "bfloat16"
-    config = deepspeed_config(training, bfloat16=bfloat16, gradient_clip=0.0, world_size=world_size)
+    config = deepspeed_config(training, bfloat16=model.dtype == "bfloat16", world_size=world_size)
     return read_sharded(path, model, config)
+
+
+def read_policy(path: str | Path, model: ModelSettings, training: TrainingSettings) -> PolicyModel:
+    """A policy for this rank, as :func:`read_for_training`."""
+    causal_lm = read_for_training(path, model, training)
+    return PolicyModel(causal_lm, backend=training.head_backend, share_prompts=training.share_prompts)
 
 
 def _dimensions(parameter: nn.Parameter) -> int:
@@ -310,7 +305,7 @@ def frozen(module: nn.Module, training: TrainingSettings, *, bfloat16: bool) -> 
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
         return module.to(device)
     world_size = torch.distributed.get_world_size()
-    config = deepspeed_config(training, bfloat16=bfloat16, gradient_clip=0.0, world_size=world_size)
+    config = deepspeed_config(training, bfloat16=bfloat16, world_size=world_size)
     with _visible_statistics(module):
         engine, *_ = deepspeed.initialize(model=module, config=config)
     engine.eval()
@@ -344,10 +339,9 @@ def _raise_first(failures: Sequence[Exception], directory: Path) -> None:
 
 @contextmanager
 def _visible_statistics(module: nn.Module) -> Iterator[None]:
-    """Around DeepSpeed's set-up, which hangs hooks on every module of a policy.
+    """Make the head's output a dictionary between two hooks of ours, around those that DeepSpeed's set-up adds.
 
-    Those that gather a sharded weight again for the backward pass see tensors in tuples and dictionaries only: between
-    two hooks of ours, the first before and the second after DeepSpeed's, the head's output is a dictionary.
+    Its hooks that gather a sharded weight for the backward pass see tensors in tuples and dictionaries only.
     """
     if isinstance(module, PolicyModel):
         module.head.register_forward_hook(_statistics_as_dictionary)

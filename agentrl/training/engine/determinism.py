@@ -14,10 +14,9 @@ _DETERMINISTIC = (":4096:8", ":16:8")
 
 
 def set_determinism(settings: TrainingSettings) -> None:
-    """Make torch use deterministic algorithms if the setting is on. Call this before CUDA starts.
+    """Make torch use deterministic algorithms if the setting is on, before CUDA starts; child processes inherit it.
 
-    cuBLAS reads its workspace configuration when it starts; torch raises at the first product if that is not a
-    deterministic one. Child processes inherit it. Raises SettingsError if the environment sets another one.
+    Raises SettingsError if the environment gives cuBLAS a workspace that is not deterministic.
     """
     if not settings.deterministic:
         return

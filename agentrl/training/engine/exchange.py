@@ -19,11 +19,7 @@ _Record = TypeVar("_Record", bound="DataclassInstance")
 
 
 class Exchange:
-    """Sends rows of micro-batches to the ranks ``homes`` and results back. Every call is collective.
-
-    A row travels without its padding, so a rank holds its own rows and those of the groups at home there, however many
-    ranks there are.
-    """
+    """Sends rows of micro-batches, without their padding, to the ranks ``homes`` and results back. Collective."""
 
     def __init__(self, masks: Sequence[Tensor], homes: Tensor) -> None:
         """``masks`` [b, T] bool of each micro-batch, perhaps without rows; ``homes`` [B] a rank for each of their rows.
@@ -43,14 +39,9 @@ class Exchange:
         self._their_lengths = swap_between_ranks(self._lengths, self._rows_out, self._rows_in)
 
     def there(self, parts: Sequence[_Record]) -> _Record:
-        """As :meth:`column` for every field of a dataclass of tensors.
-
-        A field is None in all records of all ranks or in none.
-        """
-        columns = {item.name: [getattr(part, item.name) for part in parts] for item in fields(parts[0])}
-        return replace(
-            parts[0], **{name: self.column(values) for name, values in columns.items() if values[0] is not None}
-        )
+        """As :meth:`column` for every field of a dataclass of tensors; a field is None on all ranks or on none."""
+        given = [item.name for item in fields(parts[0]) if getattr(parts[0], item.name) is not None]
+        return replace(parts[0], **{name: self.column([getattr(part, name) for part in parts]) for name in given})
 
     def column(self, parts: Sequence[Tensor]) -> Tensor:
         """From a tensor [b, T] or [b] of each micro-batch: the rows at home here, [R, longest] or [R]."""
@@ -66,7 +57,7 @@ class Exchange:
         own = torch.empty_like(sent)
         own[self._order] = sent
         parts = own.split([rows for rows, _ in self._shapes])
-        # Padding by a copy: a view would keep every micro-batch's memory alive.
+        # Padding copies: a view would keep every micro-batch's memory alive.
         return [_widened(part, width) for part, (_, width) in zip(parts, self._shapes, strict=True)]
 
 
@@ -96,12 +87,9 @@ def _padded(flat: Tensor, lengths: Tensor) -> Tensor:
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
     """Below one another, as wide as the widest."""
     width = max(part.shape[1] for part in parts)
-    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
+    return torch.cat([_widened(part, width) for part in parts])
 
 
 def _widened(values: Tensor, width: int) -> Tensor:
     """[b, any] -> [b, width], a new tensor; only padding is cut off."""
-    made = values.new_zeros(len(values), width)
-    inside = min(width, values.shape[1])
-    made[:, :inside] = values[:, :inside]
-    return made
+    return torch.nn.functional.pad(values, (0, width - values.shape[1]))

@@ -24,7 +24,7 @@ class Meter:
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
         self._largest: dict[str, Tensor] = {}
-        self._smallest: dict[str, Tensor] = {}  # negated
+        self._negated: set[str] = set()  # of those the smallest
 
     def mean(self, name: str, value: Number, weight: Number) -> None:
         """``value`` is a mean over ``weight`` items: tokens, trajectories or updates."""
@@ -38,11 +38,14 @@ class Meter:
 
     def largest(self, name: str, value: Number, weight: Number = 1.0) -> None:
         """Keep the largest value of those with a weight above 0."""
-        self._extreme(self._largest, name, self._number(value), weight)
+        nothing = self._number(-math.inf)
+        value = torch.where(self._number(weight) > 0, self._number(value), nothing)
+        self._largest[name] = torch.maximum(self._largest.get(name, nothing), value)
 
     def smallest(self, name: str, value: Number, weight: Number = 1.0) -> None:
         """Keep the smallest value of those with a weight above 0."""
-        self._extreme(self._smallest, name, -self._number(value), weight)
+        self._negated.add(name)
+        self.largest(name, -value, weight)
 
     def mean_of(self, name: str, engine: TrainingEngine[nn.Module]) -> float:
         """One mean so far, over all ranks; 0 if nothing weighs. Collective."""
@@ -60,22 +63,15 @@ class Meter:
         sums = self._reduced(self._sums, engine.all_reduce)
         weights = self._reduced(self._weights, engine.all_reduce)
         largest = self._reduced(self._largest, engine.all_reduce_largest)
-        smallest = self._reduced(self._smallest, engine.all_reduce_largest)
         means = {name: sums[name] / weight for name, weight in weights.items() if weight}
         totals = {name: value for name, value in sums.items() if name not in weights}
-        extremes = largest | {name: -value for name, value in smallest.items()}
-        return totals | means | {name: value for name, value in extremes.items() if math.isfinite(value)}
+        names = sorted((name for name in largest if math.isfinite(largest[name])), key=self._negated.__contains__)
+        return totals | means | {name: -largest[name] if name in self._negated else largest[name] for name in names}
 
     def _reduced(self, values: dict[str, Tensor], reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        names = sorted(values)
-        if not names:
+        if not (names := sorted(values)):
             return {}
         return dict(zip(names, reduce(torch.stack([values[name] for name in names])).tolist(), strict=True))
-
-    def _extreme(self, into: dict[str, Tensor], name: str, value: Tensor, weight: Number) -> None:
-        nothing = self._number(float("-inf"))
-        value = torch.where(self._number(weight) > 0, value, nothing)
-        into[name] = torch.maximum(into.get(name, nothing), value)
 
     def _add(self, into: dict[str, Tensor], name: str, value: Tensor) -> None:
         into[name] = into[name] + value if name in into else value

@@ -1,14 +1,7 @@
-"""The policy with a run's best evaluation, exported in a form that ``agentrl eval --model`` reads.
+"""The policy with a run's best evaluation, exported to ``checkpoints/best`` in the format of `transformers`.
 
-::
-
-    checkpoints/best/          config.json, weights, tokenizer, README.md (format of `transformers`)
-      best.json                the evaluation: its step, avg@k and interval
-    checkpoints/.best-000005/  exported, but not yet part of a checkpoint
-
-An export moves to ``best/`` once a saved checkpoint contains its evaluation. A run that is killed and resumes from an
-older checkpoint therefore finds the best policy up to that checkpoint. There is no protection against other programs
-that write there.
+An export waits in ``.best-STEP`` until a checkpoint with its evaluation is saved: a run that resumes from an older
+checkpoint finds the best policy up to that one.
 """
 
 from __future__ import annotations

@@ -1,11 +1,6 @@
-"""Start several training ranks on this machine with DeepSpeed's launcher.
+"""Start several training ranks on this machine with the single-machine part of DeepSpeed's launcher.
 
-``deepspeed.launcher.launch`` is the launcher's single-machine part; it runs on CPUs as well as on GPUs. The outer part
-(``deepspeed``, the runner) also works on CPUs, but imports everything twice, reads a machine-wide hostfile and adds a
-process between the user's signal and the ranks. ``torch.distributed.run`` works too, but it turns every exit code into
-1, prints a traceback of its own and kills ranks 30 s after SIGTERM, whether or not they have saved. DeepSpeed's
-launcher does the same on SIGTERM. Signals therefore go directly to the ranks, which take as long as they need to save
-and then exit.
+The launcher kills ranks 30 s after SIGTERM, saved or not: signals therefore go directly to the ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +9,6 @@ import base64
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -25,7 +19,7 @@ import psutil
 import torch
 
 from agentrl.errors import SettingsError, WorldError
-from agentrl.rollout.engines.vllm.server import ALL_GPUS, visible_gpus
+from agentrl.rollout.engines.vllm.server import ALL_GPUS, free_port, visible_gpus
 from agentrl.training.run.signals import INTERRUPTED, stop_requests
 
 if TYPE_CHECKING:
@@ -74,12 +68,12 @@ def _start(settings: Settings, run_path: Path, resume: bool) -> subprocess.Popen
     devices = _devices(settings.training.num_processes)
     world = base64.urlsafe_b64encode(json.dumps({"localhost": devices}).encode()).decode()
     command = [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}"]
-    command += [f"--master_port={_free_port()}", "--no_local_rank", "--log_level=critical"]
+    command += [f"--master_port={free_port('127.0.0.1')}", "--no_local_rank", "--log_level=critical"]
     command += ["--module", "agentrl.training.run.rank", str(run_path)] + (["--resume"] if resume else [])
     environment = {**os.environ, WATCHED: str(os.getpid())}
     if torch.cuda.is_available():
         environment[ALL_GPUS] = ",".join(visible_gpus(torch.cuda.device_count()))
-    if not torch.cuda.is_available():
+    else:
         environment.setdefault("DS_ACCELERATOR", "cpu")
     # In a session of its own: only this process receives Ctrl-C, and it passes it on.
     return subprocess.Popen(command, env=environment, start_new_session=True)
@@ -111,10 +105,3 @@ def _signal_of(code: int) -> str | None:
     """
     number = -code if code < 0 else 256 - code
     return signal.Signals(number).name if number in signal.valid_signals() else None
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port

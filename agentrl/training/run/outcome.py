@@ -100,17 +100,14 @@ def finish_run(
 
 
 def _table(console: Console, evaluations: list[EvaluationRecord]) -> None:
-    rows = []
-    for item in evaluations:
-        name = f"step {item['step']}" + (", observations falsified (reveal families)" if item["falsified"] else "")
-        interval = item["this_benchmark"]
-        rows.append(
-            [
-                name,
-                f"avg@{item['k']}",
-                f"{item['mean']:.3f}",
-                f"{interval['low']:.3f} to {interval['high']:.3f}",
-                str(item["problems"]),
-            ]
-        )
+    rows = [
+        [
+            f"step {item['step']}" + (", observations falsified (reveal families)" if item["falsified"] else ""),
+            f"avg@{item['k']}",
+            f"{item['mean']:.3f}",
+            f"{item['this_benchmark']['low']:.3f} to {item['this_benchmark']['high']:.3f}",
+            str(item["problems"]),
+        ]
+        for item in evaluations
+    ]
     console.table("Held-out problems", ["", "score", "mean", "95 % interval", "problems"], rows)

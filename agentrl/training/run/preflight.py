@@ -1,7 +1,6 @@
 """Checks before a run directory is created: all user input that can be wrong and is cheap to read.
 
-A run that cannot start leaves nothing behind, so its name stays free while the mistake is corrected. Two inputs are not
-checked: data sets given by Hugging Face id, which may need a download, and the weights of the model.
+Not checked: data sets given by Hugging Face id, which may need a download, and the weights of the model.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import read_tokenizer
-from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import FILE_KINDS, load_source
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.rollout.engines.vllm.servers import longest_request, policy_servers
@@ -39,7 +37,7 @@ def check_inputs(settings: Settings) -> list[str]:
     reports = [
         load_source(entry, seed=settings.seed, answered=answered).report
         for entry, answered in sources
-        if _is_local(entry)
+        if entry.is_builtin or entry.path.lower().endswith(FILE_KINDS)
     ]
     return [report.describe() for report in reports if report is not None]
 
@@ -53,16 +51,15 @@ def machine_problems(settings: Settings) -> list[str]:
             "flash-attn, or set model.attention=sdpa"
         )
     if engine_facts(settings.rollout).starts_servers:
-        ranks, path = settings.training.num_processes, str(settings.model.path)
-        longest = longest_request(settings.rollout, settings.evaluation.max_response_tokens)
+        path = str(settings.model.path)
         try:
             policy_servers(
                 settings.rollout,
                 settings.model,
                 path,
                 served=path,
-                longest=longest,
-                training_gpus=ranks,
+                longest=longest_request(settings.rollout, settings.evaluation.max_response_tokens),
+                training_gpus=settings.training.num_processes,
                 backend="file",
             )
         except SettingsError as error:
@@ -80,7 +77,3 @@ def _check_template(settings: Settings) -> None:
     except OSError:  # reading the model reports this
         return
     chat_format(settings, tokenizer, path)
-
-
-def _is_local(source: ProblemSourceSettings) -> bool:
-    return source.is_builtin or source.path.lower().endswith(FILE_KINDS)

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from agentrl.models.loading import read_model
-from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.table import engine_facts
-from agentrl.rollout.environment import Chat, build_codec, build_environment, chat_format
 from agentrl.telemetry.console import Console, RunProgress
 from agentrl.telemetry.records import EvaluationRecord, Metrics
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.coldstart.policy import starting_policy
-from agentrl.training.engine.checkpoint import (
-    RunState,
-    check_reference,
-    open_newest,
-    save_checkpoint,
-)
-from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_for_training
+from agentrl.training.engine.checkpoint import RunState, check_reference, open_newest, save_checkpoint
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_policy
 from agentrl.training.run.best import BestPolicy, best_evaluation
 from agentrl.training.run.outcome import Export, evaluation_record, finish_run
 from agentrl.training.run.signals import INTERRUPTED
@@ -34,7 +23,7 @@ from agentrl.training.step.batching import due
 from agentrl.training.step.critic import open_critic
 from agentrl.training.step.diagnostics import FIDELITY_BOUNDS
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
-from agentrl.training.step.reference import Reference, read_reference, reference_path
+from agentrl.training.step.reference import read_reference, reference_path
 from agentrl.training.step.trainer import Trainer
 from agentrl.training.worker.local import LocalService
 from agentrl.training.worker.service import InterruptedRunError, RolloutService
@@ -76,13 +65,7 @@ class Session:
         self._best = BestPolicy(self._checkpoints.parent)
         path = starting_policy(settings, console)
         self._tokenizer = read_tokenizer(path)
-        chat = chat_format(settings, self._tokenizer, path)
-        codec = build_codec(self._tokenizer, path, chat)
-        self._policy = PolicyModel(
-            read_for_training(path, settings.model, settings.training),
-            backend=settings.training.head_backend,
-            share_prompts=settings.training.share_prompts,
-        )
+        self._policy = read_policy(path, settings.model, settings.training)
         objective = ObjectiveSettings.of(settings)
         updates = settings.training.steps * settings.algorithm.updates_per_step
         self._engine = TrainingEngine(
@@ -93,21 +76,20 @@ class Session:
             updates=updates,
         )
         self._reference_path = reference_path(settings.kl, path)
-        self._critic = None
-        if "values" in needs(objective).inputs:
-            parts = (settings.critic, settings.model, settings.optimizer, settings.training)
-            self._critic = open_critic(*parts, start=path, updates=updates)
+        has_critic = "values" in needs(objective).inputs
+        self._critic = open_critic(settings, start=path, updates=updates) if has_critic else None
         self._trainer = Trainer(
             self._engine,
             objective,
             temperature=settings.rollout.temperature,
-            pad_id=codec.pad_id,
+            pad_id=TextCodec(self._tokenizer).pad_id,
             fidelity_bound=FIDELITY_BOUNDS[settings.model.dtype],
-            reference=self._read_reference(),
+            reference=None if self._reference_path is None else read_reference(self._reference_path, settings),
             critic=self._critic,
         )
+        self._shares_gpus = engine_facts(settings.rollout).shares_gpus
         self._make_room()
-        self._service = self._open_service(path, chat, codec)
+        self._service = self._open_service(path)
         self._sender = WeightSender(
             self._service,
             self._engine,
@@ -116,31 +98,13 @@ class Session:
             host=socket.gethostname() if settings.rollout.vllm.placement == "external" else "127.0.0.1",
         )
 
-    def _read_reference(self) -> Reference | None:
-        if self._reference_path is None:
-            return None
-        kl, model, training = self._settings.kl, self._settings.model, self._settings.training
-        return read_reference(self._reference_path, kl, model, training, temperature=self._settings.rollout.temperature)
-
-    def _open_service(self, path: str, chat: Chat | None, codec: TextCodec) -> RolloutService:
+    def _open_service(self, path: str) -> RolloutService:
         if self._world > 1 or self._settings.rollout.schedule != "synchronous":
             from agentrl.training.worker.remote import open_remote_service
 
             return open_remote_service(self._settings, path, rank=self.rank, ranks=self._world)
-        in_process = engine_facts(self._settings.rollout).in_process
-        shared = in_process and self._settings.training.zero_stage <= 2
-        model = self._policy.causal_lm if shared else None
-        if in_process and not shared:
-            model = read_model(path, self._settings.model).to(self._engine.device)
-        return LocalService(
-            self._settings,
-            environment=build_environment(self._settings, chat),
-            model=model,
-            codec=codec,
-            policy_path=path,
-            ranks=1,
-            shared=shared,
-        )
+        shared = engine_facts(self._settings.rollout).in_process and self._settings.training.zero_stage <= 2
+        return LocalService(self._settings, path, trained=self._policy.causal_lm if shared else None)
 
     # -- phases ---------------------------------------------------------------------------------------------------
 
@@ -182,15 +146,6 @@ class Session:
         if self._shares_gpus:
             self._engine.offload()
 
-    def _take_room(self) -> None:
-        """Move the optimizer state back for training, once the servers sleep."""
-        if self._shares_gpus:
-            self._engine.reload()
-
-    @property
-    def _shares_gpus(self) -> bool:
-        return engine_facts(self._settings.rollout).shares_gpus
-
     def request_stop(self) -> None:
         """End the run before the next step and cancel rollouts that a rank waits for. Callable from any thread."""
         self._service.interrupt()
@@ -218,7 +173,8 @@ class Session:
         began = time.monotonic()
         plan = self._service.plan(step)
         planned = time.monotonic()
-        self._take_room()
+        if self._shares_gpus:
+            self._engine.reload()  # the servers sleep
         metrics = self._trainer.train(plan)
         updates = self._done.updates + int(metrics["policy/updates"])
         self._make_room()
@@ -240,10 +196,9 @@ class Session:
         self._warn_of_empty_steps(step, metrics)
 
     def _commit(self, step: int, updates: int, metrics: Metrics) -> None:
-        """Record a finished step: trajectories and queue in the worker, progress and the row of metrics here.
+        """Record a finished step: the only place where a run's state advances.
 
-        This is the only place where a run's state advances. If the run is killed between two of its lines, the previous
-        checkpoint remains and ``--resume`` removes everything written after it.
+        If the run is killed in between, ``--resume`` removes everything written after the previous checkpoint.
         """
         self._service.confirm(step)
         self._done.step, self._done.updates = step, updates
@@ -389,14 +344,13 @@ class Session:
             settings=self._settings,
             model=self._policy.causal_lm,
             tokenizer=self._tokenizer,
-            state={name: value.to("cpu", copy=True) for name, value in self._parameters_for_export()},
+            state={
+                name: value.to("cpu", copy=True)
+                for name, value in full_parameters(self._policy.causal_lm)
+                if self.rank == 0
+            },
             steps=self._done.step,
         )
-
-    def _parameters_for_export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, value in full_parameters(self._policy.causal_lm):
-            if self.rank == 0:
-                yield name, value
 
 
 _WHY_DROPPED = {

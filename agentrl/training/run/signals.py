@@ -1,7 +1,6 @@
 """SIGTERM and Ctrl-C as requests to stop: the first signal asks, a later one forces.
 
-A thread receives signals at once, whatever the main thread is doing. A handler in Python would wait until a backward
-pass or a collective returns, which may never happen.
+A thread receives them at once; a handler in Python would wait for a backward pass or a collective to return.
 """
 
 from __future__ import annotations
@@ -50,11 +49,6 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def end_at_once() -> None:
-    """End this process now. Its children detect this and end too."""
-    os._exit(INTERRUPTED)
 
 
 def _leave_to_thread(number: int, frame: object) -> None:

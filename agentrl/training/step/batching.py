@@ -1,7 +1,6 @@
 """The plan of a step: which passes it takes, and its trajectories packed into micro-batches, equally many on all ranks.
 
-One forward serves statistics, advantages and the backward pass if each micro-batch holds everything that its advantages
-need and the loss mask is known beforehand. Otherwise a statistics pass comes first.
+One forward serves statistics, advantages and backward if each micro-batch holds everything that its loss needs.
 """
 
 from __future__ import annotations
@@ -28,24 +27,23 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePlan:
-    """One rank's part of an optimizer update.
-
-    ``tokens`` and ``sequences`` count, over all ranks, what the filters leave to the loss, a rollout's branches as one
-    sequence; ``model_tokens`` counts all tokens that the model sampled.
-    """
+    """One rank's part of an optimizer update. The counts are over all ranks."""
 
     micro_batches: tuple[MicroBatch, ...]
-    tokens: int
-    sequences: float
-    model_tokens: int
+    tokens: int  # that the filters leave to the loss
+    sequences: float  # of these tokens, a rollout's branches as one
+    model_tokens: int  # all that the model sampled
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassPlan:
-    """The passes of a step: ``one_forward``, or a statistics pass first for these ``reasons``."""
+    """The passes of a step: one forward, or a statistics pass first for these ``reasons``."""
 
-    one_forward: bool
     reasons: tuple[str, ...]
+
+    @property
+    def one_forward(self) -> bool:
+        return not self.reasons
 
     def describe(self) -> str:
         """One line for the console and ``--dry-run``."""
@@ -56,22 +54,17 @@ class PassPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """One rank's work in one step. The plans of all ranks have the same number of micro-batches.
-
-    ``version`` is the policy version that is trained, ``trajectories`` the number over all ranks, ``greedy_returns``
-    the reward of each group's greedy rollout, if any, and ``homes`` the rank that receives all rows of a group in a
-    statistics pass.
-    """
+    """One rank's work in one step. The plans of all ranks have the same number of micro-batches."""
 
     step: int
-    version: int
+    version: int  # of the policy that is trained
     passes: PassPlan
     updates: tuple[UpdatePlan, ...]
     head_exact: bool
-    no_loss: frozenset[tuple[int, int]]
-    trajectories: int
-    greedy_returns: dict[int, float]
-    homes: dict[int, int]
+    no_loss: frozenset[tuple[int, int]]  # (group, sample) of trajectories without a loss
+    trajectories: int  # over all ranks
+    greedy_returns: dict[int, float]  # reward of a group's greedy rollout
+    homes: dict[int, int]  # the rank that receives all rows of a group in a statistics pass
     metrics: dict[str, float]
 
 
@@ -194,19 +187,11 @@ def _at_least(bins: list[list[Sequence[Trajectory]]], ranks: int) -> list[list[S
 
 
 def plan_passes(settings: ObjectiveSettings, *, group_tokens: int, budget: int) -> PassPlan:
-    """Decide from the settings; ``group_tokens`` is the largest group's padded size, ``budget`` a micro-batch's.
-
-    Raises SettingsError if the estimator cannot have the settings' options.
-    """
-    reasons = list(_reasons(settings))
-    if group_tokens > budget:
-        reasons.append(
-            f"a group of {group_tokens} tokens does not fit one micro-batch (training.micro_batch_tokens={budget})"
-        )
-    return PassPlan(one_forward=not reasons, reasons=tuple(reasons))
+    """Decide from the settings; ``group_tokens`` is the largest group's padded size, ``budget`` a micro-batch's."""
+    return PassPlan(reasons=tuple(_reasons(settings, group_tokens, budget)))
 
 
-def _reasons(settings: ObjectiveSettings) -> Iterator[str]:
+def _reasons(settings: ObjectiveSettings, group_tokens: int, budget: int) -> Iterator[str]:
     algorithm, correction = settings.algorithm, settings.correction
     needed = needs(settings)
     if algorithm.updates_per_step > 1:
@@ -223,3 +208,5 @@ def _reasons(settings: ObjectiveSettings) -> Iterator[str]:
         yield "self-normalised weights take the mean over the whole step (correction.self_normalize)"
     if correction.masks:
         yield "the loss mask depends on the log-probabilities (correction.ratio_mask, correction.divergence_mask)"
+    if group_tokens > budget:
+        yield f"a group of {group_tokens} tokens does not fit one micro-batch (training.micro_batch_tokens={budget})"

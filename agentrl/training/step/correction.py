@@ -23,10 +23,9 @@ class Corrector:
         self.normalizes = settings.self_normalize
 
     def correct(self, scored: ScoredRows, *, meter: Meter, normalizer: Tensor | None = None) -> Correction | None:
-        """Weights and loss mask of the rows; None where no correction is set: the loss mask then stays as it is.
+        """Weights and loss mask of the rows; None where no correction is set.
 
-        ``normalizer`` is the sum of :meth:`sums` over the rows of one update, whose weights get mean 1 if
-        ``self_normalize`` is set. Without it, these rows count as a whole update.
+        ``normalizer``: the sum of :meth:`sums` over the rows of one update; without it these rows are a whole update.
         """
         if not self._active:
             return None
@@ -38,18 +37,11 @@ class Corrector:
         """The contribution of these rows to an update's normalizer, [2]."""
         batch = scored.batch
         return correction_sums(
-            scored.log_probs,
-            batch.rollout_log_probs,
-            batch.response_mask,
-            loss_mask=batch.loss_mask,
-            **self._options,
+            scored.log_probs, batch.rollout_log_probs, batch.response_mask, loss_mask=batch.loss_mask, **self._options
         )
 
     def energy_weights(self, scored: ScoredRows) -> Tensor:
-        """The weights of the energies [B, T] up to a factor common to all rows of an update.
-
-        Never normalised: the mean would be taken over these rows, but a group may be spread over micro-batches.
-        """
+        """The weights of the energies [B, T], never normalised: a group may be spread over micro-batches."""
         if not self._active:
             return scored.batch.loss_mask.to(scored.log_probs.dtype)
         return self._over(scored, self_normalize=False).importance_weights

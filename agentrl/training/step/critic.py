@@ -3,39 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from agentrl.algorithms import aggregate, value_loss
-from agentrl.models.settings import ModelSettings
 from agentrl.models.value import ValueModel
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_for_training
-from agentrl.training.settings import CriticSettings, OptimizerSettings, TrainingSettings
+from agentrl.training.settings import CriticSettings
 from agentrl.training.step.rows import LossRows
 from agentrl.trajectory import Batch
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
 
 _FOLDER = "critic"
 
 
-def open_critic(
-    settings: CriticSettings,
-    model: ModelSettings,
-    optimizer: OptimizerSettings,
-    training: TrainingSettings,
-    *,
-    start: str,
-    updates: int,
-) -> Critic:
+def open_critic(settings: Settings, *, start: str, updates: int) -> Critic:
     """A critic on this rank, its transformer that of ``critic.path`` or of the policy ``start``."""
     engine = TrainingEngine(
-        ValueModel(read_for_training(settings.path or start, model, training)),
-        optimizer=optimizer.model_copy(update={"learning_rate": settings.learning_rate}),
-        training=training,
-        bfloat16=model.dtype == "bfloat16",
+        ValueModel(read_for_training(settings.critic.path or start, settings.model, settings.training)),
+        optimizer=settings.optimizer.model_copy(update={"learning_rate": settings.critic.learning_rate}),
+        training=settings.training,
+        bfloat16=settings.model.dtype == "bfloat16",
         updates=updates,
     )
-    return Critic(engine, settings)
+    return Critic(engine, settings.critic)
 
 
 class Critic:

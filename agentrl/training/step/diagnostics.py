@@ -1,7 +1,4 @@
-"""The metrics of a training step, summed over micro-batches and ranks, and the fidelity gate.
-
-The gate stops a run in which the engine and the trainer are not the same policy.
-"""
+"""The metrics of a training step, and the gate that stops a run in which engine and trainer are different policies."""
 
 from __future__ import annotations
 
@@ -22,15 +19,12 @@ Reduce = Callable[[Tensor], Tensor]
 FIDELITY_BOUNDS = {"float32": 1e-3, "bfloat16": 3e-2}
 """Largest mean absolute difference (nats) by dtype of the weights. In float32 it also bounds each trajectory's mean."""
 
-_FROM_MISMATCH = {"policy/kl_engine_k1": "kl_k1", "policy/kl_engine_k3": "kl_k3"}
-
 
 def measure_forward(meter: Meter, rows: LossRows, *, version: int) -> None:
     """Metrics of the first forward, by the weights of ``version``, over a micro-batch's trajectories.
 
-    ``policy/engine_abs_diff`` covers the tokens that this version sampled: trainer and engine must agree on them.
-    Turns during which the weights changed are left out: their keys and values may come from both. ``..._max`` is the
-    mean over the trajectory with the largest difference.
+    ``policy/engine_abs_diff`` covers the tokens of this version, without turns during which the weights changed: their
+    keys and values may come from both. ``..._max`` is the mean over the trajectory with the largest difference.
     """
     mask, batch, statistics = rows.response_mask, rows.scored.batch, rows.scored.statistics
     tokens, trajectories = mask.sum(), mask.any(-1).sum()
@@ -38,8 +32,8 @@ def measure_forward(meter: Meter, rows: LossRows, *, version: int) -> None:
     for name in ("entropy", "sum_pi_squared", "energy"):
         meter.mean(f"policy/{name}", _mean(getattr(statistics, name), mask), tokens)
     mismatch = mismatch_metrics(statistics.log_probs, batch.rollout_log_probs, mask)
-    for name, key in _FROM_MISMATCH.items():
-        meter.mean(name, mismatch[key], tokens)
+    meter.mean("policy/kl_engine_k1", mismatch["kl_k1"], tokens)
+    meter.mean("policy/kl_engine_k3", mismatch["kl_k3"], tokens)
     fresh = mask & (batch.versions == version) & ~of_several_versions(batch.versions)
     difference = torch.where(fresh, (statistics.log_probs - batch.rollout_log_probs).abs().double(), 0.0)
     own, counts = difference.sum(-1), fresh.sum(-1)  # [B]
@@ -61,13 +55,6 @@ def of_several_versions(versions: Tensor) -> Tensor:
     turns = (~inside).cumsum(-1)  # [B, T] the same number for all tokens of a turn
     changes = torch.zeros_like(versions).scatter_add(1, turns - 1, (inside & (versions != before)).to(versions.dtype))
     return changes.gather(1, turns - 1) > 0
-
-
-def measure_loss(meter: Meter, value: Tensor, metrics: dict[str, Tensor], mask: Tensor) -> None:
-    """A micro-batch's part of the loss, and the loss's metrics over the tokens of ``mask``."""
-    tokens = mask.sum()
-    meter.total("policy/loss", value)
-    measure(meter, "policy", metrics, tokens)
 
 
 def measure(meter: Meter, prefix: str, metrics: dict[str, Tensor], weight: Tensor | float) -> None:

@@ -22,26 +22,19 @@ from agentrl.training.step.rows import LossRows, ScoredRows
 
 
 class LossRowMaker:
-    """Makes the loss rows of a micro-batch of whole groups, or of all micro-batches of the step.
-
-    ``beta`` weighs the KL penalty.
-    """
+    """Makes loss rows of a micro-batch of whole groups or of the whole step. ``beta`` weighs the KL penalty."""
 
     def __init__(self, settings: ObjectiveSettings) -> None:
         """Raises SettingsError if the estimator or the correction does not accept these settings."""
         self._settings = settings
         self._estimator = settings.algorithm.estimator
         self._estimator_options = estimator_options(settings)
-        self._corrector = Corrector(settings.correction)
+        self.corrector = Corrector(settings.correction)
         self.needs_exact_energy = "trajectory_energy" in needs(settings).inputs
-
-    def energy_weights(self, scored: ScoredRows) -> Tensor:
-        """The factor of each token's gradient in an exact energy [B, T], up to a factor common to an update."""
-        return self._corrector.energy_weights(scored)
 
     def make(self, scored: ScoredRows, *, beta: float, meter: Meter) -> LossRows:
         """The loss rows of whole groups."""
-        correction = self._corrector.correct(scored, meter=meter)
+        correction = self.corrector.correct(scored, meter=meter)
         inputs = self._inputs(scored, correction, beta=beta, meter=meter)
         made = compute_advantages(self._estimator, inputs, **self._estimator_options)
         return LossRows(scored=scored, correction=correction, advantages=made.advantages, returns=made.returns)
@@ -62,7 +55,7 @@ class LossRowMaker:
         """
         every = [scored for update in updates for scored in update]
         corrections = [
-            self._corrector.correct(scored, meter=meter, normalizer=normalizer)
+            self.corrector.correct(scored, meter=meter, normalizer=normalizer)
             for update, normalizer in zip(updates, self._normalizers(updates, engine), strict=True)
             for scored in update
         ]
@@ -71,7 +64,15 @@ class LossRowMaker:
             own = self._inputs(scored, correction, beta=beta, meter=meter)
             inputs.append(own if scored.counted else _without_rows(own))
         advantages, returns = self._advantages(inputs, homes, engine)
-        made = [_loss_rows(*parts) for parts in zip(every, corrections, advantages, returns, strict=True)]
+        made = [
+            LossRows(
+                scored=scored,
+                correction=correction,
+                advantages=own if scored.counted else torch.zeros_like(scored.batch.rewards),
+                returns=after if scored.counted else torch.zeros_like(scored.batch.rewards),
+            )
+            for scored, correction, own, after in zip(every, corrections, advantages, returns, strict=True)
+        ]
         if every[0].values is not None:
             meter.mean("critic/explained_variance", explained_variance(made, engine), 1.0)
         following = iter(made)
@@ -94,19 +95,19 @@ class LossRowMaker:
         self, updates: Sequence[Sequence[ScoredRows]], engine: TrainingEngine[nn.Module]
     ) -> Sequence[Tensor | None]:
         """The normalizer of the correction's weights for each update [2], None without one. Collective."""
-        if not self._corrector.normalizes:
+        if not self.corrector.normalizes:
             return [None] * len(updates)
         sums = torch.zeros(len(updates), 2, dtype=torch.float64, device=engine.device)
         for number, update in enumerate(updates):
             for scored in update:
                 if scored.counted:
-                    sums[number] += self._corrector.sums(scored)
+                    sums[number] += self.corrector.sums(scored)
         return engine.all_reduce(sums).unbind()
 
     def _inputs(
         self, scored: ScoredRows, correction: Correction | None, *, beta: float, meter: Meter
     ) -> AdvantageInputs:
-        batch, statistics = scored.batch, scored.statistics
+        batch, statistics, after = scored.batch, scored.statistics, scored.final_values
         rewards = self._with_length_penalty(scored, meter)
         return AdvantageInputs(
             rewards=self._with_kl_penalty(scored, rewards, beta, meter),
@@ -120,7 +121,7 @@ class LossRowMaker:
             loss_mask=batch.loss_mask if correction is None else correction.loss_mask,
             trajectory_energy=scored.trajectory_energy,
             values=scored.values,
-            bootstrap_values=_bootstrap(scored),
+            bootstrap_values=None if after is None else torch.where(batch.truncated, after, 0.0),
             greedy_returns=scored.greedy_returns,
             samples=batch.samples,
             branches=batch.branches,
@@ -154,22 +155,13 @@ class LossRowMaker:
         return reward_kl(rewards, scored.log_probs, reference, mask, beta=beta, estimator=estimator, full=exact).rewards
 
 
-def _loss_rows(scored: ScoredRows, correction: Correction | None, advantages: Tensor, returns: Tensor) -> LossRows:
-    if not scored.counted:
-        advantages = returns = torch.zeros_like(scored.batch.rewards)
-    return LossRows(scored=scored, correction=correction, advantages=advantages, returns=returns)
-
-
 def _without_rows(inputs: AdvantageInputs) -> AdvantageInputs:
     given = {item.name: getattr(inputs, item.name) for item in fields(inputs)}
     return replace(inputs, **{name: value[:0] for name, value in given.items() if value is not None})
 
 
 def explained_variance(rows: Sequence[LossRows], engine: TrainingEngine[nn.Module]) -> Tensor:
-    """1 - Var(returns - values) / Var(returns) over the step's model tokens: 1 at best, 0 for a constant. Collective.
-
-    0 if nothing varies. The rows have values.
-    """
+    """1 - Var(returns - values) / Var(returns) over the step's model tokens; 0 if nothing varies. Collective."""
 
     def spread(values: Sequence[Tensor]) -> Tensor:
         every = [
@@ -183,10 +175,3 @@ def explained_variance(rows: Sequence[LossRows], engine: TrainingEngine[nn.Modul
     missed = spread([part.returns - part.scored.values for part in rows if part.scored.values is not None])
     whole = spread([part.returns for part in rows])
     return torch.where(whole > 0, 1 - missed / torch.where(whole > 0, whole, 1.0), 0.0)
-
-
-def _bootstrap(scored: ScoredRows) -> Tensor | None:
-    """The value after the last token where a limit ended the trajectory, else 0 [B]."""
-    if scored.final_values is None:
-        return None
-    return torch.where(scored.batch.truncated, scored.final_values, 0.0)

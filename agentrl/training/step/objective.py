@@ -59,11 +59,9 @@ class PolicyObjective:
         ``statistics``, each [B, T], carry the graph. ``fresh``: they are those that ``rows`` were scored with, so every
         ratio is 1. ``selected``: this micro-batch's rows of :meth:`selection`.
 
-        A penalty that depends on the sampled token is weighted like the policy loss, by the probability of that token
-        under the present policy over the one that sampled it: with ratio = p / p_behaviour,
-        E_behaviour[ratio f(y)] = E_p[f(y)] at every prefix. The entropy and the exact KL take no ratio: given the
-        prefix they do not depend on the sampled token, so a ratio would add noise, and a truncated one, whose mean is
-        below 1, a bias.
+        A penalty that depends on the sampled token is weighted like the policy loss: with ratio = p / p_behaviour,
+        E_behaviour[ratio f(y)] = E_p[f(y)] at every prefix. The entropy and the exact KL do not depend on it: a ratio
+        would add noise, and a truncated one a bias.
         """
         mask, log_probs = rows.loss_mask, statistics.log_probs
         made = policy_loss(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from agentrl.algorithms import (
     ESTIMATORS,
@@ -17,27 +17,15 @@ from agentrl.algorithms import (
 )
 from agentrl.algorithms.registry import OptionsRegistry
 from agentrl.errors import SettingsError
-from agentrl.rollout.settings import RewardSettings, RolloutSettings
+from agentrl.rollout.settings import RewardSettings
 from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
 
 _ESTIMATOR_KEYS = ("gamma", "lam", "leave_one_out", "tail", "energy", "normalize")
 _LOSS_KEYS = ("clip_low", "clip_high", "dual_clip")
 _LABORATORY_INPUTS = ("cross_energy",)
-
-
-class ObjectiveSections(Protocol):
-    """The sections of a run's settings that say what a step minimises."""
-
-    @property
-    def algorithm(self) -> AlgorithmSettings: ...
-    @property
-    def reward(self) -> RewardSettings: ...
-    @property
-    def kl(self) -> KLSettings: ...
-    @property
-    def correction(self) -> CorrectionSettings: ...
-    @property
-    def rollout(self) -> RolloutSettings: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +39,7 @@ class ObjectiveSettings:
     response_tokens: int
 
     @classmethod
-    def of(cls, settings: ObjectiveSections) -> ObjectiveSettings:
+    def of(cls, settings: Settings) -> ObjectiveSettings:
         """From the settings of a run."""
         return cls(
             algorithm=settings.algorithm,
@@ -131,7 +119,7 @@ def _options(
         known = set(registry.option_names(name))
     except UnknownNameError as error:
         raise SettingsError(f"algorithm.{kind}={name}: {error}") from error
-    changed = {key: getattr(settings, key) for key in keys if _is_changed(settings, key)}
+    changed = settings.model_dump(include=set(keys), exclude_defaults=True)
     for key, value in changed.items():
         if key not in known:
             raise SettingsError(
@@ -146,7 +134,3 @@ def _options(
     except (AlgorithmError, UnknownNameError) as error:
         raise SettingsError(f"algorithm.{kind}={name}: {error}") from error
     return options
-
-
-def _is_changed(settings: AlgorithmSettings, key: str) -> bool:
-    return bool(getattr(settings, key) != AlgorithmSettings.model_fields[key].default)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from agentrl.algorithms import AdaptiveKL, FixedKL, KLController
 from agentrl.models.head import ReferenceHead
 from agentrl.models.policy import PolicyModel, scatter_tokens
-from agentrl.models.settings import ModelSettings
-from agentrl.training.engine.deepspeed_engine import frozen, read_for_training
-from agentrl.training.settings import KLSettings, TrainingSettings
+from agentrl.training.engine.deepspeed_engine import frozen, read_policy
+from agentrl.training.settings import KLSettings
 from agentrl.trajectory import Batch
 from agentrl.weights.sources import gathered
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
 
 
 def kl_controller(settings: KLSettings) -> KLController:
@@ -38,8 +40,7 @@ class Reference:
     ) -> None:
         """``freeze`` gives the policy's forward on this rank's device, perhaps with its parameters sharded.
 
-        ``over_vocabulary`` enables the divergence over the whole vocabulary: every rank then keeps a whole copy of the
-        head, [V, D], beside the sharded parameters.
+        ``over_vocabulary`` enables the divergence over the whole vocabulary, for a copy of the head on every rank.
         """
         self._logit_map = policy.head.logit_map
         nothing: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -80,18 +81,12 @@ def reference_path(settings: KLSettings, start: str) -> str | None:
     return None if settings.coefficient == 0.0 else settings.reference or start
 
 
-def read_reference(
-    path: str, settings: KLSettings, model: ModelSettings, training: TrainingSettings, *, temperature: float
-) -> Reference:
+def read_reference(path: str, settings: Settings) -> Reference:
     """The reference policy on this rank. Raises SettingsError as reading a model does."""
-    policy = PolicyModel(
-        read_for_training(path, model, training),
-        backend=training.head_backend,
-        share_prompts=training.share_prompts,
-    )
+    training = settings.training
     return Reference(
-        policy,
-        lambda module: frozen(module, training, bfloat16=model.dtype == "bfloat16"),
-        temperature=temperature,
-        over_vocabulary=settings.over_vocabulary,
+        read_policy(path, settings.model, training),
+        lambda module: frozen(module, training, bfloat16=settings.model.dtype == "bfloat16"),
+        temperature=settings.rollout.temperature,
+        over_vocabulary=settings.kl.over_vocabulary,
     )

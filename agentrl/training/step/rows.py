@@ -14,15 +14,11 @@ from agentrl.trajectory import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredRows:
-    """Rows with everything that rewards, corrections and advantages are made of; detached.
-
-    ``statistics`` are those of the weights before the step's updates, each [B, T], zero off model tokens. Rows that are
-    not ``counted`` take part in collectives and weigh nothing in the loss and the metrics.
-    """
+    """Rows with everything that rewards, corrections and advantages are made of; detached."""
 
     batch: Batch
-    statistics: TokenStatistics
-    counted: bool = True
+    statistics: TokenStatistics  # each [B, T], zero off model tokens, by the weights before the step's updates
+    counted: bool = True  # otherwise they take part in collectives and weigh nothing in loss and metrics
     reference_log_probs: Tensor | None = None  # [B, T]
     values: Tensor | None = None  # [B, T] the critic's, before each token
     final_values: Tensor | None = None  # [B] the critic's, after the last token

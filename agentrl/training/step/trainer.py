@@ -16,13 +16,7 @@ from agentrl.training.engine.meter import Meter
 from agentrl.training.step.batching import MicroBatch, RankPlan, UpdatePlan
 from agentrl.training.step.correction import effective_sample_size
 from agentrl.training.step.critic import Critic
-from agentrl.training.step.diagnostics import (
-    HeadExactMonitor,
-    check_fidelity,
-    measure,
-    measure_forward,
-    measure_loss,
-)
+from agentrl.training.step.diagnostics import HeadExactMonitor, check_fidelity, measure, measure_forward
 from agentrl.training.step.loss_rows import LossRowMaker
 from agentrl.training.step.objective import PolicyObjective
 from agentrl.training.step.objective_settings import ObjectiveSettings
@@ -94,9 +88,9 @@ class Trainer:
         if self._critic is not None:
             self._critic.engine.module.train()
         meter = Meter(self._engine.device)
-        step = _Step(
-            plan=plan, meter=meter, monitor=self._monitor(plan), beta=self._kl.beta, before_update=before_update
-        )
+        head = self._engine.module.head
+        monitor = HeadExactMonitor(head, temperature=self._temperature) if plan.head_exact else None
+        step = _Step(plan=plan, meter=meter, monitor=monitor, beta=self._kl.beta, before_update=before_update)
         if plan.updates and plan.passes.one_forward:
             for update in plan.updates:
                 self._one_forward(step, update)
@@ -154,8 +148,10 @@ class Trainer:
         normalizer = self._objective.normalizer_over_ranks(rows, self._engine)
         selected: Sequence[Tensor | None] = [None] * len(rows)
         if self._objective.selects:
-            now = [part.scored.log_probs if fresh else self._rescored(part) for part in rows]
-            selected = self._objective.selection(now, rows, self._engine, seed=step.plan.step)
+            with torch.no_grad():
+                now = [part.scored if fresh else self._forward(part.scored.batch).statistics for part in rows]
+            log_probs = [part.log_probs for part in now]
+            selected = self._objective.selection(log_probs, rows, self._engine, seed=step.plan.step)
         for own, chosen in zip(rows, selected, strict=True):
             statistics = self._forward(own.scored.batch).statistics
             self._backward(step, statistics, own, normalizer, fresh=False, selected=chosen)
@@ -227,15 +223,10 @@ class Trainer:
             scored.batch.input_ids,
             scored.batch.prompt_lengths,
             scored.batch.response_mask,
-            importance_weights=self._rows.energy_weights(scored),
+            importance_weights=self._rows.corrector.energy_weights(scored),
             temperature=self._temperature,
         )
         return replace(scored, trajectory_energy=exact)
-
-    @torch.no_grad()
-    def _rescored(self, rows: LossRows) -> Tensor:
-        """Log-probabilities [B, T] of the weights as they are now."""
-        return self._forward(rows.scored.batch).statistics.log_probs
 
     def _backward(
         self,
@@ -251,15 +242,11 @@ class Trainer:
         value, metrics = self._objective.loss(
             statistics, rows, normalizer=normalizer, beta=step.beta, fresh=fresh, selected=selected
         )
-        measure_loss(step.meter, value.detach(), metrics, rows.loss_mask)
+        step.meter.total("policy/loss", value.detach())
+        measure(step.meter, "policy", metrics, rows.loss_mask.sum())
         self._engine.backward(value * self._engine.world_size)
 
     def _account(self, step: _Step, rows: LossRows, hidden: Tensor | None) -> None:
         measure_forward(step.meter, rows, version=step.plan.version)
         if rows.scored.counted and step.monitor is not None and hidden is not None:
             step.monitor.add(rows, hidden)
-
-    def _monitor(self, plan: RankPlan) -> HeadExactMonitor | None:
-        if not plan.head_exact:
-            return None
-        return HeadExactMonitor(self._engine.module.head, temperature=self._temperature)

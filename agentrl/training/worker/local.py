@@ -4,34 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
 
 from agentrl.evaluation.data.problem_sets import held_out_problems
 from agentrl.evaluation.play.during_training import EvaluationReport, evaluate_policy
 from agentrl.evaluation.play.limits import evaluation_environment, evaluation_rollout
-from agentrl.models.tokenizer import TextCodec
+from agentrl.models.loading import read_model
+from agentrl.models.tokenizer import read_tokenizer
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.problems.sources import load_mixture
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.managed import EngineRequest, open_managed_engine
+from agentrl.rollout.engines.table import engine_facts
 from agentrl.rollout.engines.vllm.servers import longest_request
-from agentrl.rollout.environment import build_reward, needs_answers
+from agentrl.rollout.environment import build_reward, environment_and_codec, needs_answers
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.work_queue import QueueState
 from agentrl.rollout.worker import RolloutBatch, RolloutWorker
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.step.batching import RankPlan, due, plan_step
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
-from agentrl.training.worker.event_loop import Loop, RestingLoop, RunningLoop
+from agentrl.training.worker.event_loop import Loop
 from agentrl.training.worker.service import InterruptedRunError
-from agentrl.weights.transports import TransferTarget
+from agentrl.weights.native import TransferTarget
 from agentrl.weights.verify import Probe, probe_tokens
 from agentrl_envs.episode import Environment
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from agentrl.config import Settings
 
 _Result = TypeVar("_Result")
@@ -46,28 +53,21 @@ class LocalService:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        *,
-        environment: Environment,
-        model: Any | None,
-        codec: TextCodec,
-        policy_path: str,
-        ranks: int,
-        shared: bool,
+        self, settings: Settings, policy_path: str, *, ranks: int = 1, trained: PreTrainedModel | None = None
     ) -> None:
-        """Opens ``environment``. ``shared``: ``model`` is the trained module itself.
-
-        Servers are started from ``policy_path`` and need no ``model``.
-        """
+        """Opens environment and engine. An engine in this process samples from ``trained``, or else from a copy."""
         self._settings = settings
         self._ranks = ranks
+        environment, codec = environment_and_codec(settings, read_tokenizer(policy_path), policy_path)
         self._environment = environment
-        self._loop: Loop = RestingLoop() if settings.rollout.schedule == "synchronous" else RunningLoop()
+        self._loop = Loop(resting=settings.rollout.schedule == "synchronous")
         self._interrupted = False
         self._batch: RolloutBatch | None = None
         self._run(environment.open())
         self._folder = Path(settings.runs_dir).absolute() / str(settings.name)
+        model = trained
+        if model is None and engine_facts(settings.rollout).in_process:
+            model = read_model(policy_path, settings.model).to("cuda" if torch.cuda.is_available() else "cpu")
         self._managed = self._run(
             open_managed_engine(
                 EngineRequest(
@@ -78,15 +78,22 @@ class LocalService:
                     longest=longest_request(settings.rollout, settings.evaluation.max_response_tokens),
                     folder=self._folder,
                     model=model,
-                    shared=shared,
+                    shared=trained is not None,
                     training_gpus=settings.training.num_processes,
                     deterministic=settings.training.deterministic,
                 )
             )
         )
         self._engine = self._managed.engine
-        self._driver = self._driver_for(environment, codec)
-        self._codec = codec
+        self._make_driver = partial(
+            Driver, codec=codec, seed=settings.seed, deterministic=settings.training.deterministic
+        )
+        self._driver = self._make_driver(
+            environment=environment,
+            engine=self._engine,
+            settings=settings.rollout,
+            reward=build_reward(settings.reward),
+        )
         self._mixture, self._reports = load_mixture(
             settings.data.train, seed=settings.seed, answered=needs_answers(settings)
         )
@@ -122,12 +129,8 @@ class LocalService:
         self._managed.begin_rollouts()
         self._batch = self._run(self._worker.next_batch(step))
         self._finish(self._managed.end_rollouts())
-        return plan_step(
-            self._batch,
-            self._objective,
-            budget=self._settings.training.micro_batch_tokens,
-            ranks=self._ranks,
-        )
+        budget = self._settings.training.micro_batch_tokens
+        return plan_step(self._batch, self._objective, budget=budget, ranks=self._ranks)
 
     def settle(self) -> None:
         with contextlib.suppress(InterruptedRunError):
@@ -140,7 +143,7 @@ class LocalService:
         if due(step, self._settings.telemetry.trajectories_every):
             rows = (item.to_record() for group in self._batch.played for item in group.everyone)
             RunDirectory(self._folder).write_trajectories(step, rows)
-        self._finish(self._confirmed(self._batch))
+        self._finish(self._in_loop(partial(self._worker.confirm, self._batch)))
         self._batch = None
 
     def transfer_target(self) -> TransferTarget | None:
@@ -180,7 +183,7 @@ class LocalService:
         return replace(report, groups=())
 
     def state_dict(self) -> QueueState:
-        return self._finish(self._saved())
+        return self._finish(self._in_loop(self._worker.state_dict))
 
     def load_state_dict(self, state: QueueState) -> None:
         self._worker.load_state_dict(state)
@@ -201,11 +204,8 @@ class LocalService:
         prompts = [await self._driver.prompt(problem) for problem in problems]
         return probe_tokens(prompts, longest=self._settings.rollout.max_prompt_tokens)
 
-    async def _confirmed(self, batch: RolloutBatch) -> None:
-        self._worker.confirm(batch)
-
-    async def _saved(self) -> QueueState:
-        return self._worker.state_dict()
+    async def _in_loop(self, work: Callable[[], _Result]) -> _Result:
+        return work()
 
     async def _arrived(self, transfer: Coroutine[object, object, str | None], version: int) -> str | None:
         """The problem with a transfer, or None. After None, the worker samples with ``version``."""
@@ -214,27 +214,13 @@ class LocalService:
             self._worker.installed(version)
         return problem
 
-    def _driver_for(self, environment: Environment, codec: TextCodec) -> Driver:
-        return Driver(
-            environment=environment,
-            engine=self._engine,
-            codec=codec,
-            settings=self._settings.rollout,
-            seed=self._settings.seed,
-            deterministic=self._settings.training.deterministic,
-            reward=build_reward(self._settings.reward),
-        )
-
     def _evaluation_driver(self, environment: Environment) -> Driver:
         """A driver as for training, with evaluation's limits and sampling and with the environment's own rewards."""
-        return Driver(
+        return self._make_driver(
             environment=environment,
             engine=self._engine,
-            codec=self._codec,
             settings=evaluation_rollout(self._settings),
-            seed=self._settings.seed,
             top_p=self._settings.evaluation.top_p,
-            deterministic=self._settings.training.deterministic,
             label="evaluation-",
         )
 

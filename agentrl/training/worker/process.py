@@ -1,9 +1,7 @@
 """The rollout worker's own process: ``python -m agentrl.training.worker.process TALK CONTROL DOOR``.
 
-Rank 0 starts it and passes it two pipes, one for calls and one for interrupts, and the socket on which each other rank
-opens the same two connections. The process serves a :class:`~agentrl.training.worker.local.LocalService` over a copy of
-the policy and ends when any rank is gone. It ignores SIGINT and SIGTERM, which launchers and terminals send to every
-process: the ranks tell it when to stop.
+Rank 0 passes it two pipes, for calls and for interrupts, and the socket on which each other rank opens the same two.
+It ends when any rank is gone, and ignores signals, which launchers send to every process: the ranks tell it to stop.
 """
 
 from __future__ import annotations
@@ -20,13 +18,7 @@ from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 
-import torch
-
 from agentrl.errors import AgentRLError
-from agentrl.models.loading import read_model
-from agentrl.models.tokenizer import read_tokenizer
-from agentrl.rollout.engines.table import engine_facts
-from agentrl.rollout.environment import environment_and_codec
 from agentrl.training.coldstart.policy import computing_processes, quieten_libraries, set_threads
 from agentrl.training.engine.determinism import set_determinism
 from agentrl.training.worker.local import LocalService
@@ -194,25 +186,9 @@ class _OwnProcess(LocalService):
         return [*super().describe(), f"rollout worker: process {os.getpid()}"]
 
 
-def _make(startup: Startup) -> LocalService:
-    settings = startup.settings
-    load_plugins(settings.plugins)
-    model = None
-    if engine_facts(settings.rollout).in_process:
-        model = read_model(startup.policy_path, settings.model)
-        if torch.cuda.is_available():
-            model = model.to("cuda")
-    path = startup.policy_path
-    environment, codec = environment_and_codec(settings, read_tokenizer(path), path)
-    return _OwnProcess(
-        settings,
-        environment=environment,
-        model=model,
-        codec=codec,
-        policy_path=path,
-        ranks=startup.ranks,
-        shared=False,
-    )
+def _made(startup: Startup) -> LocalService:
+    load_plugins(startup.settings.plugins)
+    return _OwnProcess(startup.settings, startup.policy_path, ranks=startup.ranks)
 
 
 def main() -> None:
@@ -235,7 +211,7 @@ def main() -> None:
     except _RankGoneError as error:
         print(f"rollout worker: {error}", file=sys.stderr)
         sys.exit(1)
-    server.serve(lambda: _make(startup))
+    server.serve(lambda: _made(startup))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """The training ranks' client of a rollout worker in a process of its own.
 
-Rank 0 starts the process and talks to it over inherited pipes. The other ranks connect over TCP with a random key that
-rank 0 broadcasts. Each rank has one connection for calls and one for interrupts. The worker ends when any rank ends,
-and the ranks end with it.
+Rank 0 starts it and talks over inherited pipes; the other ranks connect over TCP with a random key that rank 0
+broadcasts. The worker ends when any rank ends, and the ranks end with it.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ _LAST_WORDS = 30.0
 
 
 def open_remote_service(settings: Settings, policy_path: str, *, rank: int, ranks: int) -> RolloutService:
-    """Open a worker in a process of its own for ``ranks`` ranks. Every rank makes this call.
-
-    ``policy_path`` holds the initial weights. Raises WorldError if the worker does not start.
-    """
+    """Open a worker in a process of its own. Every rank calls this. Raises WorldError if the worker does not start."""
     return cast("RolloutService", RemoteService(settings, policy_path, rank=rank, ranks=ranks))
 
 
@@ -140,11 +136,7 @@ class RemoteService:
         return reply.value
 
     def _end_with_worker(self) -> None:
-        """End this process a fixed time after the worker, which ends with the first rank that ends.
-
-        A rank that is calling the worker notices earlier; a rank that waits in a collective for a lost rank may never
-        notice.
-        """
+        """End this process a fixed time after the worker: a rank in a collective may not notice a lost one."""
         with contextlib.suppress(EOFError, OSError):
             self._control.recv()
         if not self._closed.wait(_LAST_WORDS):
@@ -159,13 +151,12 @@ class RemoteService:
             code = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
             return ""
-        if code < 0:
-            name = signal.Signals(-code).name
-            return (
-                f" (it was ended by {name}, as the system does when memory runs out; continue from the last "
-                "checkpoint with --resume)"
-            )
-        return f" (it ended with exit code {code})"
+        if code >= 0:
+            return f" (it ended with exit code {code})"
+        return (
+            f" (it was ended by {signal.Signals(-code).name}, as the system does when memory runs out; continue from "
+            "the last checkpoint with --resume)"
+        )
 
 
 def _error_of(failure: Failure) -> Exception:
@@ -176,10 +167,7 @@ def _error_of(failure: Failure) -> Exception:
 
 
 def _connect(place: _Place, caller: Caller) -> Connection:
-    """Connect to the worker and identify this rank.
-
-    In a thread, because neither the connection nor the handshake has a deadline.
-    """
+    """Connect to the worker, in a thread, because neither the connection nor the handshake has a deadline."""
     done: queue.Queue[Connection | Exception] = queue.Queue()
 
     def work() -> None:

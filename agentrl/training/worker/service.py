@@ -1,8 +1,6 @@
 """The calls that training ranks make to the rollout worker. Each is defined here once, with a description of the wait.
 
-:class:`~agentrl.training.worker.local.LocalService` carries out the calls in its own process. With several ranks, or
-with rollouts during training, that is the worker's process (:mod:`agentrl.training.worker.process`), and
-:class:`~agentrl.training.worker.remote.RemoteService` sends every call there by name.
+:class:`.local.LocalService` carries them out; :class:`.remote.RemoteService` sends them by name to another process.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from agentrl.evaluation.play.during_training import EvaluationReport
 from agentrl.rollout.work_queue import QueueState
 from agentrl.training.step.batching import RankPlan
-from agentrl.weights.transports import TransferTarget
+from agentrl.weights.native import TransferTarget
 from agentrl.weights.verify import Probe
 
 _Method = TypeVar("_Method", bound=Callable[..., object])
@@ -27,15 +25,11 @@ class InterruptedRunError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerCall:
-    """A method that can be called in the worker's process.
-
-    ``waiting_for`` describes what a rank waits for during the call; it is a format string over the arguments.
-    ``interruptible``: a request to stop cancels the call.
-    """
+    """A method that can be called in the worker's process."""
 
     signature: inspect.Signature
-    waiting_for: str
-    interruptible: bool
+    waiting_for: str  # a format string over the arguments
+    interruptible: bool  # a request to stop cancels the call
 
     def arguments(self, *args: object, **kwargs: object) -> dict[str, Any]:
         """The arguments of a call by name, including defaults."""
@@ -58,8 +52,48 @@ def _call(waiting_for: str, *, interruptible: bool = False) -> Callable[[_Method
     return register
 
 
-class WeightReceiver(Protocol):
-    """The part of the service that :class:`agentrl.training.worker.transfer.WeightSender` calls."""
+class RolloutService(Protocol):
+    """The rollout worker. All calls block, for at most ``training.worker_timeout`` seconds.
+
+    Every rank makes every call, in the same order. A call is carried out once all ranks have made it, with rank 0's
+    arguments, and returns or raises the same on all: no rank waits for slow work inside a collective, and all learn of
+    a request to stop in the same interruptible call. A step whose plan was handed out is always finished.
+    """
+
+    @_call("the worker's description")
+    def describe(self) -> list[str]:
+        """The environment, the engine and the problems, for the console."""
+
+    @_call("the plan of step {step} (training.worker_timeout)", interruptible=True)
+    def plan(self, step: int) -> RankPlan:
+        """Roll out a step and return this rank's part of it."""
+
+    @_call("the batch under way (training.worker_timeout)", interruptible=True)
+    def settle(self) -> None:
+        """Return when the weights may change: after a batch of one policy version; at once after a request to stop."""
+
+    @_call("the other ranks at {place} (training.worker_timeout)")
+    def barrier(self, place: str) -> None:
+        """Return when every rank is at ``place``."""
+
+    @_call("the worker to note that step {step} is trained")
+    def confirm(self, step: int) -> None:
+        """Note that the step is trained: write its trajectories and remove its groups from the work queue."""
+
+    @_call("the evaluation at step {step} (training.worker_timeout)", interruptible=True)
+    def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
+        """Play the held-out problems; None if there are none. The report contains no groups.
+
+        With ``falsified`` observations, only problems that reveal a value by execution are played.
+        """
+
+    @_call("the worker's state")
+    def state_dict(self) -> QueueState:
+        """The position in the problems and the work queue."""
+
+    @_call("the worker to restore its state")
+    def load_state_dict(self, state: QueueState) -> None:
+        """Continue from a saved position."""
 
     @_call("where the engine's weights go")
     def transfer_target(self) -> TransferTarget | None:
@@ -79,63 +113,11 @@ class WeightReceiver(Protocol):
 
     @_call("the engine to pause")
     def pause(self, *, zero_weights: bool) -> None:
-        """Pause all requests until :meth:`install`.
-
-        ``zero_weights``: set all weights to zero, so that an incomplete transfer is detected.
-        """
+        """Pause all requests until :meth:`install`; zero weights reveal an incomplete transfer."""
 
     @_call("the engine to load version {version}")
     def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
         """Load ``version``, drop caches and resume requests. Returns the problem, or None if the probe agrees."""
-
-
-class RolloutService(WeightReceiver, Protocol):
-    """The rollout worker. All calls block, for at most ``training.worker_timeout`` seconds.
-
-    Every rank makes every call, in the same order. A call is carried out once all ranks have made it, with rank 0's
-    arguments, and returns or raises the same on all of them. No rank therefore waits for slow work inside a collective,
-    and all ranks learn of a request to stop at the same place: in an interruptible call. A step whose plan was handed
-    out is always finished.
-    """
-
-    @_call("the worker's description")
-    def describe(self) -> list[str]:
-        """The environment, the engine and the problems, for the console."""
-
-    @_call("the plan of step {step} (training.worker_timeout)", interruptible=True)
-    def plan(self, step: int) -> RankPlan:
-        """Roll out a step and return this rank's part of it."""
-
-    @_call("the batch under way (training.worker_timeout)", interruptible=True)
-    def settle(self) -> None:
-        """Return when the weights may change: after the current batch if one policy version must sample all of it.
-
-        Returns at once after a request to stop.
-        """
-
-    @_call("the other ranks at {place} (training.worker_timeout)")
-    def barrier(self, place: str) -> None:
-        """Return when every rank is at ``place``."""
-
-    @_call("the worker to note that step {step} is trained")
-    def confirm(self, step: int) -> None:
-        """Note that the step is trained: write its trajectories and remove its groups from the work queue."""
-
-    @_call("the evaluation at step {step} (training.worker_timeout)", interruptible=True)
-    def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
-        """Play the held-out problems with the engine's current weights; None if there are none to play.
-
-        With ``falsified`` observations, only problems that reveal a value by execution are played. The report contains
-        no groups.
-        """
-
-    @_call("the worker's state")
-    def state_dict(self) -> QueueState:
-        """The position in the problems and the work queue."""
-
-    @_call("the worker to restore its state")
-    def load_state_dict(self, state: QueueState) -> None:
-        """Continue from a saved position."""
 
     def interrupt(self) -> None:
         """Cancel interruptible calls, now and in future. Callable from any thread."""

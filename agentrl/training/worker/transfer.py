@@ -1,9 +1,4 @@
-"""Transfer of the trained weights to an engine that holds a copy: sent, verified and, if they did not arrive, resent
-once; a second failure ends the run.
-
-Every rank has a :class:`WeightSender` and calls it at the same places. The rollout worker's answers, which it uses, are
-the same on all ranks.
-"""
+"""Transfer of the trained weights to an engine that holds a copy: sent, verified and, on a mismatch, resent once."""
 
 from __future__ import annotations
 
@@ -18,11 +13,10 @@ from agentrl.errors import AgentRLError
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import world_errors
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, on_every_rank
-from agentrl.training.worker.service import WeightReceiver
+from agentrl.training.worker.service import RolloutService
 from agentrl.weights.exports import write_export
-from agentrl.weights.native import NativeTransfer, open_native
+from agentrl.weights.native import NativeTransfer, TransferTarget, open_native
 from agentrl.weights.sources import ParameterSource
-from agentrl.weights.transports import TransferTarget
 from agentrl.weights.verify import Probe
 
 _ATTEMPTS = 2
@@ -33,11 +27,11 @@ class WeightMismatchError(AgentRLError):
 
 
 class WeightSender:
-    """Sends a policy's weights. Collective under ZeRO-3, and wherever all ranks must agree."""
+    """Sends a policy's weights. Every rank has one and calls it at the same places."""
 
     def __init__(
         self,
-        service: WeightReceiver,
+        service: RolloutService,
         engine: TrainingEngine,
         *,
         folder: Path,
@@ -95,12 +89,11 @@ class WeightSender:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _once(self, target: TransferTarget, version: int, probe: Probe, *, zero_weights: bool) -> str | None:
-        if target.backend != "file":
-            self._service.pause(zero_weights=zero_weights)
-            self._native_to(target).send()
-            return self._service.install(None, version, self._with_checksums(probe))
-        directory = on_every_rank(partial(self._export, version))[0]
+        native = target.backend != "file"
+        directory = None if native else on_every_rank(partial(self._export, version))[0]
         self._service.pause(zero_weights=zero_weights)
+        if native:
+            self._native_to(target).send()
         return self._service.install(directory, version, self._with_checksums(probe))
 
     def _export(self, version: int) -> str:
@@ -121,8 +114,7 @@ class WeightSender:
             self._native[1].close()
             self._native = None
         if self._native is None:
-            opened = open_native(target, self._source, rank=self._engine.rank, host=self._host)
-            self._native = (target, opened)
+            self._native = (target, open_native(target, self._source, rank=self._engine.rank, host=self._host))
         return self._native[1]
 
     def _score(self) -> Probe:
@@ -137,12 +129,7 @@ class WeightSender:
 def score_probe(engine: TrainingEngine, token_ids: tuple[int, ...]) -> Probe:
     """The trained policy's log-probabilities of ``token_ids[1:]`` at temperature 1. Collective under ZeRO-3."""
     ids = torch.tensor([token_ids], device=engine.device)
+    prompt_lengths, mask = torch.ones_like(ids[:, 0]), torch.ones_like(ids[:, 1:], dtype=torch.bool)
     engine.module.eval()
-    statistics, _ = engine(
-        ids,
-        torch.ones(1, dtype=torch.int64, device=engine.device),
-        ids[:, 1:],
-        torch.ones_like(ids[:, 1:], dtype=torch.bool),
-        temperature=1.0,
-    )
+    statistics, _ = engine(ids, prompt_lengths, ids[:, 1:], mask, temperature=1.0)
     return Probe(token_ids=token_ids, log_probs=tuple(statistics.log_probs.float().tolist()))

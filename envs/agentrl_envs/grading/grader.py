@@ -133,13 +133,10 @@ class Grader:
     async def _in_process(self, answer: str | None, gold: str) -> Verdict:
         """A process that did not answer is not kept."""
         process = self._idle.pop() if self._idle else await GradingProcess.start(self._settings)
-        kept = False
         try:
             verdict = await process.compare(answer, gold)
-            kept = True
-        finally:
-            if kept:
-                self._idle.append(process)
-            else:
-                await process.kill()
+        except BaseException:
+            await process.kill()
+            raise
+        self._idle.append(process)
         return verdict

@@ -23,12 +23,9 @@ class GraderError(AgentRLEnvError):
 
 
 class NoVerdictError(Exception):
-    """A comparison without a verdict. The process is of no use any more: kill it.
+    """A comparison without a verdict; as it stands, because no answer came by the clock, however little was computed.
 
-    NoVerdictError
-    +-- OutOfTimeError   it took more processor time than it may
-    +-- WorkerDiedError  the process ended: out of memory, a crash in C code, a signal
-    +-- HungError        no answer by the clock, however little it computed
+    The process is of no use any more: kill it.
     """
 
 
@@ -38,10 +35,6 @@ class OutOfTimeError(NoVerdictError):
 
 class WorkerDiedError(NoVerdictError):
     """The process ended in the middle of a comparison."""
-
-
-class HungError(NoVerdictError):
-    """Nothing came by the clock's deadline, which no load explains."""
 
 
 class GradingProcess:
@@ -72,16 +65,13 @@ class GradingProcess:
         worker = cls(process, errors, settings)
         try:
             await worker._read(settings.start_deadline + settings.hang_deadline)
-        except OutOfTimeError as error:
-            await worker.kill()
-            limit = f"start_deadline={settings.start_deadline:g} s of processor time"
-            raise GraderError(f"a grading process was not ready within {limit}") from error
-        except NoVerdictError as error:
+        except BaseException as error:
             reason = worker._last_error() or str(error)
+            if isinstance(error, OutOfTimeError):
+                reason = f"not ready within start_deadline={settings.start_deadline:g} s of processor time"
             await worker.kill()
-            raise GraderError(f"a grading process did not start: {reason}") from error
-        except asyncio.CancelledError:
-            await worker.kill()
+            if isinstance(error, NoVerdictError):
+                raise GraderError(f"a grading process did not start: {reason}") from error
             raise
         return worker
 
@@ -120,7 +110,7 @@ class GradingProcess:
                 if not line and await self._process.wait() == -signal.SIGPROF:
                     raise OutOfTimeError(f"grading process {self.pid} was out of time")
         except TimeoutError as error:
-            raise HungError(f"grading process {self.pid} said nothing for {seconds:g} s") from error
+            raise NoVerdictError(f"grading process {self.pid} said nothing for {seconds:g} s") from error
         if not line:
             raise WorkerDiedError(f"grading process {self.pid} ended with {self._process.returncode}")
         message: dict[str, str] = json.loads(line)

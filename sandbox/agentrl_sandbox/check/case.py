@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from agentrl_sandbox.runner.isolation.syscalls import MACHINES, number
 from agentrl_sandbox.types import Execution, Outcome
 
 Judge = Callable[[Execution], bool]
@@ -13,7 +14,7 @@ ENDED = (Outcome.OK, Outcome.ERROR, Outcome.KILLED, Outcome.MEMORY_LIMIT, Outcom
 """Every outcome of a program; the remaining one means that the sandbox failed."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """A program and the expected result.
 
@@ -23,21 +24,19 @@ class Case:
     """
 
     name: str
-    guards: str
     program: str
     passes: Judge
+    guards: str = "conformance"
     timeout: float = 20.0
     stdin: str = ""
     after: str | None = None
 
 
 def prints(text: str) -> Judge:
-    """The program succeeded and printed exactly this."""
     return lambda run: run.outcome is Outcome.OK and run.stdout == text
 
 
 def ends(*outcomes: Outcome) -> Judge:
-    """The program ended with one of these outcomes."""
     return lambda run: run.outcome in outcomes
 
 
@@ -72,10 +71,18 @@ def attempts(guards: str, name: str, body: str, *, prologue: str = "", after: st
         )
         + "print('tried')\n"
     )
-    return Case(name=name, guards=guards, program=program, passes=reaches_nothing, after=after)
+    return Case(name, program, reaches_nothing, guards, after=after)
 
 
-_HELPERS = '''
+_CALLS = """
+ptrace keyctl add_key bpf io_uring_setup userfaultfd perf_event_open process_vm_readv pidfd_getfd open_by_handle_at
+kexec_load init_module mount unshare setns pivot_root chroot swapon reboot clock_settime fsopen open_tree move_mount
+kcmp shmget semget msgget mq_open acct syslog
+"""
+_NUMBERS = {machine: {name: number(name, machine) for name in _CALLS.split()} for machine in MACHINES}
+_HELPERS = (
+    f"SYSTEM_CALLS = {_NUMBERS}\n"
+    + '''
 import ctypes, os, platform, socket, struct, sys
 libc = ctypes.CDLL(None, use_errno=True)
 class NotReachedError(Exception): pass
@@ -96,19 +103,9 @@ def any_of(reach):
 def call(name, *arguments):
     """A function of the C library; minus one is a refusal."""
     if getattr(libc, name)(*arguments) == -1: raise NotReachedError(name)
-NUMBERS = {
-    "x86_64": dict(ptrace=101, keyctl=250, add_key=248, bpf=321, io_uring_setup=425, userfaultfd=323,
-        perf_event_open=298, process_vm_readv=310, pidfd_getfd=438, open_by_handle_at=304, kexec_load=246,
-        init_module=175, mount=165, unshare=272, setns=308, pivot_root=155, chroot=161,
-        swapon=167, reboot=169, clock_settime=227, fsopen=430,
-        open_tree=428, move_mount=429, kcmp=312, shmget=29, semget=64, msgget=68, mq_open=240, acct=163, syslog=103),
-    "aarch64": dict(ptrace=117, keyctl=219, add_key=217, bpf=280, io_uring_setup=425, userfaultfd=282,
-        perf_event_open=241, process_vm_readv=270, pidfd_getfd=438, open_by_handle_at=265, kexec_load=104,
-        init_module=105, mount=40, unshare=97, setns=268, pivot_root=41, chroot=51,
-        swapon=224, reboot=142, clock_settime=112, fsopen=430,
-        open_tree=428, move_mount=429, kcmp=272, shmget=194, semget=190, msgget=186, mq_open=180, acct=89, syslog=116),
-}[platform.machine()]
+NUMBERS = SYSTEM_CALLS[platform.machine()]
 def system(name, *arguments):
     """A system call by its number; minus one is a refusal."""
     if libc.syscall(ctypes.c_long(NUMBERS[name]), *arguments) == -1: raise NotReachedError(name)
 '''
+)

@@ -26,7 +26,6 @@ async def check(settings: SandboxSettings, *, fusion: bool) -> int:
 
 
 def line(finding: Finding) -> str:
-    """The line for one case."""
     verdict = "ok  " if finding.held else "FAIL"
     row = f"{verdict}  {finding.guards:<21}  {finding.name:<42}  {finding.seconds:6.2f} s"
     return row if finding.held else f"{row}\n      {finding.why}"
@@ -35,7 +34,7 @@ def line(finding: Finding) -> str:
 def summary(findings: Sequence[Finding]) -> str:
     """The number of passed cases of each property.
 
-    >>> print(summary([Finding(name="a", guards="robust", held=True, seconds=0.1)]))
+    >>> print(summary([Finding(name="a", guards="robust", seconds=0.1)]))
     robust  1 of 1 held
     """
     guarded = dict.fromkeys(finding.guards for finding in findings)

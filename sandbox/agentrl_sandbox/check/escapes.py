@@ -233,43 +233,22 @@ except OSError:
 """
 
 
-def _isolated(name: str, program: str, after: str, guards: str = "nothing_left_behind") -> Case:
-    return Case(name=name, guards=guards, program=program, passes=survives, after=after)
-
-
 def _told(run: Execution) -> bool:
     return run.outcome in (Outcome.OK, Outcome.KILLED)
 
 
+_PRIORITY = "import os\ntry:\n    os.nice(-20)\n    print('reached')\nexcept OSError:\n    print('tried')"
+_DESCRIPTORS = "import os\nkept = []\nwhile True:\n    kept.append(os.pipe())"
+_EMPTY = "import os\nprint('dirty' if os.listdir('.') else 'clean')"
 ESCAPES = (
-    _NETWORK,
-    _READS,
-    _WRITES,
-    _TRACING,
-    _SIGNALS,
-    _KERNEL,
-    Case(name="killing parent, first process and all", guards="no_foreign_signals", program=_SUICIDE, passes=_told),
-    _isolated("daemon that outlives its program", _DAEMON, _NO_DAEMON),
-    _isolated("shared memory, semaphores and queues", _SHARED, _NOT_SHARED),
-    _isolated("deep tree with odd names", _TREE, "import os\nprint('dirty' if os.listdir('.') else 'clean')"),
-    _isolated("poisoned interpreter", _POISON, _NOT_POISONED),
-    Case(
-        name="raised priority",
-        guards="no_privileged_calls",
-        program="import os\ntry:\n    os.nice(-20)\n    print('reached')\nexcept OSError:\n    print('tried')",
-        passes=reaches_nothing,
-    ),
-    Case(
-        name="becoming root",
-        guards="no_privileged_calls",
-        program=_ROOT,
-        passes=reaches_nothing,
-    ),
-    Case(
-        name="exhausting descriptors",
-        guards="robust",
-        program="import os\nkept = []\nwhile True:\n    kept.append(os.pipe())",
-        passes=ends(Outcome.ERROR),
-    ),
+    *(_NETWORK, _READS, _WRITES, _TRACING, _SIGNALS, _KERNEL),
+    Case("killing parent, first process and all", _SUICIDE, _told, "no_foreign_signals"),
+    Case("daemon that outlives its program", _DAEMON, survives, "nothing_left_behind", after=_NO_DAEMON),
+    Case("shared memory, semaphores and queues", _SHARED, survives, "nothing_left_behind", after=_NOT_SHARED),
+    Case("deep tree with odd names", _TREE, survives, "nothing_left_behind", after=_EMPTY),
+    Case("poisoned interpreter", _POISON, survives, "nothing_left_behind", after=_NOT_POISONED),
+    Case("raised priority", _PRIORITY, reaches_nothing, "no_privileged_calls"),
+    Case("becoming root", _ROOT, reaches_nothing, "no_privileged_calls"),
+    Case("exhausting descriptors", _DESCRIPTORS, ends(Outcome.ERROR), "robust"),
 )
 """Attacks by property; after each, ``suite`` checks that the sandbox still works."""

@@ -142,55 +142,39 @@ def _exits_with(code: int) -> Judge:
     return lambda run: run.outcome is Outcome.ERROR and run.exit_code == code
 
 
-def _cases(guards: str, *rows: tuple[str, str, Judge] | tuple[str, str, Judge, float]) -> tuple[Case, ...]:
-    """Cases of one property, from rows of name, program, judge and, if not the default, timeout."""
-    return tuple(
-        Case(name=row[0], guards=guards, program=row[1], passes=row[2], timeout=row[3] if len(row) > 3 else 20.0)
-        for row in rows
-    )
-
-
 RESOURCES = (
-    *_cases(
-        "bounded_processes",
-        ("fork bomb", _FORKS, _bounded),
-        ("fork bomb, exponential", _TREE, ends(Outcome.TIMEOUT), 1.0),
-        ("thread bomb", _THREADS, _bounded),
-    ),
-    *_cases(
-        "bounded_memory",
-        ("memory bomb", _MEMORY, _stopped_for_memory),
-        ("memory bomb in NumPy", _NUMPY, _stopped_for_memory),
-        ("memory bomb by mmap", _MMAP, _not_reached),
-        ("memory spread over processes", _SPREAD, _stopped_for_memory),
-    ),
-    *_cases(
+    Case("fork bomb", _FORKS, _bounded, "bounded_processes"),
+    Case("fork bomb, exponential", _TREE, ends(Outcome.TIMEOUT), "bounded_processes", 1.0),
+    Case("thread bomb", _THREADS, _bounded, "bounded_processes"),
+    Case("memory bomb", _MEMORY, _stopped_for_memory, "bounded_memory"),
+    Case("memory bomb in NumPy", _NUMPY, _stopped_for_memory, "bounded_memory"),
+    Case("memory bomb by mmap", _MMAP, _not_reached, "bounded_memory"),
+    Case("memory spread over processes", _SPREAD, _stopped_for_memory, "bounded_memory"),
+    Case("spin that ignores every signal", _IGNORING, ends(Outcome.TIMEOUT), "bounded_time", 1.0),
+    Case("10 ** 10 ** 9", "x = 10 ** 10 ** 9", ends(Outcome.TIMEOUT, Outcome.MEMORY_LIMIT), "bounded_time", 1.0),
+    Case(
+        "catastrophic pattern",
+        "import re\nre.match('(a+)+$', 'a' * 40 + 'b')",
+        ends(Outcome.TIMEOUT),
         "bounded_time",
-        ("spin that ignores every signal", _IGNORING, ends(Outcome.TIMEOUT), 1.0),
-        ("10 ** 10 ** 9", "x = 10 ** 10 ** 9", ends(Outcome.TIMEOUT, Outcome.MEMORY_LIMIT), 1.0),
-        ("catastrophic pattern", "import re\nre.match('(a+)+$', 'a' * 40 + 'b')", ends(Outcome.TIMEOUT), 1.0),
-        ("thread that never ends", _ENDLESS_THREAD, ends(Outcome.TIMEOUT), 1.0),
+        1.0,
     ),
-    *_cases(
-        "bounded_output",
-        ("flood of stdout", _flood(1, "b'x'"), _flooded),
-        ("flood of stderr", _flood(2, "b'x'"), _flooded),
-        ("flood of lines", _flood(1, "b'\\n'"), _flooded),
-        ("flood of bytes that are no text", _flood(1, "b'\\xff'"), _flooded),
-        ("closed streams", "import os\nos.close(1)\nos.close(2)", ends(Outcome.OK, Outcome.ERROR)),
-    ),
-    *_cases("bounded_disk", ("full disk", _DISK, _bounded, 30.0), ("a million files", _FILES, _bounded, 30.0)),
-    *_cases(
-        "robust",
-        ("endless recursion", "def f():\n    f()\nf()", fails_with("RecursionError")),
-        ("recursion through C", _C_RECURSION, survives),
-        ("segmentation fault", "import ctypes\nctypes.string_at(0)", ends(Outcome.KILLED)),
-        ("nesting that breaks the parser", "(" * 100_000, survives),
-        ("NUL byte in the text", "print(1)\n\0", ends(Outcome.ERROR)),
-        ("text of 4 MB", "x = '" + "a" * 4_000_000 + "'\nprint('end')", prints("end\n"), 60.0),
-        ("os._exit", "import os\nos._exit(0)", ends(Outcome.OK)),
-        ("a SystemExit of its own", "class E(SystemExit): pass\nraise E(7)", _exits_with(7)),
-        ("forged messages on every descriptor", _FORGED, _exits_with(9)),
-    ),
+    Case("thread that never ends", _ENDLESS_THREAD, ends(Outcome.TIMEOUT), "bounded_time", 1.0),
+    Case("flood of stdout", _flood(1, "b'x'"), _flooded, "bounded_output"),
+    Case("flood of stderr", _flood(2, "b'x'"), _flooded, "bounded_output"),
+    Case("flood of lines", _flood(1, "b'\\n'"), _flooded, "bounded_output"),
+    Case("flood of bytes that are no text", _flood(1, "b'\\xff'"), _flooded, "bounded_output"),
+    Case("closed streams", "import os\nos.close(1)\nos.close(2)", ends(Outcome.OK, Outcome.ERROR), "bounded_output"),
+    Case("full disk", _DISK, _bounded, "bounded_disk", 30.0),
+    Case("a million files", _FILES, _bounded, "bounded_disk", 30.0),
+    Case("endless recursion", "def f():\n    f()\nf()", fails_with("RecursionError"), "robust"),
+    Case("recursion through C", _C_RECURSION, survives, "robust"),
+    Case("segmentation fault", "import ctypes\nctypes.string_at(0)", ends(Outcome.KILLED), "robust"),
+    Case("nesting that breaks the parser", "(" * 100_000, survives, "robust"),
+    Case("NUL byte in the text", "print(1)\n\0", ends(Outcome.ERROR), "robust"),
+    Case("text of 4 MB", "x = '" + "a" * 4_000_000 + "'\nprint('end')", prints("end\n"), "robust", 60.0),
+    Case("os._exit", "import os\nos._exit(0)", ends(Outcome.OK), "robust"),
+    Case("a SystemExit of its own", "class E(SystemExit): pass\nraise E(7)", _exits_with(7), "robust"),
+    Case("forged messages on every descriptor", _FORGED, _exits_with(9), "robust"),
 )
 """Bombs, endless loops and floods, and texts that break interpreters."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
 
 from agentrl_sandbox.check.case import Case
@@ -23,23 +23,17 @@ class Finding:
 
     name: str
     guards: str
-    held: bool
     seconds: float
     why: str = ""
+
+    @property
+    def held(self) -> bool:
+        return not self.why
 
 
 async def run_case(sandbox: Sandbox, case: Case) -> Finding:
     """Run the program, the check after it, and a check that the sandbox still works."""
-    began = time.monotonic()
-    run = await sandbox.execute(case.program, timeout=case.timeout, stdin=case.stdin)
-    why = "" if case.passes(run) else _told(run)
-    if not why and case.after is not None:
-        later = await sandbox.execute(case.after, timeout=30.0)
-        why = "" if later.stdout == "clean\n" else f"afterwards: {_told(later)}"
-    if not why:
-        alive = await sandbox.execute("print('alive')", timeout=30.0)
-        why = "" if alive.stdout == "alive\n" else f"no answer afterwards: {_told(alive)}"
-    return Finding(name=case.name, guards=case.guards, held=not why, seconds=time.monotonic() - began, why=why)
+    return await _find(case.name, case.guards, _run_one(sandbox, case))
 
 
 async def run_suite(
@@ -48,44 +42,47 @@ async def run_suite(
     """Run every case, then those of several programs, even after failures. ``identifiers``: with ``request_id``."""
     for case in cases:
         yield await run_case(sandbox, case)
-    yield await _answers_are_not_mixed_up(sandbox)
+    yield await _find(f"{_AT_ONCE} programs at once", "conformance", _answers_are_not_mixed_up(sandbox))
     if identifiers:
-        yield await _one_identifier_runs_once(sandbox)
-    yield await _neighbours_are_hidden(sandbox)
+        yield await _find("one request_id runs once", "conformance", _one_identifier_runs_once(sandbox))
+    yield await _find("a neighbour's files", "no_foreign_reads", _neighbours_are_hidden(sandbox))
 
 
-async def _answers_are_not_mixed_up(sandbox: Sandbox) -> Finding:
+async def _find(name: str, guards: str, running: Awaitable[str]) -> Finding:
     began = time.monotonic()
+    why = await running
+    return Finding(name=name, guards=guards, seconds=time.monotonic() - began, why=why)
+
+
+async def _run_one(sandbox: Sandbox, case: Case) -> str:
+    run = await sandbox.execute(case.program, timeout=case.timeout, stdin=case.stdin)
+    if not case.passes(run):
+        return _told(run)
+    if case.after is not None:
+        later = await sandbox.execute(case.after, timeout=30.0)
+        if later.stdout != "clean\n":
+            return f"afterwards: {_told(later)}"
+    alive = await sandbox.execute("print('alive')", timeout=30.0)
+    return "" if alive.stdout == "alive\n" else f"no answer afterwards: {_told(alive)}"
+
+
+async def _answers_are_not_mixed_up(sandbox: Sandbox) -> str:
     runs = await asyncio.gather(*(sandbox.execute(f"print({number} ** 3)", timeout=60.0) for number in range(_AT_ONCE)))
-    wrong = [run for number, run in enumerate(runs) if run.stdout != f"{number**3}\n"]
-    return Finding(
-        name=f"{_AT_ONCE} programs at once",
-        guards="conformance",
-        held=not wrong,
-        seconds=time.monotonic() - began,
-        why=_told(wrong[0]) if wrong else "",
-    )
+    return next((_told(run) for number, run in enumerate(runs) if run.stdout != f"{number**3}\n"), "")
 
 
-async def _one_identifier_runs_once(sandbox: Sandbox) -> Finding:
-    began = time.monotonic()
+async def _one_identifier_runs_once(sandbox: Sandbox) -> str:
     name = f"check-{time.time_ns()}"
     draw = "import random\nprint(random.random())"
     runs = [await sandbox.execute(draw, timeout=30.0, request_id=name) for _ in range(2)]
     free = [await sandbox.execute(draw, timeout=30.0) for _ in range(2)]
-    why = ""
     if runs[0].stdout != runs[1].stdout:
-        why = "the same request_id ran twice"
-    elif free[0].stdout == free[1].stdout:
-        why = "two programs drew the same random number"
-    return Finding(
-        name="one request_id runs once", guards="conformance", held=not why, seconds=time.monotonic() - began, why=why
-    )
+        return "the same request_id ran twice"
+    return "two programs drew the same random number" if free[0].stdout == free[1].stdout else ""
 
 
-async def _neighbours_are_hidden(sandbox: Sandbox) -> Finding:
+async def _neighbours_are_hidden(sandbox: Sandbox) -> str:
     """One program writes a secret to its scratch directory and waits while another searches for it."""
-    began = time.monotonic()
     secret = f"secret-{time.time_ns()}"
     holder = asyncio.ensure_future(
         sandbox.execute(f"import time\nopen('{secret}', 'w').close()\ntime.sleep(3)\nprint('kept')", timeout=30.0)
@@ -99,16 +96,12 @@ async def _neighbours_are_hidden(sandbox: Sandbox) -> Finding:
     )
     seen = await sandbox.execute(look, timeout=30.0)
     kept = await holder
-    why = "" if seen.stdout == "clean\n" else _told(seen)
-    if not why and kept.stdout != "kept\n":
-        why = f"the neighbour was disturbed: {_told(kept)}"
-    return Finding(
-        name="a neighbour's files", guards="no_foreign_reads", held=not why, seconds=time.monotonic() - began, why=why
-    )
+    if seen.stdout != "clean\n":
+        return _told(seen)
+    return "" if kept.stdout == "kept\n" else f"the neighbour was disturbed: {_told(kept)}"
 
 
 def _told(run: Execution) -> str:
-    """A run in one line."""
     text = " ".join((run.stdout[-200:] + " " + run.stderr[-200:]).split())
     code = "" if run.exit_code is None or run.outcome is Outcome.OK else f" ({run.exit_code})"
     return f"{run.outcome}{code}: {text[:300]}"

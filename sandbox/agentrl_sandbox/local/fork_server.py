@@ -69,16 +69,13 @@ class ForkServerProcess(asyncio.Protocol):
         server = cls(process, messages)
         try:
             await asyncio.get_running_loop().create_connection(lambda: server, sock=ours)
-        except asyncio.CancelledError:
-            ours.close()
-            server.connection_lost(None)
-            await server.close()
-            raise
-        try:
             why = await asyncio.wait_for(asyncio.shield(server.hello), _START_SECONDS)
         except (ServerGoneError, TimeoutError) as error:
             raise StartError(await server.fail(str(error))) from error
         except asyncio.CancelledError:
+            if server._transport is None:
+                ours.close()
+                server.connection_lost(None)
             await server.close()
             raise
         if why:
@@ -143,7 +140,6 @@ class ForkServerProcess(asyncio.Protocol):
                 self._transport.write(pack({"op": "cancel", "id": identifier}))
 
     async def close(self) -> None:
-        """End the server and wait for it."""
         if self._transport is not None:
             self._transport.abort()
         await self._closed
@@ -152,7 +148,6 @@ class ForkServerProcess(asyncio.Protocol):
         self._messages.close()
 
     def _end(self) -> None:
-        """End the process; its interpreters and programs die with it."""
         self._process.terminate()
         try:
             self._process.wait(_END_SECONDS)
@@ -163,17 +158,14 @@ class ForkServerProcess(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Cut the bytes into frames and wake the waiting calls."""
         for frame in self._frames.feed(data):
             self._on_frame(frame)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail all waiting calls."""
         self.gone = True
         fail_all((self.hello, self.ready, *self._waiting.values()), ServerGoneError("the sandbox's server ended"))
         if not self._closed.done():

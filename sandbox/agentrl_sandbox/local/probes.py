@@ -56,20 +56,35 @@ async def probe(sandbox: Sandbox, *, mode: str, layers: Mapping[str, int], setti
         return ran
 
     with _victim() as victim:
+        pid, held = victim.process.pid, (Outcome.OK,)
+        memory = programs.MEMORY.format(size=2 * settings.memory_mb << 20)
+        processes = programs.PROCESSES.format(most=settings.max_processes + 8)
+        output = programs.OUTPUT.format(size=2 * settings.flood_limit + programs.AHEAD)
+        tracing = programs.TRACING.format(pid=pid, start=victim.start)
         looks: dict[str, Look] = {
             "no_network": partial(_network, execute),
             "scratch_only_writes": partial(_writes, execute),
             "no_foreign_reads": partial(_reads, execute, victim, settings.concurrency > 1),
-            "bounded_memory": partial(_memory, execute, settings.memory_mb),
-            "bounded_processes": partial(_processes, execute, settings.max_processes),
+            "bounded_memory": partial(_program, execute, memory, _succeeds, (Outcome.MEMORY_LIMIT,)),
+            # Either no more can be made, or the program that has them is killed.
+            "bounded_processes": partial(_program, execute, processes, _says_so, (Outcome.OK, Outcome.KILLED)),
             "bounded_time": partial(_time, execute),
-            "bounded_output": partial(_output, execute, settings.flood_limit),
-            "no_tracing": partial(_tracing, execute, victim),
+            "bounded_output": partial(_program, execute, output, _succeeds, (Outcome.OUTPUT_LIMIT,)),
+            "no_tracing": partial(
+                _program, execute, tracing, lambda ran: _says_so(ran) or victim.rest in ran.stdout, held
+            ),
         }
-        held = dict(zip(looks, await asyncio.gather(*(_settle(*item) for item in looks.items())), strict=True))
-        held["no_foreign_signals"] = await _settle("no_foreign_signals", partial(_signals, execute, victim))
+        found = dict(zip(looks, await asyncio.gather(*(_settle(*item) for item in looks.items())), strict=True))
+        signals = partial(
+            _program,
+            execute,
+            programs.SIGNALS.format(pid=pid),
+            lambda ran: _says_so(ran) or victim.process.poll() is not None,
+            held,
+        )
+        found["no_foreign_signals"] = await _settle("no_foreign_signals", signals)
     names = layers_of(mode, layers)
-    return Isolation(layers={name: names[name] if held[name] else None for name in PROPERTIES}, mode=mode)
+    return Isolation(layers={name: names[name] if found[name] else None for name in PROPERTIES}, mode=mode)
 
 
 async def _settle(name: str, look: Look) -> bool:
@@ -132,7 +147,6 @@ async def _network(execute: Execute, slower: int) -> bool:
 
 
 def _arrived(tcp: socket.socket, udp: socket.socket) -> bytes:
-    """All that was sent to two sockets."""
     data: list[bytes] = []
     with contextlib.suppress(BlockingIOError):
         while True:
@@ -204,17 +218,20 @@ def _met(neighbour: Execution, reader: Execution) -> bool:
     return any(begin <= look[0] and look[1] <= end for begin, end in spans for look in looks)
 
 
-async def _memory(execute: Execute, memory_mb: int, slower: int) -> bool:
-    program = programs.MEMORY.format(size=2 * memory_mb << 20)
+async def _program(
+    execute: Execute, program: str, got_through: Callable[[Execution], bool], held: tuple[Outcome, ...], slower: int
+) -> bool:
+    """A program that alone shows whether it got through; ``held`` are the outcomes of one that did not."""
     ran = await execute(program, timeout=slower * _PROBE_TIMEOUT_SECONDS)
-    return _judge(ran, broken=ran.outcome is Outcome.OK, held=(Outcome.MEMORY_LIMIT,))
+    return _judge(ran, broken=got_through(ran), held=held)
 
 
-async def _processes(execute: Execute, max_processes: int, slower: int) -> bool:
-    """Either no more can be made, or the program that has them is killed."""
-    program = programs.PROCESSES.format(most=max_processes + 8)
-    ran = await execute(program, timeout=slower * _PROBE_TIMEOUT_SECONDS)
-    return _judge(ran, broken=ran.exit_code == programs.GOT_THROUGH, held=(Outcome.OK, Outcome.KILLED))
+def _says_so(ran: Execution) -> bool:
+    return ran.exit_code == programs.GOT_THROUGH
+
+
+def _succeeds(ran: Execution) -> bool:
+    return ran.outcome is Outcome.OK
 
 
 async def _time(execute: Execute, slower: int) -> bool:
@@ -223,21 +240,3 @@ async def _time(execute: Execute, slower: int) -> bool:
     if "spins" not in ran.stdout:
         raise InconclusiveProbeError(ran)
     return _judge(ran, broken=False, held=(Outcome.TIMEOUT,))
-
-
-async def _output(execute: Execute, flood_limit: int, slower: int) -> bool:
-    program = programs.OUTPUT.format(size=2 * flood_limit + programs.AHEAD)
-    ran = await execute(program, timeout=slower * _PROBE_TIMEOUT_SECONDS)
-    return _judge(ran, broken=ran.outcome is Outcome.OK, held=(Outcome.OUTPUT_LIMIT,))
-
-
-async def _tracing(execute: Execute, victim: _Victim, slower: int) -> bool:
-    program = programs.TRACING.format(pid=victim.process.pid, start=victim.start)
-    ran = await execute(program, timeout=slower * _PROBE_TIMEOUT_SECONDS)
-    return _judge(ran, broken=ran.exit_code == programs.GOT_THROUGH or victim.rest in ran.stdout)
-
-
-async def _signals(execute: Execute, victim: _Victim, slower: int) -> bool:
-    """A process of this user must survive."""
-    ran = await execute(programs.SIGNALS.format(pid=victim.process.pid), timeout=slower * _PROBE_TIMEOUT_SECONDS)
-    return _judge(ran, broken=ran.exit_code == programs.GOT_THROUGH or victim.process.poll() is not None)

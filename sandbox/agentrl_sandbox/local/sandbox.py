@@ -21,7 +21,7 @@ from agentrl_sandbox.errors import (
     SessionForkError,
     SessionLimitError,
     StartError,
-    unisolated,
+    UnisolatedError,
 )
 from agentrl_sandbox.local.file_names import check_files, check_names
 from agentrl_sandbox.local.fork_server import ForkServerProcess, ServerGoneError, ServerRefusedError
@@ -53,12 +53,11 @@ class LocalSandbox(CallSandbox):
         self._room = asyncio.Semaphore(settings.concurrency)
         self._once = Once()
         self._sessions = SessionBook[ForkServerProcess, int]()
-        self._servers = ForkServers(settings, config, server, self._follow)
+        self.servers = ForkServers(settings, config, server, self._follow)
         self._closed = False
 
     @property
     def isolation(self) -> Isolation:
-        """What the probes found when the sandbox opened."""
         return self._isolation
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
@@ -77,10 +76,9 @@ class LocalSandbox(CallSandbox):
         return await self._once.run((request_id, call.digest()), lambda: self._run(call))
 
     async def open_session(self) -> str:
-        """Start an interpreter that keeps its state; see ``Sandbox.open_session``."""
         self._check_open()
         try:
-            server = await self._servers.living()
+            server = await self.servers.living()
             number = next(self._numbers)
             await self._ask_for_session(server, number, "open", number)
         except (ServerRefusedError, ServerGoneError, TimeoutError) as error:
@@ -103,7 +101,6 @@ class LocalSandbox(CallSandbox):
             return self._sessions.add(origin.home, number)
 
     async def close_session(self, session: str) -> None:
-        """End a session and its program; see ``Sandbox.close_session``."""
         self._check_open()
         if self._sessions.has_ended(session):
             return
@@ -117,11 +114,10 @@ class LocalSandbox(CallSandbox):
             raise SandboxError(f"session {session!r} did not end: {error}") from error
 
     async def close(self) -> None:
-        """Kill running programs and end the server."""
         if self._closed:
             return
         self._closed = True
-        await self._servers.close()
+        await self.servers.close()
         await self._once.settle()
 
     async def check(self, reasons: Sequence[str] = ()) -> None:
@@ -129,11 +125,11 @@ class LocalSandbox(CallSandbox):
 
         ``reasons`` say why stronger isolation modes are unavailable.
         """
-        mode, layers = self._config.isolate, self._servers.layers
+        mode, layers = self._config.isolate, self.servers.layers
         self._isolation = await probe(self, mode=mode, layers=layers, settings=self._settings)
         if self._isolation.missing and not self._settings.allow_unisolated:
             why = f"{'; '.join(('a probe program got through', *reasons))}. Fix: {_FIX}"
-            raise unisolated("the sandbox cannot isolate programs here", self._isolation.missing, why)
+            raise UnisolatedError("the sandbox cannot isolate programs here", self._isolation.missing, why)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -152,10 +148,9 @@ class LocalSandbox(CallSandbox):
                 raise self._sessions.gone(call.session, refused.why) from refused
 
     async def _run_on(self, server: ForkServerProcess | None, session: int | None, call: Call) -> Execution:
-        """Run on the session's server, or on the current one."""
         started = time.monotonic()
         try:
-            server = server or await self._servers.living()
+            server = server or await self.servers.living()
             return await server.run(call, session)
         except (ServerGoneError, StartError) as error:
             return failed_execution(str(error), started)
@@ -163,10 +158,6 @@ class LocalSandbox(CallSandbox):
             assert server is not None
             await server.close()
             return failed_execution("the sandbox's server did not answer long after the program's deadline", started)
-
-    def keep_standby(self) -> None:
-        """Start a second server in the background, where the settings ask for one."""
-        self._servers.keep_standby()
 
     async def _ask_for_session(self, server: ForkServerProcess, made: int, op: str, session: int, **more: int) -> None:
         """Have a server make the session ``made``, which is closed again if the caller is cancelled."""
@@ -181,7 +172,6 @@ class LocalSandbox(CallSandbox):
             raise
 
     def _follow(self, server: ForkServerProcess) -> None:
-        """Record the sessions that end."""
         server.on_session_ended = lambda number, why: self._sessions.end_at(server, why, number)
         server.on_gone = functools.partial(self._sessions.end_at, server, "the sandbox's server ended")
 
@@ -211,12 +201,11 @@ async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None
     except BaseException:
         await sandbox.close()
         raise
-    sandbox.keep_standby()
+    sandbox.servers.keep_standby()
     return sandbox
 
 
 def runner_config(settings: SandboxSettings, mode: str) -> RunnerConfig:
-    """The configuration of a fork server."""
     libraries: list[str] = []
     for name in _LIBRARIES:
         spec = importlib.util.find_spec(name)

@@ -43,7 +43,6 @@ class ForkServers:
 
     @property
     def layers(self) -> dict[str, int]:
-        """See ``lockdown.layers``."""
         return self._server.layers
 
     async def living(self) -> ForkServerProcess:
@@ -61,7 +60,6 @@ class ForkServers:
             self._standby = asyncio.get_running_loop().create_task(self._start(ending))
 
     async def close(self) -> None:
-        """End both servers and their programs."""
         self._closed = True
         async with self._restarting:
             await self._server.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 
@@ -20,9 +21,9 @@ class RunnerConfig:
     max_sessions: int
     session_idle_timeout: float
     workers: int
-    library_paths: tuple[str, ...]  # directories on the programs' sys.path, beyond the standard library
+    library_paths: Sequence[str]  # directories on the programs' sys.path, beyond the standard library
     package_path: str  # the directory that holds this package
-    readable: tuple[str, ...]  # directories that programs may read, beyond the system's
+    readable: Sequence[str]  # directories that programs may read, beyond the system's
     client_pid: int
     first_user: int  # with root, the program in slot i runs as user and group ``first_user + i``
 
@@ -32,16 +33,11 @@ class RunnerConfig:
         return self.workers + self.max_sessions
 
     def to_json(self) -> str:
-        """For an argument vector."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> RunnerConfig:
-        """The inverse of ``to_json``."""
-        fields = json.loads(text)
-        for name in ("library_paths", "readable"):
-            fields[name] = tuple(fields[name])
-        return cls(**fields)
+        return cls(**json.loads(text))
 
 
 SCRATCH_VARIABLE = "AGENTRL_SCRATCH"

@@ -55,12 +55,6 @@ class _MountAttr(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")]
 
 
-def _check(result: int, what: str) -> None:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
-
-
 def system_call(number: int, *arguments: object) -> int:
     """Make a system call by number; -1 if it fails."""
     return int(_libc.syscall(ctypes.c_long(number), *arguments))
@@ -68,58 +62,40 @@ def system_call(number: int, *arguments: object) -> int:
 
 def checked_call(name: str, number: int, *arguments: object) -> int:
     """Make a system call by number. Raises OSError."""
-    result = system_call(number, *arguments)
-    _check(result, name)
-    return result
+    return _call("syscall", name, ctypes.c_long(number), *arguments)
 
 
 def unshare(flags: int) -> None:
     """Move this process (its future children, for a PID namespace) into new namespaces."""
-    _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
+    _call("unshare", "unshare", ctypes.c_int(flags))
 
 
 def setns(descriptor: int, kind: int) -> None:
     """Join the namespace behind a descriptor."""
-    _check(_libc.setns(ctypes.c_int(descriptor), ctypes.c_int(kind)), "setns")
+    _call("setns", "setns", ctypes.c_int(descriptor), ctypes.c_int(kind))
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
-    """mount(2)."""
-    _check(
-        _libc.mount(
-            source.encode(),
-            target.encode(),
-            kind.encode() if kind else None,
-            ctypes.c_ulong(flags),
-            data.encode() if data else None,
-        ),
-        f"mount {source} on {target}",
-    )
+    of_kind, with_data = (text.encode() if text else None for text in (kind, data))
+    where = source.encode(), target.encode()
+    _call("mount", f"mount {source} on {target}", *where, of_kind, ctypes.c_ulong(flags), with_data)
 
 
 def detach(target: str) -> None:
-    """Unmount lazily."""
-    _check(_libc.umount2(target.encode(), ctypes.c_int(MNT_DETACH)), f"umount {target}")
+    _call("umount2", f"umount {target}", target.encode(), ctypes.c_int(MNT_DETACH))
 
 
 def add_mount_attributes(target: str, attributes: int, *, recursive: bool) -> None:
     """Add restrictions to a mount (Linux 5.12 or later)."""
     attr = _MountAttr(attr_set=attributes)
-    flags = _AT_RECURSIVE if recursive else 0
-    result = _libc.syscall(
-        ctypes.c_long(_SYS_MOUNT_SETATTR),
-        ctypes.c_int(_AT_FDCWD),
-        target.encode(),
-        ctypes.c_uint(flags),
-        ctypes.byref(attr),
-        ctypes.c_size_t(ctypes.sizeof(attr)),
-    )
-    _check(result, f"mount_setattr {target}")
+    where = ctypes.c_int(_AT_FDCWD), target.encode(), ctypes.c_uint(_AT_RECURSIVE if recursive else 0)
+    what = ctypes.byref(attr), ctypes.c_size_t(ctypes.sizeof(attr))
+    checked_call(f"mount_setattr {target}", _SYS_MOUNT_SETATTR, *where, *what)
 
 
 def pivot_root_here() -> None:
     """Make the current directory, a mount point, the root, and drop the old root."""
-    _check(_libc.syscall(ctypes.c_long(_number(_SYS_PIVOT_ROOT)), b".", b"."), "pivot_root")
+    checked_call("pivot_root", _number(_SYS_PIVOT_ROOT), b".", b".")
     detach(".")
     os.chdir("/")
 
@@ -173,7 +149,7 @@ def drop_capabilities() -> None:
         capability += 1
     header = (ctypes.c_uint32 * 2)(_CAP_VERSION_3, 0)
     data = (ctypes.c_uint32 * 6)()
-    _check(_libc.syscall(ctypes.c_long(_number(_SYS_CAPSET)), ctypes.byref(header), ctypes.byref(data)), "capset")
+    checked_call("capset", _number(_SYS_CAPSET), ctypes.byref(header), ctypes.byref(data))
 
 
 def may_change_user() -> bool:
@@ -204,7 +180,7 @@ def files_of(user: int | None) -> Iterator[None]:
         return
     before = os.geteuid(), os.getegid()
     at_parents_end = ctypes.c_int()
-    _check(_libc.prctl(_PR_GET_PDEATHSIG, ctypes.byref(at_parents_end), 0, 0, 0), "prctl")
+    _call("prctl", "prctl", _PR_GET_PDEATHSIG, ctypes.byref(at_parents_end), 0, 0, 0)
     _libc.setfsgid(ctypes.c_uint(user))
     _libc.setfsuid(ctypes.c_uint(user))
     try:
@@ -222,7 +198,15 @@ def offer_to_oom_killer() -> None:
 
 
 def _prctl(option: int, argument: int) -> None:
-    _check(_libc.prctl(ctypes.c_int(option), ctypes.c_ulong(argument), 0, 0, 0), f"prctl {option}")
+    _call("prctl", f"prctl {option}", ctypes.c_int(option), ctypes.c_ulong(argument), 0, 0, 0)
+
+
+def _call(function: str, what: str, *arguments: object) -> int:
+    result = int(getattr(_libc, function)(*arguments))
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
 
 
 def _number(table: dict[str, int]) -> int:

@@ -123,7 +123,6 @@ class ForkServer:
             self._start_zygote(kind)
 
     def serve(self) -> None:
-        """Serve until the client is gone."""
         while True:
             for descriptor, events in self._epoll.poll(self._wait_seconds()):
                 if descriptor == self._client.fileno():
@@ -140,7 +139,6 @@ class ForkServer:
                 return
 
     def close(self) -> None:
-        """Kill all programs and interpreters."""
         for zygote in self._zygotes.values():
             zygote.close()
         if self._bare:
@@ -186,7 +184,6 @@ class ForkServer:
             self._queues[kind] = deque(order for order in queue if order.identifier != identifier)
 
     def reply(self, header: Mapping[str, object], *blobs: bytes) -> None:
-        """Send a message to the client."""
         self._outgoing += pack(header, *blobs)
         self._flush()
 
@@ -211,7 +208,8 @@ class ForkServer:
         program, descriptors = launch(order, self._config, kind, self._slots.pop())
         self.add(program)
         try:
-            self._zygotes[kind].spawn(order.identifier, program.slot, program.cpu_limit, descriptors)
+            message: ProcessMessage = {"op": "spawn", "id": order.identifier, "slot": program.slot}
+            self._zygotes[kind].ask({**message, "cpu": program.cpu_limit}, descriptors)
         except OSError as error:
             self._finish(program, Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=str(error)))
         finally:
@@ -226,7 +224,6 @@ class ForkServer:
             self._epoll.register(capture.descriptor, select.EPOLLIN)
 
     def drain(self, program: Program) -> None:
-        """Read the remaining output of a program that ended."""
         for capture in (program.stdout, program.stderr):
             if capture.open and not capture.drain(self._config.flood_limit):
                 self._epoll.unregister(capture.descriptor)
@@ -255,7 +252,7 @@ class ForkServer:
         if program.session is not None:
             self._sessions.kill(program.session)
         else:
-            self._zygotes[program.zygote].kill(program.identifier)
+            self._zygotes[program.zygote].tell("kill", program.identifier)
 
     def _on_output(self, program: Program, capture: Capture) -> None:
         if not capture.drain(_BURST):
@@ -276,7 +273,6 @@ class ForkServer:
             self._epoll.unregister(descriptor)
 
     def zygote(self, kind: str) -> ZygoteHandle:
-        """The interpreter of that kind."""
         return self._zygotes[kind]
 
     def release(self, slot: int, kind: str) -> None:
@@ -286,7 +282,7 @@ class ForkServer:
             return
         self._unclean[slot] = kind
         if self._zygotes[kind].ready:
-            self._zygotes[kind].clean(slot)
+            self._zygotes[kind].tell("clean", slot)
 
     def _user(self, slot: int) -> int | None:
         return self._config.first_user + slot if self._own_users else None
@@ -314,11 +310,11 @@ class ForkServer:
             self.reply({"op": "ready", "kind": zygote.kind})
             for slot, kind in self._unclean.items():
                 if kind == zygote.kind:
-                    zygote.clean(slot)
+                    zygote.tell("clean", slot)
             self._start_queued()
         elif message["op"] == "clean":
-            del self._unclean[message["slot"]]
-            self._give_back(message["slot"])
+            del self._unclean[message["id"]]
+            self._give_back(message["id"])
             self._start_queued()
         elif message["id"] < 0:
             self._sessions.on_zygote(message)
@@ -382,7 +378,7 @@ class ForkServer:
             if program.pid:
                 self._watch_usage(program)
             elif now - program.started > _TICK:
-                self._zygotes[program.zygote].locate(program.identifier)
+                self._zygotes[program.zygote].tell("where", program.identifier)
 
     def _watch_usage(self, program: Program) -> None:
         used = usage(program.pid, self._zygotes[program.zygote].resident)

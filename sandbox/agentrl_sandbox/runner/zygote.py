@@ -6,9 +6,9 @@ socket, with one JSON object per message:
     server -> zygote   {"op": "spawn", "id", "slot", "cpu"} with descriptors [program file, stdout, stderr, status]
                        and [file to fetch into] where files are asked for
                        {"op": "init", "id", "slot", "session"} with descriptors [init's socket, session's socket]
-                       {"op": "kill", "id"} · {"op": "where", "id"} · {"op": "clean", "slot"}
+                       {"op": "kill", "id"} · {"op": "where", "id"} · {"op": "clean", "id"}: a slot
     zygote -> server   {"op": "ready"} · {"op": "failed", "id", "why"} · {"op": "located", "id", "pid"}
-                       {"op": "exit", "id", "status", "cpu"} · {"op": "clean", "slot"}
+                       {"op": "exit", "id", "status", "cpu"} · {"op": "clean", "id"}
 
 An exit is reported once no process of the program is left. The server looks for leftover files and a helper removes
 them: children are copies of this process, so not even a file's name may enter its memory.
@@ -16,7 +16,6 @@ them: children are copies of this process, so not even a file's name may enter i
 
 from __future__ import annotations
 
-import array
 import builtins
 import functools
 import gc
@@ -121,8 +120,6 @@ def merge_heap_pages() -> None:
 
 
 class Zygote:
-    """Forks, kills and reaps children."""
-
     def __init__(self, config: RunnerConfig, server: socket.socket, limits: ChildLimits) -> None:
         self._config = config
         self._server = server
@@ -139,7 +136,6 @@ class Zygote:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def serve(self) -> None:
-        """Serve until the server goes away."""
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         poll = select.poll()
@@ -155,19 +151,15 @@ class Zygote:
                     return
 
     def _receive(self) -> bool:
-        descriptors = array.array("i")
-        data, ancillary, _, _ = self._server.recvmsg(
-            _MAX_MESSAGE, socket.CMSG_SPACE(4 * _MOST_DESCRIPTORS), socket.MSG_CMSG_CLOEXEC
-        )
+        flags = socket.MSG_CMSG_CLOEXEC
+        data, descriptors, _, _ = socket.recv_fds(self._server, _MAX_MESSAGE, _MOST_DESCRIPTORS, flags)
         if not data:
             return False
-        for _, _, payload in ancillary:
-            descriptors.frombytes(payload)
         message: ProcessMessage = json.loads(data)
         if message["op"] in ("spawn", "init"):
-            self._spawn(message, list(descriptors))
+            self._spawn(message, descriptors)
         elif message["op"] == "clean":
-            self._clean(message["slot"])
+            self._clean(message["id"])
         elif message["id"] in self._pids:
             pid = self._pids[message["id"]]
             if message["op"] == "kill":
@@ -222,7 +214,7 @@ class Zygote:
             elif slot is not None:
                 if status != 0:
                     raise RuntimeError(f"slot {slot} could not be cleaned: status {status}")
-                self._send({"op": "clean", "slot": slot})
+                self._send({"op": "clean", "id": slot})
 
     def _clean(self, slot: int) -> None:
         """Have a helper remove a slot's files, since removing many files would delay other programs."""

@@ -44,39 +44,23 @@ class ZygoteHandle:
 
     @property
     def pid(self) -> int:
-        """The interpreter's process."""
         return self._process.pid
 
     def fileno(self) -> int:
-        """For epoll."""
         return self._socket.fileno()
 
     def set_ready(self) -> None:
-        """Record that the interpreter is warm."""
         self.ready = True
         self.resident = resident_bytes(self._process.pid)
 
-    def spawn(self, identifier: int, slot: int, cpu_seconds: int, descriptors: list[int]) -> None:
+    def ask(self, message: ProcessMessage, descriptors: list[int]) -> None:
         """Ask for a child. Raises OSError when the zygote is gone."""
-        message = {"op": "spawn", "id": identifier, "slot": slot, "cpu": cpu_seconds}
         socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors)
 
-    def start_session(self, identifier: int, slot: int, session: int, descriptors: list[int]) -> None:
-        """Ask for a session init with one session. Raises OSError when the zygote is gone."""
-        message = {"op": "init", "id": identifier, "slot": slot, "session": session}
-        socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors)
-
-    def locate(self, identifier: int) -> None:
-        """Ask for a child's PID."""
-        self._tell({"op": "where", "id": identifier})
-
-    def kill(self, identifier: int) -> None:
-        """Ask to kill a child. The children of a zygote that is gone died with it."""
-        self._tell({"op": "kill", "id": identifier})
-
-    def clean(self, slot: int) -> None:
-        """Ask for a slot's processes and files to be removed."""
-        self._tell({"op": "clean", "slot": slot})
+    def tell(self, operation: str, identifier: int) -> None:
+        """Ask about a child or a slot. The children of a zygote that is gone died with it."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._socket.send(json.dumps({"op": operation, "id": identifier}).encode())
 
     def receive(self) -> ProcessMessage | None:
         """The next report; None when the zygote is gone."""
@@ -97,7 +81,3 @@ class ZygoteHandle:
         if self._process.stdout is not None:
             self._process.stdout.close()
         return status
-
-    def _tell(self, message: ProcessMessage) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._socket.send(json.dumps(message).encode())

@@ -67,15 +67,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _runner(options: argparse.Namespace) -> int:
-    from agentrl_sandbox.service.runner import RunnerOptions, serve_runner
+    from agentrl_sandbox.service.runner import serve_runner
 
     if not _NAME.fullmatch(options.name):
         raise SandboxError(f"{options.name!r} is not a valid socket name; use letters, digits, dots and dashes")
     standby = os.environ.get("SANDBOX_STANDBY") or "true"  # a service should not pause when a fork server dies
     environment = {**os.environ, "SANDBOX_STANDBY": standby}
     settings = read_settings(SandboxSettings, environment, options.settings, without=_OF_CLIENTS)
-    where = RunnerOptions(sockets=options.sockets, name=options.name, linger=options.linger, parent=options.parent)
-    asyncio.run(serve_runner(settings, where))
+    ends = {"linger": options.linger, "parent": options.parent}
+    asyncio.run(serve_runner(settings, options.sockets, options.name, **ends))
     return 0
 
 

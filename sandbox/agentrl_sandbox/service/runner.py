@@ -14,7 +14,6 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -29,22 +28,18 @@ from agentrl_sandbox.wire import Frame, FrameBuffer, FrameError, pack
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunnerOptions:
-    """Where a runner listens and when it exits by itself."""
+async def serve_runner(
+    settings: SandboxSettings, sockets: Path, name: str, *, linger: float | None = None, parent: int | None = None
+) -> None:
+    """Run until SIGTERM or SIGINT, then finish running requests. Raises SandboxError if it cannot start.
 
-    sockets: Path
-    name: str  # unique among the runners of one directory
-    linger: float | None = None  # seconds without a gateway after which it exits; None: never
-    parent: int | None = None  # the process with which it exits
-
-
-async def serve_runner(settings: SandboxSettings, options: RunnerOptions) -> None:
-    """Run until SIGTERM or SIGINT, then finish running requests. Raises SandboxError if it cannot start."""
+    ``name`` is unique in the directory ``sockets``. The runner also ends ``linger`` seconds after the last gateway
+    left, and with the process ``parent``.
+    """
     messages.check_answers_fit(settings)
-    if options.parent is not None:
+    if parent is not None:
         kernel.die_with_parent(signal.SIGTERM)
-        if os.getppid() != options.parent:
+        if os.getppid() != parent:
             return
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -53,10 +48,10 @@ async def serve_runner(settings: SandboxSettings, options: RunnerOptions) -> Non
     sandbox = await open_local(settings)
     try:
         service = RunnerService(sandbox, messages.hello(settings, sandbox.isolation))
-        with listening(options.sockets, options.name) as listener:
+        with listening(sockets, name) as listener:
             server = await loop.create_unix_server(service.connection, sock=listener)
-            _log.info("runner %s is ready: %s", options.name, sandbox.isolation.describe())
-            lonely = asyncio.create_task(service.lonely(options.linger))
+            _log.info("runner %s is ready: %s", name, sandbox.isolation.describe())
+            lonely = asyncio.create_task(service.lonely(linger))
             await asyncio.wait((asyncio.create_task(stop.wait()), lonely), return_when=asyncio.FIRST_COMPLETED)
             server.close()
         await service.drain()
@@ -128,7 +123,6 @@ class RunnerService:
         self.changed = asyncio.Event()
 
     def connection(self) -> GatewayConnection:
-        """The protocol of a new connection."""
         return GatewayConnection(self)
 
     async def lonely(self, seconds: float | None) -> None:
@@ -163,7 +157,6 @@ class GatewayConnection(asyncio.Protocol):
         self.tasks: dict[int, asyncio.Task[None]] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the hello."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         self._service.gateways.add(self)
         self._service.changed.set()
@@ -181,7 +174,6 @@ class GatewayConnection(asyncio.Protocol):
             ending.add_done_callback(self._endings.discard)
 
     def data_received(self, data: bytes) -> None:
-        """Start the requests."""
         try:
             frames = self._frames.feed(data)
         except FrameError as error:
@@ -204,7 +196,6 @@ class GatewayConnection(asyncio.Protocol):
             self._transport.write(pack(header, *blobs))
 
     def close(self) -> None:
-        """Close the connection once everything is written."""
         if self._transport is not None:
             self._transport.close()
 

@@ -68,7 +68,6 @@ class Balancer:
         self.wake()
 
     def release(self, trajectory_id: str) -> None:
-        """Forget a trajectory, because no further request will follow."""
         for load in self.loads:
             load.cached.pop(trajectory_id, None)
 

@@ -1,8 +1,4 @@
-"""The engine over vLLM servers: balances requests, retries them on other servers and changes weights on all servers.
-
-Servers exchange tokens over HTTP. They are separate processes, started here or external. A server that fails gets no
-requests until it has proved that it works and holds the weights of the current version.
-"""
+"""The engine over vLLM servers: balances requests, retries them on other servers and changes weights on all servers."""
 
 from __future__ import annotations
 
@@ -83,7 +79,6 @@ class VLLMEngine:
         self._gate.set()
 
     async def close(self) -> None:
-        """Disconnect from the servers and end those that were started here."""
         await asyncio.gather(*(member.close() for member in self._members))
 
     async def _open(self, member: Member) -> None:
@@ -178,7 +173,6 @@ class VLLMEngine:
                     await self._balancer.changed()
 
     def release(self, trajectory_id: str) -> None:
-        """Forget a trajectory, because no further request will follow."""
         self._balancer.release(trajectory_id)
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
@@ -235,7 +229,6 @@ class VLLMEngine:
 
     @property
     def version(self) -> int:
-        """The policy version of the weights."""
         return self._weights.version
 
     @property
@@ -340,7 +333,6 @@ class VLLMEngine:
         return "; ".join(member.lost for member in self._members)
 
     def releases(self) -> list[str]:
-        """The vLLM releases that the servers run."""
         return sorted({member.identity.vllm for member in self._members if member.identity is not None})
 
     def fingerprint(self) -> str:

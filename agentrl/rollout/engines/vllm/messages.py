@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -196,8 +195,6 @@ def _spans(spans: object, count: int) -> tuple[tuple[int, int], ...]:
 
 def _finite(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not _FLOOR < value <= 1e-6:
-        raise GarbageError(f"{value!r} is not a log-probability")
-    if not math.isfinite(value):
         raise GarbageError(f"{value!r} is not a log-probability")
     return float(value)
 

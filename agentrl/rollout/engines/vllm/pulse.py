@@ -1,7 +1,6 @@
 """Detects whether a server with requests has stopped computing; a slow server is not treated as dead.
 
-A turn may take an hour on a busy server. A time limit would drop long turns and keep short ones, so the server is
-watched instead: it has stalled if none of its requests received a token for ``stall_deadline`` seconds.
+A time limit would drop long turns on a busy server and keep short ones.
 """
 
 from __future__ import annotations

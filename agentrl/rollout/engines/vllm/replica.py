@@ -83,7 +83,6 @@ class Replica:
     # -- control --------------------------------------------------------------------------------------------------
 
     async def healthy(self, *, seconds: float = _QUICK) -> None:
-        """Return if the server answers. Raises ServerCallError."""
         await self._http.get("/health", seconds=seconds)
 
     async def version(self) -> str:
@@ -118,7 +117,6 @@ class Replica:
         await self._http.post("/collective_rpc", body, seconds=_LONG)
 
     async def label(self, version: int) -> None:
-        """Label its weights with a version."""
         await self._http.post("/update_weight_version", {"new_version": str(version)}, seconds=_QUICK)
 
     async def forget_prefixes(self, *, running_too: bool) -> None:

@@ -140,7 +140,6 @@ class ServerProcess:
         return "\n".join(line[:300] for line in telling[-_TAIL_LINES:]) or "(the log is empty)"
 
     def stop(self) -> None:
-        """End the server and all its processes."""
         if self._process is None:
             return
         self._process.terminate()

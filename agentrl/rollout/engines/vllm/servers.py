@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +15,9 @@ from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.vllm.engine import VLLMEngine
 from agentrl.rollout.engines.vllm.server import ServerPlan, ServerProcess, plan_servers, visible_gpus
 from agentrl.rollout.settings import RolloutSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """The head sizes that vLLM 0.32's CPU attention supports (``CPUAttentionBackend.get_supported_head_sizes``)."""
@@ -86,7 +89,7 @@ def policy_servers(
     )
 
 
-def check_cpu_attention(config: Any | None) -> None:
+def check_cpu_attention(config: PreTrainedConfig | None) -> None:
     """Raise SettingsError for a model whose attention vLLM cannot compute on a CPU. None: the shape is unknown."""
     if config is None:
         return
@@ -122,7 +125,6 @@ def server_gpus() -> list[str]:
 
 
 def vocabulary_of(policy_path: str) -> int:
-    """The number of tokens of a policy's model."""
     from transformers import AutoConfig
 
     size: int = AutoConfig.from_pretrained(policy_path).get_text_config().vocab_size

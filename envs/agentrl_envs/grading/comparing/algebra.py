@@ -11,13 +11,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 from antlr4.atn.PredictionMode import PredictionMode
 from latex2sympy2_extended import latex2sympy2
 from math_verify import LatexExtractionConfig, verify
 from math_verify.grader import should_treat_as_complex
 from math_verify.parser import get_last_eq
+from sympy import Basic
 
 _NORMAL = replace(LatexExtractionConfig().normalization_config, units=False)
 _CONVERSION = latex2sympy2.ConversionConfig(lowercase_symbols=False)
@@ -45,12 +45,12 @@ def is_for_algebra(text: str) -> bool:
 
 
 @lru_cache(maxsize=512)
-def read_latex(text: str) -> Any | None:
+def read_latex(text: str) -> Basic | None:
     """The SymPy object that the text writes in LaTeX, or None."""
     return None if _DROPPED.search(text) else _read(latex2sympy2.normalize_latex(text, config=_NORMAL))
 
 
-def _read(text: str) -> Any | None:
+def _read(text: str) -> Basic | None:
     read = _parsed(text)
     if read is None:
         last = get_last_eq(text)  # of a = b = c
@@ -58,7 +58,7 @@ def _read(text: str) -> Any | None:
     return read
 
 
-def _parsed(text: str) -> Any | None:
+def _parsed(text: str) -> Basic | None:
     try:
         return _LatexReader(is_real=not should_treat_as_complex(text), convert_degrees=False, config=_CONVERSION).parse(
             text
@@ -72,7 +72,7 @@ def _parsed(text: str) -> Any | None:
 class _TwoStageParser(latex2sympy2.PSParser):
     """Parses with the cheap lookahead, and once more with the full one where that fails."""
 
-    def math(self) -> Any:
+    def math(self) -> object:
         self._interp.predictionMode = PredictionMode.SLL
         try:
             return super().math()
@@ -85,7 +85,7 @@ class _TwoStageParser(latex2sympy2.PSParser):
 
 
 class _LatexReader(latex2sympy2._Latex2Sympy):
-    def create_parser(self, text: str) -> Any:
+    def create_parser(self, text: str) -> object:
         tokens = super().create_parser(text).getTokenStream()
         # An unknown command or sign is no reading. It raises here, all of the text at once: raised in the middle of a
         # parse it would be taken for a parse that failed, and the second one would go on behind it.

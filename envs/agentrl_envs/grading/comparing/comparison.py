@@ -18,8 +18,11 @@ from itertools import pairwise
 from agentrl_envs.grading.comparing.algebra import is_for_algebra, read_latex, same_by_algebra
 from agentrl_envs.grading.comparing.equality import equal, proportional
 from agentrl_envs.grading.comparing.values import NoValueError, value_of
-from agentrl_envs.grading.reading.expressions import Apply, Expression, Number, Symbol, parts, symbols
+from agentrl_envs.grading.reading.expressions import Apply, Expression, Number, Symbol, parts, quotient, symbols
+from agentrl_envs.grading.reading.spelling import squeezed
 from agentrl_envs.grading.reading.structure import (
+    FLIPPED,
+    INTERVALS,
     Answer,
     Bracketed,
     Leaf,
@@ -33,11 +36,8 @@ from agentrl_envs.grading.reading.units import agree
 from agentrl_envs.types import Verdict
 
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+", re.ASCII)
-_AROUND_SIGNS = re.compile(r"(?<=[^A-Za-z0-9.]) | (?=[^A-Za-z0-9.])")
 _ROUGHLY = 0.05  # relative: what is called approximately equal
-_BRACKETS = frozenset({"()", "[]", "(]", "[)"})
 _UNORDERED = frozenset({"list", "set", "union"})
-_FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 
 def compare(answer: str, gold: str) -> Verdict:
@@ -81,29 +81,25 @@ def _understood(answer: Answer) -> bool:
 
 def _by_algebra(answer: Answer, gold: Answer) -> bool:
     """Where values do not decide: a text that only math-verify reads, or sets that are written in different ways."""
-    unread = isinstance(answer, Unread) or isinstance(gold, Unread)
+    both = (answer, gold)
+    unread = any(isinstance(one, Unread) for one in both)
     series = isinstance(answer, Leaf) and isinstance(gold, Leaf) and equal(gold.tree, answer.tree) is None
-    sets = (
-        _is_set(gold)
-        and _is_set(answer)
-        and (_is_inequality(gold) or _is_inequality(answer) or _kinds_differ(gold, answer))
-    )
+    sets = all(map(_is_set, both)) and any(map(_has_other_forms, both))
     return (unread or series or sets) and same_by_algebra(answer.text, gold.text)
 
 
 def _is_set(answer: Answer) -> bool:
-    return _is_inequality(answer) or (
-        isinstance(answer, Bracketed) and (answer.kind in _BRACKETS or answer.kind == "union")
-    )
+    return _has_other_forms(answer) or (isinstance(answer, Bracketed) and answer.kind in INTERVALS)
 
 
-def _is_inequality(answer: Answer) -> bool:
-    return isinstance(answer, Relation) and "=" not in answer.signs
-
-
-def _kinds_differ(gold: Answer, answer: Answer) -> bool:
-    """Whether one is a union, which may be written in many ways."""
-    return "union" in (getattr(gold, "kind", ""), getattr(answer, "kind", ""))
+def _has_other_forms(answer: Answer) -> bool:
+    """Whether it is an inequality or a union, which may be written in many ways."""
+    match answer:
+        case Relation():
+            return "=" not in answer.signs
+        case Bracketed():
+            return answer.kind == "union"
+    return False
 
 
 def _with_decimal_comma(answer: str, gold: Answer) -> bool:
@@ -114,7 +110,7 @@ def _with_decimal_comma(answer: str, gold: Answer) -> bool:
 
 def same(gold: Answer, answer: Answer) -> bool:
     """Whether an answer means what the gold answer does."""
-    if _squeezed(gold.text) == _squeezed(answer.text) and gold.text:
+    if squeezed(gold.text) == squeezed(answer.text) and gold.text:
         return True
     match gold, answer:
         case (Unread(), _) | (_, Unread()):
@@ -138,10 +134,6 @@ def same(gold: Answer, answer: Answer) -> bool:
         case Leaf(), Leaf():
             return _same_leaf(gold, answer)
     return False
-
-
-def _squeezed(text: str) -> str:
-    return _AROUND_SIGNS.sub("", text)
 
 
 def _same_words(gold: Answer, answer: Answer) -> bool:
@@ -211,48 +203,37 @@ def _without_repeats(parts: Sequence[Answer], *, allowed: int) -> list[Answer]:
 
 def _same_as_group(gold: Answer, answer: Bracketed) -> bool:
     """A single gold answer in brackets, or a matrix as lists."""
-    if isinstance(gold, Leaf) and isinstance(gold.tree, Apply) and gold.tree.function == "matrix":
-        rows = [row.arguments for row in gold.tree.arguments if isinstance(row, Apply)]
-        if answer.kind == "[]" and len(answer.parts) == len(rows) and all(map(_same_row, rows, answer.parts)):
-            return True
+    matrix = _as_lists(gold)
+    if matrix is not None:
         vector = _as_vector(gold)
-        return vector is not None and answer.kind in ("()", "<>", "[]") and _same_parts(vector, answer, ordered=True)
+        return same(matrix, answer) or (
+            vector is not None and answer.kind in ("()", "<>", "[]") and _same_parts(vector, answer, ordered=True)
+        )
     if answer.kind == "ratio" and isinstance(gold, Leaf) and len(answer.parts) == 2 and not _is_clock(answer):
-        return _ratio_value(answer) is not None and equal(gold.tree, _ratio_value(answer)) is True  # type: ignore[arg-type]
+        trees = [part.tree for part in answer.parts if isinstance(part, Leaf)]
+        return len(trees) == 2 and equal(gold.tree, quotient(*trees)) is True
     return answer.kind in ("set", "[]") and len(answer.parts) == 1 and same(gold, answer.parts[0])
 
 
-def _same_row(row: Sequence[Expression], answer: Answer) -> bool:
-    if not isinstance(answer, Bracketed):
-        return len(row) == 1 and isinstance(answer, Leaf) and equal(row[0], answer.tree) is True
-    return (
-        answer.kind == "[]"
-        and len(row) == len(answer.parts)
-        and all(
-            isinstance(part, Leaf) and equal(cell, part.tree) is True
-            for cell, part in zip(row, answer.parts, strict=True)
-        )
-    )
+def _as_lists(answer: Answer) -> Bracketed | None:
+    """A matrix as the list of its rows."""
+    match answer:
+        case Leaf(text, Apply("matrix", rows)):
+            lists = [tuple(Leaf("", cell) for cell in row.arguments) for row in rows if isinstance(row, Apply)]
+            return Bracketed(text, "[]", tuple(Bracketed("", "[]", cells) for cells in lists))
+    return None
 
 
 def _as_vector(answer: Answer) -> Bracketed | None:
-    """A matrix of one column or row as a tuple."""
-    if not isinstance(answer, Leaf) or not isinstance(answer.tree, Apply) or answer.tree.function != "matrix":
-        return None
-    rows = [row.arguments for row in answer.tree.arguments if isinstance(row, Apply)]
-    cells = rows[0] if len(rows) == 1 else [row[0] for row in rows] if all(len(row) == 1 for row in rows) else ()
-    return Bracketed(answer.text, "<>", tuple(Leaf("", cell) for cell in cells)) if cells else None
+    """A matrix of one row or column as a tuple."""
+    matrix = _as_lists(answer)
+    rows = [row.parts for row in matrix.parts if isinstance(row, Bracketed)] if matrix is not None else []
+    cells = rows[0] if len(rows) == 1 else tuple(row[0] for row in rows if len(row) == 1)
+    return Bracketed(answer.text, "<>", cells) if cells else None
 
 
 def _is_clock(ratio: Bracketed) -> bool:
     return re.fullmatch(r"\d{1,2}:\d\d(?!\d).*", ratio.text, re.DOTALL) is not None
-
-
-def _ratio_value(ratio: Bracketed) -> Expression | None:
-    first, second = ratio.parts[:2]
-    if isinstance(first, Leaf) and isinstance(second, Leaf):
-        return Apply("*", (first.tree, Apply("over", (second.tree,))))
-    return None
 
 
 def _same_ratio(gold: Bracketed, answer: Bracketed) -> bool:
@@ -263,7 +244,7 @@ def _same_ratio(gold: Bracketed, answer: Bracketed) -> bool:
     values = []
     for group in (gold, answer):
         trees = [part.tree for part in group.parts if isinstance(part, Leaf)]
-        values.append([Apply("*", (tree, Apply("over", (trees[-1],)))) for tree in trees])
+        values.append([quotient(tree, trees[-1]) for tree in trees])
     return len(values[0]) == len(values[1]) and all(
         equal(one, other) is True for one, other in zip(*values, strict=True)
     )
@@ -283,7 +264,7 @@ def _same_relation(gold: Relation, answer: Relation) -> bool:
     ratio = proportional(wanted, said) if wanted is not None and said is not None else None
     if ratio is None or ratio == 0:
         return False
-    sign = answer.signs[0] if ratio > 0 else _FLIPPED.get(answer.signs[0], answer.signs[0])
+    sign = answer.signs[0] if ratio > 0 else FLIPPED.get(answer.signs[0], answer.signs[0])
     return sign == gold.signs[0]
 
 

@@ -18,9 +18,11 @@ from fractions import Fraction
 
 from mpmath import mp
 
-from agentrl_envs.grading.comparing.values import NoValueError, Scalar, random_number, value_of
+from agentrl_envs.grading.comparing.values import NoValueError, Scalar, approximate, random_number, value_of
 from agentrl_envs.grading.reading.expressions import (
     FLOAT_DIGITS,
+    LEADING,
+    ROUNDED,
     Expression,
     Number,
     applied,
@@ -33,9 +35,7 @@ _DIGITS = (40, 100)
 _MOST_DIGITS = 3_000
 _AGREE = 0.7  # the share of the digits that equal values share, calculated
 _WITHOUT_CANCELLATION = frozenset({"*", "over", "^", "neg", "root", "factorial", "binomial", "pi", "e", "exp"})
-_ROUNDED = Fraction(1, 2 * 10**6)
 _SMALL = Fraction(1, 10)
-_LEADING = Fraction(1, 10**5)
 _FLOAT = Fraction(1, 10**14)
 
 
@@ -68,7 +68,7 @@ def proportional(left: Expression, right: Expression) -> Fraction | None:
             return None
         with mp.workdps(_DIGITS[0]):
             exact = isinstance(over, Fraction) and isinstance(under, Fraction)
-            here = over / under if exact else _number(over) / _number(under)
+            here = over / under if exact else approximate(over) / approximate(under)
         if ratio is not None and not _near(here, ratio, _DIGITS[0]):
             return None
         ratio = here
@@ -127,7 +127,7 @@ def _agree_at(left: Expression, right: Expression, point: dict[str, Fraction], *
 def _digits_for(value: Scalar) -> int | None:
     """How many digits show what stands behind the point (2^{2005} + 1 is not 2^{2005}); None where too many would."""
     with mp.workdps(_DIGITS[0]):
-        size = abs(_number(value))
+        size = abs(approximate(value))
         before = int(mp.log10(size)) if size > 1 and not mp.isinf(size) else 0
     return None if before > _MOST_DIGITS else _DIGITS[1] + int(before / _AGREE)
 
@@ -158,7 +158,7 @@ def _near(first: Scalar, second: Scalar, digits: int, *, relative: bool = False)
     if isinstance(first, Fraction) and isinstance(second, Fraction):
         return first == second
     with mp.workdps(digits):
-        first, second = _number(first), _number(second)
+        first, second = approximate(first), approximate(second)
         if mp.isinf(first) or mp.isinf(second):
             return bool(first == second)
         size = max(mp.zero if relative else mp.one, abs(first), abs(second))
@@ -170,24 +170,20 @@ def _rounds_to(left: Expression, right: Expression, first: Scalar, second: Scala
         return True
     printed = any(isinstance(tree, Number) and tree.digits >= FLOAT_DIGITS for tree in (left, right))
     with mp.workdps(_DIGITS[0]):
-        first, second = _number(first), _number(second)
-        return printed and bool(abs(first - second) <= _number(_FLOAT) * max(abs(first), abs(second)))
+        first, second = approximate(first), approximate(second)
+        return printed and bool(abs(first - second) <= approximate(_FLOAT) * max(abs(first), abs(second)))
 
 
 def _within_rounding(first: Scalar, second: Scalar, *, scaled: bool) -> bool:
     """``scaled``: at a point for symbols, where large values are no sign of many digits."""
     exact = isinstance(first, Fraction) and isinstance(second, Fraction)
     with mp.workdps(_DIGITS[0]):
-        rounded, small, leading = (value if exact else _number(value) for value in (_ROUNDED, _SMALL, _LEADING))
+        rounded, small, leading = (value if exact else approximate(value) for value in (ROUNDED, _SMALL, LEADING))
         if not exact:
-            first, second = _number(first), _number(second)
+            first, second = approximate(first), approximate(second)
             if mp.isinf(first) or mp.isinf(second):
                 return bool(first == second)
         size = max(abs(first), abs(second))
         if size < small:
             return bool(abs(first - second) <= leading * size)
         return bool(abs(first - second) <= rounded * (size if scaled and size > 1 else 1))
-
-
-def _number(value: Scalar) -> Scalar:
-    return mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value

@@ -13,22 +13,14 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from agentrl_envs.grading.reading.expressions import ROUNDED_PLACES
-from agentrl_envs.grading.reading.spelling import respelled, words_in
+from agentrl_envs.grading.reading.expressions import LEADING, ROUNDED, ROUNDED_PLACES
+from agentrl_envs.grading.reading.spelling import respelled, squeezed, words_in
 from agentrl_envs.types import Verdict
 
-_INTEGER = re.compile(r"(?P<sign>[+-]?)(?P<digits>[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.0*)?", re.ASCII)
-_DECIMAL = re.compile(r"(?P<sign>[+-]?)(?P<number>[0-9]{0,30}\.[0-9]{1,30})", re.ASCII)
-_RATIO = re.compile(
-    r"(?P<sign>[+-]?)(?:\\frac\{(?P<inner>-?)(?P<over>[0-9]{1,30})\}\{(?P<under>[0-9]{1,30})\}"
-    r"|\\frac *(?P<over1>[0-9])(?P<under1>[0-9])"
-    r"|(?P<over2>[0-9]{1,30})/(?P<under2>[0-9]{1,30}))",
-    re.ASCII,
-)
+_FRACTION = re.compile(r"([+-]?)\\frac(?:\{(-?[0-9]+)\}\{([0-9]+)\}| *([0-9])([0-9]))")
+_NUMBER = re.compile(r"[+-]?(?:(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.0*)?|[0-9]*\.[0-9]+|[0-9]+/0*[1-9][0-9]*)")
+_LONGEST_NUMBER = 4000  # characters; Python reads no integer of more than 4300 digits
 _BRACKETS = re.compile(r"[()\[\]{}]")
-_AROUND_SIGNS = re.compile(r"(?<=[^A-Za-z0-9.]) | (?=[^A-Za-z0-9.])")
-_ROUNDED = Fraction(1, 2 * 10**6)  # decimals count as equal when they agree in six digits behind the point
-_LEADING_DIGITS = Fraction(1, 10**5)  # ... and, where they are small, in their leading digits
 
 
 def quick_verdict(answer: str, gold: str) -> Verdict | None:
@@ -41,11 +33,8 @@ def quick_verdict(answer: str, gold: str) -> Verdict | None:
     if answer == gold and gold.strip():
         return Verdict.CORRECT
     answer, gold = respelled(answer), respelled(gold)
-    if gold and _AROUND_SIGNS.sub("", answer) == _AROUND_SIGNS.sub("", gold):
+    if gold and squeezed(answer) == squeezed(gold):
         return Verdict.CORRECT
-    answer_integer, gold_integer = _integer(answer), _integer(gold)
-    if answer_integer is not None and gold_integer is not None:
-        return Verdict.CORRECT if answer_integer == gold_integer else Verdict.INCORRECT
     return _by_value(answer, gold) or _by_words(answer, gold)
 
 
@@ -62,21 +51,20 @@ def within_bounds(text: str, *, max_length: int, max_depth: int) -> bool:
 
 def is_plain_number(text: str) -> bool:
     """Whether a text is an integer, a decimal or a ratio in plain notation."""
-    text = respelled(text)
-    return _integer(text) is not None or _rational(text) is not None
+    return _number(respelled(text)) is not None
 
 
 def _by_value(answer: str, gold: str) -> Verdict | None:
-    answer_value, gold_value = _rational(answer), _rational(gold)
+    answer_value, gold_value = _number(answer), _number(gold)
     if answer_value is None or gold_value is None:
         return None
     if answer_value == gold_value:
         return Verdict.CORRECT
     apart = abs(answer_value - gold_value)
-    places = [len(text.partition(".")[2]) for text in (answer, gold) if _DECIMAL.fullmatch(text)]
+    places = [len(text.partition(".")[2]) for text in (answer, gold) if "." in text]
     if len(places) == 2 and apart > Fraction(1, 2 * 10 ** min(places)):
         return Verdict.INCORRECT  # neither is the other, rounded
-    near = apart < _ROUNDED and apart <= _LEADING_DIGITS * max(abs(answer_value), abs(gold_value))
+    near = apart < ROUNDED and apart <= LEADING * max(abs(answer_value), abs(gold_value))
     return Verdict.CORRECT if near and max(places, default=0) >= ROUNDED_PLACES else Verdict.INCORRECT
 
 
@@ -90,30 +78,10 @@ def _by_words(answer: str, gold: str) -> Verdict | None:
     return None if numbers else Verdict.INCORRECT
 
 
-def _integer(text: str) -> str | None:
-    """The canonical digits of an integer ("-0" is "0"): a string, because very long ones are not cheap as int."""
-    match = _INTEGER.fullmatch(text)
-    if match is None:
-        return None
-    digits = match["digits"].replace(",", "").lstrip("0") or "0"
-    return "-" + digits if match["sign"] == "-" and digits != "0" else digits
-
-
-def _rational(text: str) -> Fraction | None:
+def _number(text: str) -> Fraction | None:
     """The value of an integer, a decimal or a ratio in plain notation."""
-    integer = _integer(text)
-    if integer is not None:
-        return Fraction(int(integer)) if len(integer) <= 30 else None
-    decimal = _DECIMAL.fullmatch(text)
-    if decimal is not None:
-        value = Fraction("0" + decimal["number"])
-        return -value if decimal["sign"] == "-" else value
-    ratio = _RATIO.fullmatch(text)
-    if ratio is None:
+    fraction = _FRACTION.fullmatch(text)
+    plain = text if fraction is None else fraction.expand(r"\1\2\4/\3\5")
+    if len(plain) > _LONGEST_NUMBER or _NUMBER.fullmatch(plain) is None:
         return None
-    over = ratio["over"] or ratio["over1"] or ratio["over2"]
-    under = int(ratio["under"] or ratio["under1"] or ratio["under2"])
-    if under == 0:
-        return None
-    value = Fraction(int(over), under)
-    return -value if (ratio["sign"] == "-") != (ratio["inner"] == "-") else value
+    return Fraction(plain.replace(",", ""))

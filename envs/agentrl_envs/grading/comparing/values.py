@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from functools import reduce
 from typing import Any, TypeAlias
 
 import mpmath
@@ -28,7 +30,7 @@ Scalar: TypeAlias = Any
 Matrix: TypeAlias = tuple[tuple[Scalar, ...], ...]
 
 _BITS = 1 << 17  # of an exact number
-_EXPONENT = 10**15
+_LARGEST = 10**15  # argument of a function that mpmath calculates
 _EXACT_FACTORIAL = 5_000
 _ROOT_DEGREE = 64  # of higher ones the principal root is taken
 _TERMS = 20_000  # of sums and products, over the whole expression
@@ -108,19 +110,21 @@ class _Evaluation:
             return self._series(tree)
         if function == "mod":
             return self._modulo(*arguments)
-        if function.startswith(("arc", "sin", "cos", "tan", "sec", "csc", "cot")):
-            return _trigonometric(function, self._angle(arguments[0]))
+        if function in _OF_ANGLES:
+            return _checked(_trigonometric(function, self._angle(arguments[0])))
         values = [self.value(argument) for argument in arguments]
         if function in _MATRIX_FUNCTIONS or any(isinstance(value, tuple) for value in values):
             return _of_matrices(function, values)
         if function.startswith("call "):
             return _unknown(function, values)
+        if function not in _FUNCTIONS:
+            raise NoValueError(function)
         return _checked(_FUNCTIONS[function](*values))
 
     def _angle(self, tree: Expression) -> Scalar:
         """Degrees count as such where an angle is meant."""
         if isinstance(tree, Apply) and tree.function == "degree":
-            return _approximate(self.value(tree.arguments[0])) * mp.pi / 180
+            return approximate(self.value(tree.arguments[0])) * mp.pi / 180
         return self.value(tree)
 
     def _modulo(self, tree: Expression, by: Expression) -> Scalar:
@@ -136,38 +140,42 @@ class _Evaluation:
         self._terms += max(0, high - low + 1)
         if self._terms > _TERMS:
             raise NoValueError("a long sum")
-        before = self._point.get(index.name)
+        before = dict(self._point)
         result: Scalar = Fraction(int(tree.function == "product"))
         combine = _times if tree.function == "product" else _plus
         for number in range(low, high + 1):
             self._point[index.name] = Fraction(number)
             result = combine(result, self.value(body))
-        if before is None:
-            self._point.pop(index.name, None)
-        else:
-            self._point[index.name] = before
+        self._point = before
         return result
 
 
-def _approximate(value: Scalar) -> Scalar:
+def approximate(value: Scalar) -> Scalar:
+    """A Fraction as an mpmath number."""
     return mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
 
-def _bounded(value: Fraction) -> Scalar:
-    size = value.numerator.bit_length() + value.denominator.bit_length()
-    return value if size <= _BITS else _approximate(value)
+def _arithmetic(operation: Callable[[Scalar, Scalar], Scalar]) -> Callable[[Scalar, Scalar], Scalar]:
+    """Exact while both numbers are and the result is short enough."""
+
+    def calculate(left: Scalar, right: Scalar) -> Scalar:
+        if not (isinstance(left, Fraction) and isinstance(right, Fraction)):
+            return operation(approximate(left), approximate(right))
+        exact = operation(left, right)
+        size = exact.numerator.bit_length() + exact.denominator.bit_length()
+        return exact if size <= _BITS else approximate(exact)
+
+    return calculate
 
 
-def _plus(left: Scalar, right: Scalar) -> Scalar:
-    if isinstance(left, Fraction) and isinstance(right, Fraction):
-        return _bounded(left + right)
-    return _approximate(left) + _approximate(right)
+_plus, _times = _arithmetic(operator.add), _arithmetic(operator.mul)
 
 
-def _times(left: Scalar, right: Scalar) -> Scalar:
-    if isinstance(left, Fraction) and isinstance(right, Fraction):
-        return _bounded(left * right)
-    return _approximate(left) * _approximate(right)
+def _small(value: Scalar) -> Scalar:
+    number = approximate(value)
+    if abs(number) > _LARGEST:
+        raise NoValueError("a large argument")
+    return number
 
 
 def _over(value: Scalar) -> Scalar:
@@ -182,12 +190,10 @@ def _power(base: Scalar, exponent: Scalar) -> Scalar:
             return _integer_power(base, int(exponent))
         if exponent.denominator <= _ROOT_DEGREE:
             return _integer_power(_root(base, Fraction(exponent.denominator)), exponent.numerator)
-        exponent = _approximate(exponent)
+        exponent = approximate(exponent)
     if base == 0:
         raise NoValueError("zero to the power of what is not rational")
-    if abs(mp.re(exponent)) > _EXPONENT:
-        raise NoValueError("a large exponent")
-    return mp.power(_approximate(base), exponent)
+    return mp.power(approximate(base), _small(exponent))
 
 
 def _integer_power(base: Scalar, exponent: int) -> Scalar:
@@ -195,12 +201,10 @@ def _integer_power(base: Scalar, exponent: int) -> Scalar:
         raise NoValueError("a division by zero")
     if isinstance(base, Fraction):
         if abs(base) in (0, 1):
-            return base ** (exponent if exponent == 0 else 2 - exponent % 2) if exponent else _ONE
+            return base ** (exponent % 2 or 2) if exponent else _ONE
         if (base.numerator.bit_length() + base.denominator.bit_length()) * abs(exponent) <= _BITS:
             return base**exponent
-    if abs(exponent) > _EXPONENT:
-        raise NoValueError("a large exponent")
-    return mp.power(_approximate(base), exponent)
+    return mp.power(approximate(base), _small(exponent))
 
 
 def _root(value: Scalar, degree: Scalar) -> Scalar:
@@ -216,7 +220,7 @@ def _root(value: Scalar, degree: Scalar) -> Scalar:
             return Fraction(over, under)
     elif mp.im(value) == 0 and mp.re(value) < 0 and number % 2:
         return -_root(-mp.re(value), degree)
-    return mp.root(_approximate(value), number)
+    return mp.root(approximate(value), number)
 
 
 def _exact_root(value: int, degree: int) -> int | None:
@@ -237,18 +241,14 @@ def _factorial(value: Scalar) -> Scalar:
             raise NoValueError("the factorial of a negative number")
         if value <= _EXACT_FACTORIAL:
             return Fraction(math.factorial(int(value)))
-    if abs(mp.re(_approximate(value))) > _EXPONENT:
-        raise NoValueError("a large factorial")
-    return mp.factorial(_approximate(value))
+    return mp.factorial(_small(value))
 
 
 def _binomial(over: Scalar, under: Scalar) -> Scalar:
     whole = all(isinstance(value, Fraction) and value.denominator == 1 for value in (over, under))
     if whole and 0 <= under <= over <= _EXACT_FACTORIAL:
         return Fraction(math.comb(int(over), int(under)))
-    if any(abs(mp.re(_approximate(value))) > _EXPONENT for value in (over, under)):
-        raise NoValueError("a large binomial coefficient")
-    return mp.binomial(_approximate(over), _approximate(under))
+    return mp.binomial(_small(over), _small(under))
 
 
 def _floor(value: Scalar) -> Scalar:
@@ -262,16 +262,11 @@ def _floor(value: Scalar) -> Scalar:
 def _logarithm(value: Scalar) -> Scalar:
     if value == 0:
         raise NoValueError("the logarithm of zero")
-    return Fraction(0) if value == 1 else mp.log(_approximate(value))
+    return Fraction(0) if value == 1 else mp.log(approximate(value))
 
 
 def _trigonometric(name: str, value: Scalar) -> Scalar:
-    if name not in _TRIGONOMETRIC:
-        raise NoValueError(name)
-    angle = _approximate(value)
-    if abs(angle) > _EXPONENT:
-        raise NoValueError("a large angle")
-    return _checked(_TRIGONOMETRIC[name](angle))
+    return getattr(mp, name.replace("arc", "a"))(_small(value))
 
 
 def _of_integers(function: Callable[..., int]) -> Callable[..., Scalar]:
@@ -281,7 +276,7 @@ def _of_integers(function: Callable[..., int]) -> Callable[..., Scalar]:
 def _most(function: Callable[..., object]) -> Callable[..., Scalar]:
     def chosen(*values: Scalar) -> Scalar:
         exact = all(isinstance(value, Fraction) for value in values)
-        return function(*(value if exact else _real(_approximate(value)) for value in values))
+        return function(*(value if exact else _real(approximate(value)) for value in values))
 
     return chosen
 
@@ -325,63 +320,42 @@ def _of_matrices(function: str, values: list[Scalar]) -> Scalar:
                 raise NoValueError("a large matrix")
             return tuple(values)
         case "neg":
-            return _scaled(values[0], Fraction(-1))
+            return _matrix_times(values[0], Fraction(-1))
         case "transpose":
             return tuple(zip(*values[0], strict=True))
         case "+":
-            return _matrix_sum(values)
+            return reduce(_matrix_plus, values)
         case "*":
-            return _matrix_product(values)
+            return reduce(_matrix_times, values)
     raise NoValueError(f"{function} of matrices")
 
 
-def _scaled(matrix: Matrix, factor: Scalar) -> Matrix:
-    return tuple(tuple(_times(cell, factor) for cell in row) for row in matrix)
+def _matrix_plus(left: Matrix, right: Matrix) -> Matrix:
+    rows = zip(left, right, strict=True)
+    return tuple(tuple(_plus(one, other) for one, other in zip(*pair, strict=True)) for pair in rows)
 
 
-def _matrix_sum(values: list[Scalar]) -> Matrix:
-    shapes = {(len(value), len(value[0])) if isinstance(value, tuple) else None for value in values}
-    if None in shapes or len(shapes) != 1:
-        raise NoValueError("a sum of different shapes")
-    result = values[0]
-    for value in values[1:]:
-        result = tuple(tuple(map(_plus, *rows)) for rows in zip(result, value, strict=True))
-    return tuple(result)
+def _matrix_times(left: Scalar, right: Scalar) -> Scalar:
+    if not isinstance(left, tuple):
+        left, right = right, left
+    if not isinstance(left, tuple):
+        return _times(left, right)
+    if not isinstance(right, tuple):
+        return tuple(tuple(_times(cell, right) for cell in row) for row in left)
+    if len(left[0]) != len(right):
+        raise NoValueError("a product of shapes that do not fit")
+    columns = list(zip(*right, strict=True))
+    return tuple(tuple(_sum(*map(_times, row, column)) for column in columns) for row in left)
 
 
-def _matrix_product(values: list[Scalar]) -> Scalar:
-    result = values[0]
-    for value in values[1:]:
-        if not isinstance(value, tuple):
-            result = _scaled(result, value) if isinstance(result, tuple) else _times(result, value)
-        elif not isinstance(result, tuple):
-            result = _scaled(value, result)
-        elif len(result[0]) != len(value):
-            raise NoValueError("a product of shapes that do not fit")
-        else:
-            columns = list(zip(*value, strict=True))
-            result = tuple(tuple(_sum(map(_times, row, column)) for column in columns) for row in result)
-    return result
-
-
-def _sum(values: Scalar) -> Scalar:
-    result: Scalar = Fraction(0)
-    for value in values:
-        result = _plus(result, value)
-    return result
-
-
-def _all_times(*values: Scalar) -> Scalar:
-    result: Scalar = _ONE
-    for value in values:
-        result = _times(result, value)
-    return result
+def _sum(*values: Scalar) -> Scalar:
+    return reduce(_plus, values, Fraction(0))
 
 
 _MATRIX_FUNCTIONS = frozenset({"row", "matrix", "transpose"})
 _FUNCTIONS: dict[str, Callable[..., Scalar]] = {
-    "+": lambda *values: _sum(values),
-    "*": _all_times,
+    "+": _sum,
+    "*": lambda *values: reduce(_times, values),
     "neg": lambda value: -value,
     "over": _over,
     "^": _power,
@@ -404,7 +378,5 @@ _FUNCTIONS: dict[str, Callable[..., Scalar]] = {
     "max": _most(max),
     "min": _most(min),
 }
-_TRIGONOMETRIC_NAMES = "sin cos tan sec csc cot sinh cosh tanh arcsin arccos arctan arcsec arccsc arccot"
-_TRIGONOMETRIC: dict[str, Callable[[Scalar], Scalar]] = {
-    name: getattr(mp, f"a{name[3:]}" if name.startswith("arc") else name) for name in _TRIGONOMETRIC_NAMES.split()
-}
+_TRIGONOMETRIC = "sin cos tan sec csc cot sinh cosh tanh arcsin arccos arctan arcsec arccsc arccot"
+_OF_ANGLES = frozenset(_TRIGONOMETRIC.split())

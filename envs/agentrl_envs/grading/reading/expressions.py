@@ -13,6 +13,8 @@ from fractions import Fraction
 from typing import TypeAlias
 
 ROUNDED_PLACES = 6
+ROUNDED = Fraction(1, 2 * 10**6)  # decimals are equal when they agree in six digits behind the point
+LEADING = Fraction(1, 10**5)  # ... and, where they are small, in their leading digits
 FLOAT_DIGITS = 15
 
 
@@ -45,6 +47,11 @@ class Apply:
 
 
 Expression: TypeAlias = Number | Symbol | Apply
+
+
+def quotient(over: Expression, under: Expression) -> Apply:
+    """``over / under``."""
+    return Apply("*", (over, Apply("over", (under,))))
 
 
 def parts(tree: Expression) -> Iterator[Expression]:

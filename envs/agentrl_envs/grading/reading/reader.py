@@ -15,32 +15,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from fractions import Fraction
 
-from agentrl_envs.grading.reading.expressions import Apply, Expression, Number, Symbol
+from agentrl_envs.grading.reading.expressions import Apply, Expression, Number, Symbol, quotient
 from agentrl_envs.grading.reading.tokens import Token, UnreadableError, tokens_of
 
 _END = Token("end", "")
-_FUNCTION_COMMANDS = r"""
-    \sin \cos \tan \sec \csc \cot \arcsin \arccos \arctan \arcsec \arccsc \arccot \sinh \cosh \tanh \exp \ln \lg
-    \log \det
-"""
-_FUNCTIONS = frozenset(_FUNCTION_COMMANDS.split())
+
+
+def _commands(names: str) -> frozenset[str]:
+    return frozenset(f"\\{name}" for name in names.split())
+
+
+_FUNCTIONS = _commands(
+    "sin cos tan sec csc cot arcsin arccos arctan arcsec arccsc arccot sinh cosh tanh exp ln lg log det"
+)
 _CALLS = {  # of so many arguments in parentheses
     r"\abs": 1, r"\Integer": 1, r"\Float": 1, r"\factorial": 1, r"\floor": 1, r"\ceil": 1, r"\cbrt": 1,
     r"\Rational": 2, r"\root": 2, r"\binomial": 2, r"\gcd": 0, r"\lcm": 0, r"\max": 0, r"\min": 0,
 }  # fmt: skip
-_GREEK_COMMANDS = r"""
-    \alpha \beta \gamma \delta \epsilon \varepsilon \zeta \eta \theta \vartheta \iota \kappa \lambda \mu \nu \xi
-    \rho \sigma \tau \upsilon \phi \varphi \chi \psi \omega \Gamma \Delta \Theta \Lambda \Xi \Sigma \Phi \Psi
-    \Omega \ell \hbar
-"""
-_GREEK = frozenset(_GREEK_COMMANDS.split())
-_FIGURES = frozenset({r"\angle", r"\triangle", r"\odot", r"\widehat", r"\parallel"})
-_ACCENT_COMMANDS = r"""
-    \vec \bar \hat \tilde \overline \overrightarrow \mathbf \mathbb \mathcal \boldsymbol \widetilde
-"""
-_ACCENTS = frozenset(_ACCENT_COMMANDS.split())
-_TIMES = frozenset({"*", r"\cdot", r"\times", r"\ast"})
+_GREEK = _commands(
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau "
+    "upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell hbar"
+)
+_FIGURES = _commands("angle triangle odot widehat parallel")
+_ACCENTS = _commands("vec bar hat tilde overline overrightarrow mathbf mathbb mathcal boldsymbol widetilde")
+_TIMES = _commands("cdot times ast") | {"*"}
 _OVER = frozenset({"/", r"\div", ":"})
+_MODULO = _commands("bmod mod")
+_BEHIND_FACTORS = _TIMES | _OVER | _MODULO | _commands(r"choose rfloor rceil rvert end \ }")
 _MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "array"})
 _FUNCTION_NAMES = frozenset("fghFGHP")
 _EXPONENT_DIGITS = 5  # of scientific notation, its sign among them
@@ -75,31 +76,31 @@ class _Reader:
         terms = [self._term()]
         while self._next.text in ("+", "-"):
             minus = self._take().text == "-"
-            term = self._term()
-            terms.append(Apply("neg", (term,)) if minus else term)
+            terms.append(_with_sign(self._term(), minus=minus))
         return terms[0] if len(terms) == 1 else Apply("+", tuple(terms))
 
     def _term(self) -> Expression:
         factors = [self._signed()]
         while True:
-            if self._next.text in _TIMES:
-                self._take()
+            if self._taken(*_TIMES):
                 factors.append(self._signed())
-            elif self._next.text in _OVER:
-                self._take()
+            elif self._taken(*_OVER):
                 factors.append(Apply("over", (self._signed(),)))
-            elif self._next.text in (r"\bmod", r"\mod"):
-                self._take()
+            elif self._taken(*_MODULO):
                 factors = [Apply("mod", (_product(factors), self._signed()))]
             else:
                 return _product(factors)
 
     def _signed(self) -> Expression:
+        minus = self._minus()
+        return _with_sign(self._beside(), minus=minus)
+
+    def _minus(self) -> bool:
+        """Take the signs ahead; whether they make a minus."""
         minus = False
         while self._next.text in ("+", "-"):
             minus ^= self._take().text == "-"
-        tree = self._beside()
-        return Apply("neg", (tree,)) if minus else tree
+        return minus
 
     def _beside(self, *, stop_at_functions: bool = False) -> Expression:
         """Factors side by side."""
@@ -116,33 +117,25 @@ class _Reader:
             else:
                 factors.append(factor)
         tree = _product(factors)
-        if self._next.text != "%":
-            return tree
-        self._take()
-        return Apply("percent", (tree,))
+        return Apply("percent", (tree,)) if self._taken("%") else tree
 
     def _starts_a_factor(self) -> bool:
         token = self._next
         if token.kind in ("number", "name"):
             return True
         if token.kind == "command":
-            return token.text not in _TIMES | _OVER | {
-                r"\bmod", r"\mod", r"\choose", r"\rfloor", r"\rceil", r"\rvert", r"\end", "\\\\", r"\}",
-            }  # fmt: skip
+            return token.text not in _BEHIND_FACTORS
         return token.text in ("(", "[", "{") or (token.text == "|" and self._bars == 0)
 
     def _factor(self) -> Expression:
         """An operand with what stands behind it: powers, factorials and degree signs."""
         tree = self._operand()
         while True:
-            if self._next.text == "^":
-                self._take()
+            if self._taken("^"):
                 tree = self._raised(tree)
-            elif self._next.text == "!":
-                self._take()
+            elif self._taken("!"):
                 tree = Apply("factorial", (tree,))
-            elif self._next.text == r"\degree":
-                self._take()
+            elif self._taken(r"\degree"):
                 tree = Apply("degree", (tree,))
             else:
                 return tree
@@ -166,16 +159,13 @@ class _Reader:
         return False
 
     def _exponent(self) -> Expression:
-        minus = False
-        while self._next.text in ("+", "-"):
-            minus ^= self._take().text == "-"
+        minus = self._minus()
         if self._next.kind == "name" and len(self._next.text) > 1:
             raise UnreadableError("several letters as an exponent")
         tree = self._operand()
-        if self._next.text == "^":
-            self._take()
+        if self._taken("^"):
             tree = Apply("^", (tree, self._exponent()))
-        return Apply("neg", (tree,)) if minus else tree
+        return _with_sign(tree, minus=minus)
 
     def _operand(self) -> Expression:
         token = self._take()
@@ -189,7 +179,11 @@ class _Reader:
         if token.text in _CLOSING:
             return self._group(_CLOSING[token.text])
         if token.text == "|":
-            return self._bars_around("|")
+            self._bars += 1
+            tree = self.sum()
+            self._bars -= 1
+            self._expect("|")
+            return Apply("abs", (tree,))
         raise UnreadableError(f"{token.text!r} is no operand")
 
     def _number(self, token: Token) -> Expression:
@@ -208,10 +202,8 @@ class _Reader:
 
     def _name(self, token: Token) -> Expression:
         name = token.text
-        if name == "e" and name not in self._indices and self._next.text not in ("_", "'"):
-            return Apply("e", ())
-        if name == "i" and name not in self._indices and self._next.text not in ("_", "'"):
-            return Apply("i", ())
+        if name in ("e", "i") and name not in self._indices and self._next.text not in ("_", "'"):
+            return Apply(name, ())
         if name == "I" and "*" in (self._next.text, self._before):
             return Apply("i", ())
         return self._marked(name)
@@ -244,29 +236,24 @@ class _Reader:
     def _group(self, closing: str) -> Expression:
         bars, self._bars = self._bars, 0
         tree = self.sum()
-        if closing == "}" and self._next.text == r"\choose":
-            self._take()
+        if closing == "}" and self._taken(r"\choose"):
             tree = Apply("binomial", (tree, self.sum()))
         self._bars = bars
         self._expect(closing)
         return tree
 
-    def _bars_around(self, closing: str) -> Expression:
-        self._bars += 1
-        tree = self.sum()
-        self._bars -= 1
-        self._expect(closing)
-        return Apply("abs", (tree,))
-
     def _arguments(self) -> tuple[Expression, ...]:
         self._expect("(")
         bars, self._bars = self._bars, 0
-        found = [self.sum()]
-        while self._next.text == ",":
-            self._take()
-            found.append(self.sum())
+        found = self._separated(",")
         self._bars = bars
         self._expect(")")
+        return found
+
+    def _separated(self, separator: str) -> tuple[Expression, ...]:
+        found = [self.sum()]
+        while self._taken(separator):
+            found.append(self.sum())
         return tuple(found)
 
     def _argument(self) -> Expression:
@@ -301,7 +288,7 @@ class _Reader:
             raise UnreadableError(f"{name} of {len(arguments)} arguments")
         match name:
             case r"\Rational":
-                return Apply("*", (arguments[0], Apply("over", arguments[1:])))
+                return quotient(*arguments)
             case r"\Integer" | r"\Float":
                 return arguments[0]
             case r"\cbrt":
@@ -321,7 +308,7 @@ class _Reader:
         if name in ("log", "lg", "ln"):
             tree = Apply("ln", (argument,))
             if name != "ln":
-                tree = Apply("*", (tree, Apply("over", (Apply("ln", (base or Number(Fraction(10)),)),))))
+                tree = quotient(tree, Apply("ln", (base or Number(Fraction(10)),)))
         elif base is not None:
             raise UnreadableError(f"{name} with a subscript")
         elif power == Apply("neg", (Number(Fraction(1)),)):
@@ -333,32 +320,24 @@ class _Reader:
     def _function_argument(self) -> Expression:
         if self._next.text in _CLOSING:
             return self._operand()
-        minus = self._next.text == "-"
-        if minus:
-            self._take()
-        tree = self._beside(stop_at_functions=True)
-        return Apply("neg", (tree,)) if minus else tree
+        minus = self._taken("-")
+        return _with_sign(self._beside(stop_at_functions=True), minus=minus)
 
     def _fraction(self) -> Expression:
         digits = self._next.text
-        if self._next.kind == "number" and len(digits) == 2:
+        if len(digits) == 2 and digits.isdecimal():
             self._take()
             upper, lower = (Number(Fraction(digit)) for digit in digits)
-            return Apply("*", (upper, Apply("over", (lower,))))
-        over = self._argument()
-        return Apply("*", (over, Apply("over", (self._argument(),))))
+            return quotient(upper, lower)
+        return quotient(self._argument(), self._argument())
 
     def _root(self) -> Expression:
-        degree: Expression = Number(Fraction(2))
-        if self._next.text == "[":
-            self._take()
-            degree = self._group("]")
+        degree = self._group("]") if self._taken("[") else Number(Fraction(2))
         inner = self._operand() if self._next.text == "(" else self._argument()
         return Apply("root", (inner, degree))
 
     def _binomial(self) -> Expression:
-        over = self._argument()
-        return Apply("binomial", (over, self._argument()))
+        return Apply("binomial", (self._argument(), self._argument()))
 
     def _series(self, name: str) -> Expression:
         r"""``\sum_{k=1}^{n} a_k``."""
@@ -383,17 +362,12 @@ class _Reader:
             raise UnreadableError(kind)
         if kind == "array":
             self._raw()
-        rows: list[Expression] = []
+        rows: list[Apply] = []
         while self._next.text != r"\end":
-            cells = [self.sum()]
-            while self._next.text == "&":
-                self._take()
-                cells.append(self.sum())
-            rows.append(Apply("row", tuple(cells)))
-            if self._next.text == "\\\\":
-                self._take()
+            rows.append(Apply("row", self._separated("&")))
+            self._taken("\\\\")
         self._take()
-        if self._environment() != kind or len({len(row.arguments) for row in rows if isinstance(row, Apply)}) != 1:
+        if self._environment() != kind or len({len(row.arguments) for row in rows}) != 1:
             raise UnreadableError("a matrix that is none")
         matrix = Apply("matrix", tuple(rows))
         return Apply("det", (matrix,)) if kind == "vmatrix" else matrix
@@ -417,10 +391,15 @@ class _Reader:
         self._place += 1
         return token
 
+    def _taken(self, *texts: str) -> bool:
+        """Take the next token if it is one of these."""
+        found = self._next.kind != "end" and self._next.text in texts
+        self._place += found
+        return found
+
     def _expect(self, text: str) -> None:
-        token = self._take()
-        if token.text != text:
-            raise UnreadableError(f"{token.text!r} where {text!r} must stand")
+        if not self._taken(text):
+            raise UnreadableError(f"{self._next.text!r} where {text!r} must stand")
 
 
 _SIMPLE: dict[str, Callable[[_Reader], Expression]] = {
@@ -437,6 +416,10 @@ _SIMPLE: dict[str, Callable[[_Reader], Expression]] = {
     r"\lceil": lambda reader: Apply("ceil", (reader._group(r"\rceil"),)),
     r"\lvert": lambda reader: Apply("abs", (reader._group(r"\rvert"),)),
 }
+
+
+def _with_sign(tree: Expression, *, minus: bool) -> Expression:
+    return Apply("neg", (tree,)) if minus else tree
 
 
 def _product(factors: list[Expression]) -> Expression:

@@ -12,64 +12,27 @@ from __future__ import annotations
 
 import re
 
-_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _GREEK = (
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi _ pi rho _ sigma tau upsilon phi chi psi"
 )
 _CHARACTERS = str.maketrans(
-    {chr(code): chr(ascii_code) for code, ascii_code in _FULL_WIDTH.items()}
+    {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # of full width
     | {chr(0x3B1 + place): f"\\{name} " for place, name in enumerate(_GREEK.split()) if name != "_"}
+    | dict.fromkeys("−–", "-")
+    | dict.fromkeys("⁄∕÷", "/")
+    | dict.fromkeys("\u00a0\u2009\u202f", " ")
+    | dict.fromkeys("′’", "'")
     | {
-        "−": "-",
-        "–": "-",
-        "⁄": "/",
-        "∕": "/",
-        "＄": r"\$",
-        "\u00a0": " ",
-        "\u2009": " ",
-        "\u202f": " ",
-        "°": r"^{\circ}",
-        "∞": r"\infty ",
-        "×": r"\times ",
-        "·": r"\cdot ",
-        "⋅": r"\cdot ",
-        "÷": "/",
-        "∪": r"\cup ",
-        "∩": r"\cap ",
-        "∈": r"\in ",
-        "≤": r"\le ",
-        "≥": r"\ge ",
-        "≠": r"\ne ",
-        "≈": r"\approx ",
-        "±": r"\pm ",
-        "∓": r"\mp ",
-        "∅": r"\emptyset ",
-        "ℝ": r"\mathbb{R}",
-        "½": r"\frac{1}{2}",
-        "⅓": r"\frac{1}{3}",
-        "⅔": r"\frac{2}{3}",
-        "¼": r"\frac{1}{4}",
-        "¾": r"\frac{3}{4}",
-        "∛": r"\sqrt[3]",
-        "⟨": r"\langle ",
-        "⟩": r"\rangle ",
-        "′": "'",
-        "’": "'",
+        "＄": r"\$", "°": r"^{\circ}", "∞": r"\infty ", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "±": r"\pm ",
+        "∓": r"\mp ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∪": r"\cup ", "∩": r"\cap ",
+        "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "∛": r"\sqrt[3]", "⟨": r"\langle ", "⟩": r"\rangle ",
+        "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
     }
-)
+)  # fmt: skip
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
 _PLAIN = re.compile(r"[+-]?\d+(?:\.\d+)?", re.ASCII)
-_MATH_SIGNS = (
-    ("$$", "$$"),
-    ("$", "$"),
-    (r"\(", r"\)"),
-    (r"\[", r"\]"),
-    ("**", "**"),
-    ("__", "__"),
-    ("`", "`"),
-    ("*", "*"),
-)
+_MATH_SIGNS = [pair.split() for pair in (r"$$ $$", "$ $", r"\( \)", r"\[ \]", "** **", "__ __", "` `", "* *")]
 _BOX = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])\s*")
 _INNER = r"[^{}]*(?:\{[^{}]*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*\}[^{}]*)*"
 _ARGUMENT = rf"\{{({_INNER})\}}"
@@ -111,6 +74,7 @@ _REWRITTEN: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r" {2,}", " "),
     )
 )
+_AROUND_SIGNS = re.compile(r"(?<=[^A-Za-z0-9.]) | (?=[^A-Za-z0-9.])")
 _BEHIND = " \t\r\n.,;"
 _SPACED_THOUSANDS = re.compile(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
 _MIXED = re.compile(r"(?P<whole>[+-]?\d+) (?P<over>\d+)/(?P<under>\d+)", re.ASCII)
@@ -142,6 +106,11 @@ def unstyled(text: str) -> str:
     style = _STYLE.fullmatch(text)
     plain = text if style is None else style[1].strip()
     return plain[1:-1] if len(plain) > 2 and plain[0] == plain[-1] == "'" else plain
+
+
+def squeezed(text: str) -> str:
+    """Without the blanks beside signs, which mean nothing."""
+    return _AROUND_SIGNS.sub("", text)
 
 
 def words_in(text: str) -> str | None:
@@ -184,13 +153,8 @@ def _without_box(text: str) -> str:
 def _without_math_signs(text: str) -> str:
     for left, right in _MATH_SIGNS:
         inner = text[len(left) : len(text) - len(right)]
-        if (
-            text.startswith(left)
-            and text.endswith(right)
-            and inner.strip()
-            and left not in inner.replace("\\$", "")
-            and right not in inner.replace("\\$", "")
-        ):
+        once = left not in inner.replace("\\$", "") and right not in inner.replace("\\$", "")
+        if text.startswith(left) and text.endswith(right) and inner.strip() and once:
             return inner.strip()
     return text
 

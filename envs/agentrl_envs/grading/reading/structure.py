@@ -11,7 +11,7 @@ Kinds of a `Bracketed`: ``list`` (no bracket), ``set``, ``()``, ``[]``, ``(]``, 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeAlias
@@ -88,7 +88,7 @@ _SIGNS = {
     r"\lt": "<", r"\gt": ">", r"\le": "<=", r"\leq": "<=", r"\leqslant": "<=", r"\ge": ">=", r"\geq": ">=",
     r"\geqslant": ">=", r"\ne": "!=", r"\neq": "!=", r"\approx": "~", r"\in": "in", r"\notin": "notin",
 }  # fmt: skip
-_FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
+FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|<=|>=|:=|==|(?<![\d)}])!=|.", re.DOTALL)
 _OPENING = {"(": ")", "[": "]", "{": "}", r"\{": r"\}", r"\langle": r"\rangle", r"\lfloor": "", r"\lceil": ""}
 _CLOSING = frozenset({")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil"})
@@ -105,7 +105,9 @@ _FUNCTION_WORDS = re.compile(
     r"\\(?:begin|end)\{[a-zA-Z]*\}|(?<![A-Za-z\\])(?:a?sin|a?cos|a?tan|arcsin|arccos|arctan|sinh|cosh|tanh|sqrt|cbrt|root|Rational|Integer|Float"
     r"|Fraction|factorial|binomial|floor|ceil(?:ing)?|infinity)(?![A-Za-z])"
 )
-_LINE = ("(", Apply("neg", (Apply("infinity", ()),)), Apply("infinity", ()), ")")
+_INFINITY = Apply("infinity", ())
+_LINE = (Leaf("", Apply("neg", (_INFINITY,))), Leaf("", _INFINITY))
+INTERVALS = frozenset({"()", "[]", "(]", "[)"})
 _REALS = frozenset({r"\mathbb{R}", r"\mathbb R", r"\R", r"\text{all real numbers}", "all real numbers", r"\Reals"})
 _PYTHON_MATRIX = re.compile(r"(?:Matrix|(?:np\.)?array)\((\[\[.*\]\])\)", re.DOTALL)
 
@@ -123,19 +125,16 @@ def _list(text: str, *, bracketed: bool = False) -> Answer:
     if not bracketed and _THOUSANDS.fullmatch(text):
         return _part(text)
     for separators in ((";",), (AND, OR, ",")):
-        pieces = _split(text, separators)
-        if pieces is None:
+        pieces, _ = _split(text, separators)
+        if not pieces:
             return Unread(text)
         if len(pieces) > 1:
             parts = tuple(_list(piece.strip()) for piece in pieces)
             if any(isinstance(part, Unread) for part in parts):
                 return _worded(text)
-            ors = OR in text and all(isinstance(part, Bracketed) and part.kind in _INTERVALS for part in parts)
+            ors = OR in text and all(isinstance(part, Bracketed) and part.kind in INTERVALS for part in parts)
             return Bracketed(text, "union" if ors else "list", parts)
     return _related(text)
-
-
-_INTERVALS = frozenset({"()", "[]", "(]", "[)"})
 
 
 def _worded(text: str) -> Answer:
@@ -144,36 +143,28 @@ def _worded(text: str) -> Answer:
     return Unread(plain) if words is None else Words(words)
 
 
-def _split(text: str, separators: Sequence[str]) -> list[str] | None:
-    """The pieces between separators that stand in no bracket; None where brackets do not balance."""
-    pieces, start, depth = [], 0, 0
+def _split(text: str, marks: Container[str]) -> tuple[list[str], list[str]]:
+    """The pieces between marks that stand in no bracket, and these marks; nothing where brackets do not balance."""
+    pieces: list[str] = []
+    found: list[str] = []
+    start = depth = 0
     for token in _TOKEN.finditer(text):
         said = token.group()
-        if said in _OPENING:
-            depth += 1
-        elif said in _CLOSING:
-            depth -= 1
-        elif depth == 0 and said in separators:
+        depth += (said in _OPENING) - (said in _CLOSING)
+        if depth == 0 and said in marks:
             pieces.append(text[start : token.start()])
+            found.append(said)
             start = token.end()
-    if depth != 0:
-        return None
-    return [*pieces, text[start:]]
+    return ([], []) if depth else ([*pieces, text[start:]], found)
 
 
 def _related(text: str) -> Answer:
     """A chain of relations, or one answer."""
-    pieces, signs, start, depth = [], [], 0, 0
-    for token in _TOKEN.finditer(text):
-        said = token.group()
-        depth += (said in _OPENING) - (said in _CLOSING)
-        if depth == 0 and said in _SIGNS:
-            pieces.append(text[start : token.start()])
-            signs.append(_SIGNS[said])
-            start = token.end()
+    pieces, found = _split(text, _SIGNS)
+    signs = [_SIGNS[sign] for sign in found]
     if not signs:
         return _part(text)
-    parts = tuple(_part(piece.strip()) for piece in (*pieces, text[start:]))
+    parts = tuple(_part(piece.strip()) for piece in pieces)
     if any(isinstance(part, Unread) for part in parts):
         return Unread(text)
     if signs == ["in"] and isinstance(parts[1], Bracketed) and isinstance(parts[0], Leaf):
@@ -183,30 +174,22 @@ def _related(text: str) -> Answer:
 
 def _interval(text: str, parts: tuple[Answer, ...], signs: list[str]) -> Bracketed | None:
     """An inequality of a single variable is an interval."""
-    if len(parts) == 3 and all(sign in (">", ">=") for sign in signs):
-        parts, signs = parts[::-1], [_FLIPPED[sign] for sign in reversed(signs)]
+    if all(sign in (">", ">=") for sign in signs):
+        parts, signs = parts[::-1], [FLIPPED[sign] for sign in reversed(signs)]
     leaves = [part for part in parts if isinstance(part, Leaf)]
-    if len(leaves) != len(parts) or not all(sign in ("<", "<=", ">", ">=") for sign in signs):
+    if len(leaves) != len(parts) or not all(sign in ("<", "<=") for sign in signs):
         return None
     if len(leaves) == 2 and _is_variable(leaves[1].tree):
-        leaves, signs = leaves[::-1], [_FLIPPED[signs[0]]]
-    middle = leaves[0] if len(leaves) == 2 else leaves[1]
-    if not _is_variable(middle.tree) or any(
-        symbols(leaf.tree) & symbols(middle.tree) for leaf in leaves if leaf is not middle
-    ):
-        return None
-    infinity: Expression = Apply("infinity", ())
-    if len(leaves) == 3 and all(sign in ("<", "<=") for sign in signs):
-        ends, kind = (leaves[0], leaves[2]), ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
-    elif len(leaves) == 2 and signs[0] in ("<", "<="):
-        ends = (Leaf("", Apply("neg", (infinity,))), leaves[1])
-        kind = "(" + (")" if signs[0] == "<" else "]")
+        leaves, signs = [*leaves, _LINE[1]], [*signs, "<"]
     elif len(leaves) == 2:
-        ends = (leaves[1], Leaf("", infinity))
-        kind = ("(" if signs[0] == ">" else "[") + ")"
-    else:
+        leaves, signs = [_LINE[0], *leaves], ["<", *signs]
+    if len(leaves) != 3:
         return None
-    return Bracketed(text, kind, ends, middle.tree)
+    low, middle, high = leaves
+    if not _is_variable(middle.tree) or symbols(middle.tree) & (symbols(low.tree) | symbols(high.tree)):
+        return None
+    kind = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
+    return Bracketed(text, kind, (low, high), middle.tree)
 
 
 def _is_variable(tree: Expression) -> bool:
@@ -217,16 +200,15 @@ def _part(text: str) -> Answer:
     """One answer: brackets and what stands in them, a union, a ratio, two signs, or an expression."""
     text = text.strip()
     if text in _REALS:
-        return Bracketed(text, "()", (Leaf("", _LINE[1]), Leaf("", _LINE[2])))  # type: ignore[arg-type]
+        return Bracketed(text, "()", _LINE)
     if text in (r"\emptyset", r"\varnothing", r"\{\}"):
         return Bracketed(text, "set", ())
     matrix = _PYTHON_MATRIX.fullmatch(text)
     if matrix is not None:
         return _part(matrix[1])
-    if r"\cup" in text:
-        pieces = _split(text, (r"\cup",))
-        if pieces is not None and len(pieces) > 1:
-            return _group(text, "union", [_part(piece) for piece in pieces])
+    union, _ = _split(text, (r"\cup",))
+    if len(union) > 1:
+        return _group(text, "union", [_part(piece) for piece in union])
     return _bracketed(text) or _with_two_signs(text) or _ratio(text) or _leaf(text)
 
 
@@ -279,14 +261,14 @@ def _with_two_signs(text: str) -> Answer | None:
 
 
 def _ratio(text: str) -> Answer | None:
-    pieces = _split(text, (":",)) if ":" in text else None
-    if pieces is None or len(pieces) < 2:
+    pieces, _ = _split(text, (":",))
+    if len(pieces) < 2:
         return None
-    *_, last = pieces
-    words = split_words(last.strip())  # 4:30 p.m.
+    last = pieces[-1].strip()
+    words = split_words(last)  # 4:30 p.m.
     parts = [_leaf(piece.strip()) for piece in ([*pieces[:-1], words[0]] if words else pieces)]
     if words and isinstance(parts[-1], Leaf):
-        parts[-1] = replace(parts[-1], text=last.strip(), unit=words[1])
+        parts[-1] = replace(parts[-1], text=last, unit=words[1])
     return _group(text, "ratio", parts)
 
 

@@ -10,48 +10,17 @@ from __future__ import annotations
 
 import re
 
-_KNOWN: dict[str, str] = {
-    variant: variants.split(",")[0]
-    for variants in (
-        "mm,millimeter,millimetre",
-        "cm,centimeter,centimetre",
-        "m,meter,metre",
-        "km,kilometer,kilometre",
-        "in,inch,inche",
-        "ft,foot,feet",
-        "yd,yard",
-        "mi,mile",
-        "g,gram,gm",
-        "kg,kilogram",
-        "mg,milligram",
-        "lb,pound,lbs",
-        "oz,ounce",
-        "ton",
-        "s,sec,second",
-        "min,minute,mins",
-        "hour,h,hr,hrs",
-        "day",
-        "week",
-        "month",
-        "year,yr,yrs",
-        "mph,miles per hour,mile per hour,mi/h",
-        "km/h,kph,kmh,kmph,kilometers per hour",
-        "m/s,meters per second",
-        "degree,deg",
-        "radian,rad",
-        "dollar,usd",
-        "cent",
-        "euro",
-        "liter,litre,l",
-        "ml,milliliter,millilitre",
-        "gallon,gal",
-        "acre",
-        "unit",
-        "am",
-        "pm",
-    )
-    for variant in variants.split(",")
-}
+_SPELLINGS = """
+    mm,millimeter,millimetre; cm,centimeter,centimetre; m,meter,metre; km,kilometer,kilometre;
+    in,inch,inche; ft,foot,feet; yd,yard; mi,mile;
+    g,gram,gm; kg,kilogram; mg,milligram; lb,pound,lbs; oz,ounce; ton;
+    s,sec,second; min,minute,mins; hour,h,hr,hrs; day; week; month; year,yr,yrs; am; pm;
+    mph,miles per hour,mile per hour,mi/h; km/h,kph,kmh,kmph,kilometers per hour; m/s,meters per second;
+    degree,deg; radian,rad; dollar,usd; cent; euro;
+    liter,litre,l; ml,milliliter,millilitre; gallon,gal; acre; unit
+"""  # of a unit, the one that is kept first
+_UNITS = [unit.strip().split(",") for unit in _SPELLINGS.split(";")]
+_KNOWN = {spelling: unit[0] for unit in _UNITS for spelling in unit}
 _NAMES = frozenset(_KNOWN.values())
 _CHANGING_WORDS = """
     hundred thousand million billion trillion dozen score half halve third fourth fifth sixth seventh eighth ninth tenth

@@ -15,26 +15,6 @@ _KILL_SECONDS = 10.0  # for processes to end after SIGKILL
 _PAUSE_SECONDS = 0.001
 
 
-def parents_below(ancestor: int) -> dict[int, int]:
-    """The parent of every living process that descends from ``ancestor``."""
-    parents = dict(_read_parents())
-    return {pid: parents[pid] for pid in processes_below(ancestor, parents)}
-
-
-def processes_below(ancestor: int, parents: dict[int, int]) -> set[int]:
-    """The descendants of ``ancestor``, given everyone's parent."""
-    children: dict[int, list[int]] = {}
-    for pid, parent in parents.items():
-        children.setdefault(parent, []).append(pid)
-    below: set[int] = set()
-    reached = list(children.get(ancestor, ()))
-    while reached:
-        pid = reached.pop()
-        below.add(pid)
-        reached += children.get(pid, ())
-    return below
-
-
 def kill_strays(keep: Collection[int], user: int | None = None) -> None:
     """Kill and reap every child of this process except ``keep``, with all descendants.
 
@@ -74,21 +54,6 @@ def run_helper(user: int | None, action: Callable[[], None]) -> None:
     _, status = os.waitpid(run_as(user, action), 0)
     if status != 0:
         raise OSError(f"a helper ended with status {os.waitstatus_to_exitcode(status)}")
-
-
-def _read_parents() -> list[tuple[int, int]]:
-    found = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                state, parent = file.read().rpartition(b")")[2].split()[:2]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if state != b"Z":
-            found.append((int(name), int(parent)))
-    return found
 
 
 def _end_trees(roots: Collection[int]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+
+from agentrl_sandbox.runner.isolation.scratch_use import files_of
 
 SHARED_MEMORY = "/dev/shm"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
@@ -15,14 +16,14 @@ def is_clean(scratch: str, user: int | None) -> bool:
     with os.scandir(scratch) as entries:
         if any(entries):
             return False
-    return user is None or next(_shared_memory_of(user), None) is None
+    return user is None or next(files_of(user, SHARED_MEMORY), None) is None
 
 
 def clean(scratch: str, user: int | None) -> None:
     """Remove all files of a program. Call it as the program's user, once no process of it is left."""
     empty(scratch)
     if user is not None:
-        for path in list(_shared_memory_of(user)):
+        for path, _ in list(files_of(user, SHARED_MEMORY)):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
 
@@ -50,7 +51,6 @@ def empty(directory: str) -> None:
 
 
 def _go(here: int, name: str) -> int:
-    """Open a directory relative to this one, and close this one."""
     there = os.open(name, _DIRECTORY, dir_fd=here)
     os.close(here)
     return there
@@ -66,11 +66,3 @@ def _unlink_files(directory: int) -> list[str]:
             else:
                 os.unlink(entry.name, dir_fd=directory)
     return directories
-
-
-def _shared_memory_of(user: int) -> Iterator[str]:
-    with contextlib.suppress(FileNotFoundError), os.scandir(SHARED_MEMORY) as entries:
-        for entry in entries:
-            with contextlib.suppress(FileNotFoundError):  # files of others come and go
-                if entry.stat(follow_symlinks=False).st_uid == user:
-                    yield entry.path

@@ -22,17 +22,14 @@ _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16  # offsets in struct secc
 
 
 def allow() -> Code:
-    """Let the call through."""
     return [(_RETURN, 0, 0, ALLOW)]
 
 
 def kill() -> Code:
-    """End the process."""
     return [(_RETURN, 0, 0, KILL_PROCESS)]
 
 
 def fail(errno: int) -> Code:
-    """Make the call fail with an errno."""
     return [(_RETURN, 0, 0, _ERRNO | errno)]
 
 

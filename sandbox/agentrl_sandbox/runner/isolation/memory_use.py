@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 _PAGE = resource.getpagesize()
+_MOST_PROCESSES = 8192  # twice what max_processes may be
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
     """Of a process tree: bytes of resident memory, tasks (processes and threads), and its processes.
 
@@ -25,7 +27,6 @@ class Usage:
     processes: list[int] = field(default_factory=list)
 
     def add(self, other: Usage) -> Usage:
-        """The sum of both."""
         return Usage(
             resident=self.resident + other.resident,
             tasks=self.tasks + other.tasks,
@@ -35,15 +36,9 @@ class Usage:
 
 def usage(pid: int, beyond: int = 0) -> Usage:
     """The usage of a process tree, counting of each process only memory above ``beyond``. Dead processes count as 0."""
-    total = Usage()
-    waiting = [pid]
-    while waiting:
-        process = waiting.pop()
-        total.resident += max(0, resident_bytes(process) - beyond)
-        total.tasks += len(tasks(process))
-        total.processes.append(process)
-        waiting += children(process)
-    return total
+    processes = tree(pid)
+    resident = sum(max(0, resident_bytes(process) - beyond) for process in processes)
+    return Usage(resident=resident, tasks=sum(len(tasks(process)) for process in processes), processes=processes)
 
 
 def proportional_bytes(processes: list[int], beyond: int) -> int:
@@ -95,8 +90,32 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def tree(pid: int, visit: Callable[[int], None] = lambda process: None) -> list[int]:
+    """A process and all its descendants. ``visit`` is called with each before its children are listed.
+
+    A program may fork as fast as it is looked at, so the list is bounded.
+    """
+    found = [pid]
+    for process in found:  # which grows meanwhile
+        visit(process)
+        if len(found) < _MOST_PROCESSES:
+            found += children(process)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether any thread of a process still runs or is stopped; the first one may have ended before the others."""
+    for task in tasks(pid):
+        try:
+            with open(f"/proc/{pid}/task/{task}/stat", "rb") as file:
+                if file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X"):
+                    return True
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return False
+
+
 def tasks(pid: int) -> list[str]:
-    """The threads of a process."""
     try:
         return os.listdir(f"/proc/{pid}/task")
     except (FileNotFoundError, ProcessLookupError):

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 
 INODES = 16_384
 """The number of files and directories that a program may have."""
@@ -30,7 +31,6 @@ class ScratchUse:
 
     @property
     def is_over(self) -> bool:
-        """Whether the quota is exceeded."""
         return self._bytes_left < 0 or self._inodes_left < 0
 
     def add_tree(self, directory: str) -> None:
@@ -57,13 +57,10 @@ class ScratchUse:
 
     def add_files_of(self, user: int, directory: str) -> None:
         """Count a user's files in a shared directory, if that exists."""
-        with contextlib.suppress(FileNotFoundError, PermissionError), os.scandir(directory) as entries:
+        with contextlib.suppress(FileNotFoundError):
             self._devices.add(os.stat(directory).st_dev)
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # others' come and go
-                    status = entry.stat(follow_symlinks=False)
-                    if status.st_uid == user:
-                        self._add(status)
+        for _, status in files_of(user, directory):
+            self._add(status)
 
     def add_unlinked(self, processes: list[int]) -> None:
         """Count unlinked files that processes hold open, on the same file systems."""
@@ -100,6 +97,16 @@ class ScratchUse:
                 return
             self._linked.add(file)
         self._bytes_left -= status.st_blocks * _BLOCK
+
+
+def files_of(user: int, directory: str) -> Iterator[tuple[str, os.stat_result]]:
+    """The paths and states of a user's files in a shared directory, if that exists."""
+    with contextlib.suppress(FileNotFoundError, PermissionError), os.scandir(directory) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):  # files of others come and go
+                status = entry.stat(follow_symlinks=False)
+                if status.st_uid == user:
+                    yield entry.path, status
 
 
 def _enter(parent: int, name: str) -> int | None:

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import platform
 
+from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.runner.isolation import bpf
 from agentrl_sandbox.runner.isolation.bpf import Code
 from agentrl_sandbox.runner.isolation.syscalls import LAST_KNOWN, MACHINES, number
@@ -75,7 +76,6 @@ _AF_UNIX, _SOCK_STREAM, _SOCK_SEQPACKET, _SOCK_KIND = 1, 1, 5, 0xF
 _SYS_SECCOMP = {"x86_64": 317, "aarch64": 277}
 _SET_MODE_FILTER, _GET_ACTION_AVAILABLE = 1, 2
 _FLAG_SPECULATION_ALLOWED = 4  # without it older kernels slow down filtered processes
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Program(ctypes.Structure):
@@ -83,21 +83,14 @@ class _Program(ctypes.Structure):
 
 
 class Filter:
-    """A filter, ready to install."""
-
     def __init__(self, code: bytes) -> None:
         self._program = _Program(len(code) // 8, code)
-        self._arguments = (
-            ctypes.c_long(_SYS_SECCOMP[platform.machine()]),
-            ctypes.c_uint(_SET_MODE_FILTER),
-            ctypes.c_uint(_FLAG_SPECULATION_ALLOWED),
-            ctypes.byref(self._program),
-        )
+        self._call = _SYS_SECCOMP[platform.machine()]
 
     def install(self) -> None:
         """Install it permanently for this process and its children. Needs no_new_privileges. Raises OSError."""
-        if _libc.syscall(*self._arguments) != 0:
-            raise OSError(ctypes.get_errno(), "seccomp")
+        mode = ctypes.c_uint(_SET_MODE_FILTER), ctypes.c_uint(_FLAG_SPECULATION_ALLOWED)
+        kernel.checked_call("seccomp", self._call, *mode, ctypes.byref(self._program))
 
 
 def available() -> bool:
@@ -105,15 +98,12 @@ def available() -> bool:
     if platform.machine() not in MACHINES:
         return False
     action = ctypes.c_uint32(bpf.KILL_PROCESS)
-    call = ctypes.c_long(_SYS_SECCOMP[platform.machine()])
-    return bool(_libc.syscall(call, ctypes.c_uint(_GET_ACTION_AVAILABLE), ctypes.c_uint(0), ctypes.byref(action)) == 0)
+    query = ctypes.c_uint(_GET_ACTION_AVAILABLE), ctypes.c_uint(0), ctypes.byref(action)
+    return kernel.system_call(_SYS_SECCOMP[platform.machine()], *query) == 0
 
 
 def build(machine: str, *, own_user: bool) -> bytes:
-    """The filter's instructions.
-
-    ``own_user``: no process or file of anyone else belongs to the program's user.
-    """
+    """The filter's instructions. ``own_user``: no process or file of anyone else belongs to the program's user."""
     groups = DENIED if own_user else DENIED | DENIED_WITHOUT_OWN_USER
     refused = [name for group in groups.values() for name in group]
     by_name: dict[str, Code] = {

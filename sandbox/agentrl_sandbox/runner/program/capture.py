@@ -35,12 +35,10 @@ class Capture:
         return self.open
 
     def close(self) -> None:
-        """Release the descriptor."""
         os.close(self.descriptor)
 
     @property
     def truncated(self) -> bool:
-        """Whether bytes were dropped."""
         return self.total > 2 * self._half
 
     def text(self) -> bytes:

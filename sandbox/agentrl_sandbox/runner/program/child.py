@@ -177,9 +177,8 @@ def _run(task: Task) -> tuple[int, bytes]:
     sys.path.insert(0, "")
     gc.enable()
     marks: list[bytes] = []
-    program = interpreter.ProgramSource(source=task.source, name=FILE_NAME, echo=task.echo)
-    exit_code = interpreter.run(program, interpreter.make_main(), lambda: marks.append(OUT_OF_MEMORY))
-    return interpreter.finish(exit_code, lambda: marks.append(OUT_OF_MEMORY)), b"".join(marks[:1])
+    exit_code = interpreter.run(task, FILE_NAME, interpreter.make_main(), lambda: marks.append(OUT_OF_MEMORY))
+    return interpreter.finish(exit_code, lambda: marks.append(OUT_OF_MEMORY), leaves=True), b"".join(marks[:1])
 
 
 def _fetch(scratch: str, task: Task) -> None:

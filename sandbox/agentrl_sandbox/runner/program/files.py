@@ -6,9 +6,10 @@ links, so a path cannot leave the directory. Fetched files are opened without bl
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from agentrl_sandbox.runner.program.fetched import Fetched
 
@@ -20,62 +21,39 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 def write_files(scratch: str, source: int, files: Sequence[tuple[str, int]]) -> None:
     """Write (name, size) after (name, size) from the position of ``source``. Raises OSError."""
     for name, size in files:
-        directory = _open_directory(scratch, name, make=True)
-        try:
-            target = os.open(name.split("/")[-1], _WRITE, 0o644, dir_fd=directory)
-        finally:
-            os.close(directory)
-        try:
+        with _opened(scratch, name, _WRITE, make=True) as target:
             if not stat.S_ISREG(os.fstat(target).st_mode):
                 raise OSError(f"{name!r} is not a regular file")
             _copy(source, target, size)
-        finally:
-            os.close(target)
 
 
 def fetch_files(scratch: str, names: Sequence[str], fetched: Fetched) -> None:
     """Copy those of ``names`` that are regular files and still fit into ``fetched``."""
     for index, name in enumerate(names):
-        try:
-            _fetch(scratch, name, index, fetched)
-        except OSError:
-            continue  # missing, a link, or unreadable: leave it out
+        # Missing files, links and what cannot be read are left out.
+        with contextlib.suppress(OSError), _opened(scratch, name, _READ, make=False) as file:
+            status = os.fstat(file)
+            if stat.S_ISREG(status.st_mode):
+                fetched.add(index, file, status.st_size)
     fetched.seal()
 
 
-def _fetch(scratch: str, name: str, index: int, fetched: Fetched) -> None:
-    directory = _open_directory(scratch, name, make=False)
-    try:
-        file = os.open(name.split("/")[-1], _READ, dir_fd=directory)
-    finally:
-        os.close(directory)
-    try:
-        status = os.fstat(file)
-        if stat.S_ISREG(status.st_mode):
-            fetched.add(index, file, status.st_size)
-    finally:
-        os.close(file)
-
-
-def _open_directory(scratch: str, name: str, *, make: bool) -> int:
-    """A descriptor of the directory that holds ``name``."""
+@contextlib.contextmanager
+def _opened(scratch: str, name: str, flags: int, *, make: bool) -> Iterator[int]:
+    """A descriptor of a file; ``make`` creates the directories on its way."""
+    *directories, last = name.split("/")
     current = os.open(scratch, _DIRECTORY)
-    for part in name.split("/")[:-1]:
-        try:
-            if make:
-                _make_directory(part, current)
-            deeper = os.open(part, _DIRECTORY, dir_fd=current)
-        finally:
-            os.close(current)
-        current = deeper
-    return current
-
-
-def _make_directory(part: str, parent: int) -> None:
     try:
-        os.mkdir(part, 0o755, dir_fd=parent)
-    except FileExistsError:
-        return  # opening it shows whether it is a directory
+        for part, how in (*((part, _DIRECTORY) for part in directories), (last, flags)):
+            if make and how == _DIRECTORY:
+                with contextlib.suppress(FileExistsError):  # opening it shows whether it is a directory
+                    os.mkdir(part, 0o755, dir_fd=current)
+            deeper = os.open(part, how, 0o644, dir_fd=current)
+            os.close(current)
+            current = deeper
+        yield current
+    finally:
+        os.close(current)
 
 
 def _copy(source: int, target: int, size: int) -> None:

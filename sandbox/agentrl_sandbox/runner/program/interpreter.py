@@ -9,25 +9,16 @@ import resource
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType, TracebackType
 
 from agentrl_sandbox.runner.program import echo
 from agentrl_sandbox.runner.program.echo import compile_with_echo
+from agentrl_sandbox.runner.program.order import Task
 
 UNCAUGHT = 1
 """The exit status of a program that an exception ended."""
 
 _OURS = (__file__, echo.__file__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProgramSource:
-    """A text to run. ``name`` appears in tracebacks."""
-
-    source: bytes
-    name: str
-    echo: bool
 
 
 def make_main() -> ModuleType:
@@ -38,10 +29,10 @@ def make_main() -> ModuleType:
     return main
 
 
-def run(program: ProgramSource, main: ModuleType, on_out_of_memory: Callable[[], None]) -> int:
-    """Run the program in ``main`` and give its exit status. An exception is reported on stderr."""
+def run(task: Task, name: str, main: ModuleType, on_out_of_memory: Callable[[], None]) -> int:
+    """Run the program in ``main``, as ``name`` in tracebacks. Returns its exit status; reports an exception."""
     try:
-        _execute(program, main)
+        _execute(task, name, main)
     except SystemExit as leaving:
         return _exit_status(leaving.code)
     except BaseException as error:  # noqa: BLE001 - a program may raise anything; that is its outcome
@@ -50,25 +41,15 @@ def run(program: ProgramSource, main: ModuleType, on_out_of_memory: Callable[[],
     return 0
 
 
-def finish(exit_code: int, on_out_of_memory: Callable[[], None]) -> int:
-    """Exit like the interpreter: join threads, run atexit, flush streams. Returns the exit status."""
+def finish(exit_code: int, on_out_of_memory: Callable[[], None], *, leaves: bool) -> int:
+    """Join non-daemon threads and flush streams; if the interpreter ``leaves``, as at exit. Returns the exit status."""
     threading = sys.modules.get("threading")
     try:
-        if threading is not None:
-            threading._shutdown()
-        atexit._run_exitfuncs()
-        flush()
-    except BaseException as error:  # noqa: BLE001 - these run code of the program
-        _report(error, on_out_of_memory)
-        return exit_code or 120
-    return exit_code
-
-
-def settle(exit_code: int, on_out_of_memory: Callable[[], None]) -> int:
-    """End a program whose interpreter continues: join non-daemon threads and flush streams."""
-    threading = sys.modules.get("threading")
-    try:
-        if threading is not None:
+        if leaves:
+            if threading is not None:
+                threading._shutdown()
+            atexit._run_exitfuncs()
+        elif threading is not None:
             for thread in threading.enumerate():
                 if thread is not threading.current_thread() and not thread.daemon:
                     thread.join()
@@ -80,21 +61,16 @@ def settle(exit_code: int, on_out_of_memory: Callable[[], None]) -> int:
 
 
 def flush() -> None:
-    """Flush the standard streams."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
             stream.flush()
 
 
-def _execute(program: ProgramSource, main: ModuleType) -> None:
-    text = program.source.decode("utf-8", "surrogatepass")
-    linecache.cache[program.name] = (len(text), None, text.splitlines(keepends=True), program.name)
-    main.__dict__["__file__"] = program.name
-    if program.echo:
-        parts = compile_with_echo(text, program.name)
-    else:
-        parts = [compile(text, program.name, "exec", dont_inherit=True)]
-    for code in parts:
+def _execute(task: Task, name: str, main: ModuleType) -> None:
+    text = task.source.decode("utf-8", "surrogatepass")
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    main.__dict__["__file__"] = name
+    for code in compile_with_echo(text, name) if task.echo else [compile(text, name, "exec", dont_inherit=True)]:
         exec(code, main.__dict__)
 
 

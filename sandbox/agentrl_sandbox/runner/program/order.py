@@ -29,7 +29,6 @@ class Order:
 
     @classmethod
     def from_frame(cls, header: ServerRequest, blobs: list[bytes]) -> Order:
-        """The order of a ``run`` request."""
         call = Call.from_frame(header, blobs)
         return cls(identifier=header["id"], session=header["number"], timeout=call.timeout or 0.0, call=call)
 

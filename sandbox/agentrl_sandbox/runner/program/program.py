@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agentrl_sandbox.runner.config import RunnerConfig
 from agentrl_sandbox.runner.program import fetched
@@ -35,8 +35,7 @@ class Program:
     fetched_file: int = -1  # the memory file that returns them
     session: int | None = None
     pid: int = 0  # of its first process, or of the session's init process
-    memory_due: float = 0.0  # time of the next close check
-    scratch_due: float = 0.0
+    due: dict[str, float] = field(default_factory=dict)  # times of the next expensive checks
     reason: Outcome | None = None  # why the server killed it
 
     @property
@@ -58,7 +57,6 @@ class Program:
         )
 
     def close(self) -> None:
-        """Release the descriptors."""
         for capture in self.captures:
             capture.close()
         if self.fetched_file >= 0:
@@ -67,8 +65,6 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """How a program ended."""
-
     outcome: Outcome
     exit_code: int | None
     why: str = ""

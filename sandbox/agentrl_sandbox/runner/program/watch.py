@@ -6,12 +6,13 @@ A program decides how much there is to check, so expensive checks take at most a
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.runner.cleanup.scratch import SHARED_MEMORY
 from agentrl_sandbox.runner.config import RunnerConfig
 from agentrl_sandbox.runner.isolation.lockdown import has_own_users
-from agentrl_sandbox.runner.isolation.memory_use import Usage, proportional_bytes, usage
+from agentrl_sandbox.runner.isolation.memory_use import Usage, proportional_bytes, tree
 from agentrl_sandbox.runner.isolation.scratch_use import INODES, ScratchUse
 from agentrl_sandbox.runner.program.program import Program
 
@@ -31,23 +32,21 @@ class Watch:
         """Whether it uses more than ``memory_mb``, counting pages that its processes share once."""
         if used.resident <= self._memory or len(used.processes) == 1:
             return used.resident > self._memory
-        started = time.monotonic()
-        if started < program.memory_due:
-            return False
-        with kernel.files_of(self._user(program)):
-            held = proportional_bytes(used.processes, beyond)
-        program.memory_due = started + _PERIOD * (time.monotonic() - started)
-        return held > self._memory
+        return self._seldom(program, "memory", lambda: proportional_bytes(used.processes, beyond) > self._memory)
 
     def scratch_is_over(self, program: Program) -> bool:
         """Whether its files exceed ``scratch_mb`` or are too many. With namespaces its mount enforces that."""
+        return bool(self._scratch) and self._seldom(program, "scratch", lambda: self._count(program).is_over)
+
+    def _seldom(self, program: Program, what: str, look: Callable[[], bool]) -> bool:
+        """Look with the rights of the program's user, if that is due again."""
         started = time.monotonic()
-        if not self._scratch or started < program.scratch_due:
+        if started < program.due.get(what, 0.0):
             return False
         with kernel.files_of(self._user(program)):
-            use = self._count(program)
-        program.scratch_due = started + _PERIOD * (time.monotonic() - started)
-        return use.is_over
+            over = look()
+        program.due[what] = started + _PERIOD * (time.monotonic() - started)
+        return over
 
     def _count(self, program: Program) -> ScratchUse:
         use = ScratchUse(bytes_left=self._scratch_bytes, inodes_left=INODES)
@@ -55,7 +54,7 @@ class Watch:
         if (user := self._user(program)) is not None:
             use.add_files_of(user, SHARED_MEMORY)
         if program.pid:
-            use.add_unlinked(usage(program.pid).processes)
+            use.add_unlinked(tree(program.pid))
         return use
 
     def _user(self, program: Program) -> int | None:

@@ -15,7 +15,6 @@ import math
 import os
 import secrets
 import socket
-import time
 from collections import deque
 from collections.abc import Mapping
 
@@ -52,7 +51,6 @@ class SessionManager:
     # Requests of the client.
 
     def ask(self, header: ServerRequest) -> None:
-        """Open, fork or close a session."""
         request, session = header["id"], header["number"]
         assert session is not None
         if header["op"] == "open":
@@ -72,7 +70,7 @@ class SessionManager:
         program.pid = session.family.pid
         self._server.add(program)
         session.program = program
-        session.state, session.due = State.RUNNING, math.inf
+        session.enter(State.RUNNING, math.inf)
         self._tell(session, {"op": "run"}, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -87,18 +85,19 @@ class SessionManager:
         init, inits = _pair()
         family = SessionFamily(identifier=next(self._identifiers), slot=self._slots.pop(), init=init)
         session = ServerSession(identifier=number, family=family, control=ours, request=request)
-        session.due = time.monotonic() + _OPEN_SECONDS
+        session.enter(State.OPENING, _OPEN_SECONDS)
         self._table.families[family.identifier] = family
         self._table.enter(session, self._on_process)
         self._server.listen(init.fileno(), lambda: self._on_init(family))
         zygote = self._server.zygote(KIND)
         with theirs, inits:
             try:
-                zygote.start_session(family.identifier, family.slot, number, [inits.fileno(), theirs.fileno()])
+                message: ProcessMessage = {"op": "init", "id": family.identifier, "slot": family.slot}
+                zygote.ask({**message, "session": number}, [inits.fileno(), theirs.fileno()])
             except OSError as error:
                 self._table.end_family(family, str(error))
                 return
-        zygote.locate(family.identifier)
+        zygote.tell("where", family.identifier)
 
     def _fork(self, request: int, number: int, fork: int) -> None:
         if self._is_full(request):
@@ -111,7 +110,7 @@ class SessionManager:
         child = ServerSession(identifier=fork, family=origin.family, control=ours)
         self._table.enter(child, self._on_process)
         origin.fork = Fork(request=request, child=child)
-        origin.state, origin.due = State.FORKING, time.monotonic() + _FORK_SECONDS
+        origin.enter(State.FORKING, _FORK_SECONDS)
         with theirs, birth, births:
             birth.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             origin.family.tell("expect", fork, (birth.fileno(),))
@@ -144,7 +143,6 @@ class SessionManager:
         return session
 
     def give_back(self, slot: int) -> None:
-        """Take back a free slot."""
         self._slots.append(slot)
         if self._waiting:
             self._open(*self._waiting.popleft())
@@ -187,7 +185,7 @@ class SessionManager:
             self._rest(session)
 
     def _rest(self, session: ServerSession) -> None:
-        session.state, session.due = State.RESTING, time.monotonic() + END_SECONDS
+        session.enter(State.RESTING, END_SECONDS)
         session.family.tell("rest", session.identifier)
 
     def _conclude_fork(self, origin: ServerSession, fork: Fork) -> None:
@@ -200,7 +198,7 @@ class SessionManager:
             why = os.strerror(code) if code is not None and code in errno.errorcode else "it ended at once"
             origin.answer = {"op": "refused", "id": fork.request, "kind": "fork", "why": why}, []
         else:
-            fork.child.state, fork.child.due = State.IDLE, time.monotonic() + self._config.session_idle_timeout
+            fork.child.enter(State.IDLE, self._config.session_idle_timeout)
             origin.answer = {"op": "opened", "id": fork.request}, []
         self._rest(origin)
 
@@ -225,7 +223,7 @@ class SessionManager:
                 self._on_born(session, message["pid"], message["error"])
             elif message["op"] == "rested" and session.state is State.RESTING:
                 self._table.answer(session)
-                session.state, session.due = State.IDLE, time.monotonic() + self._config.session_idle_timeout
+                session.enter(State.IDLE, self._config.session_idle_timeout)
             elif message["op"] == "exit":
                 self._on_exit(session, os.waitstatus_to_exitcode(message["status"]))
 
@@ -237,7 +235,7 @@ class SessionManager:
             self._server.reply({"op": "opened", "id": session.request})
             session.request = 0
             if session.state is State.OPENING:
-                session.state, session.due = State.IDLE, time.monotonic() + self._config.session_idle_timeout
+                session.enter(State.IDLE, self._config.session_idle_timeout)
             return
         for origin in session.family.sessions.values():
             if origin.fork is not None and origin.fork.child is session:
@@ -276,16 +274,13 @@ class SessionManager:
     # Ends and limits.
 
     def kill(self, number: int) -> None:
-        """Kill an interpreter in which a program runs."""
         self._table.kill(number)
 
     def end_all(self, why: str) -> None:
-        """End all sessions, since the interpreter they were forked from has ended."""
         for family in list(self._table.families.values()):
             self._table.end_family(family, why)
 
     def due(self) -> float:
-        """When the next session's deadline expires."""
         return min((session.due for session in self._table.sessions.values()), default=math.inf)
 
     def watch(self, now: float) -> None:
@@ -300,7 +295,7 @@ class SessionManager:
                 self._table.end(session, "it did not fork in time")
             else:  # the session init does not answer
                 session.family.given_up = True
-                self._server.zygote(KIND).kill(session.family.identifier)
+                self._server.zygote(KIND).tell("kill", session.family.identifier)
 
     def watch_usage(self, *, count_tasks: bool) -> None:
         """Kill programs whose session, including its family's stray processes, exceeds a limit."""
@@ -320,7 +315,6 @@ class SessionManager:
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:
-    """Our end, which never waits, and theirs."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     return ours, theirs

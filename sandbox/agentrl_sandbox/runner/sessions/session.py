@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -69,7 +70,6 @@ class Fork:
 
     @property
     def concluded(self) -> bool:
-        """Whether all reports have arrived."""
         return bool(self.origin_error) or (self.origin_error is not None and self.error is not None)
 
 
@@ -90,6 +90,10 @@ class ServerSession:
     answer: Frame[Mapping[str, object]] | None = None  # sent to the client once the session is idle
     why: str = ""  # why it ends, if it does
     closers: list[int] = field(default_factory=list)  # requests to close it
+
+    def enter(self, state: State, seconds: float) -> None:
+        """Begin a state that may last for ``seconds``."""
+        self.state, self.due = state, time.monotonic() + seconds
 
 
 def _inner_pid(pid: int) -> int:

@@ -25,9 +25,9 @@ import time
 from typing import NoReturn
 
 from agentrl_sandbox.runner import kernel
-from agentrl_sandbox.runner.cleanup.processes import parents_below, processes_below
 from agentrl_sandbox.runner.frames import ProcessMessage
 from agentrl_sandbox.runner.isolation.lockdown import Lockdown
+from agentrl_sandbox.runner.isolation.memory_use import children, is_alive, tree
 from agentrl_sandbox.runner.program.child import ChildLimits, close_descriptors_but, isolate
 from agentrl_sandbox.runner.sessions.session_process import serve_session
 
@@ -155,8 +155,7 @@ class SessionInit:
             if kind == socket.SCM_CREDENTIALS:
                 pid = _CREDENTIALS.unpack(payload[: _CREDENTIALS.size])[0]
         error = int.from_bytes(data, "big") if len(data) == 4 else 1
-        mine = parents_below(os.getpid()).get(pid) == os.getpid()
-        if error or not mine or pid in self._pids.values():
+        if error or pid not in children(os.getpid()) or pid in self._pids.values():
             self._send({"op": "born", "id": session, "pid": 0, "error": error or 1})
         else:
             self._add(session, pid)
@@ -197,9 +196,7 @@ class SessionInit:
         """
         deadline = time.monotonic() + _KILL_SECONDS
         stopped: set[int] = set()
-        while found := self._leftovers():
-            for pid in found - stopped:
-                _signal(pid, signal.SIGSTOP)
+        while found := self._stop_leftovers():
             if found <= stopped:
                 for pid in found:
                     _signal(pid, signal.SIGKILL)
@@ -208,20 +205,24 @@ class SessionInit:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{len(found)} processes of a program did not end in {_KILL_SECONDS:g} s")
 
-    def _leftovers(self) -> set[int]:
+    def _stop_leftovers(self) -> set[int]:
+        """Stop each before its children are listed."""
         sessions = {pid: session for session, pid in self._pids.items()}
-        parents = parents_below(os.getpid())
-        found: set[int] = set()
-        for child in (pid for pid, parent in parents.items() if parent == os.getpid()):
+        found: list[int] = []
+        for child in children(os.getpid()):
             if child not in sessions:
                 if not self._expected:  # it may be a fork that has not announced itself yet
-                    found |= processes_below(child, parents) | {child}
+                    found += tree(child, _stop)
             elif sessions[child] not in self._running:
-                found |= processes_below(child, parents)
-        return found
+                found += tree(child, _stop)[1:]
+        return set(filter(is_alive, found))
 
     def _send(self, message: ProcessMessage) -> None:
         self._server.send(json.dumps(message).encode())
+
+
+def _stop(pid: int) -> None:
+    _signal(pid, signal.SIGSTOP)
 
 
 def _signal(pid: int, number: int) -> None:

@@ -75,7 +75,6 @@ class SessionProcess:
         gc.enable()
 
     def serve(self) -> None:
-        """Until the server goes away."""
         while True:
             flags = socket.MSG_CMSG_CLOEXEC
             data, descriptors, _, _ = socket.recv_fds(self._control, _MAX_MESSAGE, _MOST_DESCRIPTORS, flags)
@@ -104,7 +103,7 @@ class SessionProcess:
         task = read_task(0)
         exit_code = self._run_task(task)
         if os.getpid() != self._pid:  # a forked child of the program also returns here
-            os._exit(interpreter.finish(exit_code, self._on_out_of_memory))
+            os._exit(interpreter.finish(exit_code, self._on_out_of_memory, leaves=True))
         resource.setrlimit(resource.RLIMIT_AS, self._address_space)
         if fetched:
             self._fetch(task, fetched[0])
@@ -117,9 +116,8 @@ class SessionProcess:
         except OSError as error:
             print(f"the files cannot be written: {error}", file=sys.stderr, flush=True)
             return 1
-        program = interpreter.ProgramSource(source=task.source, name=f"<program {self._programs}>", echo=task.echo)
-        exit_code = interpreter.run(program, self._main, self._on_out_of_memory)
-        return interpreter.settle(exit_code, self._on_out_of_memory)
+        exit_code = interpreter.run(task, f"<program {self._programs}>", self._main, self._on_out_of_memory)
+        return interpreter.finish(exit_code, self._on_out_of_memory, leaves=False)
 
     def _fetch(self, task: Task, file: int) -> None:
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -44,7 +43,6 @@ class SessionTable:
         self.families: dict[int, SessionFamily] = {}
 
     def drop(self, child: ServerSession, origin: ServerSession) -> None:
-        """Forget a failed fork."""
         origin.family.tell("forget", child.identifier)
         if child.pid:
             origin.family.tell("kill", child.identifier)
@@ -57,7 +55,7 @@ class SessionTable:
             session.why = f"its program was killed: {session.program.reason.value}"
         if session.pid == 0:
             return  # it is killed once it is born
-        session.state, session.due = State.ENDING, time.monotonic() + END_SECONDS
+        session.enter(State.ENDING, END_SECONDS)
         session.family.tell("kill", number)
 
     def end(self, session: ServerSession, why: str) -> None:
@@ -79,7 +77,6 @@ class SessionTable:
             self._server.release(family.slot, KIND)
 
     def end_processes(self, family: SessionFamily, why: str, *, killed: bool = False) -> None:
-        """End all sessions of a family."""
         for session in list(family.sessions.values()):
             if session.program is not None:
                 if session.program.reason is None and not killed:
@@ -116,7 +113,6 @@ class SessionTable:
         self._server.listen(session.control.fileno(), lambda: on_word(session))
 
     def leave(self, session: ServerSession) -> None:
-        """Forget a session."""
         if self.sessions.pop(session.identifier, None) is not None:
             del session.family.sessions[session.identifier]
             self._server.ignore(session.control.fileno())

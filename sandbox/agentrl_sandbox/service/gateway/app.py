@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
@@ -59,8 +59,12 @@ class Gateway:
         self.metrics = Metrics()
         self.draining = False
         self.calls = 0
-        for name, meaning, value in self._gauges():
-            self.metrics.gauge(name, meaning, value)
+        gauge, registry = self.metrics.gauge, pool.registry
+        gauge("queue_length", "calls waiting for a runner", lambda: pool.queue.length)
+        gauge("running", "requests being run", lambda: registry.running)
+        gauge("runners", "runners that accept programs", lambda: registry.runners)
+        gauge("workers", "programs that can run at once", lambda: registry.workers)
+        gauge("sessions", "open sessions", lambda: len(pool.sessions.book))
 
     def check_open(self) -> None:
         """Raises BusyError while the service is stopping."""
@@ -68,7 +72,6 @@ class Gateway:
             raise BusyError("the service is stopping", retry_after=2)
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
-        """Run a program and count it."""
         self.check_open()
         started = time.monotonic()
         self.calls += 1
@@ -78,16 +81,6 @@ class Gateway:
             self.calls -= 1
         self.metrics.ran(execution, time.monotonic() - started)
         return execution
-
-    def _gauges(self) -> list[tuple[str, str, Callable[[], float]]]:
-        registry, queue, sessions = self.pool.registry, self.pool.queue, self.pool.sessions
-        return [
-            ("queue_length", "calls waiting for a runner", lambda: queue.length),
-            ("running", "requests being run", lambda: registry.running),
-            ("runners", "runners that accept programs", lambda: registry.runners),
-            ("workers", "programs that can run at once", lambda: registry.workers),
-            ("sessions", "open sessions", lambda: len(sessions.book)),
-        ]
 
 
 def build_app(gateway: Gateway) -> FastAPI:
@@ -221,7 +214,6 @@ def _add_sessions(app: FastAPI, gateway: Gateway) -> None:
 def _add_fusion(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/run_code", response_model=fusion.RunCodeResponse, tags=["SandboxFusion"])
     async def run_code(request: fusion.RunCodeRequest) -> Response:
-        """Run a program."""
         return _json((await fusion.run_code(request, gateway.run)).model_dump())
 
     @app.post("/run_jupyter", response_model=fusion.RunJupyterResponse, tags=["SandboxFusion"])

@@ -63,16 +63,8 @@ class ProgramRequest(_Body):
     echo: bool = Field(False, description="print the value of a last expression, as in a notebook")
 
     def call(self, session: str | None = None) -> Call:
-        """The request as a call for the pool."""
-        return Call(
-            program=self.program,
-            timeout=self.timeout,
-            stdin=self.stdin,
-            session=session,
-            files=self.files,
-            fetch_files=tuple(self.fetch_files),
-            echo=self.echo,
-        )
+        fields = {name: getattr(self, name) for name in ("program", "timeout", "stdin", "files", "echo")}
+        return Call(**fields, session=session, fetch_files=tuple(self.fetch_files))
 
 
 class BatchRequest(_Body):
@@ -116,17 +108,9 @@ class ErrorAnswer(BaseModel):
 
 def execution_json(execution: Execution) -> dict[str, object]:
     """The JSON of an ``ExecutionAnswer``."""
-    return {
-        "outcome": execution.outcome.value,
-        "stdout": execution.stdout,
-        "stderr": execution.stderr,
-        "exit_code": execution.exit_code,
-        "seconds": execution.seconds,
-        "truncated": execution.truncated,
-        "files": to_base64(execution.files),
-    }
+    fields = {name: getattr(execution, name) for name in ExecutionAnswer.model_fields}
+    return {**fields, "files": to_base64(execution.files)}
 
 
 def encode(value: object) -> bytes:
-    """JSON in ASCII."""
     return json.dumps(value, separators=(",", ":")).encode("ascii")

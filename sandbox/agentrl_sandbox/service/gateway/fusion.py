@@ -8,7 +8,7 @@ accepted but have no effect: the runner's own memory limit applies, and Python i
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from importlib import resources
 from typing import Literal
 
@@ -23,29 +23,33 @@ Run = Callable[[Call], Awaitable[Execution]]
 _CELLS, _RESULTS = ".agentrl-cells.json", ".agentrl-results.json"  # as in notebook.py
 
 
-class RunCodeRequest(BaseModel):
+class _FusionRequest(BaseModel):
+    memory_limit_MB: int = Field(-1, description="the runner's own limit applies")
+    files: dict[Path, str | None] = Field({}, description="base64 by path")
+    fetch_files: list[Path] = []
+
+    def contents(self) -> dict[str, bytes]:
+        """The files to write. Raises Base64Error."""
+        return {path: from_base64(content) for path, content in self.files.items() if content is not None}
+
+
+class RunCodeRequest(_FusionRequest):
     """A program."""
 
     code: Text
     language: Literal["python"]
     compile_timeout: float = Field(10, description="no effect on Python")
     run_timeout: float = Field(10, gt=0, le=3600, description="seconds")
-    memory_limit_MB: int = Field(-1, description="the runner's own limit applies")
     stdin: Text | None = None
-    files: dict[Path, str | None] = Field({}, description="base64 by path")
-    fetch_files: list[Path] = []
 
 
-class RunJupyterRequest(BaseModel):
+class RunJupyterRequest(_FusionRequest):
     """The cells of a notebook."""
 
     cells: list[Text]
     cell_timeout: float = Field(0, ge=0, le=3600, description="seconds for each cell; 0: only the total limit applies")
     total_timeout: float = Field(45, gt=0, le=3600, description="seconds for all of them")
-    memory_limit_MB: int = Field(-1, description="the runner's own limit applies")
     kernel: Literal["python3"] = "python3"
-    files: dict[Path, str | None] = Field({}, description="base64 by path")
-    fetch_files: list[Path] = []
 
 
 class CommandRunResult(BaseModel):
@@ -72,26 +76,25 @@ class CellRunResult(BaseModel):
 Status = Literal["Success", "Failed", "SandboxError"]
 
 
-class RunCodeResponse(BaseModel):
+class _FusionResponse(BaseModel):
+    status: Status
+    message: str = ""
+    executor_pod_name: str | None = None
+    files: dict[str, str] = {}
+
+
+class RunCodeResponse(_FusionResponse):
     """The result of a program."""
 
-    status: Status
-    message: str = ""
     compile_result: None = None
     run_result: CommandRunResult | None = None
-    executor_pod_name: str | None = None
-    files: dict[str, str] = {}
 
 
-class RunJupyterResponse(BaseModel):
+class RunJupyterResponse(_FusionResponse):
     """The result of a notebook."""
 
-    status: Status
-    message: str = ""
     driver: CommandRunResult | None = None
     cells: list[CellRunResult] = []
-    executor_pod_name: str | None = None
-    files: dict[str, str] = {}
 
 
 _CELL_RESULTS = TypeAdapter(list[CellRunResult])
@@ -100,15 +103,14 @@ _CELL_RESULTS = TypeAdapter(list[CellRunResult])
 async def run_code(request: RunCodeRequest, run: Run) -> RunCodeResponse:
     """Run a program. Raises BusyError."""
     try:
-        execution = await run(
-            Call(
-                program=request.code,
-                timeout=request.run_timeout,
-                stdin=request.stdin or "",
-                files=_contents(request.files),
-                fetch_files=tuple(request.fetch_files),
-            )
+        call = Call(
+            program=request.code,
+            timeout=request.run_timeout,
+            stdin=request.stdin or "",
+            files=request.contents(),
+            fetch_files=tuple(request.fetch_files),
         )
+        execution = await run(call)
     except (Base64Error, ImpossibleCallError) as error:
         return RunCodeResponse(status="SandboxError", message=str(error))
     result = _result(execution)
@@ -124,14 +126,13 @@ async def run_jupyter(request: RunJupyterRequest, run: Run) -> RunJupyterRespons
     """Run cells one after the other in one namespace. Raises BusyError."""
     task = {"cells": request.cells, "cell_timeout": request.cell_timeout}
     try:
-        execution = await run(
-            Call(
-                program=resources.files(__package__).joinpath("notebook.py").read_text("utf-8"),
-                timeout=request.total_timeout,
-                files={**_contents(request.files), _CELLS: json.dumps(task).encode()},
-                fetch_files=(*request.fetch_files, _RESULTS),
-            )
+        call = Call(
+            program=resources.files(__package__).joinpath("notebook.py").read_text("utf-8"),
+            timeout=request.total_timeout,
+            files={**request.contents(), _CELLS: json.dumps(task).encode()},
+            fetch_files=(*request.fetch_files, _RESULTS),
         )
+        execution = await run(call)
     except (Base64Error, ImpossibleCallError) as error:
         return RunJupyterResponse(status="SandboxError", message=str(error))
     files = dict(execution.files)
@@ -146,10 +147,6 @@ async def run_jupyter(request: RunJupyterRequest, run: Run) -> RunJupyterRespons
     except ValidationError:
         return RunJupyterResponse(status="Failed", message="a cell tampered with the results", driver=driver)
     return RunJupyterResponse(status="Success", driver=driver, cells=cells, files=to_base64(files))
-
-
-def _contents(files: Mapping[str, str | None]) -> dict[str, bytes]:
-    return {path: from_base64(content) for path, content in files.items() if content is not None}
 
 
 def _result(execution: Execution) -> CommandRunResult:

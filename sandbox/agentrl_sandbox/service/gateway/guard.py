@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-Scope = MutableMapping[str, Any]
-Message = Scope
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _OPEN_PATHS = frozenset({"/health", "/ready", "/docs", "/openapi.json"})  # they run nothing and reveal no secret
 
@@ -33,13 +28,13 @@ class RejectedRequestError(Exception):
 
     status: int
     detail: str
-    headers: tuple[tuple[bytes, bytes], ...] = ()
+    headers: Mapping[str, str] | None = None
 
 
 class Guard:
     """ASGI middleware: rejects requests, bounds bodies, and cancels requests of disconnected clients."""
 
-    def __init__(self, app: App, *, token: str | None, hosts: frozenset[str], max_body: int) -> None:
+    def __init__(self, app: ASGIApp, *, token: str | None, hosts: frozenset[str], max_body: int) -> None:
         self._app = app
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._hosts = hosts
@@ -60,7 +55,8 @@ class Guard:
             _check_content(scope["method"], headers)
             body = await self._body(headers, receive)
         except RejectedRequestError as refusal:
-            await _refuse(refusal, send)
+            answer = JSONResponse({"detail": refusal.detail}, refusal.status, refusal.headers)
+            await answer(scope, receive, send)
         except _ClientLeftError:
             return
         else:
@@ -85,8 +81,8 @@ class Guard:
         if self._expected is None or path in _OPEN_PATHS:
             return
         if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
-            challenge = ((b"www-authenticate", b"Bearer"),)
-            raise RejectedRequestError(401, "the header 'Authorization: Bearer TOKEN' is missing or wrong", challenge)
+            why = "the header 'Authorization: Bearer TOKEN' is missing or wrong"
+            raise RejectedRequestError(401, why, {"WWW-Authenticate": "Bearer"})
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         """Read the whole body, up to the limit. Raises RejectedRequestError and _ClientLeftError."""
@@ -149,10 +145,3 @@ def _without_port(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()
-
-
-async def _refuse(refusal: RejectedRequestError, send: Send) -> None:
-    body = json.dumps({"detail": refusal.detail}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *refusal.headers]
-    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

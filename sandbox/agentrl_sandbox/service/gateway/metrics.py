@@ -16,45 +16,29 @@ class Metrics:
     """The metrics of one gateway, with a registry of its own so that gateways in one process do not mix."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self._outcomes = Counter(
-            "agentrl_sandbox_executions",
-            "answered calls by outcome",
-            ["outcome"],
-            registry=self._registry,
-        )
+        self._registry = registry = CollectorRegistry()
+        counted = "answered calls by outcome"
+        self._outcomes = Counter("agentrl_sandbox_executions", counted, ["outcome"], registry=registry)
         for outcome in Outcome:
             self._outcomes.labels(outcome.value)
-        self._seconds = Histogram(
-            "agentrl_sandbox_execution_seconds",
-            "wall clock time of programs",
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        self._answer_seconds = Histogram(
-            "agentrl_sandbox_answer_seconds",
-            "time from a call's arrival to its answer, including the queue",
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        self._refused = Counter(
-            "agentrl_sandbox_refused", "rejected calls by HTTP status", ["status"], registry=self._registry
-        )
+        program, name = "wall clock time of programs", "agentrl_sandbox_execution_seconds"
+        self._seconds = Histogram(name, program, buckets=_SECONDS, registry=registry)
+        answer, name = "time from a call's arrival to its answer, including the queue", "agentrl_sandbox_answer_seconds"
+        self._answer_seconds = Histogram(name, answer, buckets=_SECONDS, registry=registry)
+        refused = "rejected calls by HTTP status"
+        self._refused = Counter("agentrl_sandbox_refused", refused, ["status"], registry=registry)
 
     def gauge(self, name: str, meaning: str, value: Callable[[], float]) -> None:
         """Add a number that is read whenever Prometheus scrapes."""
         Gauge(f"agentrl_sandbox_{name}", meaning, registry=self._registry).set_function(value)
 
     def ran(self, execution: Execution, answer_seconds: float) -> None:
-        """Count a program."""
         self._outcomes.labels(execution.outcome.value).inc()
         self._seconds.observe(execution.seconds)
         self._answer_seconds.observe(answer_seconds)
 
     def refused(self, status: int) -> None:
-        """Count a rejected call."""
         self._refused.labels(str(status)).inc()
 
     def text(self) -> bytes:
-        """The metrics in the text format."""
         return generate_latest(self._registry)

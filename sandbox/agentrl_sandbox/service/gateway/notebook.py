@@ -22,7 +22,6 @@ class CellTimeoutError(BaseException):
 
 
 def main() -> None:
-    """Run every cell, even after one failed, and write the results."""
     with open(CELLS, encoding="utf-8") as file:
         task = json.load(file)
     os.unlink(CELLS)
@@ -74,7 +73,6 @@ def execute(number: int, source: str, seconds: float, namespace: dict[str, objec
 
 
 def stop_cell(number: int, frame: object) -> None:
-    """End the cell that runs."""
     raise CellTimeoutError("the cell took too long")
 
 

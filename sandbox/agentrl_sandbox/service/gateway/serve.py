@@ -32,16 +32,11 @@ class DrainingServer(uvicorn.Server):
         self._gateway = gateway
         self._drain_seconds = drain_seconds
         self._drain: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until told to stop."""
         self._loop = asyncio.get_running_loop()
-        await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by uvicorn in its signal handler."""
-        if self._gateway.draining or self._loop is None:
+        if self._gateway.draining:
             self.should_exit = True
             self.force_exit = sig == signal.SIGINT
             return
@@ -49,7 +44,7 @@ class DrainingServer(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._begin_to_drain)
 
     def _begin_to_drain(self) -> None:
-        self._drain = asyncio.get_running_loop().create_task(self._until_idle())
+        self._drain = self._loop.create_task(self._until_idle())
 
     async def _until_idle(self) -> None:
         _log.info("stopping: %d calls are still running", self._gateway.calls)
@@ -102,16 +97,10 @@ async def serve_gateway(
 
 def _listening(host: str, port: int) -> socket.socket:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise StartError(f"cannot listen at {host}:{port}: {error}") from error
-    return listener
 
 
 def kept_token(file: Path | None) -> str:

@@ -95,7 +95,6 @@ class RunnerLink(asyncio.Protocol):
                 self._transport.write(pack({"op": "cancel", "id": identifier}))
 
     def abort(self, why: str) -> None:
-        """Drop the connection."""
         if not self.gone:
             self.why_gone = why
         if self._transport is not None:
@@ -104,7 +103,6 @@ class RunnerLink(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
@@ -116,7 +114,6 @@ class RunnerLink(asyncio.Protocol):
             self.abort(f"a runner violated the protocol: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail all waiting requests."""
         self.gone = True
         for timer in self._timers.values():
             timer.cancel()

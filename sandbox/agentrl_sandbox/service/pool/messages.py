@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from agentrl_sandbox.call import CallHeader, ExecutionHeader, read_execution
 from agentrl_sandbox.errors import SandboxError, SessionForkError, SessionLimitError, StartError, UnknownSessionError
@@ -65,7 +65,6 @@ class Hello(_Message):
 
     @property
     def isolation(self) -> Isolation:
-        """The isolation that the runner's probes found."""
         return Isolation(layers=self.layers, mode=self.mode)
 
 
@@ -106,13 +105,8 @@ class RefusedMessage(_Message):
 
 Answer = Execution | SessionMessage | RefusedMessage
 
-_MODELS: dict[str, type[_Message]] = {
-    "hello": Hello,
-    "leaving": Leaving,
-    "execution": Ran,
-    "session": SessionMessage,
-    "refused": RefusedMessage,
-}
+RunnerMessage = Hello | Leaving | Ran | SessionMessage | RefusedMessage
+_MESSAGE: TypeAdapter[RunnerMessage] = TypeAdapter(Annotated[RunnerMessage, Field(discriminator="op")])
 
 
 def check_answers_fit(settings: SandboxSettings) -> None:
@@ -139,16 +133,13 @@ def hello(settings: SandboxSettings, isolation: Isolation) -> dict[str, object]:
     }
 
 
-def read(frame: Frame[dict[str, object]]) -> tuple[_Message, Execution | None]:
+def read(frame: Frame[dict[str, object]]) -> tuple[RunnerMessage, Execution | None]:
     """Parse a runner's message, with its execution if it has one. Raises FrameError for anything invalid."""
     header, blobs = frame
-    model = _MODELS.get(str(header.get("op")))
-    if model is None:
-        raise FrameError("a message with an unknown op")
     try:
-        message = model.model_validate(header)
+        message = _MESSAGE.validate_python(header)
     except ValidationError as error:
-        raise FrameError(f"an invalid {header['op']} message: {error.errors()[0]['msg']}") from error
+        raise FrameError(f"an invalid message: {error.errors()[0]['msg']}") from error
     if isinstance(message, Ran):
         return message, _execution(message, blobs)
     if blobs:

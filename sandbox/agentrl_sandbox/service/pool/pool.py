@@ -32,11 +32,9 @@ class RunnerPool(CallSandbox):
         self._closed = False
 
     def open(self) -> None:
-        """Start looking for runners."""
         self.registry.open()
 
     async def close(self) -> None:
-        """Disconnect from all runners, which ends their programs."""
         self._closed = True
         self.queue.close()
         await self.sessions.close()
@@ -44,7 +42,6 @@ class RunnerPool(CallSandbox):
 
     @property
     def isolation(self) -> Isolation:
-        """The isolation that all runners provide."""
         return self.registry.isolation
 
     def check_room(self, count: int) -> None:

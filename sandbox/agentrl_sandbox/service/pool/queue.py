@@ -26,7 +26,6 @@ class Queue:
 
     @property
     def length(self) -> int:
-        """The number of waiting calls."""
         return self._length
 
     def check_room(self, count: int = 1) -> None:

@@ -29,11 +29,9 @@ class RunnerRegistry:
         self.links: dict[str, RunnerLink] = {}
 
     def open(self) -> None:
-        """Start looking for runners."""
         self._looking = asyncio.get_running_loop().create_task(self._look())
 
     async def close(self) -> None:
-        """Disconnect from all runners, which ends their programs."""
         tasks = [*self._connecting.values(), *([self._looking] if self._looking else [])]
         for task in tasks:
             task.cancel()
@@ -45,17 +43,14 @@ class RunnerRegistry:
 
     @property
     def runners(self) -> int:
-        """The number of runners that accept programs."""
         return sum(not link.leaving for link in self.links.values())
 
     @property
     def running(self) -> int:
-        """The number of requests at runners."""
         return sum(link.in_flight for link in self.links.values())
 
     @property
     def workers(self) -> int:
-        """The number of programs that can run at once."""
         return sum(link.hello.result().workers for link in self.links.values() if not link.leaving)
 
     @property
@@ -77,7 +72,6 @@ class RunnerRegistry:
         return Isolation(layers=layers, mode=" or ".join(sorted({isolation.mode for isolation in found})) or "none")
 
     async def wait_for_runner(self, seconds: float) -> bool:
-        """Wait for a runner; return whether one came."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not self.runners:

@@ -1,0 +1,117 @@
+"""The tools of one episode: its own instances of classes, and the calls of its turns."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import time
+from collections.abc import Callable, Mapping
+
+from agentrl_envs.adapters.blocking import BlockingCalls, OwnThread, RunsBlocking
+from agentrl_envs.episode import UnavailableError
+from agentrl_envs.execution import EpisodeSandbox
+from agentrl_envs.registry import describe_error
+from agentrl_envs.tools.calling import CallError, ToolError, call_tool
+from agentrl_envs.tools.loading import ToolEntry, ToolSet
+from agentrl_envs.tools.schema import given_parameters
+from agentrl_envs.types import Problem, ToolCall
+
+
+class EpisodeTools:
+    """Makes the instances when it is opened; an instance's plain methods all run in one thread of its own."""
+
+    def __init__(
+        self,
+        tools: ToolSet,
+        problem: Problem,
+        *,
+        sandbox: EpisodeSandbox | None,
+        threads: BlockingCalls,
+        timeout: float,
+    ) -> None:
+        self._tools = tools
+        self._given: dict[str, object] = {"problem": problem, "sandbox": sandbox}
+        self._threads = threads
+        self._timeout = timeout
+        self._instances: dict[type, tuple[object, OwnThread]] = {}
+
+    async def open(self) -> None:
+        """Make an instance of each class. Raises `ToolError` where that raises."""
+        for maker in self._tools.makers:
+            given = {name: self._given[name] for name in given_parameters(maker)}
+            await self._adopt(maker, lambda maker=maker, given=given: maker(**given))  # type: ignore[misc]
+
+    async def call(self, name: str, arguments: Mapping[str, object]) -> tuple[str, ToolCall]:
+        """The text that the model reads, and the call for telemetry. Raises `ToolError` and `UnavailableError`.
+
+        That a call takes too long is the call's fault, as of a program.
+        """
+        entry = self._tools.entry(name)
+        assert entry is not None  # the protocol has checked it
+        function, threads = self._bound(entry)
+        given = {one: self._given[one] for one in entry.given}
+        began = time.monotonic()
+        outcome = "ok"
+        try:
+            async with asyncio.timeout(self._timeout) as limit:
+                result = await call_tool(name, function, {**arguments, **given}, threads)
+        except CallError as error:
+            result, outcome = str(error), "error"
+        except TimeoutError as error:
+            if limit.expired():
+                result, outcome = f"TimeoutError: {name} did not answer in time", "timeout"
+            else:
+                result, outcome = f"{type(error).__name__}: {error}", "error"
+        return result, ToolCall(outcome=outcome, seconds=time.monotonic() - began)
+
+    async def fork(self, sandbox: EpisodeSandbox | None) -> EpisodeTools:
+        """Copies of the instances as they are now: by their own ``fork()`` if they have one, else deep copies.
+
+        Raises `ToolError` for an instance that cannot be copied.
+        """
+        twin = EpisodeTools(
+            self._tools,
+            self._given["problem"],  # type: ignore[arg-type]
+            sandbox=sandbox,
+            threads=self._threads,
+            timeout=self._timeout,
+        )
+        shared = {id(self._given["problem"]): self._given["problem"], id(self._given["sandbox"]): sandbox}
+        for maker, (instance, _) in self._instances.items():
+            own = getattr(instance, "fork", None)
+            await twin._adopt(maker, own or (lambda instance=instance: copy.deepcopy(instance, dict(shared))))
+        return twin
+
+    async def close(self) -> None:
+        """Close the instances that can be closed. May be called more than once."""
+        instances, self._instances = self._instances, {}
+        for instance, thread in instances.values():
+            close = getattr(instance, "close", None)
+            try:
+                if close is not None:
+                    done = close() if inspect.iscoroutinefunction(close) else thread.run(close, deadline=self._timeout)
+                    await done
+            except Exception as error:
+                raise ToolError(f"closing {type(instance).__name__} raised {describe_error(error)}") from error
+            finally:
+                thread.close()
+
+    async def _adopt(self, maker: type, make: Callable[[], object]) -> None:
+        thread = OwnThread(name=maker.__name__)
+        try:
+            instance = await thread.run(make, deadline=self._timeout)
+        except UnavailableError:
+            thread.close()
+            raise
+        except Exception as error:
+            thread.close()
+            raise ToolError(f"making {maker.__name__} raised {describe_error(error)}") from error
+        self._instances[maker] = (instance, thread)
+
+    def _bound(self, entry: ToolEntry) -> tuple[Callable[..., object], RunsBlocking]:
+        if entry.maker is None:
+            assert entry.function is not None
+            return entry.function, self._threads
+        instance, thread = self._instances[entry.maker]
+        return getattr(instance, entry.schema.name), thread

@@ -1,0 +1,107 @@
+"""What a model is told of a tool, and the check of the arguments that it gives."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from jsonschema import Draft202012Validator, SchemaError
+
+from agentrl_envs.registry import PluginError
+from agentrl_envs.tools.signature import SignatureError, described, parameters_schema
+
+PYTHON = "python"
+GIVEN = ("problem", "sandbox")
+"""Parameters that a tool gets from its episode and not from the model."""
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+_SHOWN_CHARACTERS = 300  # of what is wrong with arguments
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolSchema:
+    """A tool as the model is told of it. ``closed``: it takes no arguments but those in ``parameters``."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, object]
+    closed: bool = False
+
+    def as_function(self) -> dict[str, object]:
+        """The form that chat templates take."""
+        own = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": own}
+
+    def refusal(self, arguments: Mapping[str, object]) -> str | None:
+        """Why these arguments cannot be called with; None where they can."""
+        parameters = {**self.parameters, "additionalProperties": False} if self.closed else self.parameters
+        error = next(Draft202012Validator(parameters).iter_errors(arguments), None)
+        if error is None:
+            return None
+        place = f"argument {error.json_path.removeprefix('$.')}" if error.absolute_path else "arguments"
+        return f"{place} of {self.name}: {error.message[:_SHOWN_CHARACTERS]}"
+
+
+PYTHON_SCHEMA = ToolSchema(
+    name=PYTHON,
+    description="Runs a Python program in a fresh interpreter and returns what it prints.",
+    parameters={
+        "type": "object",
+        "properties": {"code": {"type": "string", "description": "the program; print what you want to see"}},
+        "required": ["code"],
+    },
+)
+SESSION_PYTHON_SCHEMA = ToolSchema(
+    name=PYTHON,
+    description="Runs a Python program in an interpreter that keeps variables, and returns what it prints.",
+    parameters=PYTHON_SCHEMA.parameters,
+)
+
+
+def function_schema(function: Callable[..., object], path: str, *, method: bool = False) -> ToolSchema:
+    """The schema of a plain function, by its signature and its docstring (Google style).
+
+    ``problem`` and ``sandbox`` are left out: the episode gives them. Raises `PluginError`, which names ``path``, where
+    a parameter lacks its type or its description.
+    """
+    parameters = list(inspect.signature(function).parameters.values())[1 if method else 0 :]
+    told = [parameter for parameter in parameters if parameter.name not in GIVEN]
+    try:
+        description, said = described(function)
+        shown = parameters_schema(function, told, said)
+    except SignatureError as error:
+        raise PluginError(
+            f"{path} cannot be a tool: {error}. A tool has a docstring that describes it and, under Args:, each "
+            "parameter, and a type for each parameter"
+        ) from error
+    schema = ToolSchema(name=function.__name__, description=description, parameters=shown, closed=True)
+    check_schema(schema, path)
+    return schema
+
+
+def check_schema(schema: ToolSchema, path: str) -> None:
+    """Raise `PluginError`, which names ``path``, for a schema that no model can be told."""
+    problem = _lack(schema)
+    if problem is not None:
+        raise PluginError(f"{path} cannot be a tool: {problem}")
+
+
+def given_parameters(function: Callable[..., object]) -> tuple[str, ...]:
+    """Which of ``problem`` and ``sandbox`` the function asks for."""
+    return tuple(name for name in GIVEN if name in inspect.signature(function).parameters)
+
+
+def _lack(schema: ToolSchema) -> str | None:
+    if not isinstance(schema.name, str) or not _NAME.fullmatch(schema.name):
+        return f"its name {schema.name!r} must be letters, digits, '_', '.', '-', at most 64"
+    if not isinstance(schema.description, str):
+        return "its description must be text"
+    if not isinstance(schema.parameters, Mapping) or schema.parameters.get("type") != "object":
+        return 'its parameters must be a JSON schema with "type": "object"'
+    try:
+        Draft202012Validator.check_schema(schema.parameters)
+    except SchemaError as error:
+        return f"its parameters are not a JSON schema: {error.message}"
+    return None
