@@ -15,6 +15,8 @@ from agentrl.cli import shorten_spinning
 # Must come before torch is loaded.
 shorten_spinning()
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+# The processes that tests start import thousands of modules, and should find them compiled.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import torch  # noqa: E402
 
@@ -36,6 +38,7 @@ def pytest_xdist_auto_num_workers() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), psutil.virtual_memory().available // WORKER_BYTES))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads the marks there
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give tests that share a module's fixture to one worker of pytest-xdist: it is made once."""
     for item in items:

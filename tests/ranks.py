@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from warm import WarmPopen
+
 
 def start_ranks(script: Path, outputs: Sequence[Path]) -> list[subprocess.Popen[str]]:
     """The script once for each of ``outputs``, its argument; they are as many ranks of one group."""
@@ -18,7 +20,7 @@ def start_ranks(script: Path, outputs: Sequence[Path]) -> list[subprocess.Popen[
     network = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     network["WORLD_SIZE"] = str(len(outputs))
     return [
-        subprocess.Popen(
+        WarmPopen(
             [sys.executable, str(script), str(output)],
             env={**os.environ, **network, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm import run_warm
 
 from agentrl.cli import main
 
@@ -214,9 +215,11 @@ def test_a_cold_start_onto_something(refused: Refused) -> None:
 
 def agentrl(*arguments: str, code: int = 2, **environment: str) -> str:
     """What a process of its own says on stderr; no traceback, the exit code as expected."""
-    done = subprocess.run(
+    run = subprocess.run if environment else run_warm  # libraries may read changed variables as they load
+    done = run(
         [sys.executable, "-m", "agentrl.cli", *arguments],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         timeout=300,
         env={**os.environ, **environment},

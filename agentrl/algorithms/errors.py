@@ -11,16 +11,8 @@ option or mode of that name); the others are bugs of the caller.
 
 from collections.abc import Iterable
 
-from agentrl_envs.registry import UnknownNameError, did_you_mean
-
-__all__ = [
-    "AlgorithmError",
-    "InvalidInputError",
-    "InvalidOptionError",
-    "MissingInputError",
-    "UnknownNameError",
-    "check_choice",
-]
+from agentrl_envs.registry import UnknownNameError as UnknownNameError
+from agentrl_envs.registry import did_you_mean
 
 
 class AlgorithmError(ValueError):

@@ -111,11 +111,11 @@ function labelled(kind, label, body) {
 
 function render(problem, rollout) {
   const box = element("div", "conversation");
-  const toggle = element("button", "plain", plain ? "rendered" : "as written");
+  const toggle = element("button", "plain", plain ? "show rendered" : "show source");
   toggle.addEventListener("click", () => { plain = !plain; box.replaceWith(render(problem, rollout)); });
   const head = element("div");
   head.append(toggle, element("span", "verdict", `sample ${rollout.sample}: ${KINDS[rollout.kind]}`));
-  const facts = [`ended ${rollout.ended.replaceAll("_", " ")}`, `verdict ${(rollout.verdict || "none").replaceAll("_", " ")}`];
+  const facts = [`ended: ${rollout.ended.replaceAll("_", " ")}`, `verdict: ${(rollout.verdict || "none").replaceAll("_", " ")}`];
   facts.push(`${rollout.tokens} tokens`, `${rollout.seconds.toFixed(1)} s`);
   if (rollout.calls.length) facts.push(`programs: ${rollout.calls.join(", ")}`);
   if (rollout.failure) facts.push(rollout.failure);
@@ -127,7 +127,7 @@ function render(problem, rollout) {
   let number = 0;
   for (const [origin, text] of rollout.turns) {
     if (origin === "model") box.append(labelled("model", `turn ${++number}`, written(text, problem.formulas)));
-    else box.append(labelled("observation", "shown to the model", element("pre", "output", text.replace(/^\n+|\n+$/g, ""))));
+    else box.append(labelled("observation", "observation", element("pre", "output", text.replace(/^\n+|\n+$/g, ""))));
   }
   return box;
 }
@@ -214,10 +214,10 @@ async function search() {
 
 const share = (problem) => { const [right, all] = problem.share.split("/").map(Number); return all ? right / all : -1; };
 const ORDERS = {
-  "as in the benchmark": () => 0,
+  "benchmark order": () => 0,
   "hardest first": (one, other) => share(one) - share(other),
   "easiest first": (one, other) => share(other) - share(one),
-  "most undecided first": (one, other) => Math.abs(share(one) - 0.5) - Math.abs(share(other) - 0.5),
+  "closest to 50 % first": (one, other) => Math.abs(share(one) - 0.5) - Math.abs(share(other) - 0.5),
 };
 
 function sort() {

@@ -18,26 +18,19 @@ def digest_of(info: Mapping[str, object]) -> str:
 
 
 class ProblemSource(Protocol):
-    """Problems by index: a finite set of ``size`` problems, or an endless generator (``size`` None)."""
+    """Problems by index: a finite set of ``size`` problems, or an endless generator (``size`` None).
+
+    ``name`` is that in messages and in saved positions. ``problem`` is always the same for the same index; sources of
+    equal ``identity`` have the same at every index.
+    """
 
     @property
-    def name(self) -> str:
-        """The name in messages and in saved positions."""
-        ...
-
+    def name(self) -> str: ...
     @property
-    def size(self) -> int | None:
-        """The number of problems; None for an endless source."""
-        ...
-
+    def size(self) -> int | None: ...
     @property
-    def identity(self) -> str:
-        """Equal for sources that return the same problem at every index."""
-        ...
-
-    def problem(self, index: int) -> Problem:
-        """Problem ``index``; always the same problem for the same index."""
-        ...
+    def identity(self) -> str: ...
+    def problem(self, index: int) -> Problem: ...
 
 
 class FiniteSource:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm import WarmPopen, run_warm
 
 from agentrl.evaluation.records.rollout_log import read_rollouts
 
@@ -114,7 +115,7 @@ def test_an_endpoint_is_evaluated_through_a_kill(endpoint: Endpoint, tmp_path: P
     command += ["--output", "out", "evaluation.endpoint.concurrency=4", "telemetry.plots=false"]
     log = tmp_path / "out" / "rollouts.jsonl.zst"
     endpoint.pause = 0.2
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+    with WarmPopen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         deadline = time.monotonic() + 120
         while not log.exists() or sum(1 for _ in read_rollouts(log)) < 5:
             assert time.monotonic() < deadline
@@ -124,7 +125,7 @@ def test_an_endpoint_is_evaluated_through_a_kill(endpoint: Endpoint, tmp_path: P
     finished = {transcript.key for transcript in read_rollouts(log)}
     asked = len(endpoint.conversations)
     endpoint.pause = 0.0
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = run_warm(command, cwd=tmp_path, stderr=subprocess.PIPE, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     transcripts = list(read_rollouts(log))
     assert len({one.key for one in transcripts}) == len(transcripts) == 60
@@ -140,10 +141,10 @@ def test_an_endpoint_is_evaluated_through_a_kill(endpoint: Endpoint, tmp_path: P
     assert (tmp_path / "out" / "report.html").is_file()
 
     for arguments, said in ((["compare", "out", "out"], "+0.000"), (["regrade", "out"], "no verdict changed")):
-        done = subprocess.run(agentrl(*arguments), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        done = run_warm(agentrl(*arguments), cwd=tmp_path, stderr=subprocess.PIPE, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
         assert said in done.stdout
-    done = subprocess.run([*command, "seed=1"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = run_warm([*command, "seed=1"], cwd=tmp_path, stderr=subprocess.PIPE, timeout=120)
     assert done.returncode == 2
     assert "seed: 0 -> 1" in done.stderr
     assert "Traceback" not in done.stderr
@@ -167,7 +168,7 @@ def test_an_endpoint_that_writes_half_characters_is_evaluated(endpoint: Endpoint
     endpoint.reply = lambda messages: "six by\ud83d\ude00 \\boxed{\ud83d}"
     command = agentrl("eval", "--base-url", endpoint.url, "--benchmarks", "aime24", "--data-dir", str(data), "--n", "1")
     command += ["--output", "out", "telemetry.plots=false"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = run_warm(command, cwd=tmp_path, stderr=subprocess.PIPE, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     stored = list(read_rollouts(tmp_path / "out" / "rollouts.jsonl.zst"))
     assert {one.turns[0].text for one in stored} == {"six by\U0001f600 \\boxed{\ufffd}"}

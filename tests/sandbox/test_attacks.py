@@ -6,10 +6,12 @@ Tests of what a root file system and a PID namespace of one's own give are of th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import platform
 import secrets
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from sandbox.programs import LEAVE
+from sandbox.session_support import AWAIT_THE_WORD, awaiting_the_word, until
 
 from agentrl_sandbox.client import Outcome
 
@@ -59,7 +62,8 @@ def running(mark: str) -> list[str]:
 async def test_a_fork_bomb_is_bounded(run, settings):
     program = (
         "import os, time\nmade = 0\ntry:\n    while True:\n        if os.fork() == 0:\n            time.sleep(60)\n"
-        "        made += 1\nexcept OSError:\n    time.sleep(1)\n    print(made)"
+        f"        made += 1\nexcept OSError:\n    time.sleep(60 if made >= {settings.max_processes} else 0)\n"
+        "    print(made)"
     )
     done = await run(program)
     if done.outcome is not Outcome.KILLED:  # by the watch, where the kernel counts more than this program
@@ -80,7 +84,7 @@ async def test_a_thread_bomb_is_bounded(run, settings):
     program = (
         "import threading, time, os\nmade = 0\ntry:\n    while True:\n"
         "        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n        made += 1\n"
-        "except RuntimeError:\n    time.sleep(1)\n    print(made)"
+        f"except RuntimeError:\n    time.sleep(60 if made >= {settings.max_processes} else 0)\n    print(made)"
     )
     done = await run(program)
     if done.outcome is not Outcome.KILLED:
@@ -92,13 +96,17 @@ async def test_a_daemonised_grandchild_is_gone_with_its_program(run):
     program = (
         f"import os, subprocess, sys, time\n{LEAVE}"
         "if os.fork() == 0:\n    leave()\n    if os.fork() == 0:\n"
-        f"        os.execv('/bin/sh', ['sh', '-c', 'sleep 60 # {mark}; true'])\n    os._exit(0)\n"
-        "time.sleep(1.5)\nprint('left it behind')"
+        "        os.execv('/bin/sh', ['sh', '-c', 'trap \"echo > seen\" CONT; '\n"
+        f"            'while true; do sleep 0.02; done # {mark}'])\n    os._exit(0)\n"
+        "while not os.path.exists('seen'):\n    time.sleep(0.01)\nprint('left it behind')"
     )
     call = asyncio.ensure_future(run(program))
     seen: list[str] = []
     while not call.done():
-        seen += running(mark)
+        for process in running(mark):
+            seen.append(process)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGCONT)  # it tells the program that it was seen
         await asyncio.sleep(0.01)
     assert (await call).stdout == "left it behind\n"
     assert seen, "the grandchild never ran: the test shows nothing"
@@ -330,10 +338,11 @@ async def test_scratch_is_fresh_and_private(run):
     write = (
         f"import os\nopen('/scratch/secret', 'w').write('s'); open('{TMP}/t', 'w').close(); open('/dev/shm/u', 'w')\n"
     )
-    waiting = asyncio.ensure_future(run(write + "import time; time.sleep(0.5); print(sorted(os.listdir()))"))
-    await asyncio.sleep(0.2)
+    waiting = asyncio.ensure_future(run(write + AWAIT_THE_WORD + "print(sorted(os.listdir()))"))
+    assert await until(lambda: bool(awaiting_the_word()))
     look = "import os, glob\nprint(os.listdir('/scratch'), glob.glob('/proc/[0-9]*/root/scratch/*'))"
     assert (await run(look)).stdout == "[] []\n"
+    os.kill(awaiting_the_word()[0], signal.SIGCONT)
     assert (await waiting).stdout == "['secret', 't', 'u']\n"
     assert (await run(look)).stdout == "[] []\n"
 
@@ -369,12 +378,13 @@ async def test_mounts_and_namespaces_give_no_power_over_the_host(run):
 
 
 async def test_kill_everything_reaches_only_its_own(run):
-    victim = asyncio.ensure_future(run("import time; time.sleep(0.6); print('survived')"))
-    await asyncio.sleep(0.1)
+    victim = asyncio.ensure_future(run(AWAIT_THE_WORD + "print('survived')"))
+    assert await until(lambda: bool(awaiting_the_word()))
     done = await run(
         "import os, signal\ntry:\n    os.kill(-1, signal.SIGKILL)\nexcept OSError as e:\n    print('none')"
     )
     assert done.outcome in (Outcome.OK, Outcome.KILLED)
+    os.kill(awaiting_the_word()[0], signal.SIGCONT)
     assert (await victim).stdout == "survived\n"
 
 

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from sandbox.session_support import SMALL, ended, processes_below, server_of, until
+from sandbox.session_support import SMALL, ended, processes_below, server_of, start, until
 
 from agentrl_sandbox.client import (
     ClosedError,
@@ -76,9 +76,9 @@ async def test_a_session_that_never_was_is_unknown(sandbox):
 
 async def test_closing_ends_what_runs_and_what_waits(sandbox):
     session = await sandbox.open_session()
-    running = asyncio.ensure_future(sandbox.execute("import time; time.sleep(60)", session=session))
+    running = await start(sandbox, session)
     waiting = asyncio.ensure_future(sandbox.execute("1", session=session))
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0)  # it waits for its turn
     await sandbox.close_session(session)
     assert (await running).outcome is Outcome.KILLED
     with pytest.raises(UnknownSessionError, match="closed"):
@@ -87,8 +87,7 @@ async def test_closing_ends_what_runs_and_what_waits(sandbox):
 
 async def test_cancelling_a_call_ends_its_session(sandbox):
     session = await sandbox.open_session()
-    call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(60)", session=session))
-    await asyncio.sleep(0.2)
+    call = await start(sandbox, session)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
@@ -96,10 +95,13 @@ async def test_cancelling_a_call_ends_its_session(sandbox):
 
 
 async def test_a_cancelled_waiter_leaves_the_session_alone(sandbox, session):
-    running = asyncio.ensure_future(sandbox.execute("import time; time.sleep(1.5); x = 1", session=session))
+    running = asyncio.ensure_future(sandbox.execute("x = 1", session=session))
     waiting = asyncio.ensure_future(sandbox.execute("x = 2", session=session))
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0)  # the one is sent, the other waits for its turn
+    assert not running.done()
     waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
     assert (await running).outcome is Outcome.OK
     assert (await sandbox.execute("print(x)", session=session)).stdout == "1\n"
 
@@ -107,9 +109,10 @@ async def test_a_cancelled_waiter_leaves_the_session_alone(sandbox, session):
 async def test_an_idle_session_expires_and_a_used_one_does_not():
     sandbox = await open_sandbox(SandboxSettings(**SMALL, session_idle_timeout=3.0))
     idle, used = await sandbox.open_session(), await sandbox.open_session()
-    for _ in range(4):
-        assert (await sandbox.execute("import time; time.sleep(1)", session=used)).outcome is Outcome.OK
+    while not sandbox._sessions.has_ended(idle):
+        assert (await sandbox.execute("1", session=used)).outcome is Outcome.OK
     assert "idle for 3 s" in await ended(sandbox, idle)
+    assert (await sandbox.execute("1", session=used)).outcome is Outcome.OK
     await sandbox.close()
 
 
@@ -137,8 +140,7 @@ async def test_a_killed_server_ends_its_sessions_and_the_next_one_opens_new_ones
     sandbox = await open_sandbox(SandboxSettings(**SMALL))
     session = await sandbox.open_session()
     fork = await sandbox.fork_session(session)
-    call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(60)", session=session))
-    await asyncio.sleep(0.3)
+    call = await start(sandbox, session)
     processes = processes_below(server_of(sandbox))
     assert len(processes) >= 5  # two interpreters, a session_init, a session and its fork
     os.kill(server_of(sandbox), signal.SIGKILL)
@@ -156,8 +158,7 @@ async def test_a_killed_server_ends_its_sessions_and_the_next_one_opens_new_ones
 async def test_a_killed_interpreter_ends_its_sessions():
     sandbox = await open_sandbox(SandboxSettings(**SMALL))
     session = await sandbox.open_session()
-    call = asyncio.ensure_future(sandbox.execute("import time; time.sleep(60)", session=session))
-    await asyncio.sleep(0.3)
+    call = await start(sandbox, session)
     children = Path(f"/proc/{server_of(sandbox)}/task/{server_of(sandbox)}/children").read_text().split()
     (owner,) = (int(pid) for pid in children if b"science" in Path(f"/proc/{pid}/cmdline").read_bytes())
     os.kill(owner, signal.SIGKILL)

@@ -61,8 +61,14 @@ WITHOUT_ITS_FIRST_THREAD = (
     "        ctypes.CDLL(None).syscall(60 if platform.machine() == 'x86_64' else 93, 0)"
 )
 
+# Each process ends once its child has forked: there is always a next one.
+CHAIN = (
+    "while True:\n            open('alive', 'w').write(str(time.time()))\n"
+    "            if os.fork():\n                time.sleep(0.005)\n                os._exit(0)"
+)
 
-@pytest.mark.parametrize("work", ["work()", WITHOUT_ITS_FIRST_THREAD], ids=["process", "thread"])
+
+@pytest.mark.parametrize("work", ["work()", WITHOUT_ITS_FIRST_THREAD, CHAIN], ids=["process", "thread", "chain"])
 async def test_what_a_program_leaves_running_ends_with_it(everywhere, work):
     session = await everywhere.open_session()
     assert (await everywhere.execute(DAEMON.replace("WORK", work), session=session)).outcome is Outcome.OK

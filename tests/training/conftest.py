@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -14,27 +13,13 @@ from typing import Any
 
 import pytest
 from shared import made_once
+from warm import WarmPopen
 
 collect_ignore = ["runs_that_are_stopped.py", "stopping_env.py"]
 """What the runs of test_signals.py import, with this folder on their path."""
 
 SMALL = ["--config", "tiny", "model.tiny.hidden_size=48", "model.tiny.layers=2", "coldstart.count=1024"]
 DEADLINE = 900.0
-
-_ENDED = "-- ended with {} --"
-_ONE_BY_ONE = f"""
-import json, sys
-from agentrl.cli import main
-for arguments in json.loads(sys.argv[1]):
-    sys.argv = ["agentrl", *arguments]
-    code = 0
-    try:
-        main()
-    except SystemExit as end:
-        code = end.code or 0
-    sys.stderr.flush()
-    print({_ENDED!r}.format(code), flush=True)
-"""
 
 _SHORT = [
     "rollout.problems_per_step=3",
@@ -66,9 +51,15 @@ class CommandLine:
                 process.kill()
                 process.communicate()
 
-    def start(self, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
-        """A command in a process group of its own, with changes to its environment variables."""
-        process = subprocess.Popen(
+    def start(
+        self, *arguments: str, environment: dict[str, str] | None = None, fresh: bool = False
+    ) -> subprocess.Popen[str]:
+        """A command in a process group of its own, with changes to its environment variables.
+
+        ``fresh``: it loads the libraries itself, and says what they say; always so where variables are changed, which
+        libraries may read as they load.
+        """
+        process = (subprocess.Popen if fresh or environment else WarmPopen)(
             [sys.executable, "-m", "agentrl.cli", *arguments],
             cwd=self.folder,
             env=self._environment() | (environment or {}),
@@ -85,28 +76,14 @@ class CommandLine:
         path = os.pathsep.join(place for place in places if place)
         return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
-    def run(self, *arguments: str, code: int = 0, environment: dict[str, str] | None = None) -> str:
+    def run(
+        self, *arguments: str, code: int = 0, environment: dict[str, str] | None = None, fresh: bool = False
+    ) -> str:
         """A command to its end; what it said. Its exit code must be ``code``."""
-        process = self.start(*arguments, environment=environment)
+        process = self.start(*arguments, environment=environment, fresh=fresh)
         said = process.communicate(timeout=DEADLINE)[0]
         assert process.returncode == code, said
         return said
-
-    def run_each(self, *commands: list[str]) -> list[tuple[int, str]]:
-        """Commands one after another in one process, which loads libraries once: each one's exit code and output."""
-        done = subprocess.run(
-            [sys.executable, "-c", _ONE_BY_ONE, json.dumps(commands)],
-            cwd=self.folder,
-            env=self._environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=DEADLINE,
-        )
-        assert done.returncode == 0, done.stdout
-        *parts, rest = re.split(_ENDED.format(r"(\d+)") + "\n", done.stdout)
-        assert rest == "", rest
-        return [(int(code), said) for said, code in zip(parts[::2], parts[1::2], strict=True)]
 
     def simpletir(self, policy: Path, *overrides: str) -> list[str]:
         """The arguments of four steps with the real environment."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from warm import run_warm
 
 from agentrl.telemetry.run_directory import RunDirectory
 
@@ -27,13 +27,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory, random_policy: Path) -> Path:
     """The folder of all runs."""
     folder = tmp_path_factory.mktemp("algorithms")
     paths = [str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, str(SCRIPT), str(random_policy), str(folder), *NAMES],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
         timeout=900,
     )
     assert done.returncode == 0, done.stdout

@@ -77,7 +77,7 @@ def test_two_ranks_go_on_after_every_end(command_line: CommandLine, random_polic
     assert_all_end(processes)
 
     # And it goes on to its end.
-    said = command_line.run("train", "--resume", "name=two")
+    said = command_line.run("train", "--resume", "name=two", fresh=True)
     assert said.count("resumed after step 1") == 1
     assert command_line.steps("two") == [1, 2, 3]
     assert sorted(index for groups in groups_trained(run).values() for index in groups) == list(range(3 * 4))

@@ -115,7 +115,7 @@ def test_checkpoints_are_pruned_and_the_export_is_plain_transformers(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     said = command_line.run(
-        *command_line.counting(random_policy, "name=plain", "checkpoint.keep=2", "checkpoint.every=1")
+        *command_line.counting(random_policy, "name=plain", "checkpoint.keep=2", "checkpoint.every=1"), fresh=True
     )
     for noise in ("Loading weights", "Writing model", "[WARNING]", "Warning:", "Traceback"):
         assert noise not in said

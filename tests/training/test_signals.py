@@ -21,6 +21,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from warm import WarmPopen
 
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.worker.wire import WorkerLostError, receive
@@ -68,7 +69,7 @@ class Ranks:
         for rank in range(count):
             with (folder / f"said-{rank}").open("w") as said:
                 self.processes.append(
-                    subprocess.Popen(
+                    WarmPopen(
                         [sys.executable, script, json.dumps(case)],
                         cwd=folder,
                         env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},

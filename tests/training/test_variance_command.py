@@ -28,10 +28,8 @@ OWN = [
 def test_it_measures_draws_and_says_which_wins(command_line: CommandLine, random_policy: Path) -> None:
     arguments = ["--model", str(random_policy), "--problems", "3", "--group-sizes", "2,4", "--samples", "8", *OWN]
     again = ["--output", "again", "--estimators", "rloo"]
-    (code, said), (other_code, other_said) = command_line.run_each(
-        ["variance", *arguments, "--output", "measured"], ["variance", *arguments, *again]
-    )
-    assert (code, other_code) == (0, 0), said + other_said
+    said = command_line.run("variance", *arguments, "--output", "measured")
+    other_said = command_line.run("variance", *arguments, *again)
     folder = command_line.folder / "measured"
     record = json.loads((folder / "variance.json").read_text())
     # The environment's module registers one estimator more.
@@ -67,9 +65,8 @@ def test_mistakes_end_before_anything_is_sampled(command_line: CommandLine, rand
         "nowhere.jsonl": ["--problems", "nowhere.jsonl"],
         "two problems are the least": ["--problems", "1"],
     }
-    answers = command_line.run_each(*(["variance", *model, *wrong] for wrong in mistakes.values()))
-    for message, (code, said) in zip(mistakes, answers, strict=True):
-        assert code == 2
+    for message, wrong in mistakes.items():
+        said = command_line.run("variance", *model, *wrong, code=2)
         assert message in said.replace("\n", " ")
         assert "Traceback" not in said
     assert not (command_line.folder / "variance").exists()

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from warm import WarmPopen
 
 from agentrl.weights.native import ServersClient, default_backend
 from agentrl.weights.sources import ParameterSource
@@ -37,7 +38,7 @@ def two_ranks(stage: int, folder: Path) -> list[dict[str, Any]]:
     """What each of two gloo ranks wrote down."""
     port = free_port()
     processes = [
-        subprocess.Popen(
+        WarmPopen(
             [sys.executable, str(SCRIPT), str(stage), str(folder)],
             env=os.environ
             | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}

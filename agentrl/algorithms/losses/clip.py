@@ -60,16 +60,13 @@ def clipped(ratio: Tensor, advantages: Tensor, options: ClipOptions) -> Tensor:
     return torch.maximum(-advantages * ratio, -advantages * inside)
 
 
-def is_clipped(ratio: Tensor, advantages: Tensor, options: ClipOptions) -> Tensor:
-    """Where the clipped branch of `clipped` counts, so that no gradient flows."""
-    rising = (advantages > 0) & (ratio > 1 + options.clip_high)
-    return rising | ((advantages < 0) & (ratio < 1 - options.clip_low))
+def clipped_sides(ratio: Tensor, advantages: Tensor, options: ClipOptions) -> tuple[Tensor, Tensor]:
+    """Where the lower and where the upper bound of `clipped` counts, so that no gradient flows."""
+    low = (advantages < 0) & (ratio < 1 - options.clip_low)
+    return low, (advantages > 0) & (ratio > 1 + options.clip_high)
 
 
 def clip_fractions(inputs: LossInputs, ratio: Tensor, options: ClipOptions) -> dict[str, Tensor]:
     """Shares of the tokens that the lower and the upper bound silence."""
-    ratio = ratio.detach()
-    return {
-        "clip_fraction_low": inputs.fraction((inputs.advantages < 0) & (ratio < 1 - options.clip_low)),
-        "clip_fraction_high": inputs.fraction((inputs.advantages > 0) & (ratio > 1 + options.clip_high)),
-    }
+    low, high = clipped_sides(ratio.detach(), inputs.advantages, options)
+    return {"clip_fraction_low": inputs.fraction(low), "clip_fraction_high": inputs.fraction(high)}

@@ -103,9 +103,7 @@ def default_aggregation(loss: str, estimator: str) -> str:
 
 def check_aggregation(loss: str, mode: str) -> None:
     """Raise InvalidOptionError if the loss has no meaning under this aggregation (gspo and gmpo admit one only)."""
-    allowed = LOSSES.traits(loss).aggregations
-    if mode not in allowed:
-        check_choice(f"aggregation of loss {loss!r}", mode, allowed)
+    check_choice(f"aggregation of loss {loss!r}", mode, LOSSES.traits(loss).aggregations)
 
 
 def _draws(mask: Tensor, keys: Tensor | None, seed: int) -> Tensor:

@@ -7,7 +7,7 @@ see `step_selection`.
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.losses.clip import clip_fractions, clipped, is_clipped
+from agentrl.algorithms.losses.clip import clip_fractions, clipped, clipped_sides
 from agentrl.algorithms.losses.definitions import LossInputs, LossTraits, register_loss
 from agentrl.algorithms.losses.options import ClipCovarianceOptions, KLCovarianceOptions
 
@@ -27,7 +27,8 @@ def select_for_clip_cov(inputs: LossInputs, options: ClipCovarianceOptions, draw
     """
     product = covariance(inputs)
     inside = (product > options.covariance_low) & (product < options.covariance_high)
-    eligible = inputs.mask & inside & ~is_clipped(inputs.ratio, inputs.advantages, options)
+    low, high = clipped_sides(inputs.ratio, inputs.advantages, options)
+    eligible = inputs.mask & inside & ~(low | high)
     return _first(eligible, torch.zeros_like(product), draws, _share(inputs, options.covariance_fraction))
 
 

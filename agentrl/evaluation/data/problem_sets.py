@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -81,7 +81,7 @@ def problem_records(sets: Sequence[ProblemSet], prompts: dict[tuple[str, str], s
         cast(
             ProblemRow,
             {"benchmark": one.name, "falsified": one.falsified}
-            | asdict(problem)
+            | {entry.name: getattr(problem, entry.name) for entry in fields(problem)}
             | {"prompt": prompts[one.name, problem.id]},
         )
         for one in sets

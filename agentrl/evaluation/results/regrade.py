@@ -10,6 +10,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from agentrl.evaluation.records.transcript import Transcript
 from agentrl.evaluation.results.extraction import extracted, protocol_of
 from agentrl.evaluation.results.files import make_results
 from agentrl.evaluation.results.rollout_index import RolloutIndex
-from agentrl.evaluation.results.tables import Table, result_tables
+from agentrl.evaluation.results.tables import result_tables
 from agentrl.evaluation.results.voting import Grades
 from agentrl.telemetry.console import Console
 from agentrl_envs.grading import Grader
@@ -109,16 +110,12 @@ async def _regrade(
 
     async def flush(batch: list[Transcript]) -> None:
         found = batch if protocol is None else [extracted(one, protocol) for one in batch]
-        graded = await asyncio.gather(
-            *(
-                _graded(old, new, golds[old.benchmark, old.problem], grader)
-                for old, new in zip(batch, found, strict=True)
-            )
-        )
-        for old, new in zip(batch, graded, strict=True):
+        expected = [golds[one.benchmark, one.problem] for one in batch]
+        graded = await asyncio.gather(*map(_graded, batch, found, expected, repeat(grader)))
+        for old, new, gold in zip(batch, graded, expected, strict=True):
             index.add(new)
             if new.verdict is not old.verdict or new.answer != old.answer:
-                changes.append(_change(old, new, golds[old.benchmark, old.problem]))
+                changes.append(_change(old, new, gold))
 
     try:
         batch: list[Transcript] = []
@@ -173,8 +170,7 @@ def _show_verdicts(console: Console, changes: list[Change]) -> None:
     )
     console.table("Verdicts that changed", ("verdict", "answer", "rollouts"), rows)
     columns = ("problem", "answer", "gold", "before", "now")
-    shown = _examples("Answers whose verdict changed", columns, changes, ("answer", "gold", "before", "after"))
-    console.table(shown.title, shown.columns, shown.rows)
+    _show_examples(console, "Answers whose verdict changed", columns, changes, ("answer", "gold", "before", "after"))
 
 
 def _show_answers(console: Console, changes: list[Change]) -> None:
@@ -183,8 +179,7 @@ def _show_answers(console: Console, changes: list[Change]) -> None:
         "Answers that changed", ("answer", "rollouts"), tuple((kind, str(count)) for kind, count in kinds.most_common())
     )
     columns = ("problem", "answer before", "answer now", "gold")
-    shown = _examples("Rollouts whose answer changed", columns, changes, ("answer_before", "answer", "gold"))
-    console.table(shown.title, shown.columns, shown.rows)
+    _show_examples(console, "Rollouts whose answer changed", columns, changes, ("answer_before", "answer", "gold"))
 
 
 def _kind_of_answer(change: Change) -> str:
@@ -193,10 +188,14 @@ def _kind_of_answer(change: Change) -> str:
     return "no longer found" if change["answer"] is None else "another one"
 
 
-def _examples(
-    title: str, columns: tuple[str, ...], changes: Sequence[Mapping[str, object]], keys: tuple[str, ...]
-) -> Table:
-    """The first example of each distinct change."""
+def _show_examples(
+    console: Console,
+    title: str,
+    columns: tuple[str, ...],
+    changes: Sequence[Mapping[str, object]],
+    keys: tuple[str, ...],
+) -> None:
+    """Show the first example of each distinct change."""
     different = {(one["benchmark"], one["problem"], *(one[key] for key in keys)): one for one in reversed(changes)}
     rows = tuple(
         (
@@ -205,7 +204,5 @@ def _examples(
         )
         for one in list(reversed(different.values()))[:_SHOWN]
     )
-    more = len(different) - len(rows)
-    return Table(
-        title=title + (f" (the first {_SHOWN} of {len(different)})" if more else ""), columns=columns, rows=rows
-    )
+    more = f" (the first {_SHOWN} of {len(different)})" if len(different) > len(rows) else ""
+    console.table(title + more, columns, rows)

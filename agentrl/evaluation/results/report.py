@@ -79,10 +79,10 @@ def _fitting(
 
 def _shown(count: int, kinds: Mapping[tuple[str, str], Mapping[int, str]]) -> str:
     if all(len(part) <= count for part in kinds.values()):
-        return "Each can be opened."
+        return "Click a cell to open its conversation."
     return (
-        f"Those with a white dot can be opened: at most {count} of each problem, right and wrong ones in turn "
-        "(--conversations); all of them are in rollouts.jsonl.zst."
+        f"Click a cell with a white dot to open its conversation: at most {count} per problem, alternating correct and "
+        "incorrect ones (--conversations). rollouts.jsonl.zst contains all conversations."
     )
 
 
@@ -194,7 +194,8 @@ def _subtitle(provenance: Provenance) -> str:
     return (
         f"fingerprint {provenance['model']['fingerprint']} · {protocol['env']}{turns} · "
         f"n {sampling['n']}, temperature {sampling['temperature']:g}, top_p {sampling['top_p']:g} · "
-        f"{limits['max_turn_tokens']} tokens a turn, {limits['max_response_tokens']} in all · seed {provenance['seed']}"
+        f"{limits['max_turn_tokens']} tokens per turn, {limits['max_response_tokens']} in total · "
+        f"seed {provenance['seed']}"
     )
 
 

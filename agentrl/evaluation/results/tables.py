@@ -27,7 +27,7 @@ class Table:
 
 
 def result_tables(results: Results) -> list[Table]:
-    """The tables of a finished evaluation: scores, pass@k, results of rollouts, statistics, and excluded rollouts."""
+    """The tables of a finished evaluation: scores, pass@k, outcomes of rollouts, averages, and excluded rollouts."""
     benchmarks = results["benchmarks"]
     n = results["provenance"]["sampling"]["n"]
     ks = dict.fromkeys(k for one in benchmarks.values() for k in one["pass"])
@@ -47,10 +47,10 @@ def result_tables(results: Results) -> list[Table]:
         table("Scores", scores),
         table("pass@k, unbiased", {f"pass@{k}": partial(_pass, k=k) for k in ks}),
         table(
-            "What rollouts came to: all but the correct ones and those without data count as wrong",
+            "Outcomes of rollouts: all except correct and no data count as wrong",
             {shown: partial(_kind, kind=kind) for kind, shown in KINDS.items()},
         ),
-        table("A rollout on average", _CONDUCT),
+        table("Averages per rollout", _CONDUCT),
         table("Failures outside the policy: retried, then excluded from all averages", _FAILURES),
     ]
 
@@ -89,16 +89,16 @@ def _failed(one: BenchmarkResults) -> str:
 _CONDUCT: Cells = {
     "turns": lambda one: f"{one['turns']:.2f}",
     "tool calls": lambda one: f"{one['tool_calls']['mean']:.2f}",
-    "calls ok": lambda one: _ok(one["tool_calls"]["outcomes"]),
+    "successful calls": lambda one: _ok(one["tool_calls"]["outcomes"]),
     "truncated": lambda one: f"{one['truncated']['share']:.1%}",
     "void": lambda one: f"{one['void_share']:.1%}",
     "tokens": lambda one: f"{one['tokens']['response_mean']:.0f}",
-    "of the model": lambda one: f"{one['tokens']['model_mean']:.0f}",
+    "model tokens": lambda one: f"{one['tokens']['model_mean']:.0f}",
     "seconds": lambda one: f"{one['seconds']['mean']:.1f}",
 }
 _FAILURES: Cells = {
     "rollouts": lambda one: str(one["rollouts"]),
     "no data": lambda one: str(one["no_data"]["total"]),
     "kinds": _failed,
-    "fresh starts": lambda one: str(one["no_data"]["retried"]),
+    "restarts": lambda one: str(one["no_data"]["retried"]),
 }

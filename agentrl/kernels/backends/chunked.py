@@ -30,13 +30,9 @@ def chunked_statistics(
     log_probs, entropy, sum_pi_squared, energy = _ChunkedStatistics.apply(
         hidden, head_weight, bias, targets.long(), temperature, cap
     )
-    dtype = statistics_dtype(hidden, head_weight)
+    norms = hidden.detach().to(log_probs.dtype).square().sum(-1)
     return TokenStatistics(
-        log_probs=log_probs,
-        entropy=entropy,
-        sum_pi_squared=sum_pi_squared,
-        energy=energy,
-        hidden_norm_squared=hidden.detach().to(dtype).square().sum(-1),
+        log_probs=log_probs, entropy=entropy, sum_pi_squared=sum_pi_squared, energy=energy, hidden_norm_squared=norms
     )
 
 

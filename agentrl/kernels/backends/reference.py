@@ -30,11 +30,7 @@ def reference_statistics(
         if cap is not None:
             gradient = gradient * (1 - (capped / cap).square())
         energy = gradient.square().sum(-1)
-        hidden_norm_squared = hidden.to(dtype).square().sum(-1)
+        norms = hidden.to(dtype).square().sum(-1)
     return TokenStatistics(
-        log_probs=log_probs,
-        entropy=entropy,
-        sum_pi_squared=sum_pi_squared,
-        energy=energy,
-        hidden_norm_squared=hidden_norm_squared,
+        log_probs=log_probs, entropy=entropy, sum_pi_squared=sum_pi_squared, energy=energy, hidden_norm_squared=norms
     )

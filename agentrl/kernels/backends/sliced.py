@@ -46,14 +46,10 @@ def sliced_statistics(
     log_probs, entropy, sum_pi_squared, energy = _SlicedStatistics.apply(
         hidden, head_weight, bias, targets.contiguous(), temperature, epilogue, ranks
     )
-    dtype = statistics_dtype(hidden, head_weight)
+    # One pass without a float32 copy of hidden.
+    norms = torch.linalg.vector_norm(hidden.detach(), dim=-1, dtype=log_probs.dtype).square()
     return TokenStatistics(
-        log_probs=log_probs,
-        entropy=entropy,
-        sum_pi_squared=sum_pi_squared,
-        energy=energy,
-        # One pass without a float32 copy of hidden.
-        hidden_norm_squared=torch.linalg.vector_norm(hidden.detach(), dim=-1, dtype=dtype).square(),
+        log_probs=log_probs, entropy=entropy, sum_pi_squared=sum_pi_squared, energy=energy, hidden_norm_squared=norms
     )
 
 

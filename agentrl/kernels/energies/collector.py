@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from agentrl.kernels.energies.closed_forms import bias_energy, linear_energy, scale_energy
 from agentrl.kernels.energies.modules import normalized_input
@@ -37,7 +37,7 @@ class LayerEnergies:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Listen to the layers."""
-        handles: list[Any] = []
+        handles: list[RemovableHandle] = []
         try:
             for site in self._sites:
                 handles.append(site.module.register_forward_pre_hook(self._before(site)))
@@ -57,8 +57,8 @@ class LayerEnergies:
         if missing:
             raise KernelInputError(f"no gradient came through {', '.join(missing)}: the forward does not use them")
 
-    def _before(self, site: _Site) -> Any:
-        def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def _before(self, site: _Site) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
             if not self._backward:
                 site.count_call()
                 if site.recomputed:
@@ -70,8 +70,8 @@ class LayerEnergies:
 
         return hook
 
-    def _after(self, site: _Site) -> Any:
-        def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+    def _after(self, site: _Site) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
             if self._backward:
                 return
             if not output.requires_grad:

@@ -60,7 +60,11 @@ def take_apart(model: Any) -> Parts:
             f"exact energies are known for {', '.join(MODELS)} of transformers, not for {type(model).__name__}"
         )
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    unknown = _unknown_modules(model, head)
+    unknown = [
+        f"{name or 'the model itself'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if _trainable(module) and not _is_known(module, is_head=module is head)
+    ]
     if unknown:
         raise KernelInputError(
             "exact energies have no closed form for the trainable parameters of " + "; ".join(unknown)
@@ -86,14 +90,6 @@ def normalized_input(norm: nn.Module, hidden: Tensor) -> Tensor:
 
 def _trainable(module: nn.Module) -> bool:
     return any(item.requires_grad for item in module.parameters(recurse=False))
-
-
-def _unknown_modules(model: nn.Module, head: nn.Module) -> list[str]:
-    return [
-        f"{name or 'the model itself'} ({type(module).__name__})"
-        for name, module in model.named_modules()
-        if _trainable(module) and not _is_known(module, is_head=module is head)
-    ]
 
 
 def _is_known(module: nn.Module, *, is_head: bool) -> bool:

@@ -79,24 +79,14 @@ def _prepared(
 ) -> _Rows:
     """The rows without positions that are not attended to, and the tokens that count in them."""
     if attention_mask is not None:
-        order = _left_aligned(attention_mask.bool())
+        # What is attended to, in order, then the rest: a causal model needs no mask, and padding changes no row.
+        order = attention_mask.bool().long().argsort(dim=1, descending=True, stable=True)
         input_ids, mask = input_ids.gather(1, order), mask.gather(1, order)
         weights = None if weights is None else weights.gather(1, order)
     coefficients = mask.to(dtype) if weights is None else torch.where(mask, weights.detach(), 0.0).to(dtype)
-    return _Rows(input_ids=input_ids, mask=mask, active=_before_a_counted(mask), coefficients=coefficients)
-
-
-def _before_a_counted(mask: Tensor) -> Tensor:
-    """Where a counted token comes later in the row: what a row is padded with on the right never is."""
-    return mask.long().flip(-1).cumsum(-1).flip(-1) - mask.long() > 0
-
-
-def _left_aligned(attended: Tensor) -> Tensor:
-    """[B, S]: the columns of every row that are attended to, in order, then the others.
-
-    A causal model then needs no mask, and a row is computed as it is on its own, whatever it was padded with.
-    """
-    return attended.long().argsort(dim=1, descending=True, stable=True)
+    counted = mask.long()
+    active = counted.flip(-1).cumsum(-1).flip(-1) > counted  # a counted token comes later in the row
+    return _Rows(input_ids=input_ids, mask=mask, active=active, coefficients=coefficients)
 
 
 def _before(mask: Tensor) -> Tensor:
@@ -108,7 +98,7 @@ def _forward(parts: Parts, input_ids: Tensor) -> tuple[Tensor, Tensor]:
     """(the embedding's output as the graph's leaf, the states after the last norm), both [B, S, D]."""
     leaves: list[Tensor] = []
 
-    def cut(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
+    def cut(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
         leaves.append(output.detach().requires_grad_())
         return leaves[-1]
 
@@ -134,7 +124,7 @@ def _head_shares(parts: Parts, hidden: Tensor, rows: _Rows, temperature: float, 
     shares: list[HeadRow] = []
     wants_cross = parts.tied and parts.embedding.weight.requires_grad
 
-    def inside(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def inside(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         for row in range(rows.mask.shape[0]):
             tokens = rows.mask[row].nonzero().squeeze(-1)
             shares.append(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from agentrl.config import load_settings
 from agentrl.errors import AgentRLError
+from agentrl.evaluation.options import quoted
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.run.launch import WATCHED
 from agentrl.training.run.start import run_rank
@@ -23,7 +24,9 @@ def main() -> int:
     path = Path(sys.argv[1]).absolute()
     rank = os.environ["RANK"]
     try:
-        settings = load_settings(overrides=[f"name='{path.name}'", f"runs_dir={_quoted(path.parent)}"], resume=True)
+        settings = load_settings(
+            overrides=[quoted("name", path.name), quoted("runs_dir", str(path.parent))], resume=True
+        )
         resolve_environment(settings.env)  # its module may register an estimator or a loss
         run = RunDirectory.resume(path) if rank == "0" else None
         return run_rank(settings, run, resume="--resume" in sys.argv[2:])
@@ -46,11 +49,6 @@ def end_with(*processes: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, daemon=True, name="end-with-launcher").start()
-
-
-def _quoted(path: Path) -> str:
-    escaped = str(path).replace("'", "''")
-    return f"'{escaped}'"
 
 
 if __name__ == "__main__":

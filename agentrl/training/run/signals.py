@@ -51,11 +51,6 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def end_at_once() -> None:
-    """End this process now. Its children detect this and end too."""
-    os._exit(INTERRUPTED)
-
-
 def _leave_to_thread(number: int, frame: object) -> None:
     """Do nothing: Python writes the signal's number only for a signal that has a handler."""
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,7 +20,7 @@ from agentrl.training.engine.deepspeed_engine import from_rank_zero, start_distr
 from agentrl.training.engine.determinism import set_determinism
 from agentrl.training.run.preflight import check_inputs, machine_problems
 from agentrl.training.run.session import Session
-from agentrl.training.run.signals import INTERRUPTED, end_at_once, sigterm_as_ctrl_c, stop_requests
+from agentrl.training.run.signals import INTERRUPTED, sigterm_as_ctrl_c, stop_requests
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -77,23 +75,15 @@ def run_rank(settings: Settings, run: RunDirectory | None, *, resume: bool) -> i
     # If the settings name no run, each rank under an external launcher has generated a name of its own.
     name, runs_dir = from_rank_zero(lambda: (settings.name, settings.runs_dir))
     settings = settings.model_copy(update={"name": name, "runs_dir": runs_dir})
-    with _console_file(rank) as file:
-        session = Session(settings, run, Console(settings.telemetry, file), rank=rank, world=world)
-        with stop_requests(partial(_ask_to_stop, session), end_at_once):
+    with open(os.devnull, "w") as nowhere:
+        console = Console(settings.telemetry, None if rank == 0 else nowhere)
+        session = Session(settings, run, console, rank=rank, world=world)
+        with stop_requests(partial(_ask_to_stop, session), partial(os._exit, INTERRUPTED)):
             try:
                 session.start(resume=resume)
                 return session.loop()
             finally:
                 session.close()
-
-
-@contextmanager
-def _console_file(rank: int) -> Iterator[TextIO | None]:
-    if rank == 0:
-        yield None
-        return
-    with open(os.devnull, "w") as nowhere:
-        yield nowhere
 
 
 def _ask_to_stop(session: Session) -> None:

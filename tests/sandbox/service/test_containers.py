@@ -225,7 +225,8 @@ async def test_a_runner_killed_under_load_loses_nothing(service, compose, engine
 
 async def test_the_gateway_is_replaced_and_clients_go_on(service, compose, engine):
     calls = [asyncio.ensure_future(service.execute(f"import time; time.sleep(0.2); print({i})")) for i in range(20)]
-    await asyncio.sleep(0.5)
+    while not any(call.done() for call in calls):  # then the others are under way or wait
+        await asyncio.sleep(0.02)
     (gateway,) = compose.containers(engine, "gateway")
     await asyncio.to_thread(gateway.restart, timeout=0)
     assert [(await call).stdout for call in calls] == [f"{i}\n" for i in range(20)]
@@ -272,7 +273,8 @@ async def test_docker_url_starts_a_container_and_removes_it(image, engine):
         assert (await sandbox.execute("1 + 1", session=session, echo=True)).stdout == "2\n"
 
         running = asyncio.ensure_future(sandbox.execute("import time; time.sleep(9)"))
-        await asyncio.sleep(1.0)
+        while not sandbox.registry.running:  # requests that the container has
+            await asyncio.sleep(0.02)
         await asyncio.to_thread(engine.containers.get(container).kill)
         assert (await running).outcome is Outcome.INFRASTRUCTURE_FAILURE
         assert (await sandbox.execute("print('back')")).stdout == "back\n"

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 _PAGE = resource.getpagesize()
+_MOST_PROCESSES = 8192  # twice what max_processes may be
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,11 +90,16 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def tree(pid: int) -> list[int]:
-    """A process and all its descendants."""
+def tree(pid: int, visit: Callable[[int], None] = lambda process: None) -> list[int]:
+    """A process and all its descendants. ``visit`` is called with each before its children are listed.
+
+    A program may fork as fast as it is looked at, so the list is bounded.
+    """
     found = [pid]
     for process in found:  # which grows meanwhile
-        found += children(process)
+        visit(process)
+        if len(found) < _MOST_PROCESSES:
+            found += children(process)
     return found
 
 

@@ -196,9 +196,7 @@ class SessionInit:
         """
         deadline = time.monotonic() + _KILL_SECONDS
         stopped: set[int] = set()
-        while found := self._leftovers():
-            for pid in found - stopped:
-                _signal(pid, signal.SIGSTOP)
+        while found := self._stop_leftovers():
             if found <= stopped:
                 for pid in found:
                     _signal(pid, signal.SIGKILL)
@@ -207,19 +205,24 @@ class SessionInit:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{len(found)} processes of a program did not end in {_KILL_SECONDS:g} s")
 
-    def _leftovers(self) -> set[int]:
+    def _stop_leftovers(self) -> set[int]:
+        """Stop each before its children are listed."""
         sessions = {pid: session for session, pid in self._pids.items()}
         found: list[int] = []
         for child in children(os.getpid()):
             if child not in sessions:
                 if not self._expected:  # it may be a fork that has not announced itself yet
-                    found += tree(child)
+                    found += tree(child, _stop)
             elif sessions[child] not in self._running:
-                found += tree(child)[1:]
+                found += tree(child, _stop)[1:]
         return set(filter(is_alive, found))
 
     def _send(self, message: ProcessMessage) -> None:
         self._server.send(json.dumps(message).encode())
+
+
+def _stop(pid: int) -> None:
+    _signal(pid, signal.SIGSTOP)
 
 
 def _signal(pid: int, number: int) -> None:

@@ -1,0 +1,65 @@
+"""Single-player games of TextArena: ``--env textarena:GuessTheNumber-v0``, with the extra ``agentrl[textarena]``.
+
+A problem is a seed of the game: ``builtin:seeds`` gives them. The game's opening text is the prompt, its messages after
+a move are the observation, and its reward at the end is the reward. The text of a turn is the move, as the model wrote
+it; an invalid move is answered by the game.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import gymnasium
+
+from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
+from agentrl_envs.registry import EnvironmentFactory, PluginError, did_you_mean
+from agentrl_envs.settings import GymnasiumSettings
+
+_PLAYER = 0
+
+
+def textarena_environment(game: str) -> EnvironmentFactory:
+    """The factory of environments that play ``game``. Raises PluginError without the package, or for another name."""
+    try:
+        from textarena.envs.registration import ENV_REGISTRY
+    except ImportError as error:
+        raise PluginError(
+            f"environment textarena:{game}: {error}; install it with pip install 'agentrl[textarena]'"
+        ) from error
+    if f"{game}-raw" not in ENV_REGISTRY:
+        games = sorted(name.removesuffix("-raw") for name in ENV_REGISTRY if name.endswith("-raw"))
+        raise PluginError(f"TextArena has no game {game!r}{did_you_mean(game, games)} (it has {len(games)})")
+    return functools.partial(_environment, game)
+
+
+def _environment(game: str, settings: GymnasiumSettings | None = None) -> GymnasiumEnvironment:
+    return GymnasiumEnvironment(functools.partial(TextArenaGame, game), settings)
+
+
+class TextArenaGame(gymnasium.Env[str, str]):
+    """One game as a gymnasium text environment. ``options`` go to TextArena's constructor of the game."""
+
+    def __init__(self, game: str, **options: object) -> None:
+        import textarena
+
+        self._game = textarena.make(f"{game}-raw", **options)
+
+    def reset(self, *, seed: int | None = None, options: object = None) -> tuple[str, dict[str, Any]]:
+        """Begin the game that ``seed`` gives. Returns its opening text."""
+        self._game.reset(num_players=1, seed=seed)
+        return self._shown(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Make a move. The reward is the game's at its end, else 0."""
+        done, _ = self._game.step(action)
+        if not done:
+            return self._shown(), 0.0, False, False, {}
+        rewards, _ = self._game.close()
+        reward = float((rewards or {}).get(_PLAYER, 0.0))
+        return "", reward, True, False, {"verdict": "correct" if reward >= 1.0 else "incorrect"}
+
+    def _shown(self) -> str:
+        """What the game has said since the last move, without the player's own words."""
+        _, messages = self._game.get_observation()
+        return "".join(f"\n{text}\n" for speaker, text, _ in messages if speaker != _PLAYER)
