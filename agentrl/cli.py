@@ -57,7 +57,8 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show settings, passes and memory; run nothing")] = False,
 ) -> None:
     """Train a policy. Without model.path=..., train the embedded tiny model on this machine in minutes."""
-    options = {"training.num_processes": num_processes, "reward.function": reward}
+    rewards = None if reward is None else {reward: 1.0}
+    options = {"training.num_processes": num_processes, "reward.functions": rewards}
     settings = _load("train", overrides, env=env, config=config, options=options, resume=resume)
     if dry_run:
         from agentrl.training.run import dry_run as preview

@@ -26,8 +26,8 @@ Prompt ``P``, a first turn ``A0`` of the model, its observation ``E0``, a second
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -84,7 +84,8 @@ class Trajectory:
 
     A rollout of an agent program may have several ``branches``, each a trajectory of the same ``group`` and ``sample``.
     Every sampled token is a model token of one of them. ``weight`` is a branch's share of the rollout's model tokens,
-    and the last branch carries the rollout's reward.
+    and the last branch carries the rollout's reward. ``reward_parts`` are the values of users' reward functions, each
+    over all turns and without its weight.
     """
 
     problem: Problem
@@ -98,6 +99,7 @@ class Trajectory:
     answer: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     seconds: float = 0.0
+    reward_parts: Mapping[str, float] = field(default_factory=dict, hash=False)
     branch: int = 0
     branches: int = 1
     weight: float = 1.0
@@ -166,13 +168,13 @@ class Trajectory:
         """True when it failed for reasons outside the policy: in no reward, no baseline, no average."""
         return self.ended.is_no_data or (self.verdict is not None and self.verdict.is_no_data)
 
-    def with_reward(self, reward: float) -> Trajectory:
-        """A copy whose only reward is ``reward``, at its last model token."""
-        last = max(place for place, segment in enumerate(self.segments) if segment.origin == "model")
+    def with_rewards(self, turns: Sequence[float], parts: Mapping[str, float]) -> Trajectory:
+        """A copy with these rewards, one for each turn of the model, and the functions' values that they come from."""
+        given = iter(turns)
         segments = tuple(
-            replace(segment, reward=reward if place == last else 0.0) for place, segment in enumerate(self.segments)
+            replace(segment, reward=next(given)) if segment.origin == "model" else segment for segment in self.segments
         )
-        return replace(self, segments=segments)
+        return replace(self, segments=segments, reward_parts=dict(parts))
 
     def to_record(self) -> dict[str, Any]:
         """A JSON-able record, enough to regrade, replay or view."""

@@ -75,7 +75,7 @@ def test_train_hands_over_settings_and_the_exit_code(monkeypatch: pytest.MonkeyP
     assert (name, resume) == ("train", False)
     assert isinstance(settings, Settings)
     assert (settings.rollout.group_size, settings.seed, settings.training.num_processes) == (4, 3, 2)
-    assert settings.reward.function == "mine:reward"
+    assert settings.reward.functions == {"mine:reward": 1.0}
 
 
 def test_dry_run_runs_nothing(monkeypatch: pytest.MonkeyPatch, work: Recorder) -> None:

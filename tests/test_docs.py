@@ -7,7 +7,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from agentrl.config import load_settings
@@ -81,6 +83,17 @@ def test_the_own_environment_trains(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "runs" / "own" / "summary.json").read_text())["steps"] == 1
 
 
+async def judges(program: str, problem: Problem, conversation: Conversation) -> None:
+    """The judge's example against an endpoint that grades with 7 of 10."""
+    names: dict[str, Any] = {}
+    exec(compile(program, "environments.md", "exec"), names)
+    await names["CLIENT"].aclose()
+    said = {"choices": [{"message": {"content": "I give it 7"}}]}
+    answers = httpx.MockTransport(lambda request: httpx.Response(200, json=said))
+    async with httpx.AsyncClient(base_url="http://judge/v1", transport=answers) as names["CLIENT"]:
+        assert await names["judged"](problem, conversation, None) == 0.7
+
+
 async def called(problem: Problem, *calls: tuple[str, dict[str, object]]) -> list[str]:
     chosen = load_tools(("python", "my_tools:constant", "my_tools:Shop"))
     tools = EpisodeTools(chosen, problem, sandbox=None, threads=BlockingCalls(2, name="tool"), timeout=60.0)
@@ -94,7 +107,7 @@ async def called(problem: Problem, *calls: tuple[str, dict[str, object]]) -> lis
 def test_a_tool_and_a_reward_of_ones_own_and_reasoning_are_as_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, tool, shop, reasoning, reward, _ = blocks("environments.md", "python")
+    _, tool, shop, reasoning, reward, judge, _ = blocks("environments.md", "python")
     (tmp_path / "my_tools.py").write_text(f"{tool}\n\n{shop}")
     (tmp_path / "my_rewards.py").write_text(reward)
     monkeypatch.syspath_prepend(tmp_path)
@@ -104,9 +117,10 @@ def test_a_tool_and_a_reward_of_ones_own_and_reasoning_are_as_shown(
     turns = tuple(Message(role=role, text="x") for role in ("assistant", "tool", "assistant"))
     right = Conversation(turns=turns, ended=Ended.ANSWERED, answer="5", environment_reward=1.0)
     shorter = Reward("my_rewards:shorter", deadline=60.0)
-    assert asyncio.run(shorter(problem, right, Verdict.CORRECT)) == 0.9
-    assert asyncio.run(shorter(problem, right, Verdict.INCORRECT)) == 0.0
+    assert asyncio.run(shorter(problem, right, Verdict.CORRECT)) == (0.0, 0.9)
+    assert asyncio.run(shorter(problem, right, Verdict.INCORRECT)) == (0.0, 0.0)
     exec(compile(reasoning, "environments.md", "exec"), {})
+    asyncio.run(judges(judge, problem, right))
 
 
 def test_every_protocol_is_described() -> None:

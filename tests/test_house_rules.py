@@ -14,7 +14,7 @@ FILES = [file for package in PACKAGES for file in sorted(package.rglob("*.py"))]
 
 MOST_FILES_OF_A_ROOM = 12
 MOST_FILES_OF_A_NAME = 3
-MOST_LINES_WITH_ANY = 115
+MOST_LINES_WITH_ANY = 104
 # A package owns the settings of what it does, under the name where everybody looks for them.
 EVERYWHERE = {"__init__.py", "settings.py"}
 

@@ -62,7 +62,7 @@ def train(
     if eval_problems is not None:
         given["data.eval"] = [{"path": _path_of(eval_problems, folder)}]
     if reward is not None:
-        given["reward.function"] = names.of(reward)
+        given["reward.functions"] = {names.of(reward): 1.0}
     environment = None if env is None else names.of(env)
     overrides = overrides_from(_with_plugins(given, names))
     resolved = load_settings(environment, config, overrides, resume=resume)

@@ -29,6 +29,7 @@ RENAMED = {
     "evaluation.endpoint.silence": "evaluation.endpoint.read_timeout",
     "rollout.kv_use": "rollout.kv_high_watermark",
     "training.plan_deadline": "training.worker_timeout",
+    "reward.function": "reward.functions",
     "sandbox.patience": "sandbox.retry_deadline",
 }
 """Renamed settings: old name -> new name. Old names are refused."""

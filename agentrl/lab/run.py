@@ -23,7 +23,7 @@ from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import evaluation_set, load_source
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.transformers import TransformersEngine
-from agentrl.rollout.environment import build_reward, check_environment, environment_and_codec, needs_answers
+from agentrl.rollout.environment import build_rewards, check_environment, environment_and_codec, needs_answers
 from agentrl.rollout.filters import FilterRules, filter_groups
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.telemetry.console import Console
@@ -176,15 +176,18 @@ async def _play(
 ) -> tuple[list[Group], dict[int, float]]:
     """(every problem's trajectories, its greedy rollout's reward by group index)."""
     engine = TransformersEngine(causal_lm, codec, settings.rollout)
+    rewards = build_rewards(settings)
     await environment.open()
     try:
+        if rewards is not None:
+            await rewards.open()
         driver = Driver(
             environment=environment,
             engine=engine,
             codec=codec,
             settings=settings.rollout,
             seed=settings.seed,
-            reward=build_reward(settings.reward),
+            rewards=rewards,
         )
         requests = [RolloutRequest(index=index, problem=problem) for index, problem in enumerate(problems)]
         size = round(lab.samples * _MORE_SAMPLES)
@@ -192,6 +195,8 @@ async def _play(
         alone = [group async for group in driver.run(requests, step=1, group_size=1, temperature=_GREEDY)]
     finally:
         await engine.close()
+        if rewards is not None:
+            await rewards.close()
         await environment.close()
     greedy = {group.index: item.reward for group in alone for item in group.trajectories if not item.no_data}
     return sorted(groups, key=lambda group: group.index), greedy

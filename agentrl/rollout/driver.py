@@ -29,9 +29,9 @@ from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.turn_loop import SampledTurn, TurnLoop, pooled
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group, Segment, Trajectory
-from agentrl_envs.episode import Environment, Episode
+from agentrl_envs.episode import Environment, Episode, UnavailableError
 from agentrl_envs.protocols.marked_text import MarkedText
-from agentrl_envs.rewards import Conversation, Message, Reward
+from agentrl_envs.rewards import Conversation, Message, Rewards
 from agentrl_envs.types import Ended, Problem
 
 logger = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ class Driver:
 
     ``deterministic`` plays turns in rounds (:class:`~agentrl.rollout.gates.Rounds`), for bitwise reproducible runs.
     Randomness is keyed by ``seed``, step, problem, sample and turn. ``label`` distinguishes the trajectories from those
-    of another driver on the same engine. ``reward`` replaces the environment's, on a trajectory's last model token.
+    of another driver on the same engine. ``rewards`` take the place of the environment's.
     """
 
     environment: Environment
@@ -179,7 +179,7 @@ class Driver:
     top_p: float = 1.0
     deterministic: bool = False
     label: str = ""
-    reward: Reward | None = None
+    rewards: Rewards | None = None
     last_failure: str | None = None
     """The reason for the last infrastructure failure that no episode reported."""
 
@@ -315,7 +315,7 @@ class Driver:
             engine=self.engine,
             settings=self.settings,
             gate=running.before_turn,
-            rewarded_later=self.reward is not None,
+            rewarded_later=self.rewards is not None,
         )
         self.last_failure = failure or self.last_failure
         last = await self._rewarded(branches[-1], running)
@@ -364,20 +364,23 @@ class Driver:
         return await self._rewarded(trajectory, running)
 
     async def _rewarded(self, trajectory: Trajectory, running: _Running) -> Trajectory:
-        """The trajectory with the reward of ``reward.function``, if set; excluded from the data if that times out."""
-        if self.reward is None or trajectory.no_data:
+        """The trajectory with the rewards of ``reward.functions``, if set; no data if those do not answer."""
+        if self.rewards is None or trajectory.no_data:
             return trajectory
-        turns = tuple(Message(role=_ROLES[segment.origin], text=segment.text) for segment in trajectory.segments)
+        turns = tuple(
+            Message(role=_ROLES[segment.origin], text=segment.text, reward=segment.reward)
+            for segment in trajectory.segments
+        )
         conversation = Conversation(
             turns=turns, ended=trajectory.ended, answer=trajectory.answer, environment_reward=trajectory.reward
         )
         try:
-            value = await self.reward(trajectory.problem, conversation, trajectory.verdict)
-        except TimeoutError as error:
+            score = await self.rewards(trajectory.problem, conversation, trajectory.verdict)
+        except (TimeoutError, UnavailableError) as error:
             logger.warning("problem %s: %s", trajectory.problem.id, error)
             return replace(trajectory, ended=Ended.INFRASTRUCTURE_FAILURE)
         await running.fair_yield.wait()
-        return trajectory.with_reward(value)
+        return trajectory.with_rewards(score.turns, score.parts)
 
 
 def _group(trajectories: list[Trajectory], greedy_sample: int | None) -> Group:

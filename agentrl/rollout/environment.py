@@ -14,14 +14,14 @@ from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.episode import Environment
 from agentrl_envs.protocols.chat import ChatFormat
 from agentrl_envs.registry import ENVIRONMENTS, grades_answers
-from agentrl_envs.rewards import Reward
+from agentrl_envs.rewards import Rewards
 from agentrl_envs.settings import GymnasiumSettings, SimpleTIRSettings
 from agentrl_envs.tools import load_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from agentrl.rollout.settings import EnvironmentSections, RewardedSections, RewardSettings
+    from agentrl.rollout.settings import EnvironmentSections, RewardedSections
 
 
 Chat = ChatFormat | ChatRenderer
@@ -68,14 +68,17 @@ def chat_format(settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBas
     )
 
 
-def build_reward(reward: RewardSettings) -> Reward | None:
-    """The user's reward. Raises PluginError if ``reward.function`` names none."""
-    return None if reward.function is None else Reward(reward.function, deadline=reward.deadline)
+def build_rewards(settings: RewardedSections) -> Rewards | None:
+    """The user's rewards, not yet open. Raises PluginError for a name in ``reward.functions`` that is no function."""
+    reward = settings.reward
+    if not reward.functions:
+        return None
+    return Rewards(reward.functions, deadline=reward.deadline, sandbox=settings.sandbox)
 
 
 def needs_answers(settings: RewardedSections) -> bool:
     """Whether a trajectory's reward compares answers with gold answers."""
-    return grades_answers(settings.env) and settings.reward.function is None
+    return grades_answers(settings.env) and not settings.reward.functions
 
 
 def needs_chat_format(settings: EnvironmentSections) -> bool:

@@ -48,6 +48,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/model_tokens": sum(item.model_tokens for item in played),
         "rollout/seconds_max": max(item.seconds for item in played),
     }
+    parts = [item.reward_parts for item in data if item.reward_parts]
+    metrics |= {f"rewards/{name}": _mean([part[name] for part in parts]) for name in (parts[0] if parts else ())}
     return metrics
 
 

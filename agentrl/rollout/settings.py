@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -163,16 +163,15 @@ class RewardSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    function: str | None = Field(
-        None,
-        pattern=r"^[^:\s]+(:[^:\s]+)?$",
-        json_schema_extra={"form": "module:function or a registered name"},
-        description="function that computes a trajectory's reward; null: the environment's own reward",
+    functions: dict[Annotated[str, Field(pattern=r"^[^:\s]+(:[^:\s]+)?$")], float] = Field(
+        default={},
+        description="functions whose weighted sum is a trajectory's reward: module:function or a registered name, with "
+        "its weight; the name environment stands for the environment's own reward, which is all if there are none",
     )
     deadline: float = Field(
         30.0,
         gt=0,
-        description="seconds reward.function may take; after that the trajectory is excluded from training data",
+        description="seconds each of reward.functions may take; after that the trajectory is no training data",
     )
 
     overlong_buffer: int = Field(

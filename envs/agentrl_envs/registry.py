@@ -106,7 +106,7 @@ TOOLS: Registry[object] = Registry(
 """Tools by their names in ``environment.tools``: functions, classes, or objects as `agentrl_envs.tools.Tool` says."""
 
 REWARDS: Registry[object] = Registry("reward", group="agentrl.rewards", paths=True)
-"""Reward functions by their names in ``reward.function``: `agentrl_envs.rewards.RewardFunction`."""
+"""Reward functions by their names in ``reward.functions``: `agentrl_envs.rewards.RewardFunction`."""
 
 
 def grades_answers(env: str) -> bool:
@@ -138,7 +138,7 @@ def register_tool(name: str) -> Callable[[Item], Item]:
 
 
 def register_reward(name: str) -> Callable[[Item], Item]:
-    """Decorator: ``reward.function=NAME`` means this function."""
+    """Decorator: NAME in ``reward.functions`` means this function."""
     return _decorator(REWARDS, name)
 
 

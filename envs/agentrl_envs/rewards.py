@@ -1,30 +1,42 @@
-"""Rewards of users' own: a function that says what a finished trajectory is worth, in place of the environment.
+"""Rewards of users' own: functions that say what a finished trajectory is worth, in place of the environment.
 
-It is named ``module:function`` (``--reward``, ``reward.function``) and called once for every trajectory that is data,
-however that ended, with what `RewardFunction` says::
+They are named ``module:function`` with their weights (``reward.functions``) and called once for every trajectory that
+is data, however that ended, with what `RewardFunction` says::
 
     def shorter_is_better(problem, conversation, verdict):
         right = verdict is Verdict.CORRECT
         return 1.0 - 0.1 * len(conversation.turns) if right else 0.0
 
+The reward is the weighted sum, and each function's own value is a metric. A list of numbers, one for each turn of the
+model, rewards the turns; a single number stands at the last one. A function with a parameter ``sandbox`` gets an
+`agentrl_envs.execution.EpisodeSandbox`.
+
 A plain function runs in a thread, beside others; an ``async`` one on the event loop of all rollouts, which it must not
 block: what calculates, or waits without ``await``, belongs into a plain function. What it raises, or returns instead of
-a finite number, ends the run with a message that names function and problem.
+finite numbers, ends the run with a message that names function and problem; `UnavailableError` makes the trajectory an
+infrastructure failure.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import math
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, SupportsFloat, TypeGuard
+from typing import Literal, Protocol, SupportsFloat, TypeGuard, cast
 
 from agentrl_envs.adapters.blocking import BlockingCalls
-from agentrl_envs.episode import EnvironmentContractError
+from agentrl_envs.episode import EnvironmentContractError, UnavailableError
+from agentrl_envs.execution import EpisodeSandbox
 from agentrl_envs.registry import REWARDS, PluginError, describe_error
+from agentrl_envs.settings import ExecutionSettings
+from agentrl_envs.tools.calling import is_unreachable
+from agentrl_envs.tools.schema import given_parameters
 from agentrl_envs.types import Ended, Problem, Verdict
+from agentrl_sandbox.client import Sandbox, SandboxSettings, open_sandbox
 
 _THREADS = 32  # plain functions that run at once
 
@@ -33,12 +45,20 @@ class RewardError(EnvironmentContractError):
     """A user's reward raised, or returned something else than a finite number."""
 
 
+ENVIRONMENT = "environment"
+"""The name under which the environment's own reward has a weight."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One message of a conversation: a turn of the model (``assistant``), or the observation after it (``tool``)."""
+    """One message of a conversation: a turn of the model (``assistant``), or the observation after it (``tool``).
+
+    ``reward`` is what the environment gave for the turn.
+    """
 
     role: Literal["assistant", "tool"]
     text: str
+    reward: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,49 +70,95 @@ class Conversation:
     answer: str | None
     environment_reward: float
 
+    @property
+    def turn_rewards(self) -> tuple[float, ...]:
+        """What the environment gave for each turn of the model."""
+        return tuple(turn.reward for turn in self.turns if turn.role == "assistant")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardSum:
+    """What a trajectory is worth: a reward for each turn of the model, and each function's own total by its name."""
+
+    turns: tuple[float, ...]
+    parts: Mapping[str, float]
+
 
 class RewardFunction(Protocol):
-    """``verdict`` is the grader's; None where no answer was graded."""
+    """``verdict`` is the grader's; None where no answer was graded. A parameter ``sandbox`` may follow."""
 
     def __call__(
         self, problem: Problem, conversation: Conversation, verdict: Verdict | None, /
-    ) -> float | Awaitable[float]: ...
+    ) -> float | Sequence[float] | Awaitable[float | Sequence[float]]: ...
 
 
 class Reward:
-    """A reward function with its deadline."""
+    """One reward function with its deadline."""
 
     def __init__(self, path: str, *, deadline: float) -> None:
         """``path`` is ``module:function`` or a registered name. Raises `PluginError` where that is no function."""
         found = REWARDS[path]
         if not callable(found):
             raise PluginError(
-                f"reward.function {path!r} is a {type(found).__name__}, expected a function "
+                f"reward.functions {path!r} is a {type(found).__name__}, expected a function "
                 "(problem, conversation, verdict) -> float"
             )
-        if not _takes(found, 3):
+        self._given = given_parameters(found, ("sandbox",))
+        if not _takes(found, 3, self._given):
             raise PluginError(
-                f"reward.function {path!r} cannot be called with (problem, conversation, verdict): it takes "
+                f"reward.functions {path!r} cannot be called with (problem, conversation, verdict): it takes "
                 f"{inspect.signature(found)}"
             )
-        self._path = path
-        self._function: RewardFunction = found
+        self.path = path
+        self._function: Callable[..., object] = found
         self._deadline = deadline
         self._threads = BlockingCalls(_THREADS, name="reward")
 
-    async def __call__(self, problem: Problem, conversation: Conversation, verdict: Verdict | None) -> float:
-        """What the trajectory is worth. Raises `RewardError`, and TimeoutError past the deadline."""
+    @property
+    def wants_sandbox(self) -> bool:
+        """Whether the function asks for the sandbox."""
+        return bool(self._given)
+
+    async def __call__(
+        self,
+        problem: Problem,
+        conversation: Conversation,
+        verdict: Verdict | None,
+        sandbox: EpisodeSandbox | None = None,
+    ) -> tuple[float, ...]:
+        """What each turn is worth. Raises `RewardError`, `UnavailableError`, and TimeoutError past the deadline."""
+        options = {"sandbox": sandbox} if self._given else {}
+        call = functools.partial(self._function, problem, conversation, verdict, **options)
         try:
             async with asyncio.timeout(self._deadline) as limit:
-                value = await self._value(problem, conversation, verdict)
+                value = await self._value(call)
         except TimeoutError as error:
             if limit.expired():
-                raise TimeoutError(f"the reward {self._path} took longer than {self._deadline:g} s") from error
+                raise TimeoutError(f"the reward {self.path} took longer than {self._deadline:g} s") from error
             raise RewardError(self._say(problem, f"raised {describe_error(error)}")) from error
+        except UnavailableError:
+            raise
         except (Exception, SystemExit) as error:
+            if is_unreachable(error):
+                raise UnavailableError(self._say(problem, f"raised {describe_error(error)}")) from error
             raise RewardError(self._say(problem, f"raised {describe_error(error)}")) from error
+        turns = sum(turn.role == "assistant" for turn in conversation.turns)
+        if not isinstance(value, (list, tuple)):
+            return (0.0,) * (turns - 1) + (self._finite(problem, value),)
+        if len(value) != turns:
+            said = f"returned {len(value)} numbers for {turns} turns of the model"
+            raise RewardError(self._say(problem, said))
+        return tuple(self._finite(problem, item) for item in value)
+
+    async def _value(self, call: Callable[[], object]) -> object:
+        if inspect.iscoroutinefunction(self._function):
+            return await cast("Awaitable[object]", call())
+        value = await self._threads.run(call)
+        return await value if inspect.isawaitable(value) else value
+
+    def _finite(self, problem: Problem, value: object) -> float:
         if isinstance(value, bool) or not _is_number(value):
-            said = f"returned {value!r:.100}, a {type(value).__name__}; valid: a finite number"
+            said = f"returned {value!r:.100}, a {type(value).__name__}; valid: a finite number, or one for each turn"
             raise RewardError(self._say(problem, said))
         try:
             number = float(value)
@@ -102,20 +168,54 @@ class Reward:
             raise RewardError(self._say(problem, f"returned {value!r:.100}; valid: a finite number"))
         return number
 
-    async def _value(self, problem: Problem, conversation: Conversation, verdict: Verdict | None) -> object:
-        if inspect.iscoroutinefunction(self._function):
-            return await self._function(problem, conversation, verdict)
-        value = await self._threads.run(lambda: self._function(problem, conversation, verdict))
-        return await value if inspect.isawaitable(value) else value
-
     def _say(self, problem: Problem, what: str) -> str:
-        return f"the reward {self._path} {what} (problem {problem.id})"
+        return f"the reward {self.path} {what} (problem {problem.id})"
 
 
-def _takes(function: Callable[..., object], count: int) -> bool:
-    """Whether so many positional arguments fit, as far as its signature tells."""
+class Rewards:
+    """The functions of ``reward.functions`` with their weights. Open it before the first call, and close it."""
+
+    def __init__(self, weights: Mapping[str, float], *, deadline: float, sandbox: SandboxSettings) -> None:
+        """Raises `PluginError` for a name that is no function."""
+        self._weights = dict(weights)
+        self._functions = [Reward(path, deadline=deadline) for path in weights if path != ENVIRONMENT]
+        self._settings = sandbox
+        self._sandbox: Sandbox | None = None
+        short = {path: path.rpartition(":")[2] for path in weights}
+        counts = Counter(short.values())
+        self._names = {path: name if counts[name] == 1 else path for path, name in short.items()}
+
+    async def open(self) -> None:
+        """Open a sandbox if a function asks for it. Raises `agentrl_sandbox.client.SandboxError`."""
+        if self._sandbox is None and any(function.wants_sandbox for function in self._functions):
+            self._sandbox = await open_sandbox(self._settings)
+
+    async def close(self) -> None:
+        """Close the sandbox. May be called more than once."""
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            await sandbox.close()
+
+    async def __call__(self, problem: Problem, conversation: Conversation, verdict: Verdict | None) -> RewardSum:
+        """Call all functions at once. Raises `RewardError`, `UnavailableError`, and TimeoutError past the deadline."""
+        sandbox = None if self._sandbox is None else EpisodeSandbox(self._sandbox, ExecutionSettings())
+        values = await asyncio.gather(
+            *(function(problem, conversation, verdict, sandbox) for function in self._functions)
+        )
+        by_path = dict(zip((function.path for function in self._functions), values, strict=True))
+        if ENVIRONMENT in self._weights:
+            by_path[ENVIRONMENT] = conversation.turn_rewards
+        weighted = [[weight * value for value in by_path[path]] for path, weight in self._weights.items()]
+        return RewardSum(
+            turns=tuple(math.fsum(turn) for turn in zip(*weighted, strict=True)),
+            parts={self._names[path]: math.fsum(by_path[path]) for path in self._weights},
+        )
+
+
+def _takes(function: Callable[..., object], count: int, named: Sequence[str]) -> bool:
+    """Whether so many positional arguments and these named ones fit, as far as its signature tells."""
     try:
-        inspect.signature(function).bind(*[None] * count)
+        inspect.signature(function).bind(*[None] * count, **dict.fromkeys(named))
     except TypeError:
         return False
     except ValueError:  # it has no signature to read

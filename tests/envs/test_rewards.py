@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentrl_envs.episode import UnavailableError
 from agentrl_envs.registry import PluginError
-from agentrl_envs.rewards import Conversation, Message, Reward, RewardError
+from agentrl_envs.rewards import Conversation, Message, Reward, RewardError, Rewards
 from agentrl_envs.types import Ended, Problem, Verdict
+from agentrl_sandbox.client import SandboxSettings
 
 PROBLEM = Problem(id="toy-3", statement="2 + 3?", answer="5", source="toy")
 CONVERSATION = Conversation(
@@ -102,7 +104,7 @@ def reward(name: str, deadline: float = 60.0) -> Reward:
     ("name", "value"), [("length", 9.5), ("later", 0.25), ("instance", 2.0), ("numpy_number", 0.5)]
 )
 async def test_plain_and_async_functions(name: str, value: float) -> None:
-    assert await reward(name)(PROBLEM, CONVERSATION, Verdict.CORRECT) == value
+    assert await reward(name)(PROBLEM, CONVERSATION, Verdict.CORRECT) == (value,)
 
 
 @pytest.mark.parametrize(
@@ -154,3 +156,70 @@ def test_what_is_no_function_is_said(path: str, message: str, tmp_path: Path, mo
     with pytest.raises(PluginError) as caught:
         Reward(path, deadline=1.0)
     assert message in str(caught.value)
+
+
+TWO_TURNS = Conversation(
+    turns=(
+        Message(role="assistant", text="a", reward=0.25),
+        Message(role="tool", text="b"),
+        Message(role="assistant", text="c", reward=1.0),
+    ),
+    ended=Ended.ANSWERED,
+    answer="5",
+    environment_reward=1.25,
+)
+
+
+def each_turn(problem: Problem, conversation: Conversation, verdict: Verdict | None) -> list[float]:
+    return [len(turn.text) + number for number, turn in enumerate(conversation.turns) if turn.role == "assistant"]
+
+
+def too_few(*_: Any) -> list[float]:
+    return [1.0]
+
+
+def closed_shop(*_: Any) -> float:
+    raise ConnectionRefusedError("refused")
+
+
+async def with_sandbox(problem: Problem, conversation: Conversation, verdict: Verdict | None, sandbox: Any) -> float:
+    return float((await sandbox.execute(f"print({problem.answer} + 1)")).stdout)
+
+
+def rewards(weights: dict[str, float]) -> Rewards:
+    return Rewards(
+        {name if name == "environment" else f"{__name__}:{name}": weight for name, weight in weights.items()},
+        deadline=60.0,
+        sandbox=SandboxSettings(allow_unisolated=True),
+    )
+
+
+async def test_functions_are_weighed_turn_by_turn_and_told_by_name() -> None:
+    score = await rewards({"each_turn": 2.0, "later": -1.0, "environment": 4.0})(PROBLEM, TWO_TURNS, None)
+    assert score.turns == (2.0 * 1 + 4 * 0.25, 2.0 * 3 - 0.25 + 4 * 1.0)
+    assert score.parts == {"each_turn": 4.0, "later": 0.25, "environment": 1.25}
+
+
+async def test_a_weight_of_zero_is_a_metric_alone() -> None:
+    score = await rewards({"later": 1.0, "each_turn": 0.0})(PROBLEM, TWO_TURNS, None)
+    assert (score.turns, score.parts) == ((0.0, 0.25), {"later": 0.25, "each_turn": 4.0})
+
+
+async def test_turns_are_all_rewarded_or_none() -> None:
+    with pytest.raises(RewardError, match=r"too_few returned 1 numbers for 2 turns of the model \(problem toy-3\)"):
+        await rewards({"too_few": 1.0})(PROBLEM, TWO_TURNS, None)
+
+
+async def test_a_service_that_does_not_answer_is_no_bug() -> None:
+    with pytest.raises(UnavailableError, match=r"closed_shop raised ConnectionRefusedError: refused"):
+        await rewards({"closed_shop": 1.0})(PROBLEM, TWO_TURNS, None)
+
+
+@pytest.mark.slow
+async def test_a_function_gets_the_sandbox_where_it_asks_for_it() -> None:
+    own = rewards({"with_sandbox": 1.0})
+    await own.open()
+    try:
+        assert (await own(PROBLEM, TWO_TURNS, None)).turns == (0.0, 6.0)
+    finally:
+        await own.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,11 +22,13 @@ from rollout.fakes import (
 
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.base import EngineError
+from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group, Trajectory
-from agentrl_envs.rewards import Conversation, Reward
+from agentrl_envs.rewards import Conversation, Rewards
 from agentrl_envs.types import Ended, Problem, ToolCall, Verdict
+from agentrl_sandbox.client import SandboxSettings
 
 CODEC = byte_codec()
 TURN = completion(CODEC, "aEND")
@@ -37,7 +40,7 @@ def make(
     *,
     seed: int = 0,
     deterministic: bool = False,
-    reward: Reward | None = None,
+    rewards: Rewards | None = None,
     **changes: Any,
 ) -> tuple[Driver, ScriptedEnvironment]:
     environment = ScriptedEnvironment(build)
@@ -49,7 +52,7 @@ def make(
         settings=settings,
         seed=seed,
         deterministic=deterministic,
-        reward=reward,
+        rewards=rewards,
     )
     return driver, environment
 
@@ -90,6 +93,10 @@ async def test_the_worked_example() -> None:
     assert engine.released == [engine.requests[0][0]]
 
 
+def own_reward(path: str, deadline: float = 60.0) -> Rewards:
+    return Rewards({path: 1.0}, deadline=deadline, sandbox=SandboxSettings())
+
+
 def turns_told(problem: Problem, conversation: Conversation, verdict: Verdict | None) -> float:
     assert [turn.text for turn in conversation.turns] == ["aEND", "E", "aEND"]
     assert (problem.id, conversation.ended, conversation.environment_reward) == ("toy-0", Ended.TURN_LIMIT, 1.25)
@@ -98,10 +105,13 @@ def turns_told(problem: Problem, conversation: Conversation, verdict: Verdict | 
 
 async def test_a_reward_of_ones_own_takes_the_place_of_the_environments() -> None:
     steps = [replace(goes_on("E"), reward=1.0), ends(Ended.TURN_LIMIT, reward=0.25)]
-    told = Reward(f"{__name__}:turns_told", deadline=60.0)
-    driver, _ = make(ScriptedEngine(lambda *_: TURN), lambda *_: ScriptedEpisode(steps), reward=told)
+    told = own_reward(f"{__name__}:turns_told")
+    driver, _ = make(ScriptedEngine(lambda *_: TURN), lambda *_: ScriptedEpisode(steps), rewards=told)
     (group,) = await play(driver)
     assert group.trajectories[0].rewards == (0.0,) * 8 + (-3.0,)
+    assert group.trajectories[0].reward_parts == {"turns_told": -3.0}
+    assert Trajectory.from_record(json.loads(json.dumps(group.trajectories[0].to_record()))) == group.trajectories[0]
+    assert rollout_metrics([group])["rewards/turns_told"] == -3.0
 
 
 async def never(*_: Any) -> float:
@@ -114,14 +124,14 @@ async def test_a_reward_that_takes_too_long_is_no_data_and_no_data_gets_no_rewar
         ScriptedEngine(lambda *_: TURN),
         lambda *_: ScriptedEpisode([ends(reward=1.0)]),
         retries=1,
-        reward=Reward(f"{__name__}:never", deadline=0.01),
+        rewards=own_reward(f"{__name__}:never", deadline=0.01),
     )
     (group,) = await play(driver)
     assert (group.trajectories[0].ended, len(environment.episodes)) == (Ended.INFRASTRUCTURE_FAILURE, 2)
     driver, _ = make(
         ScriptedEngine(lambda *_: TURN),
         lambda *_: ScriptedEpisode([ends(Ended.CANCELLED)]),
-        reward=Reward("builtins:print", deadline=60.0),  # which gives no number
+        rewards=own_reward("builtins:print"),  # which gives no number
     )
     (group,) = await play(driver)
     assert group.trajectories[0].ended is Ended.CANCELLED

@@ -23,7 +23,7 @@ from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.managed import EngineRequest, open_managed_engine
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.rollout.engines.vllm.servers import longest_request
-from agentrl.rollout.environment import build_reward, environment_and_codec, needs_answers
+from agentrl.rollout.environment import build_rewards, environment_and_codec, needs_answers
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl.rollout.work_queue import QueueState
@@ -64,7 +64,10 @@ class LocalService:
         self._loop = Loop(resting=settings.rollout.schedule == "synchronous")
         self._interrupted = False
         self._batch: RolloutBatch | None = None
+        self._rewards = build_rewards(settings)
         self._run(environment.open())
+        if self._rewards is not None:
+            self._run(self._rewards.open())
         self._folder = Path(settings.runs_dir).absolute() / str(settings.name)
         model = trained
         if model is None and engine_facts(settings.rollout).in_process:
@@ -93,7 +96,7 @@ class LocalService:
             environment=environment,
             engine=self._engine,
             settings=settings.rollout,
-            reward=build_reward(settings.reward),
+            rewards=self._rewards,
         )
         self._mixture, self._reports = load_mixture(
             settings.data.train, seed=settings.seed, answered=needs_answers(settings)
@@ -199,6 +202,8 @@ class LocalService:
     def close(self) -> None:
         self._finish(self._worker.close())
         self._finish(self._engine.close())
+        if self._rewards is not None:
+            self._finish(self._rewards.close())
         self._finish(self._environment.close())
         self._loop.close()
 

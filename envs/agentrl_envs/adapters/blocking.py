@@ -1,4 +1,4 @@
-"""Blocking calls of users' code, in threads beside the event loop."""
+"""Run blocking user code in threads, beside the event loop."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Result = TypeVar("Result")
 class BlockingCalls:
     """Runs up to ``threads`` blocking calls at once.
 
-    A call that outlives its deadline goes on in its thread, and holds its place, because Python cannot end a thread;
-    but it keeps no process from ending.
+    A call that exceeds its deadline continues in its thread and keeps its slot, because Python cannot stop a thread. It
+    does not keep the process from exiting.
     """
 
     def __init__(self, threads: int, *, name: str) -> None:
@@ -26,7 +26,7 @@ class BlockingCalls:
         self._numbers = itertools.count()
 
     async def run(self, call: Callable[[], Result], *, deadline: float | None = None) -> Result:
-        """What ``call`` returns or raises. TimeoutError after ``deadline`` seconds, those without a place included."""
+        """Return or raise what ``call`` does. TimeoutError after ``deadline`` seconds, waiting for a slot included."""
         async with asyncio.timeout(deadline):
             await self._places.acquire()
             return await self._started(call)

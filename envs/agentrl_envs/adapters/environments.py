@@ -1,4 +1,4 @@
-"""Find the factory of a registered environment; plain gymnasium environments are wrapped."""
+"""Find the factory of an environment by name; plain gymnasium environments are wrapped."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from agentrl_envs.registry import ENVIRONMENTS, EnvironmentFactory, PluginError
 
 
 def resolve_environment(name: str) -> EnvironmentFactory:
-    """The factory behind a name: called with settings it gives an `Environment`.
+    """The factory with this name, which creates an `Environment` from its settings.
 
-    A gymnasium environment class comes back as a factory of `GymnasiumEnvironment` around it (its one argument:
-    `GymnasiumSettings`). Raises `PluginError`, and `UnknownNameError` that names the valid names and the nearest.
+    For a gymnasium environment class, the factory creates a `GymnasiumEnvironment` from `GymnasiumSettings`. Raises
+    `PluginError`, or `UnknownNameError` with the valid names and the nearest one.
     """
     found: object = ENVIRONMENTS[name]
     if not callable(found):

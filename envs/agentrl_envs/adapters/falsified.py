@@ -1,4 +1,4 @@
-"""An ablation: an episode that lies about every number it shows. Does the policy read its observations?"""
+"""An ablation that falsifies every number in the observations, to test whether the policy reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DIGITS = re.compile(r"[0-9]+")
 
 
 def falsify(text: str, seed: int) -> str:
-    """Replace every run of digits by a different one of the same length; equal runs get equal lies.
+    """Replace every run of digits by a different one of the same length; equal runs get equal replacements.
 
     >>> falsify("12 apples", 0) != "12 apples", len(falsify("12 apples", 0))
     (True, 9)
@@ -32,7 +32,7 @@ def _other_digits(digits: str, seed: int) -> str:
 
 
 class FalsifiedObservations:
-    """An `Episode` around another: what the model reads is falsified, what is graded is not."""
+    """Wraps an `Episode` and falsifies what the model reads, but not what is graded."""
 
     def __init__(self, episode: Episode, seed: int) -> None:
         self._episode = episode
@@ -44,7 +44,7 @@ class FalsifiedObservations:
         return self._episode.stop
 
     def turn_complete(self, text: str) -> bool:
-        """As the inner episode says."""
+        """The inner episode's decision."""
         return self._episode.turn_complete(text)
 
     async def start(self) -> str:
@@ -52,7 +52,7 @@ class FalsifiedObservations:
         return await self._episode.start()
 
     async def step(self, action: str) -> Step:
-        """The inner episode's step with its numbers falsified in the observation alone."""
+        """The inner episode's step; only the numbers in its observation are falsified."""
         step = await self._episode.step(action)
         return replace(step, observation=self._falsified(step.observation))
 
@@ -62,7 +62,7 @@ class FalsifiedObservations:
         return falsify(observation, self._seed)
 
     async def fork(self) -> FalsifiedObservations:
-        """A fork that tells the same lies."""
+        """A fork with the same replacements."""
         return FalsifiedObservations(await self._episode.fork(), self._seed)
 
     async def close(self) -> None:

@@ -1,10 +1,10 @@
-"""Train on any plain gymnasium text environment: its blocking calls run in threads, one environment an episode.
+"""Train on any gymnasium text environment. Its blocking calls run in threads; each episode has its own environment.
 
-The environment's ``reset(seed=, options={"problem": Problem})`` gives the prompt, ``step(action)`` the observation
-that is appended to the conversation. The seed follows from the problem's id, so that the episodes of a group face
-the same task. ``metadata["stop"]`` may name stop strings; at one of them the turn is over. ``terminated`` ends the
-episode as `Ended.ANSWERED`, ``truncated`` as `Ended.TURN_LIMIT`, unless ``info["ended"]`` holds an `Ended` value;
-``info["verdict"]`` and ``info["answer"]`` are passed on.
+``reset(seed=, options={"problem": Problem})`` returns the prompt, ``step(action)`` the observation that is appended to
+the conversation. The seed is derived from the problem's id: all episodes of a group get the same task. A stop string
+in ``metadata["stop"]`` ends the turn. ``terminated`` ends the episode as `Ended.ANSWERED`, ``truncated`` as
+`Ended.TURN_LIMIT`, unless ``info["ended"]`` holds an `Ended` value; ``info["verdict"]`` and ``info["answer"]`` are
+passed on.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GymnasiumEpisode:
         return () if self._env is None else tuple(self._env.metadata.get("stop", ()))
 
     def turn_complete(self, text: str) -> bool:
-        """True: a plain environment has no turns that go on past a stop string."""
+        """True: a stop string always ends the turn."""
         return True
 
     async def start(self) -> str:
@@ -59,7 +59,7 @@ class GymnasiumEpisode:
         return _text(observation, "reset")
 
     async def step(self, action: str) -> Step:
-        """One blocking ``step`` in a thread. What the environment raises is raised; a timeout is no data."""
+        """Run ``step`` in a thread. The environment's exceptions propagate; after a timeout the episode is no data."""
         env = self._running()
         if self._ended:
             raise EpisodeUsageError("the episode has ended")
@@ -81,7 +81,7 @@ class GymnasiumEpisode:
         )
 
     async def fork(self) -> GymnasiumEpisode:
-        """A new environment in which the same actions are played again: right for deterministic environments."""
+        """Replay the same actions in a new environment, which is exact for deterministic environments."""
         twin = GymnasiumEpisode(self.problem, make=self._make, threads=self._threads, call_deadline=self._call_deadline)
         if self._env is not None:
             await twin.start()
@@ -113,12 +113,11 @@ class GymnasiumEnvironment:
         self._threads: BlockingCalls | None = None
 
     async def open(self) -> None:
-        """Make room for the threads."""
-        if self._threads is None:
-            self._threads = BlockingCalls(self.settings.threads, name="gymnasium-env")
+        """Prepare the threads that blocking calls run in."""
+        self._threads = self._threads or BlockingCalls(self.settings.threads, name="gymnasium-env")
 
     def episode(self, problem: Problem) -> GymnasiumEpisode:
-        """A fresh episode; its environment is made when it starts."""
+        """A new episode; its environment is created when it starts."""
         if self._threads is None:
             raise EpisodeUsageError("the environment is not open: await its open() first")
         return GymnasiumEpisode(
@@ -129,7 +128,7 @@ class GymnasiumEnvironment:
         )
 
     async def close(self) -> None:
-        """Play no more episodes; calls that still run end by themselves."""
+        """Start no more episodes; running calls finish on their own."""
         self._threads = None
 
     def describe(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Grade answers: cheap certain cases here, everything else by value in processes that can be killed."""
+"""Grade answers: clear cases in this process, all others by value in processes that can be killed."""
 
 from agentrl_envs.grading.grader import Grader, GraderError
 from agentrl_envs.grading.settings import GraderSettings

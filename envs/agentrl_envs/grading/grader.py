@@ -1,4 +1,4 @@
-"""The grader as episodes see it: one coroutine from an answer and a gold answer to a `Verdict`."""
+"""The grader: a coroutine that compares an answer with the gold answer and returns a `Verdict`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ logger = logging.getLogger(__name__)
 
 
 class Grader:
-    """Grades answers; thousands of calls may be in flight. Belongs to one event loop.
+    """Grades answers. Thousands of calls may be in flight. Belongs to one event loop.
 
-    Equal strings and integers are decided here; the rest by their values in at most ``settings.workers`` processes.
-    A comparison that takes too much processor time costs its process its life and is `Verdict.ANSWER_TIMEOUT`, a wrong
-    answer: else a policy could leave the data by slow answers. So is one whose process dies twice (out of memory, a
-    crash in C code). Where the gold answer fails alone, or a process hangs without computing, nothing is known of the
+    Equal strings and plain numbers are decided here, all others by value in up to ``settings.workers`` processes. A
+    comparison that exceeds its CPU time ends its process and is `Verdict.ANSWER_TIMEOUT`, which counts as wrong:
+    otherwise a policy could escape the data with slow answers. The same holds if the process dies twice (out of memory,
+    a crash in C code). If the gold answer alone fails, or a process hangs without computing, nothing is known about the
     answer: `Verdict.GRADER_TIMEOUT`.
 
-    Not guaranteed: that two true equals are recognised as such; not even mathematics can promise that.
+    Not guaranteed: that every pair of equal answers is recognised; equality of expressions is undecidable in general.
     """
 
     def __init__(self, settings: GraderSettings) -> None:
@@ -48,7 +48,7 @@ class Grader:
         return verdict if verdict is not None else await self._by_algebra(gold, answer)
 
     async def check_gold(self, gold: str) -> Verdict:
-        """`Verdict.CORRECT` where a gold answer can be read and equals itself, else what is wrong with it."""
+        """`Verdict.CORRECT` if the gold answer can be read and equals itself, otherwise the reason why not."""
         if self._closed:
             raise GraderError("the grader is closed")
         unusable = self._out_of_bounds("", gold)
@@ -57,7 +57,7 @@ class Grader:
         return Verdict.CORRECT if is_plain_number(gold) else await self._by_algebra(gold, None)
 
     async def close(self) -> None:
-        """Stop the comparisons in flight and end every process. May be called more than once."""
+        """Cancel the comparisons in flight and end every process. May be called more than once."""
         self._closed = True
         tasks = list(self._in_flight.values())
         for task in tasks:
@@ -115,7 +115,7 @@ class Grader:
         return verdict
 
     async def _blame(self, error: NoVerdictError, key: _Question) -> Verdict:
-        """Whether the answer is at fault: where it computed, and the gold answer alone has a verdict."""
+        """The answer is at fault if the process was computing and the gold answer alone gets a verdict."""
         gold, answer = key
         computed = isinstance(error, (OutOfTimeError, WorkerDiedError))
         if answer is None or not computed or await self.check_gold(gold) is Verdict.GRADER_TIMEOUT:
@@ -123,7 +123,7 @@ class Grader:
         return Verdict.ANSWER_TIMEOUT
 
     async def _attempt(self, answer: str | None, gold: str) -> Verdict:
-        """One comparison, in a second process where the first died. Raises `NoVerdictError`."""
+        """One comparison, repeated in a second process if the first one dies. Raises `NoVerdictError`."""
         try:
             return await self._in_process(answer, gold)
         except WorkerDiedError as error:
@@ -131,7 +131,7 @@ class Grader:
             return await self._in_process(answer, gold)
 
     async def _in_process(self, answer: str | None, gold: str) -> Verdict:
-        """A process that did not answer is not kept."""
+        """Compare in an idle or a new process; a process that does not answer is ended."""
         process = self._idle.pop() if self._idle else await GradingProcess.start(self._settings)
         try:
             verdict = await process.compare(answer, gold)

@@ -1,4 +1,4 @@
-"""One grading process as its parent sees it: started by exec, spoken to in JSON lines, ended at its deadlines."""
+"""The parent's side of a grading process: starts it, exchanges JSON lines with it, ends it at its deadlines."""
 
 from __future__ import annotations
 
@@ -19,26 +19,23 @@ _KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH", "V
 
 
 class GraderError(AgentRLEnvError):
-    """A grading process cannot be started; nothing is known of the answer."""
+    """A grading process cannot be started; nothing is known about the answer."""
 
 
 class NoVerdictError(Exception):
-    """A comparison without a verdict; as it stands, because no answer came by the clock, however little was computed.
-
-    The process is of no use any more: kill it.
-    """
+    """No verdict; unless a subclass says otherwise, the wall-clock deadline passed. The process must be killed."""
 
 
 class OutOfTimeError(NoVerdictError):
-    """The comparison took more processor time than it may."""
+    """The comparison exceeded its CPU time."""
 
 
 class WorkerDiedError(NoVerdictError):
-    """The process ended in the middle of a comparison."""
+    """The process ended during a comparison: out of memory, a crash in C code or a signal."""
 
 
 class GradingProcess:
-    """A running worker. Use `start`; one comparison at a time."""
+    """A running worker. Create it with `start`. Handles one comparison at a time."""
 
     def __init__(self, process: asyncio.subprocess.Process, errors: IO[bytes], settings: GraderSettings) -> None:
         self._process = process
@@ -81,9 +78,7 @@ class GradingProcess:
         return self._process.pid
 
     async def compare(self, answer: str | None, gold: str) -> Verdict:
-        """One comparison; without an answer, a check of the gold answer.
-
-        Raises `NoVerdictError`."""
+        """Compare; if the answer is None, check the gold answer. Raises `NoVerdictError`."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"answer": answer, "gold": gold}).encode() + b"\n")
@@ -93,7 +88,7 @@ class GradingProcess:
         return Verdict((await self._read(self._settings.hang_deadline))["verdict"])
 
     async def kill(self) -> None:
-        """End the process, whatever it does, and reap it."""
+        """Kill the process and reap it."""
         if self._process.returncode is None:
             self._process.kill()
         assert self._process.stdin is not None
@@ -102,7 +97,7 @@ class GradingProcess:
         self._errors.close()
 
     async def _read(self, seconds: float) -> dict[str, str]:
-        """The next message. ``seconds`` by the clock."""
+        """Read the next message within ``seconds`` of wall-clock time."""
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(seconds):
@@ -123,6 +118,6 @@ class GradingProcess:
 
 
 def _environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a worker needs of the environment; one thread, and the same hashes in every run."""
+    """The environment variables of a worker: a single thread, and the same hashes in every run."""
     kept = {name: environment[name] for name in _KEPT if name in environment}
     return kept | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -1,12 +1,12 @@
 """The grading process: ``python -m agentrl_envs.grading.worker DEADLINE START_DEADLINE HANG_DEADLINE MEMORY_MB``.
 
-Reads one JSON object a line from stdin (``{"gold": ..., "answer": ...}``; with ``null`` for the answer the gold answer
-is checked), writes ``{"verdict": ...}`` to stdout, and first ``{"ready": true}``. It ends at the end of stdin, so it
-does not outlive its parent.
+Writes ``{"ready": true}`` to stdout, then reads JSON objects from stdin, one per line
+(``{"gold": ..., "answer": ...}``; ``null`` as the answer checks the gold answer), and answers each with
+``{"verdict": ...}``. It exits at the end of stdin, so it does not outlive its parent.
 
-Its deadlines are seconds of its own processor time, so that no verdict depends on what else a machine does: past one
-the kernel ends it with SIGPROF, in the middle of C code too, which the parent reads off its exit status. An alarm by
-the clock ends it where it hangs and no parent is there to do it. math-verify's own timeouts (SIGALRM handlers) are off.
+Its deadlines are CPU seconds, so that no verdict depends on the load of the machine. Past a deadline the kernel ends
+the process with SIGPROF, even inside C code, and the parent sees this in the exit status. A wall-clock alarm ends a
+process that hangs without a parent to kill it. math-verify's own timeouts (SIGALRM handlers) are disabled.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def main(deadline: float, start_deadline: float, hang_deadline: float, memory_mb
 
 
 def _allow(seconds: float) -> None:
-    """So much processor time from now on; 0 for any."""
+    """Limit the CPU time from now on; 0: no limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _private_stdout() -> TextIO:
-    """The pipe to the parent; whatever libraries print goes to stderr instead."""
+    """The pipe to the parent; whatever libraries print goes to stderr."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return replies

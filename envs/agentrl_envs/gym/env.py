@@ -1,4 +1,4 @@
-"""The gymnasium faces of episodes, with tools and without.
+"""Gymnasium environments around episodes, with tools and without.
 
 `agentrl_envs.registration` registers them as ``agentrl/SimpleTIR-v0`` and ``agentrl/Reasoning-v0``.
 """
@@ -31,11 +31,11 @@ SAMPLE_PROBLEMS = (
 
 
 class ProblemEnv(gymnasium.Env[str, str]):
-    """Problems as a gymnasium environment: actions are turns of the model, observations the text it reads next.
+    """Problems as a gymnasium environment. An action is a turn of the model, an observation the text it reads next.
 
-    ``reset`` draws a problem by the seed, or takes ``options={"problem": Problem}``; its observation is the prompt.
-    ``info`` is deterministic; how long programs took stands in ``env.unwrapped.telemetry``, one `ToolCall` a program
-    since the last reset. An episode that failed through no fault of the policy is ``truncated``.
+    ``reset`` samples a problem with the seed, or takes ``options={"problem": Problem}``; its observation is the prompt.
+    ``info`` is deterministic. Durations of programs are in ``env.unwrapped.telemetry``: one `ToolCall` for each program
+    since the last reset. An episode that failed for reasons outside the policy is ``truncated``.
     """
 
     metadata = {"render_modes": []}  # noqa: RUF012  (gymnasium's name and type)
@@ -52,7 +52,7 @@ class ProblemEnv(gymnasium.Env[str, str]):
         self._episode: SimpleTIREpisode | None = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, object]]:
-        """Start an episode; opens the sandbox the first time. Returns the prompt and the problem's id."""
+        """Start an episode; the first call opens the sandbox. Returns the prompt and the problem's id."""
         super().reset(seed=seed)
         problem = (options or {}).get("problem")
         if problem is None:
@@ -63,7 +63,7 @@ class ProblemEnv(gymnasium.Env[str, str]):
         return loop.run(self._episode.start()), {"problem_id": problem.id}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, object]]:
-        """Play one turn. Terminated when the policy ended the episode, truncated when something else did."""
+        """Play one turn. Terminated if the policy ended the episode, truncated if anything else did."""
         if self._episode is None or self._loop is None:
             raise EpisodeUsageError("step() before reset()")
         step = self._loop.run(self._episode.step(action))
@@ -101,7 +101,7 @@ class ProblemEnv(gymnasium.Env[str, str]):
 
 
 class SimpleTIREnv(ProblemEnv):
-    """SimpleTIR, or with ``settings`` that say so another protocol with tools. ``chat``: as protocol hermes needs it.
+    """SimpleTIR, or another protocol with tools if ``settings`` selects one. Protocol hermes needs ``chat``.
 
     Example::
 
@@ -131,7 +131,7 @@ class SimpleTIREnv(ProblemEnv):
 
 
 class ReasoningEnv(ProblemEnv):
-    """The same problems in one turn without tools.
+    """The same problems in a single turn without tools.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for blocking faces of asynchronous things."""
+"""An event loop in its own thread, for synchronous interfaces to asynchronous code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 class LoopThread:
-    """Runs coroutines from synchronous code, inside or outside another event loop. Close it."""
+    """Runs coroutines from synchronous code, inside or outside another event loop, until it is closed."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -20,7 +20,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[object, object, Result]) -> Result:
-        """Run a coroutine to its end and return or raise what it does; an interrupt cancels it."""
+        """Run a coroutine and return its result or raise its exception; KeyboardInterrupt cancels it."""
         future = self.start(coroutine)
         try:
             return future.result()

@@ -1,7 +1,7 @@
 """A text space for all of Unicode.
 
-gymnasium's `Text` admits letters and digits by default, and with all of Unicode as its charset it costs seconds and
-hundreds of megabytes. `UnicodeText` keeps a small charset to *sample* from and admits every text that UTF-8 can carry.
+By default, gymnasium's `Text` accepts only letters and digits; with all of Unicode as its charset it takes seconds and
+hundreds of megabytes. `UnicodeText` samples from a small charset and accepts every text that UTF-8 can encode.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _LONGEST_SAMPLE = 64
 
 
 class UnicodeText(Text):
-    """Any text of at most ``max_length`` characters, the empty one included.
+    """Any text of up to ``max_length`` characters, including the empty text.
 
-    Samples are at most 64 characters long. Not flattenable: there is no fixed table of characters.
+    Samples have up to 64 characters. Not flattenable: there is no fixed table of characters.
     """
 
     def __init__(self, max_length: int, *, seed: int | np.random.Generator | None = None) -> None:
         super().__init__(max_length, min_length=0, charset=_SAMPLED, seed=seed)
 
     def contains(self, x: object) -> bool:
-        """Whether x is a str of admissible length without lone surrogates (which have no encoding)."""
+        """Whether x is a str of valid length without lone surrogates, which have no encoding."""
         return isinstance(x, str) and len(x) <= self.max_length and _SURROGATE.search(x) is None
 
     def sample(self, mask: Any = None, probability: Any = None) -> str:
-        """A random text; with a mask or probabilities as `gymnasium.spaces.Text.sample` does."""
+        """A random text. A mask or probabilities have the meaning they have in `gymnasium.spaces.Text.sample`."""
         if mask is None and probability is None:
             length = int(self.np_random.integers(0, min(_LONGEST_SAMPLE, self.max_length) + 1))
             return super().sample(mask=(length, None))

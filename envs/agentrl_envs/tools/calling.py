@@ -81,7 +81,7 @@ async def call_tool(
     return _text(name, value)
 
 
-def is_unreachable(error: Exception) -> bool:
+def is_unreachable(error: BaseException) -> bool:
     """Whether the error says that a service does not answer."""
     if isinstance(error, ConnectionError):
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jsonschema import Draft202012Validator, SchemaError
@@ -88,9 +88,13 @@ def check_schema(schema: ToolSchema, path: str) -> None:
         raise PluginError(f"{path} cannot be a tool: {problem}")
 
 
-def given_parameters(function: Callable[..., object]) -> tuple[str, ...]:
-    """Which of ``problem`` and ``sandbox`` the function asks for."""
-    return tuple(name for name in GIVEN if name in inspect.signature(function).parameters)
+def given_parameters(function: Callable[..., object], names: Sequence[str] = GIVEN) -> tuple[str, ...]:
+    """Which of the parameters that an episode gives the function asks for, as far as its signature tells."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a function in C
+        return ()
+    return tuple(name for name in names if name in signature.parameters)
 
 
 def _lack(schema: ToolSchema) -> str | None:

@@ -23,6 +23,7 @@ from agentrl_envs.grading.reading.expressions import (
     FLOAT_DIGITS,
     LEADING,
     ROUNDED,
+    Apply,
     Expression,
     Number,
     applied,
@@ -78,15 +79,11 @@ def proportional(left: Expression, right: Expression) -> Fraction | None:
 def _rational(value: Scalar) -> Fraction | None:
     if value is None or isinstance(value, Fraction):
         return value
-    if mp.im(value) != 0:
-        return None
-    return Fraction(str(mp.nstr(mp.re(value), 30)))
+    return None if mp.im(value) != 0 else Fraction(str(mp.nstr(mp.re(value), 30)))
 
 
 def _without_percent(tree: Expression) -> Expression:
-    if not isinstance(tree, Number) and getattr(tree, "function", None) == "percent":
-        return tree.arguments[0]  # type: ignore[union-attr]
-    return tree
+    return tree.arguments[0] if isinstance(tree, Apply) and tree.function == "percent" else tree
 
 
 def _points(names: frozenset[str]) -> Iterator[tuple[dict[str, Fraction], bool]]:
@@ -104,11 +101,11 @@ def _agree_at(left: Expression, right: Expression, point: dict[str, Fraction], *
         first, second = value_of(left, point, _DIGITS[0]), value_of(right, point, _DIGITS[0])
         if isinstance(first, tuple) or isinstance(second, tuple):
             return _matrices_agree(left, right, first, second)
-        if not _both_real(first, second):
-            if _is_real(first) != _is_real(second):
-                return False if positive else None
-            if not positive:
-                return True if _near(first, second, _DIGITS[0]) else None
+        real = _is_real(first), _is_real(second)
+        if any(real) and not all(real):
+            return False if positive else None
+        if not any(real) and not positive:
+            return True if _near(first, second, _DIGITS[0]) else None
         if is_rounded(left) or is_rounded(right):
             return _rounds_to(left, right, first, second, scaled=bool(point))
         if isinstance(first, Fraction) and isinstance(second, Fraction):
@@ -138,20 +135,15 @@ def _matrices_agree(left: Expression, right: Expression, first: Scalar, second: 
     if (len(first), len(first[0])) != (len(second), len(second[0])):
         return False
     decimals = is_rounded(left) or is_rounded(right)
-    for row, other in zip(first, second, strict=True):
-        for cell, mate in zip(row, other, strict=True):
-            near = _within_rounding(cell, mate, scaled=False) if decimals else _near(cell, mate, _DIGITS[0])
-            if not near:
-                return False
-    return True
+    return all(
+        _within_rounding(*cells, scaled=False) if decimals else _near(*cells, _DIGITS[0])
+        for rows in zip(first, second, strict=True)
+        for cells in zip(*rows, strict=True)
+    )
 
 
 def _is_real(value: Scalar) -> bool:
     return isinstance(value, Fraction) or abs(mp.im(value)) <= mp.mpf(10) ** (-_DIGITS[0] * _AGREE) * abs(value)
-
-
-def _both_real(first: Scalar, second: Scalar) -> bool:
-    return _is_real(first) and _is_real(second)
 
 
 def _near(first: Scalar, second: Scalar, digits: int, *, relative: bool = False) -> bool:

@@ -1,4 +1,4 @@
-"""The comparisons that need no algebra: equal spellings, plain numbers and plain words.
+"""Comparisons that need no algebra: equal spellings, plain numbers and plain words.
 
 >>> quick_verdict("025", "25"), quick_verdict("1,234", "1234"), quick_verdict("0.5", r"\\dfrac{1}{2}")
 (<Verdict.CORRECT: 'correct'>, <Verdict.CORRECT: 'correct'>, <Verdict.CORRECT: 'correct'>)
@@ -24,11 +24,11 @@ _BRACKETS = re.compile(r"[()\[\]{}]")
 
 
 def quick_verdict(answer: str, gold: str) -> Verdict | None:
-    """The verdict where it is certain without algebra, else None.
+    """The verdict if it is certain without algebra, otherwise None.
 
-    Equal spellings are correct. Integers and ratios are compared exactly, decimals to six digits behind the point, two
-    of them to the digits of the shorter; they may have a sign, leading zeros and thousands commas. Words are compared
-    by their letters.
+    Equal spellings are correct. Integers and ratios are compared exactly, a decimal to six decimal places, two decimals
+    to the places of the shorter one. Numbers may have a sign, leading zeros and thousands separators. Words are
+    compared by their letters.
     """
     if answer == gold and gold.strip():
         return Verdict.CORRECT
@@ -39,7 +39,7 @@ def quick_verdict(answer: str, gold: str) -> Verdict | None:
 
 
 def within_bounds(text: str, *, max_length: int, max_depth: int) -> bool:
-    """Whether a text is short and flat enough to be given to a parser. Counts brackets, balanced or not."""
+    """Whether a text is short and flat enough for a parser. Counts brackets, balanced or not."""
     if len(text) > max_length:
         return False
     depth = deepest = 0
