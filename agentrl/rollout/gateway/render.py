@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.gateway.wire import AgentCall, AgentMessage, ChatRequest, WireError
@@ -138,9 +138,10 @@ class ChatRenderer:
 
     def _parsed(self, text: str, request: ChatRequest, *, before: str, prefix: str) -> AgentMessage:
         """As the tokenizer's response template reads it; a text that it cannot read is the content."""
-        tools: list[Any] | None = [dict(tool) for tool in request.tools] if request.calls_allowed else None
         try:
-            said = self._tokenizer.parse_response(text, prefix=before, tools=tools)
+            said = self._tokenizer.parse_response(
+                text, prefix=before, tools=[*map(dict, request.tools)] if request.calls_allowed else None
+            )
             calls = tuple(
                 (str(call["function"]["name"]), json.dumps(call["function"]["arguments"]))
                 for call in (said.get("tool_calls") or [] if request.calls_allowed else [])
