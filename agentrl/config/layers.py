@@ -23,6 +23,7 @@ from agentrl.config.messages import settings_error, show, unknown_key
 from agentrl.config.overlays import Layer, interpolate, overlay_chain, parse_yaml
 from agentrl.config.settings import SIMPLETIR, Settings, settings_model
 from agentrl.errors import SettingsError
+from agentrl.problems.settings import REASONING_GYM
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl_envs.plugins import load_plugins
 from agentrl_envs.registry import ENVIRONMENTS, UnknownNameError, did_you_mean
@@ -54,6 +55,9 @@ def load_settings(
         overrides = [f"env={env}", *overrides]
     top = [_override(text) for text in overrides]
     asked = _basics(files, top)
+    if str(asked["env"]).startswith(REASONING_GYM):
+        files, top = [_reasoning_gym(str(asked["env"])), *files], [*top, (["env"], SIMPLETIR)]
+        asked = _basics(files, top)
     files = _fitting(files, asked["env"])
     if resume:
         return _resumed(find_run(asked), files, top)
@@ -65,6 +69,13 @@ def load_settings(
     own = PRESET if settings.model.path is None else Path(settings.model.path).name
     stem = own if config_file is None else Path(config_file).stem
     return settings.model_copy(update={"name": _next_name(Path(settings.runs_dir), stem)})
+
+
+def _reasoning_gym(env: str) -> Layer:
+    """``--env reasoning_gym:NAME``: SimpleTIR on the problems of a data set, graded by its rules."""
+    sources = {"train": [{"path": env}], "eval": [{"path": env, "split": "heldout"}]}
+    score = "agentrl_envs.adapters.reasoning_gym:score"
+    return Layer(origin=f"--env {env}", values={"data": sources, "grader": {"function": score}})
 
 
 def _resumed(run: Path, files: list[Layer], top: list[Override]) -> Settings:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 BUILTIN = "builtin:"
+REASONING_GYM = "reasoning_gym:"
 DEFAULT_SPLIT = "train"
 
 FieldName = Literal["problem", "answer", "id"]
@@ -25,13 +26,14 @@ class ProblemSourceSettings(BaseModel):
 
     path: str = Field(
         min_length=1,
-        description="builtin:arithmetic, a .jsonl or .parquet file, or a folder or id for Hugging Face datasets; ~ and "
-        "$VARIABLES are expanded",
+        description="builtin:arithmetic, builtin:seeds (for environments that make a task from a seed), "
+        "reasoning_gym:NAME, a .jsonl or .parquet file, or a folder or id for Hugging Face datasets; ~ and $VARIABLES "
+        "are expanded",
     )
     split: str = Field(
         default=DEFAULT_SPLIT,
         min_length=1,
-        description="split of builtin:arithmetic (train, heldout) or of a data set; files have no splits",
+        description="split of generated problems (train, heldout) or of a data set; files have no splits",
     )
     subset: str | None = Field(default=None, description="configuration of a Hugging Face data set")
     revision: str | None = Field(default=None, description="commit, tag or branch of a Hugging Face data set")
@@ -45,7 +47,8 @@ class ProblemSourceSettings(BaseModel):
         default=None, ge=1, description="maximum number of problems, taken from the start; null: all"
     )
     families: list[str] | None = Field(default=None, description="problem families of builtin:arithmetic; null: all")
-    seed: int | None = Field(default=None, description="seed of builtin:arithmetic; null: the run's seed")
+    seed: int | None = Field(default=None, description="seed of generated problems; null: the run's seed")
+    options: dict[str, Any] = Field(default={}, description="configuration of a reasoning_gym data set")
     skip_unanswered: bool = Field(
         default=False, description="skip and count rows without an answer; false: such rows are an error"
     )
@@ -60,9 +63,9 @@ class ProblemSourceSettings(BaseModel):
     )
 
     @property
-    def is_builtin(self) -> bool:
-        """True for the generators shipped with the package."""
-        return self.path.startswith(BUILTIN)
+    def is_generated(self) -> bool:
+        """True for generators: their problems are in no file."""
+        return self.path.startswith((BUILTIN, REASONING_GYM))
 
     @model_validator(mode="after")
     def _consistent(self) -> ProblemSourceSettings:
@@ -71,7 +74,7 @@ class ProblemSourceSettings(BaseModel):
             raise ValueError(f"fields.{needed[0]} must name a column; only other columns can be left out by null")
         if not math.isfinite(self.weight):
             raise ValueError(f"weight must be finite, got {self.weight}")
-        if self.is_builtin:
+        if self.is_generated:
             loaded = {
                 "fields": bool(self.fields),
                 "subset": self.subset is not None,
@@ -84,9 +87,12 @@ class ProblemSourceSettings(BaseModel):
             if wrong:
                 raise ValueError(f"{self.path} is generated and has no {wrong[0]}; its split is train or heldout")
         else:
-            wrong = [name for name in ("families", "seed") if getattr(self, name) is not None]
-            if wrong:
-                raise ValueError(f"{wrong[0]} belongs to builtin:arithmetic, not to {self.path}")
+            if self.seed is not None:
+                raise ValueError(f"seed belongs to generated problems, not to {self.path}")
+        if self.families is not None and self.path != BUILTIN + "arithmetic":
+            raise ValueError(f"families belongs to builtin:arithmetic, not to {self.path}")
+        if self.options and not self.path.startswith(REASONING_GYM):
+            raise ValueError(f"options belongs to reasoning_gym:NAME, not to {self.path}")
         return self
 
 

@@ -23,11 +23,12 @@ from agentrl.problems.problem_errors import (
     ProblemFileError,
 )
 from agentrl.problems.rows import Row, read_hub, read_jsonl, read_parquet
-from agentrl.problems.settings import BUILTIN, DEFAULT_SPLIT, ProblemSourceSettings
+from agentrl.problems.seeds import SeedSource
+from agentrl.problems.settings import BUILTIN, DEFAULT_SPLIT, REASONING_GYM, ProblemSourceSettings
 from agentrl_envs.registry import did_you_mean
 from agentrl_envs.types import Problem
 
-GENERATORS = ("arithmetic",)
+GENERATORS = ("arithmetic", "seeds")
 FILE_KINDS = (".jsonl", ".parquet")
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -85,7 +86,7 @@ def load_mixture(
 
 def load_source(settings: ProblemSourceSettings, *, seed: int = 0, answered: bool = True) -> LoadedSource:
     """Load one source; unless ``answered`` is False, each row needs an answer. Raises ProblemError."""
-    if settings.is_builtin:
+    if settings.is_generated:
         return _generator(settings, seed)
     path = expand(settings.path)
     name = _name(settings, path)
@@ -138,23 +139,33 @@ def expand(path: str) -> str:
     return os.path.expanduser(os.path.expandvars(path))
 
 
-def check_builtin(path: str, what: str) -> None:
-    """Raise ProblemError unless ``path`` names a generator."""
+def check_builtin(path: str, what: str, known: Sequence[str]) -> None:
+    """Raise ProblemError unless ``path`` names one of the ``known`` generators."""
     kind = path.removeprefix(BUILTIN)
-    if kind not in GENERATORS:
-        valid = ", ".join(BUILTIN + name for name in GENERATORS)
-        raise ProblemError(f"{path}: no such built-in {what}; valid: {valid}{did_you_mean(kind, GENERATORS)}")
+    if kind not in known:
+        valid = ", ".join(BUILTIN + name for name in known)
+        raise ProblemError(f"{path}: no such built-in {what}; valid: {valid}{did_you_mean(kind, known)}")
 
 
 def _generator(settings: ProblemSourceSettings, seed: int) -> LoadedSource:
-    check_builtin(settings.path, "problems")
-    chosen = seed if settings.seed is None else settings.seed
-    endless = ArithmeticSource(split=settings.split, seed=chosen, families=settings.families)
+    endless = _generated(settings, seed if settings.seed is None else settings.seed)
     if settings.limit is None:
         return LoadedSource(source=endless, report=None)
-    problems = endless.distinct(settings.limit)
+    problems = evaluation_set(endless, settings.limit)
     report = LoadReport(name=endless.name, rows=len(problems), kept=len(problems))
     return LoadedSource(source=FiniteSource(endless.name, problems), report=report)
+
+
+def _generated(settings: ProblemSourceSettings, seed: int) -> ProblemSource:
+    if settings.path.startswith(REASONING_GYM):
+        from agentrl_envs.adapters.reasoning_gym import ReasoningGymSource
+
+        name = settings.path.removeprefix(REASONING_GYM)
+        return ReasoningGymSource(name, split=settings.split, seed=seed, options=settings.options)
+    check_builtin(settings.path, "problems", GENERATORS)
+    if settings.path == BUILTIN + "seeds":
+        return SeedSource(split=settings.split, seed=seed)
+    return ArithmeticSource(split=settings.split, seed=seed, families=settings.families)
 
 
 def _name(settings: ProblemSourceSettings, path: str) -> str:

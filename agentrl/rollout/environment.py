@@ -78,7 +78,12 @@ def build_rewards(settings: RewardedSections) -> Rewards | None:
 
 def needs_answers(settings: RewardedSections) -> bool:
     """Whether a trajectory's reward compares answers with gold answers."""
-    return grades_answers(settings.env) and not settings.reward.functions
+    return compares_answers(settings) and not settings.reward.functions
+
+
+def compares_answers(settings: EnvironmentSections) -> bool:
+    """Whether the environment compares answers with gold answers, so that each problem needs one."""
+    return grades_answers(settings.env) and settings.grader.function is None
 
 
 def needs_chat_format(settings: EnvironmentSections) -> bool:

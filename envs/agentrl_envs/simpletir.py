@@ -23,7 +23,7 @@ from agentrl_envs.protocols.factory import TITLES, make_protocol
 from agentrl_envs.protocols.results import clip
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.tools import NO_TOOLS, PYTHON, EpisodeTools, ToolSet, load_tools
-from agentrl_envs.types import MALFORMED, Ended, Problem, Step, ToolCall, Verdict
+from agentrl_envs.types import MALFORMED, Ended, Problem, Step, ToolCall
 from agentrl_sandbox.client import Execution, Sandbox, SandboxSettings, open_sandbox
 
 __all__ = ["SimpleTIREnvironment", "SimpleTIREpisode", "SimpleTIRSettings"]
@@ -198,10 +198,10 @@ class SimpleTIREpisode:
 
     async def _grade(self, answer: str, *, observation: str, calls: tuple[ToolCall, ...]) -> Step:
         """The step that ends the episode. Without a gold answer it is worth nothing: a reward function says more."""
-        if self.problem.answer is None:
+        if self.problem.answer is None and not self._grader.needs_no_gold:
             return Step(observation=observation, reward=0.0, ended=Ended.ANSWERED, answer=answer, tool_calls=calls)
         try:
-            verdict = await self._grader.grade(answer, self.problem.answer)
+            verdict, score = await self._grader.score(answer, self.problem)
         except GraderError as error:
             logger.warning("problem %s was not graded: %s", self.problem.id, error)
             return Step(
@@ -213,7 +213,7 @@ class SimpleTIREpisode:
             )
         return Step(
             observation=observation,
-            reward=1.0 if verdict is Verdict.CORRECT else 0.0,
+            reward=score,
             ended=Ended.ANSWERED,
             verdict=verdict,
             answer=answer,

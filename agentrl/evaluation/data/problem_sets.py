@@ -12,7 +12,7 @@ from agentrl.errors import SettingsError
 from agentrl.evaluation.data.benchmarks import BENCHMARKS, load_benchmark
 from agentrl.evaluation.formats import ProblemRow, SetRecord
 from agentrl.problems.sources import evaluation_set, load_source
-from agentrl_envs.registry import grades_answers
+from agentrl.rollout.environment import compares_answers
 from agentrl_envs.types import Problem
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _held_out(settings: EvaluationSections) -> list[ProblemSet]:
     """One set per source in ``data.eval``, named after it; repeated names are numbered."""
     found: dict[str, ProblemSet] = {}
     for entry in settings.data.eval:
-        source = load_source(entry, seed=settings.seed, answered=grades_answers(settings.env)).source
+        source = load_source(entry, seed=settings.seed, answered=compares_answers(settings)).source
         problems = tuple(evaluation_set(source, settings.evaluation.problems))
         same = sum(name == source.name or name.startswith(f"{source.name} #") for name in found)
         name = f"{source.name} #{same + 1}" if same else source.name

@@ -33,7 +33,7 @@ def load_demonstrations(
     ``variants`` applies to formulas. Raises ProblemError or one of its subclasses.
     """
     if spec.startswith(BUILTIN):
-        check_builtin(spec, "demonstrations")
+        check_builtin(spec, "demonstrations", ("arithmetic",))
         made = ArithmeticSource(split="train", seed=seed, families=families).demonstrations(count)
         return LoadedDemonstrations(demonstrations=tuple(made), description=f"{count} demonstrations of {spec}")
     if spec.startswith(FORMULA):

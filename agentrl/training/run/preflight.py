@@ -13,10 +13,16 @@ from agentrl.models.tokenizer import read_tokenizer
 from agentrl.problems.sources import FILE_KINDS, load_source
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.rollout.engines.vllm.servers import longest_request, policy_servers
-from agentrl.rollout.environment import build_rewards, chat_format, check_environment, needs_answers, needs_chat_format
+from agentrl.rollout.environment import (
+    build_rewards,
+    chat_format,
+    check_environment,
+    compares_answers,
+    needs_answers,
+    needs_chat_format,
+)
 from agentrl.training.coldstart.train import read_cold_demonstrations
 from agentrl.training.step.objective_settings import ObjectiveSettings, loss_options, needs
-from agentrl_envs.registry import grades_answers
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -33,11 +39,11 @@ def check_inputs(settings: Settings) -> list[str]:
     if settings.model.path is None or settings.coldstart.demonstrations is not None:
         read_cold_demonstrations(settings)
     sources = [(entry, needs_answers(settings)) for entry in settings.data.train]
-    sources += [(entry, grades_answers(settings.env)) for entry in settings.data.eval]
+    sources += [(entry, compares_answers(settings)) for entry in settings.data.eval]
     reports = [
         load_source(entry, seed=settings.seed, answered=answered).report
         for entry, answered in sources
-        if entry.is_builtin or entry.path.lower().endswith(FILE_KINDS)
+        if entry.is_generated or entry.path.lower().endswith(FILE_KINDS)
     ]
     return [report.describe() for report in reports if report is not None]
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import cast
 
 import gymnasium
 
 from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
-from agentrl_envs.registry import ENVIRONMENTS, EnvironmentFactory, PluginError
+from agentrl_envs.registry import ENVIRONMENTS, EnvironmentFactory, PluginError, import_attribute
+
+ADAPTERS = {"textarena": "agentrl_envs.adapters.textarena:textarena_environment"}
+"""Environments of other libraries, ``PREFIX:NAME``: functions from NAME to the factory."""
 
 
 def resolve_environment(name: str) -> EnvironmentFactory:
@@ -17,6 +21,10 @@ def resolve_environment(name: str) -> EnvironmentFactory:
     For a gymnasium environment class, the factory creates a `GymnasiumEnvironment` from `GymnasiumSettings`. Raises
     `PluginError`, or `UnknownNameError` with the valid names and the nearest one.
     """
+    prefix, _, rest = name.partition(":")
+    if prefix in ADAPTERS:
+        adapter = cast(Callable[[str], EnvironmentFactory], import_attribute(ADAPTERS[prefix], "adapter"))
+        return adapter(rest)
     found: object = ENVIRONMENTS[name]
     if not callable(found):
         raise PluginError(f"environment {name!r} is a {type(found).__name__}, expected a class or a function")

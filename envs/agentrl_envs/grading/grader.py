@@ -7,9 +7,10 @@ import logging
 from collections import OrderedDict
 
 from agentrl_envs.grading.comparing.fast import is_plain_number, quick_verdict, within_bounds
+from agentrl_envs.grading.custom import CustomGrader
 from agentrl_envs.grading.process import GraderError, GradingProcess, NoVerdictError, OutOfTimeError, WorkerDiedError
 from agentrl_envs.grading.settings import GraderSettings
-from agentrl_envs.types import Verdict
+from agentrl_envs.types import Problem, Verdict
 
 __all__ = ["Grader", "GraderError"]
 
@@ -31,12 +32,29 @@ class Grader:
     """
 
     def __init__(self, settings: GraderSettings) -> None:
+        """Raises `PluginError` if ``settings.function`` names no function."""
         self._settings = settings
+        self._custom = None if settings.function is None else CustomGrader(settings.function)
         self._verdicts: OrderedDict[_Question, Verdict] = OrderedDict()
         self._in_flight: dict[_Question, asyncio.Task[Verdict]] = {}
         self._idle: list[GradingProcess] = []
         self._slots = asyncio.Semaphore(settings.workers)
         self._closed = False
+
+    @property
+    def needs_no_gold(self) -> bool:
+        """Whether a user's function grades, which need not look at a gold answer."""
+        return self._custom is not None
+
+    async def score(self, answer: str, problem: Problem) -> tuple[Verdict, float]:
+        """The verdict on an answer, and what it is worth: the score of a user's function, or 1 for a correct answer.
+
+        Raises `GraderError`, and `EnvironmentContractError` for a user's function that fails.
+        """
+        if self._custom is not None:
+            return await self._custom.grade(answer, problem)
+        verdict = await self.grade(answer, problem.answer or "")
+        return verdict, float(verdict is Verdict.CORRECT)
 
     async def grade(self, answer: str | None, gold: str) -> Verdict:
         """Compare an answer with the gold answer. Raises `GraderError` when no grading process can be started."""
@@ -69,6 +87,8 @@ class Grader:
 
     def describe(self) -> str:
         """One line for the console."""
+        if self._custom is not None:
+            return self._custom.describe()
         settings = self._settings
         return f"by value in up to {settings.workers} processes, {settings.deadline:g} s of processor time each"
 

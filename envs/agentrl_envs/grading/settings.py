@@ -10,6 +10,12 @@ class GraderSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    function: str | None = Field(
+        default=None,
+        pattern=r"^[^:]+:[^:]+$",
+        description="module:function called as (answer, problem) for a score from 0 to 1, where 1 is correct; null: "
+        "compare with the gold answer",
+    )
     workers: int = Field(
         default=2, ge=1, description="maximum number of grading processes; each starts when it is first needed"
     )

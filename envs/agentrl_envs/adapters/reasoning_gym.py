@@ -1,0 +1,79 @@
+"""Procedural data sets of reasoning-gym: ``--env reasoning_gym:NAME``, with the extra ``agentrl[reasoning-gym]``.
+
+Problems are generated as they are needed; answers are scored by the data set's own rules, partial credit included.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from agentrl_envs.registry import PluginError, did_you_mean
+from agentrl_envs.types import Problem
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
+
+PREFIX = "reasoning_gym:"
+# Problem i of a data set is drawn by its seed plus i, so seeds this far apart give different problems.
+_SIZE = 1 << 14
+_HELD_OUT = 1 << 30
+SPLITS = ("train", "heldout")
+
+
+class ReasoningGymSource:
+    """The problems of a data set, seed and split. ``options`` go to the data set's configuration.
+
+    Problems of the two splits have different seeds. A data set with few different problems repeats them all the same.
+    """
+
+    size = _SIZE
+
+    def __init__(self, name: str, *, split: str = "train", seed: int = 0, options: Mapping[str, object]) -> None:
+        """Raises PluginError without the package, for an unknown data set or split, and for bad options."""
+        if split not in SPLITS:
+            raise PluginError(f"{PREFIX}{name}: unknown split {split!r}; valid: {', '.join(SPLITS)}")
+        self._first = seed * _SIZE + (_HELD_OUT if split == "heldout" else 0)
+        self._options = dict(options)
+        self._dataset = _dataset(name, json.dumps(self._options, sort_keys=True), self._first)
+        self._kind = name
+        self.name = f"{PREFIX}{name}" + (":heldout" if split == "heldout" else "")
+        self.identity = f"{self.name}-{seed}-{json.dumps(self._options, sort_keys=True)}"
+
+    def problem(self, index: int) -> Problem:
+        """Problem ``index``; its ``info`` finds it again, with everything that its answer is scored by."""
+        entry = self._dataset[index]
+        return Problem(
+            id=f"{self._kind}-{self._first + index}",
+            statement=entry["question"],
+            answer=None if entry["answer"] is None else str(entry["answer"]),
+            source=self.name,
+            family=self._kind,
+            info={"dataset": self._kind, "options": self._options, "first": self._first, "index": index},
+        )
+
+
+def score(answer: str, problem: Problem) -> float:
+    """The data set's score of an answer, from 0 to 1 (`grader.function`)."""
+    info = problem.info
+    dataset = _dataset(str(info["dataset"]), json.dumps(info["options"], sort_keys=True), int(info["first"]))
+    return min(1.0, max(0.0, float(dataset.score_answer(answer, dataset[int(info["index"])]))))
+
+
+@functools.lru_cache(maxsize=64)
+def _dataset(name: str, options: str, seed: int) -> ProceduralDataset:
+    try:
+        from reasoning_gym import create_dataset
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise PluginError(f"{PREFIX}{name}: {error}; install it with pip install 'agentrl[reasoning-gym]'") from error
+    if name not in DATASETS:
+        raise PluginError(
+            f"{PREFIX}{name}: reasoning-gym has no such data set{did_you_mean(name, DATASETS)} (it has {len(DATASETS)})"
+        )
+    try:
+        return create_dataset(name, seed=seed, size=_SIZE, **json.loads(options))
+    except (AssertionError, TypeError, ValueError) as error:
+        raise PluginError(f"{PREFIX}{name}: bad options {options}: {error}") from error
