@@ -44,7 +44,8 @@ class Settings(BaseModel):
     )
     env: str = Field(
         SIMPLETIR,
-        description=f"environment: {', '.join(ENVIRONMENTS.own)}, a registered or installed name, or module:Class",
+        description=f"environment: {', '.join(ENVIRONMENTS.own)}, a registered or installed name, module:Class, or "
+        "trl:module:Class",
     )
     plugins: tuple[str, ...] = Field(
         default=(),

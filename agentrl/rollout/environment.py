@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from agentrl.models.chat_template import read_chat_format
 from agentrl.models.tokenizer import TextCodec, read_generation_ends
+from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
 from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.episode import Environment
-from agentrl_envs.protocols.chat import ChatFormat
+from agentrl_envs.protocols.chat import ChatFormat, plain_format
 from agentrl_envs.registry import ENVIRONMENTS, grades_answers
 from agentrl_envs.rewards import Rewards
 from agentrl_envs.settings import GymnasiumSettings, SimpleTIRSettings
@@ -28,6 +29,10 @@ def build_environment(settings: EnvironmentSections, chat: ChatFormat | None = N
     factory = resolve_environment(settings.env)
     if settings.env in ENVIRONMENTS.own:
         return factory(settings.environment, settings.sandbox, settings.grader, chat=chat)
+    if isinstance(factory, ClassEnvironmentFactory):
+        tools = [schema.as_function() for schema in factory.tools.schemas]
+        own = factory.settings(settings.environment.model_extra or {})
+        return factory(own, settings.sandbox, settings.grader, chat=chat or plain_format(tools), plain=chat is None)
     return factory(GymnasiumSettings(**(settings.environment.model_extra or {})))
 
 
@@ -36,6 +41,13 @@ def chat_format(settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBas
 
     Raises SettingsError if the protocol needs one and the model has none that it supports.
     """
+    factory = resolve_environment(settings.env)
+    if isinstance(factory, ClassEnvironmentFactory):
+        options = factory.settings(settings.environment.model_extra or {}).template_options
+        functions = [schema.as_function() for schema in factory.tools.schemas]
+        if not tokenizer.chat_template or not functions:
+            return None  # plain text
+        return read_chat_format(tokenizer, name=name, tools=functions, options=options)
     if not needs_chat_format(settings):
         return None
     assert isinstance(settings.environment, SimpleTIRSettings)
