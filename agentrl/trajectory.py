@@ -217,6 +217,13 @@ class Trajectory:
         )
 
 
+def one_after_another(branches: Sequence[Trajectory]) -> Trajectory:
+    """The branches of one rollout as one trajectory to read, not to train: their segments in order."""
+    *_, last = branches
+    segments = tuple(segment for item in branches for segment in item.segments)
+    return replace(last, prompt_ids=branches[0].prompt_ids, segments=segments, branch=0, branches=1, weight=1.0)
+
+
 def _fields_of(record: Trajectory | Segment) -> dict[str, Any]:
     return {item.name: getattr(record, item.name) for item in fields(record)}
 

@@ -10,6 +10,7 @@ from agentrl.algorithms.errors import InvalidInputError
 from agentrl.algorithms.estimators.inputs import EstimatorInputs, blocks_of_groups, take_rows
 from agentrl.algorithms.estimators.normalization import Moments, normalize_by_group
 from agentrl.algorithms.estimators.registry import ESTIMATORS, EstimatorEntry
+from agentrl.algorithms.estimators.rollouts import RolloutRows
 from agentrl.algorithms.records import AdvantageInputs, Advantages
 from agentrl.algorithms.validation import as_mask, check_shapes
 
@@ -38,7 +39,10 @@ def compute_advantages(
     inputs = replace(inputs, response_mask=as_mask("response_mask", inputs.response_mask))
     if inputs.loss_mask is not None:
         inputs = replace(inputs, loss_mask=as_mask("loss_mask", inputs.loss_mask))
-    return _in_blocks(entry, record, inputs, step_sum)
+    rollouts = RolloutRows.of(inputs)
+    if rollouts is None:
+        return _in_blocks(entry, record, inputs, step_sum)
+    return rollouts.split(_in_blocks(entry, record, rollouts.merged(inputs), step_sum))
 
 
 def _in_blocks(

@@ -23,6 +23,9 @@ class AdvantageInputs:
 
     Values at positions outside the response mask reach no result, whatever they are.
 
+    Rows with the same group and sample are the branches of one rollout: to every estimator they are one row, with the
+    model tokens of the branches one after the other (`agentrl.algorithms.estimators.rollouts`).
+
     Energies count a token with `(importance_weights * loss_mask)^2`; a missing one of the two counts as 1 on every
     model token. So a token rejected by a zero weight and one rejected by the loss mask give the same baseline. Rewards,
     returns and compact indices are those of the response mask whatever is rejected. `cross_energy` and
@@ -43,6 +46,8 @@ class AdvantageInputs:
     values: Tensor | None = None  # [B, T] critic
     bootstrap_values: Tensor | None = None  # [B] critic's V after the last token; 0, or None for all, where it ended
     greedy_returns: Tensor | None = None  # [B] return of the problem's greedy rollout
+    samples: Tensor | None = None  # [B] int64 rollout of the group; rows of one rollout count as one
+    branches: Tensor | None = None  # [B] int64 the row's place in its rollout; the last one carries the reward
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ from torch import Tensor
 from agentrl.algorithms.errors import InvalidInputError, InvalidOptionError
 from agentrl.algorithms.records import AdvantageInputs
 
-_PER_TRAJECTORY = ("groups", "trajectory_energy", "bootstrap_values", "greedy_returns")
-_NOT_FLOATING = ("response_mask", "loss_mask", "groups")
+_PER_TRAJECTORY = ("groups", "trajectory_energy", "bootstrap_values", "greedy_returns", "samples", "branches")
+_NOT_FLOATING = ("response_mask", "loss_mask", "groups", "samples", "branches")
 
 
 def check_shapes(inputs: AdvantageInputs) -> None:

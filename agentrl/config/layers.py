@@ -23,6 +23,7 @@ from agentrl.config.messages import settings_error, show, unknown_key
 from agentrl.config.overlays import Layer, interpolate, overlay_chain, parse_yaml
 from agentrl.config.settings import SIMPLETIR, Settings, settings_model
 from agentrl.errors import SettingsError
+from agentrl.rollout.gateway.settings import is_agent
 from agentrl_envs.plugins import load_plugins
 from agentrl_envs.registry import ENVIRONMENTS, UnknownNameError, did_you_mean
 
@@ -206,6 +207,8 @@ def _load_plugins(plugins: object) -> None:
 
 
 def _checked_env(env: object) -> str:
+    if is_agent(str(env)):
+        return str(env)
     try:
         ENVIRONMENTS.check(str(env))
     except UnknownNameError as error:

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from agentrl.evaluation.settings import EvaluationSettings
 from agentrl.models.settings import ModelSettings
 from agentrl.problems.settings import DataSettings
+from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.settings import RewardSettings, RolloutSettings
 from agentrl.telemetry.settings import TelemetrySettings
 from agentrl.training.settings import (
@@ -44,8 +45,8 @@ class Settings(BaseModel):
     )
     env: str = Field(
         SIMPLETIR,
-        description=f"environment: {', '.join(ENVIRONMENTS.own)}, a registered or installed name, module:Class, or "
-        "trl:module:Class",
+        description=f"environment: {', '.join(ENVIRONMENTS.own)}, a registered or installed name, module:Class, "
+        "trl:module:Class, or agent:module:function or agent:COMMAND for an agent program that speaks the OpenAI API",
     )
     plugins: tuple[str, ...] = Field(
         default=(),
@@ -60,6 +61,7 @@ class Settings(BaseModel):
     sandbox: SandboxSettings = SandboxSettings()
     grader: GraderSettings = GraderSettings()
     rollout: RolloutSettings = RolloutSettings()
+    gateway: AgentGatewaySettings = AgentGatewaySettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     reward: RewardSettings = RewardSettings()

@@ -23,13 +23,12 @@ from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import evaluation_set, load_source
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.transformers import TransformersEngine
-from agentrl.rollout.environment import build_rewards, environment_and_codec, needs_answers
+from agentrl.rollout.environment import build_rewards, check_environment, environment_and_codec, needs_answers
 from agentrl.rollout.filters import FilterRules, filter_groups
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import atomic_write
 from agentrl.trajectory import Group
-from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.episode import Environment
 from agentrl_envs.types import Problem
 
@@ -49,7 +48,7 @@ def prepare(
 
     Raises SettingsError, ProblemError or PluginError.
     """
-    resolve_environment(settings.env)  # first: its module may register an estimator
+    check_environment(settings.env)  # first: its module may register an estimator
     lab = lab_settings(group_sizes=group_sizes, estimators=estimators, samples=samples)
     check_lab(lab)
     return lab_problems(settings, lab, problems)

@@ -23,6 +23,8 @@ from agentrl.rollout.admission import Admission
 from agentrl.rollout.engines.base import Completion, Engine, Sampling
 from agentrl.rollout.engines.sampling import sampling_key
 from agentrl.rollout.gates import FairYield, Rounds
+from agentrl.rollout.gateway.environment import AgentEnvironment
+from agentrl.rollout.gateway.rollout import RolloutPlace
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.turn_loop import SampledTurn, TurnLoop, pooled
 from agentrl.rollout.work_queue import RolloutRequest
@@ -73,6 +75,11 @@ class _Running:
     rounds: Rounds | None
     fair_yield: FairYield
 
+    async def before_turn(self, request_id: str) -> None:
+        """Return when the turn may be sampled."""
+        if self.rounds is not None:
+            await self.rounds.wait(request_id)
+
 
 @dataclass(kw_only=True, slots=True)
 class _TokenLedger:
@@ -120,8 +127,7 @@ class _TokenLedger:
 
     async def _piece(self, turn: int, part: int, sampling: Sampling) -> Completion:
         request_id = f"{self.name}-{turn:04d}-{part:06d}"
-        if self.running.rounds is not None:
-            await self.running.rounds.wait(request_id)
+        await self.running.before_turn(request_id)
         seed = sampling_key(*self.keys, turn, part)
         piece = await self.engine.generate(
             self.context, sampling, trajectory_id=self.name, request_id=request_id, seed=seed
@@ -193,8 +199,9 @@ class Driver:
         return self.codec.encode_prompt(text) if isinstance(text, MarkedText) else self._encode_plain_prompt(text)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of admission to the engine since the last call."""
-        return self._admission.metrics()
+        """Metrics of admission to the engine, and of the gateway if there is one, since the last call."""
+        agents = self.environment.metrics() if isinstance(self.environment, AgentEnvironment) else {}
+        return self._admission.metrics() | agents
 
     async def prompt_tokens(self, problem: Problem) -> int:
         return len(await self.prompt(problem))
@@ -252,7 +259,7 @@ class Driver:
                 async for trajectory in finished:
                     part = parts.setdefault(trajectory.group, [])
                     part.append(trajectory)
-                    if len(part) == group_size + greedy:
+                    if sum(item.is_last_branch for item in part) == group_size + greedy:
                         yield _group(parts.pop(trajectory.group), greedy_sample)
         finally:
             gc.unfreeze()
@@ -262,18 +269,19 @@ class Driver:
             while (job := await jobs()) is not None:
                 async with self._admission if running.rounds is None else nullcontext():
                     await running.fair_yield.wait()
-                    trajectory = await self._trajectory(job, running)
-                    self._admission.ended(trajectory.length, trajectory.seconds)
-                    finished(trajectory)
+                    branches = await self._rollout(job, running)
+                    self._admission.ended(sum(item.length for item in branches), branches[-1].seconds)
+                    for trajectory in branches:
+                        finished(trajectory)
         finally:
             if running.rounds is not None:
                 running.rounds.leave()
 
-    async def _trajectory(self, job: Job, running: _Running) -> Trajectory:
-        """Play one trajectory. After a failure outside the policy it restarts, a bounded number of times."""
-        trajectory = await self._attempt(job, running)
-        if trajectory.ended is not Ended.INFRASTRUCTURE_FAILURE:
-            return trajectory
+    async def _rollout(self, job: Job, running: _Running) -> tuple[Trajectory, ...]:
+        """Play one rollout. After a failure outside the policy it restarts, a bounded number of times."""
+        branches = await self._attempt(job, running)
+        if branches[-1].ended is not Ended.INFRASTRUCTURE_FAILURE:
+            return branches
         try:
             async for attempt in stamina.retry_context(
                 on=_InfrastructureFailureError, attempts=self.settings.retries + 1, timeout=None, wait_max=10.0
@@ -281,22 +289,56 @@ class Driver:
                 with attempt:
                     # The first attempt is over; only failures pay for the overhead of retrying.
                     if attempt.num > 1:
-                        trajectory = await self._attempt(job, running)
-                    if trajectory.ended is Ended.INFRASTRUCTURE_FAILURE:
-                        raise _InfrastructureFailureError(trajectory)
+                        branches = await self._attempt(job, running)
+                    if branches[-1].ended is Ended.INFRASTRUCTURE_FAILURE:
+                        raise _InfrastructureFailureError(branches[-1])
         except _InfrastructureFailureError as failure:
-            return failure.trajectory
-        return trajectory
+            return (failure.trajectory,)
+        return branches
 
-    async def _attempt(self, job: Job, running: _Running) -> Trajectory:
+    async def _attempt(self, job: Job, running: _Running) -> tuple[Trajectory, ...]:
+        """The branches of one rollout: several only where an agent program plays."""
+        if not isinstance(self.environment, AgentEnvironment):
+            return (await self._conversation(job, running),)
+        place = RolloutPlace(
+            problem=job.request.problem,
+            step=job.step,
+            group=job.request.index,
+            sample=job.sample,
+            name=self._name(job),
+            seed=self.seed,
+            temperature=self._temperature(job, running),
+            top_p=self.top_p,
+        )
+        branches, failure = await self.environment.play(
+            place,
+            engine=self.engine,
+            settings=self.settings,
+            gate=running.before_turn,
+            rewarded_later=self.rewards is not None,
+        )
+        self.last_failure = failure or self.last_failure
+        last = await self._rewarded(branches[-1], running)
+        return (replace(last, branch=0, branches=1),) if last.no_data else (*branches[:-1], last)
+
+    def _name(self, job: Job) -> str:
+        # Zero-padded, so that names sort in the order of requests, samples and turns.
+        return f"{self.label}{job.step:08d}-{job.request.index:012d}-{job.sample:06d}"
+
+    def _temperature(self, job: Job, running: _Running) -> float:
+        return 0.0 if job.sample == running.greedy_sample else running.temperature
+
+    async def _conversation(self, job: Job, running: _Running) -> Trajectory:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        temperature = 0.0 if job.sample == running.greedy_sample else running.temperature
         ledger = _TokenLedger(
-            # Zero-padded, so that names sort in the order of requests, samples and turns.
-            name=f"{self.label}{job.step:08d}-{job.request.index:012d}-{job.sample:06d}",
+            name=self._name(job),
             keys=(self.seed, job.step, job.request.index, job.sample),
-            sampling=Sampling(max_tokens=self.settings.max_turn_tokens, temperature=temperature, top_p=self.top_p),
+            sampling=Sampling(
+                max_tokens=self.settings.max_turn_tokens,
+                temperature=self._temperature(job, running),
+                top_p=self.top_p,
+            ),
             engine=self.engine,
             codec=self.codec,
             encode_prompt=self._encode_prompt,
@@ -342,12 +384,12 @@ class Driver:
 
 
 def _group(trajectories: list[Trajectory], greedy_sample: int | None) -> Group:
-    trajectories.sort(key=lambda item: item.sample)
+    trajectories.sort(key=lambda item: (item.sample, item.branch))
     return Group(
         problem=trajectories[0].problem,
         index=trajectories[0].group,
         trajectories=tuple(item for item in trajectories if item.sample != greedy_sample),
-        greedy=next((item for item in trajectories if item.sample == greedy_sample), None),
+        greedy=next((item for item in trajectories if item.sample == greedy_sample and item.is_last_branch), None),
     )
 
 

@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING
 
 from agentrl.models.chat_template import read_chat_format
 from agentrl.models.tokenizer import TextCodec, read_generation_ends
+from agentrl.rollout.gateway.environment import AgentEnvironment, agent_renderer
+from agentrl.rollout.gateway.programs import load_agent
+from agentrl.rollout.gateway.render import ChatRenderer
+from agentrl.rollout.gateway.settings import is_agent
 from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
 from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.episode import Environment
@@ -21,26 +25,45 @@ if TYPE_CHECKING:
     from agentrl.rollout.settings import EnvironmentSections, RewardedSections
 
 
-def build_environment(settings: EnvironmentSections, chat: ChatFormat | None = None) -> Environment:
+Chat = ChatFormat | ChatRenderer
+"""How the model that plays writes conversations: what a protocol needs of its template, or what the gateway does."""
+
+
+def check_environment(env: str) -> None:
+    """Import what an environment's name stands for. Raises PluginError if that is no environment."""
+    if is_agent(env):
+        load_agent(env)
+    else:
+        resolve_environment(env)
+
+
+def build_environment(settings: EnvironmentSections, chat: Chat | None = None) -> Environment:
     """The environment of ``settings.env``, not yet open. A plain gymnasium class receives its options unchanged.
 
-    ``chat``: the chat format of the model that plays, from :func:`chat_format`.
+    ``chat``: how the model that plays writes conversations, from :func:`chat_format`.
     """
+    if is_agent(settings.env):
+        return AgentEnvironment(settings.env, settings.gateway, chat if isinstance(chat, ChatRenderer) else None)
     factory = resolve_environment(settings.env)
     if settings.env in ENVIRONMENTS.own:
         return factory(settings.environment, settings.sandbox, settings.grader, chat=chat)
     if isinstance(factory, ClassEnvironmentFactory):
         tools = [schema.as_function() for schema in factory.tools.schemas]
         own = factory.settings(settings.environment.model_extra or {})
-        return factory(own, settings.sandbox, settings.grader, chat=chat or plain_format(tools), plain=chat is None)
+        template = chat if isinstance(chat, ChatFormat) else None
+        return factory(
+            own, settings.sandbox, settings.grader, chat=template or plain_format(tools), plain=template is None
+        )
     return factory(GymnasiumSettings(**(settings.environment.model_extra or {})))
 
 
-def chat_format(settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBase, name: str) -> ChatFormat | None:
-    """The chat template of the model ``name`` if the environment's protocol needs one, else None.
+def chat_format(settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBase, name: str) -> Chat | None:
+    """The chat template of the model ``name`` if the environment needs one, else None.
 
     Raises SettingsError if the protocol needs one and the model has none that it supports.
     """
+    if is_agent(settings.env):
+        return agent_renderer(tokenizer, name, settings.gateway)
     factory = resolve_environment(settings.env)
     if isinstance(factory, ClassEnvironmentFactory):
         options = factory.settings(settings.environment.model_extra or {}).template_options
@@ -74,8 +97,10 @@ def needs_answers(settings: RewardedSections) -> bool:
 
 
 def needs_chat_format(settings: EnvironmentSections) -> bool:
-    """Whether the environment's protocol writes in the model's chat template."""
-    return isinstance(settings.environment, SimpleTIRSettings) and settings.environment.protocol == "hermes"
+    """Whether conversations are written in the model's chat template."""
+    return is_agent(settings.env) or (
+        isinstance(settings.environment, SimpleTIRSettings) and settings.environment.protocol == "hermes"
+    )
 
 
 def environment_and_codec(
@@ -86,7 +111,9 @@ def environment_and_codec(
     return build_environment(settings, chat), build_codec(tokenizer, name, chat)
 
 
-def build_codec(tokenizer: PreTrainedTokenizerBase, name: str, chat: ChatFormat | None) -> TextCodec:
+def build_codec(tokenizer: PreTrainedTokenizerBase, name: str, chat: Chat | None) -> TextCodec:
     """The codec of conversations with the model ``name``, with or without a chat template."""
+    if isinstance(chat, ChatRenderer):
+        return chat.codec
     turn_end = "" if chat is None else chat.turn_end
     return TextCodec(tokenizer, turn_end=turn_end, generation_ends=read_generation_ends(name))

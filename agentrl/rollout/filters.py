@@ -55,7 +55,7 @@ def filter_groups(groups: Iterable[Group], rules: FilterRules) -> Filtered:
     for group in groups:
         data = [item for item in group.trajectories if not item.no_data]
         void = [item for item in data if item.ended is Ended.VOID_TURN]
-        counts["no_data"] += len(group.trajectories) - len(data)
+        counts["no_data"] += len(group.rollouts) - sum(item.is_last_branch for item in data)
         counts["void"] += len(void)
         if rules.void_turns == "remove":
             data = [item for item in data if item.ended is not Ended.VOID_TURN]
@@ -69,7 +69,8 @@ def filter_groups(groups: Iterable[Group], rules: FilterRules) -> Filtered:
 
 
 def _reason_to_drop(group: Group, data: list[Trajectory], trainable: int, rules: FilterRules) -> str | None:
-    """The reason for dropping a group, or None."""
+    """The reason for dropping a group, or None. A rollout counts once, by the branch that carries its reward."""
+    data = [item for item in data if item.is_last_branch]
     if not data or (rules.void_turns == "loss_only" and trainable <= 0):
         return "dropped_empty"
     if group.greedy is not None and group.greedy.no_data:

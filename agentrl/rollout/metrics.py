@@ -13,17 +13,21 @@ from agentrl.trajectory import Group, Trajectory
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Averages over trajectories, excluding greedy ones; the standard error treats groups as clusters."""
+    """Averages over rollouts, whose branches count as one, excluding greedy ones.
+
+    The standard error treats groups as clusters.
+    """
     played = [item for group in groups for item in group.trajectories]
-    data = [item for item in played if not item.no_data]
+    rollouts = [item for group in groups for item in group.rollouts]
+    data = [item for item in rollouts if not item.no_data]
     metrics: dict[str, float] = {
         "groups/issued": len(groups),
-        "groups/infrastructure_failures": len(played) - len(data),
+        "groups/infrastructure_failures": len(rollouts) - len(data),
         "reward/count": len(data),
     }
-    for ended, count in Counter(item.ended for item in played).items():
+    for ended, count in Counter(item.ended for item in rollouts).items():
         metrics[f"rollout/ended/{ended}"] = count
-    for verdict, count in Counter(item.verdict for item in played if item.verdict is not None).items():
+    for verdict, count in Counter(item.verdict for item in rollouts if item.verdict is not None).items():
         metrics[f"rollout/verdict/{verdict}"] = count
     for outcome, count in Counter(call.outcome for item in played for call in item.tool_calls).items():
         metrics[f"rollout/tool_outcome/{outcome}"] = count
@@ -33,13 +37,14 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         metrics |= {"rollout/greedy": len(greedy), "reward/greedy_mean": _mean(graded) if graded else math.nan}
     if not data:
         return metrics
+    branches = [item for item in played if not item.no_data]
     metrics |= {
         "reward/mean": _mean([item.reward for item in data]),
         "reward/stderr": clustered_stderr(groups),
-        "rollout/turns_mean": _mean([item.turns for item in data]),
-        "rollout/tool_calls_mean": _mean([len(item.tool_calls) for item in data]),
-        "rollout/response_tokens_mean": _mean([item.length - len(item.prompt_ids) for item in data]),
-        "rollout/model_tokens_mean": _mean([item.model_tokens for item in data]),
+        "rollout/turns_mean": math.fsum(item.turns for item in branches) / len(data),
+        "rollout/tool_calls_mean": math.fsum(len(item.tool_calls) for item in branches) / len(data),
+        "rollout/response_tokens_mean": math.fsum(item.length - len(item.prompt_ids) for item in branches) / len(data),
+        "rollout/model_tokens_mean": math.fsum(item.model_tokens for item in branches) / len(data),
         "rollout/model_tokens": sum(item.model_tokens for item in played),
         "rollout/seconds_max": max(item.seconds for item in played),
     }
@@ -50,7 +55,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def clustered_stderr(groups: Sequence[Group]) -> float:
     """Standard error of the mean reward with groups as clusters (ratio estimator); nan below two groups."""
-    parts = [_rewards(group.trajectories) for group in groups]
+    parts = [_rewards(group.rollouts) for group in groups]
     parts = [part for part in parts if part]
     count = sum(map(len, parts))
     if len(parts) < 2:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 if TYPE_CHECKING:
     from agentrl.models.settings import ModelSettings
+    from agentrl.rollout.gateway.settings import AgentGatewaySettings
     from agentrl_envs.grading.settings import GraderSettings
     from agentrl_envs.settings import EnvironmentOptions, ReasoningSettings, SimpleTIRSettings
     from agentrl_sandbox.client import SandboxSettings
@@ -205,6 +206,8 @@ class EnvironmentSections(Protocol):
     def sandbox(self) -> SandboxSettings: ...
     @property
     def grader(self) -> GraderSettings: ...
+    @property
+    def gateway(self) -> AgentGatewaySettings: ...
 
 
 class RewardedSections(EnvironmentSections, Protocol):

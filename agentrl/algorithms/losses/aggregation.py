@@ -18,6 +18,7 @@ def aggregate(
     *,
     normalizer: Tensor | float | None = None,
     length: float | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """The loss of a micro-batch, a scalar connected to the graph of `per_token`; 0 if no token is left.
 
@@ -26,6 +27,9 @@ def aggregate(
     `seq_mean_token_mean`      sum over sequences of (mean over their tokens) / sequences
     `seq_mean_token_sum`       sum / sequences
     `seq_mean_token_sum_norm`  sum / (sequences * length), `length` a constant of the settings
+
+    `weights` [B]: the share of each row in its sequence, where a sequence (an agent's rollout) is split into rows; rows
+    then count as that part of a sequence, and their means with that weight. Without it every row is a sequence.
 
     Only tokens in the mask count, and sequences with at least one of them; values elsewhere reach neither result nor
     gradient. `normalizer`, the sum of `loss_normalizer` over all micro-batches and ranks, replaces that count, so that
@@ -38,21 +42,28 @@ def aggregate(
     sums = torch.where(mask, per_token, 0.0).sum(-1)  # (B,)
     if mode == "seq_mean_token_mean":
         sums = sums / mask.sum(-1).clamp(min=1)
+        sums = sums if weights is None else sums * weights
     if mode == "token_sum":
         return sums.sum()
-    count = loss_normalizer(mask, mode) if normalizer is None else normalizer
+    count = loss_normalizer(mask, mode, weights) if normalizer is None else normalizer
     count = torch.as_tensor(count, dtype=sums.dtype, device=sums.device)
     total = sums.sum() / torch.where(count > 0, count, 1.0)
     return total if length is None else total / length
 
 
-def loss_normalizer(loss_mask: Tensor, mode: str) -> Tensor:
-    """This call's contribution to the normalizer of `aggregate`: its tokens, its sequences, or (token_sum) 0."""
+def loss_normalizer(loss_mask: Tensor, mode: str, weights: Tensor | None = None) -> Tensor:
+    """This call's contribution to the normalizer of `aggregate`: its tokens, its sequences, or (token_sum) 0.
+
+    Sequences are counted by their `weights`, those of `aggregate`.
+    """
     check_choice("aggregation", mode, AGGREGATIONS)
     mask = as_mask("loss_mask", loss_mask)
     if mode == "token_sum":
         return mask.new_zeros((), dtype=torch.int64)
-    return mask.sum() if mode == "token_mean" else mask.any(-1).sum()
+    if mode == "token_mean":
+        return mask.sum()
+    rows = mask.any(-1)
+    return rows.sum() if weights is None else (rows * weights.double()).sum()
 
 
 def _check_length(mode: str, length: float | None) -> None:

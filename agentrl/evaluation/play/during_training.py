@@ -78,7 +78,7 @@ def score_groups(groups: Sequence[Group], *, step: int, samples: int, falsified:
     families: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         families[group.problem.family or group.problem.source].append(group)
-    trajectories = [item for group in groups for item in group.trajectories]
+    trajectories = [item for group in groups for item in group.rollouts]
     return EvaluationReport(
         step=step,
         samples=samples,
@@ -91,9 +91,9 @@ def score_groups(groups: Sequence[Group], *, step: int, samples: int, falsified:
 
 
 def _score(groups: Sequence[Group]) -> Score:
-    data = [[item for item in group.trajectories if not item.no_data] for group in groups]
+    data = [[item for item in group.rollouts if not item.no_data] for group in groups]
     return avg_at_k([len(part) for part in data], [sum(item.reward >= 1.0 for item in part) for part in data])
 
 
 def _has_data(groups: Sequence[Group]) -> bool:
-    return any(not item.no_data for group in groups for item in group.trajectories)
+    return any(not item.no_data for group in groups for item in group.rollouts)

@@ -22,6 +22,7 @@ from agentrl.rollout.gates import FairYield
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.turn_loop import SampledTurn, TurnLoop, pooled
 from agentrl.rollout.work_queue import RolloutRequest
+from agentrl.trajectory import one_after_another
 from agentrl_envs.episode import Environment, Episode
 from agentrl_envs.types import Ended
 
@@ -62,7 +63,7 @@ class TokenPlayer:
         requests = [RolloutRequest(index=index, problem=sample.problem) for index, sample in by_index.items()]
         async with aclosing(driver.run(requests, step=0, group_size=1)) as groups:
             async for group in groups:
-                (trajectory,) = group.trajectories
+                trajectory = one_after_another(group.trajectories)
                 failure = driver.last_failure if trajectory.ended is Ended.INFRASTRUCTURE_FAILURE else None
                 yield Transcript.of(by_index[group.index], trajectory, failure=failure)
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.gateway.wire import AgentCall, AgentMessage, ChatRequest, WireError
@@ -104,6 +104,14 @@ class ChatRenderer:
         """The tokens of a conversation from its beginning."""
         return self.prefix_ids + self.codec.encode_parts(parts)
 
+    def turn_end(self) -> str:
+        """The special token with which the template ends a turn of the model; "" if there is none."""
+        user, reply = AgentMessage(role="user", content="?"), AgentMessage(role="assistant", content="!")
+        shape = [self._shape(one, place, own=True) for place, one in enumerate((user, reply, user))]
+        layout = self._layout(json.dumps(shape), "[]", json.dumps(self._options))
+        behind = self.closing(layout.texts[layout.slots.index(1) + 1]) if 1 in layout.slots else ()
+        return next((part.text for part in behind if isinstance(part, Mark) and part.ends_turn), "")
+
     def closing(self, text: tuple[Part, ...]) -> tuple[Part, ...]:
         """The text behind a sampled reply, with the special token at its beginning marked as the turn's end."""
         if not text or not isinstance(text[0], Mark):
@@ -130,9 +138,10 @@ class ChatRenderer:
 
     def _parsed(self, text: str, request: ChatRequest, *, before: str, prefix: str) -> AgentMessage:
         """As the tokenizer's response template reads it; a text that it cannot read is the content."""
-        tools: list[Any] | None = [dict(tool) for tool in request.tools] if request.calls_allowed else None
         try:
-            said = self._tokenizer.parse_response(text, prefix=before, tools=tools)
+            said = self._tokenizer.parse_response(
+                text, prefix=before, tools=[*map(dict, request.tools)] if request.calls_allowed else None
+            )
             calls = tuple(
                 (str(call["function"]["name"]), json.dumps(call["function"]["arguments"]))
                 for call in (said.get("tool_calls") or [] if request.calls_allowed else [])

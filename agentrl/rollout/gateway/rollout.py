@@ -45,7 +45,7 @@ class RolloutPlace:
     name: str
     seed: int
     temperature: float = 1.0
-    history: Literal["keep", "template"] = "keep"
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,7 @@ class AgentRollout:
     engine: Engine
     renderer: ChatRenderer
     gate: Callable[[str], Awaitable[None]] = _at_once
+    history: Literal["keep", "template"] = "keep"
     tree: GenerationTree = field(default_factory=GenerationTree)
     counts: Counter[str] = field(default_factory=Counter)
     stopped: Ended | None = None
@@ -104,7 +105,12 @@ class AgentRollout:
             task.add_done_callback(self._running.discard)
         else:
             self.counts["replayed"] += 1
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                raise  # the caller was cancelled, not the generation
+            raise WireError("the rollout is finished", status=409, code="rollout_finished") from None
 
     def delivery(self, generation: Generation, model: str) -> Delivery:
         """What a client is sent of a generation."""
@@ -122,6 +128,16 @@ class AgentRollout:
                 for token, value in zip(completion.token_ids, completion.log_probs, strict=True)
             ),
         )
+
+    def state(self) -> dict[str, object]:
+        """What a client may know of the rollout."""
+        return {
+            "problem": self.place.problem.id,
+            "generations": len(self.tree.generations),
+            "finished": self.finished,
+            "stopped": None if self.stopped is None else _STATUS[self.stopped],
+            "reward": self.reward,
+        }
 
     def not_delivered(self, generation: Generation) -> None:
         """Note that the client of a reply was gone when it came."""
@@ -165,11 +181,11 @@ class AgentRollout:
         raise WireError(f"the rollout was stopped: {reason}", code=_STATUS[ended], kind="rollout_stopped")
 
     async def _generate(self, request: ChatRequest) -> Generation:
+        prompt = self._prompt(request, self.tree.match(request))
+        limit = self._limit(request, prompt)
         number, self._next = self._next, self._next + 1
-        match = self.tree.match(request)
-        prompt = self._prompt(request, match)
         line = self._line(prompt.parent, number)
-        completion = await self._sampled(request, prompt, line, number)
+        completion = await self._sampled(request, prompt.context, limit=limit, line=line, number=number)
         text = self.renderer.codec.decode(completion.token_ids)
         shown = text[: min((place for stop in request.stop if (place := text.find(stop)) >= 0), default=len(text))]
         reply = self.renderer.read(shown, request, before=prompt.text, prefix=f"call_{number}")
@@ -190,18 +206,23 @@ class AgentRollout:
         self.tree.add(generation, request.digest)
         return generation
 
-    async def _sampled(self, request: ChatRequest, prompt: _Prompt, line: str, number: int) -> Completion:
-        place = self.place
+    def _limit(self, request: ChatRequest, prompt: _Prompt) -> int:
+        """Most tokens of a reply. Raises WireError if there is room for none."""
         room = self.limits.response_tokens - (len(prompt.context) - prompt.root_tokens)
         if prompt.root_tokens > self.limits.prompt_tokens or room < 1:
             self._stop(Ended.TOKEN_LIMIT, f"its {len(prompt.context)} tokens of context leave no room for a reply")
-        limit = min(self.limits.turn_tokens, room, *([request.max_tokens] if request.max_tokens else []))
+        return min(self.limits.turn_tokens, room, *([request.max_tokens] if request.max_tokens else []))
+
+    async def _sampled(
+        self, request: ChatRequest, context: tuple[int, ...], *, limit: int, line: str, number: int
+    ) -> Completion:
+        place = self.place
         request_id = f"{place.name}-{number:04d}-{0:06d}"
         await self.gate(request_id)
         try:
             return await self.engine.generate(
-                prompt.context,
-                Sampling(max_tokens=limit, stop=request.stop, temperature=place.temperature),
+                context,
+                Sampling(max_tokens=limit, stop=request.stop, temperature=place.temperature, top_p=place.top_p),
                 trajectory_id=line,
                 request_id=request_id,
                 seed=sampling_key(place.seed, place.step, place.group, place.sample, number, 0),
@@ -249,7 +270,7 @@ class AgentRollout:
         before = layout.before(max(replies))
         if before is None or before[:-1] != parent.lead[:-1] or not parent.lead[-1].startswith(before[-1]):
             return None
-        if self.place.history == "template" and not self._kept(request, layout, messages, replies):
+        if self.history == "template" and not self._kept(request, layout, messages, replies):
             return None
         context = parent.context
         behind = self.renderer.closing(layout.parts([one.content for one in messages], len(before)))

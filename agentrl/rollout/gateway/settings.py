@@ -6,6 +6,13 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+AGENT_PREFIX = "agent:"
+
+
+def is_agent(env: str) -> bool:
+    """Whether an environment's name stands for an agent program."""
+    return env.startswith(AGENT_PREFIX)
+
 
 class AgentGatewaySettings(BaseModel):
     """The OpenAI-compatible server of ``--env agent:...`` and the limits of one rollout behind it."""

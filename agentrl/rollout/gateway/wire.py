@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -49,6 +49,15 @@ class WireError(Exception):
     def body(self) -> dict[str, object]:
         """The JSON of the answer."""
         return {"error": self._fields}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """What an agent needs to reach the policy."""
+
+    base_url: str
+    api_key: str
+    model: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,17 +105,17 @@ class ChatRequest:
     """A request as the gateway understands it. ``tools_json`` and ``options`` must be equal for a history to match."""
 
     messages: tuple[AgentMessage, ...]
-    tools: tuple[Json, ...]
-    tools_json: str
-    options: Json
-    calls_allowed: bool
-    max_tokens: int | None
-    stop: tuple[str, ...]
-    stream: bool
-    usage_event: bool
-    logprobs: bool
-    trainable: bool
-    asked: Json  # the sampling that the client asked for, for the record
+    tools: tuple[Json, ...] = ()
+    tools_json: str = "[]"
+    options: Json = field(default_factory=dict)
+    calls_allowed: bool = False
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    usage_event: bool = False
+    logprobs: bool = False
+    trainable: bool = True
+    asked: Json = field(default_factory=dict)  # the sampling that the client asked for, for the record
 
     @property
     def digest(self) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn
+from agentrl.rollout.gateway.settings import is_agent
 from agentrl_envs.protocols.base import Protocol
 from agentrl_envs.protocols.factory import make_protocol
 from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
@@ -29,7 +30,7 @@ def in_protocol(demonstrations: Sequence[Demonstration], settings: Settings) -> 
     environment = settings.environment
     if not (settings.coldstart.demonstrations or "").startswith(_GENERATED):
         return tuple(demonstrations)
-    if isinstance(environment, ReasoningSettings):
+    if isinstance(environment, ReasoningSettings) or is_agent(settings.env):
         return tuple(_answered(item) for item in demonstrations)
     if not isinstance(environment, SimpleTIRSettings) or environment.protocol not in _PROGRAMS:
         return tuple(demonstrations)

@@ -13,10 +13,9 @@ from agentrl.models.tokenizer import read_tokenizer
 from agentrl.problems.sources import FILE_KINDS, load_source
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.rollout.engines.vllm.servers import longest_request, policy_servers
-from agentrl.rollout.environment import build_rewards, chat_format, needs_answers, needs_chat_format
+from agentrl.rollout.environment import build_rewards, chat_format, check_environment, needs_answers, needs_chat_format
 from agentrl.training.coldstart.train import read_cold_demonstrations
 from agentrl.training.step.objective_settings import ObjectiveSettings, loss_options, needs
-from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.registry import grades_answers
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 def check_inputs(settings: Settings) -> list[str]:
     """Return one line for each problem file read. Raises SettingsError, ProblemError or PluginError."""
-    resolve_environment(settings.env)  # first: its module may register an estimator or a loss
+    check_environment(settings.env)  # first: its module may register an estimator or a loss
     build_rewards(settings)
     _check_template(settings)
     objective = ObjectiveSettings.of(settings)

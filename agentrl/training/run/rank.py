@@ -12,10 +12,10 @@ from pathlib import Path
 from agentrl.config import load_settings
 from agentrl.errors import AgentRLError
 from agentrl.evaluation.options import quoted
+from agentrl.rollout.environment import check_environment
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.run.launch import WATCHED
 from agentrl.training.run.start import run_rank
-from agentrl_envs.adapters.environments import resolve_environment
 
 
 def main() -> int:
@@ -27,7 +27,7 @@ def main() -> int:
         settings = load_settings(
             overrides=[quoted("name", path.name), quoted("runs_dir", str(path.parent))], resume=True
         )
-        resolve_environment(settings.env)  # its module may register an estimator or a loss
+        check_environment(settings.env)  # its module may register an estimator or a loss
         run = RunDirectory.resume(path) if rank == "0" else None
         return run_rank(settings, run, resume="--resume" in sys.argv[2:])
     except AgentRLError as error:

@@ -6,6 +6,7 @@ One forward serves statistics, advantages and backward if each micro-batch holds
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class UpdatePlan:
 
     micro_batches: tuple[MicroBatch, ...]
     tokens: int  # that the filters leave to the loss
-    sequences: int  # of these tokens
+    sequences: float  # of these tokens, a rollout's branches as one
     model_tokens: int  # all that the model sampled
 
 
@@ -111,7 +112,7 @@ def plan_step(rollouts: RolloutBatch, settings: ObjectiveSettings, *, budget: in
                 UpdatePlan(
                     micro_batches=tuple(micro_batches),
                     tokens=sum(row.model_tokens for row in trained),
-                    sequences=len(trained),
+                    sequences=math.fsum(row.weight for row in trained),
                     model_tokens=sum(row.model_tokens for row in rows),
                 )
             )
@@ -124,7 +125,7 @@ def plan_step(rollouts: RolloutBatch, settings: ObjectiveSettings, *, budget: in
             updates=tuple(updates[rank]),
             head_exact=head_exact,
             no_loss=rollouts.no_loss,
-            trajectories=sum(len(group.trajectories) for group in groups),
+            trajectories=sum(len(group.rollouts) for group in groups),
             greedy_returns={group.index: group.greedy.reward for group in groups if group.greedy is not None},
             homes=homes,
             metrics=rollouts.metrics if rank == 0 else {},

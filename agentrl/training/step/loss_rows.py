@@ -123,6 +123,8 @@ class LossRowMaker:
             values=scored.values,
             bootstrap_values=None if after is None else torch.where(batch.truncated, after, 0.0),
             greedy_returns=scored.greedy_returns,
+            samples=batch.samples,
+            branches=batch.branches,
         )
 
     def _with_length_penalty(self, scored: ScoredRows, meter: Meter) -> Tensor:
@@ -136,7 +138,8 @@ class LossRowMaker:
         rows = len(penalties) * int(scored.counted)
         meter.mean("reward/overlong_penalty", penalties.mean(), rows)
         meter.mean("reward/overlong_share", (penalties < 0).double().mean(), rows)
-        return add_at_last_token(batch.rewards, batch.response_mask, penalties)
+        # The branches of a rollout share one penalty: the mean of theirs.
+        return add_at_last_token(batch.rewards, batch.response_mask, penalties * batch.weights)
 
     def _with_kl_penalty(self, scored: ScoredRows, rewards: Tensor, beta: float, meter: Meter) -> Tensor:
         """Rewards with the KL penalty if ``kl.placement`` is reward; its mean is measured in any case."""

@@ -30,15 +30,18 @@ class PolicyObjective:
         self._kl_estimator = settings.kl.resolved_estimator if settings.kl.in_loss else None
         self.selects = LOSSES.traits(settings.algorithm.loss).step_wide
 
-    def normalizer(self, tokens: int, sequences: int) -> int | None:
+    def normalizer(self, tokens: float, sequences: float) -> float | None:
         """The divisor of an update's sum, from its loss mask's tokens and sequences over all ranks; None if none."""
         return {"token_mean": tokens, "token_sum": None}.get(self._mode, sequences)
 
-    def normalizer_over_ranks(self, rows: Sequence[LossRows], engine: TrainingEngine[nn.Module]) -> int | None:
+    def normalizer_over_ranks(self, rows: Sequence[LossRows], engine: TrainingEngine[nn.Module]) -> float | None:
         """As :meth:`normalizer`, counted. Collective."""
         modes = ("token_mean", "seq_mean_token_mean")
-        own = [sum(int(loss_normalizer(part.loss_mask, mode)) for part in rows) for mode in modes]
-        tokens, sequences = engine.all_reduce(torch.tensor(own, dtype=torch.int64, device=engine.device)).tolist()
+        own = [
+            sum(float(loss_normalizer(part.loss_mask, mode, part.scored.batch.weights)) for part in rows)
+            for mode in modes
+        ]
+        tokens, sequences = engine.all_reduce(torch.tensor(own, dtype=torch.float64, device=engine.device)).tolist()
         return self.normalizer(tokens, sequences)
 
     def loss(
@@ -46,7 +49,7 @@ class PolicyObjective:
         statistics: TokenStatistics,
         rows: LossRows,
         *,
-        normalizer: int | None,
+        normalizer: float | None,
         beta: float,
         fresh: bool,
         selected: Tensor | None = None,
@@ -72,9 +75,10 @@ class PolicyObjective:
             selected=selected,
             **self._options,
         )
-        value = self._aggregated(made.per_token, mask, normalizer)
+        weights = rows.scored.batch.weights
+        value = self._aggregated(made.per_token, mask, normalizer, weights)
         if self._algorithm.entropy_coefficient:
-            bonus = self._aggregated(statistics.entropy, mask, normalizer)
+            bonus = self._aggregated(statistics.entropy, mask, normalizer, weights)
             value = value - self._algorithm.entropy_coefficient * bonus
         reference = rows.scored.reference_log_probs
         if self._kl_estimator is not None and reference is not None:
@@ -82,7 +86,7 @@ class PolicyObjective:
             penalty = kl_penalty(
                 log_probs, reference, self._kl_estimator, mask=mask, full=statistics.full_kl, ratio=ratio
             )
-            value = value + beta * self._aggregated(penalty, mask, normalizer)
+            value = value + beta * self._aggregated(penalty, mask, normalizer, weights)
         return value, made.metrics
 
     @torch.no_grad()
@@ -112,8 +116,10 @@ class PolicyObjective:
         parts = zip(exchange.back(chosen), rows, strict=True)
         return [own if len(own) else torch.zeros_like(part.loss_mask) for own, part in parts]
 
-    def _aggregated(self, per_token: Tensor, mask: Tensor, normalizer: int | None) -> Tensor:
-        return aggregate(per_token, mask, self._mode, normalizer=normalizer, length=self._length)
+    def _aggregated(self, per_token: Tensor, mask: Tensor, normalizer: float | None, weights: Tensor) -> Tensor:
+        return aggregate(
+            per_token, mask, self._mode, normalizer=normalizer, length=self._length, weights=weights.to(per_token)
+        )
 
 
 def _ratio(log_probs: Tensor, rows: LossRows, *, fresh: bool) -> Tensor | None:

@@ -233,7 +233,7 @@ class Trainer:
         step: _Step,
         statistics: TokenStatistics,
         rows: LossRows,
-        normalizer: int | None,
+        normalizer: float | None,
         *,
         fresh: bool,
         selected: Tensor | None = None,

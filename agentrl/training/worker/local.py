@@ -25,6 +25,7 @@ from agentrl.rollout.engines.table import engine_facts
 from agentrl.rollout.engines.vllm.servers import longest_request
 from agentrl.rollout.environment import build_rewards, environment_and_codec, needs_answers
 from agentrl.rollout.filters import FilterRules
+from agentrl.rollout.gateway.settings import is_agent
 from agentrl.rollout.work_queue import QueueState
 from agentrl.rollout.worker import RolloutBatch, RolloutWorker
 from agentrl.telemetry.run_directory import RunDirectory
@@ -168,6 +169,8 @@ class LocalService:
         return self._finish(self._arrived(self._managed.install(directory, version, probe), version))
 
     def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
+        if falsified and is_agent(self._settings.env):
+            return None  # what an agent's tools say does not pass through here
         if not any(problem.setup or not falsified for problem in self._held_out):
             return None
         self._managed.begin_rollouts()

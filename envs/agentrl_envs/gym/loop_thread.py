@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -20,12 +21,16 @@ class LoopThread:
 
     def run(self, coroutine: Coroutine[object, object, Result]) -> Result:
         """Run a coroutine and return its result or raise its exception; KeyboardInterrupt cancels it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = self.start(coroutine)
         try:
             return future.result()
         except KeyboardInterrupt:
             future.cancel()
             raise
+
+    def start(self, coroutine: Coroutine[object, object, Result]) -> Future[Result]:
+        """Begin a coroutine. Cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
         """Stop the loop and end the thread. May be called more than once."""

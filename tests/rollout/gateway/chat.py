@@ -16,7 +16,7 @@ from agentrl.rollout.gateway.wire import ChatRequest, read_request
 from agentrl_envs.types import Problem
 
 PROBLEM = Problem(id="toy-0", statement="2 + 3?", answer="5", source="toy")
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 IM_END = 258
 LIMITS = RolloutLimits(
     generations=1000, turn_tokens=500, prompt_tokens=100_000, response_tokens=100_000, deadline=600.0
@@ -47,11 +47,17 @@ def speaking(codec: TextCodec, say: Callable[[int], str], *, end: int | None = I
     return ScriptedEngine(script)
 
 
-def rollout(engine: Any, *, template: str | None = QWEN, limits: RolloutLimits = LIMITS, **place: Any) -> AgentRollout:
+def rollout(
+    engine: Any, *, template: str | None = QWEN, limits: RolloutLimits = LIMITS, history: Any = "keep", **place: Any
+) -> AgentRollout:
     tokenizer, codec = chat_codec(template)
     values = {"problem": PROBLEM, "step": 1, "group": 0, "sample": 0, "name": "r", "seed": 0} | place
     return AgentRollout(
-        place=RolloutPlace(**values), limits=limits, engine=engine, renderer=ChatRenderer(tokenizer, codec)
+        place=RolloutPlace(**values),
+        limits=limits,
+        engine=engine,
+        renderer=ChatRenderer(tokenizer, codec),
+        history=history,
     )
 
 

@@ -1,0 +1,195 @@
+"""The environment of agent programs: plays each rollout by running the user's program against the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.errors import SettingsError
+from agentrl.models.tokenizer import TextCodec, read_generation_ends
+from agentrl.rollout.engines.base import Engine
+from agentrl.rollout.gateway.programs import AgentFailureError, load_agent
+from agentrl.rollout.gateway.render import ChatRenderer
+from agentrl.rollout.gateway.rollout import AgentRollout, RolloutLimits, RolloutPlace
+from agentrl.rollout.gateway.server import AgentGateway
+from agentrl.rollout.gateway.settings import AgentGatewaySettings
+from agentrl.rollout.gateway.tree import MISSES
+from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest
+from agentrl.rollout.settings import RolloutSettings
+from agentrl.trajectory import Trajectory
+from agentrl_envs.episode import EpisodeUsageError
+from agentrl_envs.protocols.marked_text import Mark, MarkedText
+from agentrl_envs.registry import describe_error
+from agentrl_envs.types import Ended, Problem, Step
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_LIMITED = (Ended.TURN_LIMIT, Ended.TOKEN_LIMIT)
+_COUNTED = ("replayed", *(f"miss_{cause}" for cause in MISSES))
+
+
+def agent_renderer(tokenizer: PreTrainedTokenizerBase, name: str, settings: AgentGatewaySettings) -> ChatRenderer:
+    """The chat template of the model ``name``, and its codec, which knows how the template ends a turn."""
+    template = None
+    if settings.chat_template is not None:
+        try:
+            template = Path(settings.chat_template).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"gateway.chat_template={settings.chat_template}: cannot be read: {error}") from error
+    options = settings.template_options
+    draft = ChatRenderer(tokenizer, TextCodec(tokenizer), template=template, options=options)
+    codec = TextCodec(tokenizer, turn_end=draft.turn_end(), generation_ends=read_generation_ends(name))
+    return ChatRenderer(tokenizer, codec, template=template, options=options)
+
+
+class _PromptEpisode:
+    """A problem's own words. The conversation is the agent program's: there is nothing to step."""
+
+    stop: tuple[str, ...] = ()
+
+    def __init__(self, prompt: str) -> None:
+        self._prompt = prompt
+
+    def turn_complete(self, text: str) -> bool:
+        return True
+
+    async def start(self) -> str:
+        return self._prompt
+
+    async def step(self, action: str) -> Step:
+        raise EpisodeUsageError("an agent program plays its conversations itself: they cannot be played turn by turn")
+
+    async def fork(self) -> _PromptEpisode:
+        return _PromptEpisode(self._prompt)
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+
+class AgentEnvironment:
+    """What the rollouts of an agent program share: the program, the gateway and the chat template."""
+
+    def __init__(self, env: str, settings: AgentGatewaySettings, renderer: ChatRenderer | None) -> None:
+        """Without a ``renderer`` nothing can be played; prompts are plain. Raises PluginError for a bad program."""
+        self._program = load_agent(env, threads=settings.threads)
+        self._settings = settings
+        self._renderer = renderer
+        self._gateway = AgentGateway(settings)
+        self._counts: Counter[str] = Counter()
+
+    async def open(self) -> None:
+        """Start the gateway. Raises SettingsError if its address is not free."""
+        if self._renderer is not None:
+            await self._gateway.open()
+
+    def episode(self, problem: Problem) -> _PromptEpisode:
+        """The problem as a user's message, for its length and for demonstrations."""
+        if self._renderer is None:
+            return _PromptEpisode(MarkedText(problem.statement, Mark("\n")))
+        told = [(str(one["role"]), str(one["content"])) for one in problem.messages] or [("user", problem.statement)]
+        messages = tuple(AgentMessage(role=role, content=content) for role, content in told)
+        layout = self._renderer.layout(messages, ChatRequest(messages=messages))
+        return _PromptEpisode(MarkedText(*layout.parts([message.content for message in messages])))
+
+    async def close(self) -> None:
+        """End the program and the gateway. May be called more than once."""
+        self._program.close()
+        await self._gateway.close()
+
+    def describe(self) -> list[str]:
+        """The program and the rules of its sequences."""
+        settings = self._settings
+        kept = "as they were sampled" if settings.history == "keep" else "as the chat template writes them"
+        return [
+            f"{self._program.describe()}; up to {settings.max_generations} generations in {settings.deadline:g} s",
+            f"gateway: model {settings.model!r}, earlier replies {kept}; a rollout's sequences weigh as one, and "
+            "token-level baselines count the tokens of a rollout in the order of its sequences",
+        ]
+
+    async def play(
+        self,
+        place: RolloutPlace,
+        *,
+        engine: Engine,
+        settings: RolloutSettings,
+        gate: Callable[[str], Awaitable[None]],
+        rewarded_later: bool,
+    ) -> tuple[tuple[Trajectory, ...], str | None]:
+        """The trajectories of one rollout, and why it failed if it did for reasons outside the policy."""
+        assert self._renderer is not None, "an environment without a renderer only gives prompts"
+        limits = RolloutLimits(
+            generations=self._settings.max_generations,
+            turn_tokens=settings.max_turn_tokens,
+            prompt_tokens=settings.max_prompt_tokens,
+            response_tokens=settings.max_response_tokens,
+            deadline=self._settings.deadline,
+        )
+        rollout = AgentRollout(
+            place=place,
+            limits=limits,
+            engine=engine,
+            renderer=self._renderer,
+            gate=gate,
+            history=self._settings.history,
+        )
+        failure = await self._run(rollout, rewarded_later=rewarded_later)
+        rows = rollout.trajectories(Ended.ANSWERED if failure is None else Ended.INFRASTRUCTURE_FAILURE)
+        self._count(rollout, rows)
+        return rows, failure
+
+    async def _run(self, rollout: AgentRollout, *, rewarded_later: bool) -> str | None:
+        """Run the program to its end. Returns why the rollout is no data, or None."""
+        access = self._gateway.admit(rollout)
+        failure: str | None = None
+        try:
+            async with asyncio.timeout(self._settings.deadline):
+                reward = await self._program.run(rollout.place.problem, access)
+            rollout.reward = rollout.reward if reward is None else reward
+        except TimeoutError:
+            failure = f"the agent took longer than {self._settings.deadline:g} s (gateway.deadline)"
+        except AgentFailureError as error:
+            failure = str(error)
+        except Exception as error:  # noqa: BLE001  (whatever a user's program raises)
+            failure = f"the agent raised {describe_error(error)}"
+        finally:
+            self._gateway.dismiss(access)
+            await rollout.finish()
+        if failure is None and rollout.reward is None and not rewarded_later:
+            failure = "the agent gave no reward"
+        if failure is not None and rollout.reward is None and rollout.stopped in _LIMITED:
+            return None  # the policy used up its turns or tokens: a truncation without reward
+        if failure is not None:
+            logger.warning("problem %s: %s", rollout.place.problem.id, rollout.failure or failure)
+            return rollout.failure or failure
+        return None
+
+    def _count(self, rollout: AgentRollout, rows: tuple[Trajectory, ...]) -> None:
+        generations = rollout.tree.generations
+        sampled = {one.id: len(one.completion.token_ids) for one in generations}
+        self._counts += rollout.counts
+        self._counts["rollouts"] += 1
+        self._counts["branches"] += len(rows)
+        self._counts["generations"] += len(generations)
+        self._counts["undelivered"] += sum(not one.delivered for one in generations)
+        self._counts["tokens"] += sum(sampled.values())
+        self._counts["not_trained"] += sum(sampled[one.id] for one in generations if not one.counts)
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the rollouts since the last call; {} if there was none."""
+        counts, self._counts = self._counts, Counter()
+        if not counts["rollouts"]:
+            return {}
+        return {
+            "gateway/branches_mean": counts["branches"] / counts["rollouts"],
+            "gateway/generations_mean": counts["generations"] / counts["rollouts"],
+            "gateway/undelivered": counts["undelivered"],
+            "gateway/not_trained_share": counts["not_trained"] / max(1, counts["tokens"]),
+            **{f"gateway/{name}": counts[name] for name in _COUNTED},
+        }

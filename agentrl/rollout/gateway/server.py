@@ -1,0 +1,222 @@
+"""The HTTP server of the gateway: an address and a key for each rollout, in the rollout worker's event loop.
+
+Agents use ``POST /rollouts/ID/v1/chat/completions`` and ``GET /rollouts/ID/v1/models`` with the rollout's key, or
+``POST /v1/chat/completions`` with the header ``X-Session-ID``. With the same key, ``POST /rollouts/ID/reward`` gives
+the reward, ``POST /rollouts/ID/finish`` ends the rollout, and ``GET /rollouts/ID`` tells its state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import secrets
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from agentrl.errors import SettingsError
+from agentrl.rollout.gateway.rollout import AgentRollout
+from agentrl.rollout.gateway.settings import AgentGatewaySettings
+from agentrl.rollout.gateway.tree import Generation
+from agentrl.rollout.gateway.wire import FROZEN, Access, ChatRequest, WireError, events, read_request, whole
+
+_KEEP_ALIVE = 15.0  # seconds between comments in a stream that waits for the engine
+_BACKLOG = 2048
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    rollout: AgentRollout
+    api_key: str
+
+
+class _Server(uvicorn.Server):
+    """A server inside another program, which handles signals itself."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class AgentGateway:
+    """Serves the rollouts that are admitted, from :meth:`open` to :meth:`close`."""
+
+    def __init__(self, settings: AgentGatewaySettings) -> None:
+        self._settings = settings
+        self._entries: dict[str, _Entry] = {}
+        self._url = ""
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Listen. Raises SettingsError if the address is not free."""
+        host, port = self._settings.host, self._settings.port
+        try:
+            listener = socket.create_server((host, port), backlog=_BACKLOG)
+        except OSError as error:
+            raise SettingsError(f"gateway.host={host}, gateway.port={port}: cannot listen there: {error}") from error
+        config = uvicorn.Config(
+            self.app(),
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            ws="none",
+            timeout_graceful_shutdown=1,
+        )
+        self._url = f"http://{host}:{listener.getsockname()[1]}"
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(self._server.serve([listener]), name="agent-gateway")
+
+    async def close(self) -> None:
+        """End the server. May be called more than once."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+            self._server = self._serving = None
+
+    def admit(self, rollout: AgentRollout) -> Access:
+        """Serve a rollout. The name of each attempt is new, so that no late call of an earlier one reaches it."""
+        name = f"{rollout.place.name}-{secrets.token_hex(4)}"
+        key = secrets.token_urlsafe(24)
+        self._entries[name] = _Entry(rollout=rollout, api_key=key)
+        return Access(base_url=f"{self._url}/rollouts/{name}/v1", api_key=key, model=self._settings.model)
+
+    def dismiss(self, access: Access) -> None:
+        """Serve a rollout no more."""
+        del self._entries[access.base_url.split("/")[-2]]
+
+    def app(self) -> Starlette:
+        """The application."""
+        chat, models = _answered(self._chat), _answered(self._models)
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", chat, methods=["POST"]),
+                Route("/rollouts/{name}/v1/chat/completions", chat, methods=["POST"]),
+                Route("/rollouts/{name}/v1/models", models, methods=["GET"]),
+                Route("/rollouts/{name}/reward", _answered(self._reward), methods=["POST"]),
+                Route("/rollouts/{name}/finish", _answered(self._finish), methods=["POST"]),
+                Route("/rollouts/{name}", _answered(self._state), methods=["GET"]),
+            ]
+        )
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    async def _chat(self, http: Request) -> Response:
+        rollout = self._entry(http).rollout
+        body = await self._body(http)
+        request = read_request(body, model=self._settings.model, header_train=http.headers.get("x-agentrl-train"))
+        retry = http.headers.get("x-stainless-retry-count", "0") != "0"
+        waiting = asyncio.ensure_future(
+            rollout.reply(request, body=body, retry=retry, key=http.headers.get("idempotency-key"))
+        )
+        if request.stream:
+            await asyncio.wait([waiting], timeout=_KEEP_ALIVE)
+            if not waiting.done() or waiting.exception() is None:
+                stream = self._streamed(rollout, request, waiting)
+                return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        generation = await waiting
+        if await http.is_disconnected():
+            rollout.not_delivered(generation)
+        return JSONResponse(whole(rollout.delivery(generation, self._name(request)), request))
+
+    async def _streamed(
+        self, rollout: AgentRollout, request: ChatRequest, waiting: asyncio.Future[Generation]
+    ) -> AsyncIterator[bytes]:
+        """The reply as events once it is whole; until then comments that keep the connection."""
+        sent = False
+        try:
+            while not waiting.done():
+                yield b": waiting for the engine\n\n"
+                await asyncio.wait([waiting], timeout=_KEEP_ALIVE)
+            try:
+                generation = waiting.result()
+            except WireError as error:
+                yield b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+                return
+            for event in events(rollout.delivery(generation, self._name(request)), request):
+                yield event
+            sent = True
+        finally:
+            if not sent:
+                waiting.add_done_callback(lambda task: _lost(rollout, task))
+
+    async def _models(self, http: Request) -> Response:
+        self._entry(http)
+        names = (self._settings.model, self._settings.model + FROZEN)
+        return JSONResponse(
+            {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "agentrl"} for name in names]}
+        )
+
+    async def _reward(self, http: Request) -> Response:
+        rollout = self._entry(http).rollout
+        try:
+            value = json.loads(await self._body(http))["reward"]
+            valid = isinstance(value, int | float) and math.isfinite(value)
+        except (ValueError, KeyError, TypeError, OverflowError):
+            valid = False
+        if not valid:
+            raise WireError('the body must be {"reward": NUMBER}', param="reward")
+        if rollout.finished:
+            raise WireError("the rollout is finished", status=409, code="rollout_finished")
+        rollout.reward = float(value)
+        return JSONResponse({"reward": rollout.reward})
+
+    async def _finish(self, http: Request) -> Response:
+        rollout = self._entry(http).rollout
+        await rollout.finish()
+        return JSONResponse(rollout.state())
+
+    async def _state(self, http: Request) -> Response:
+        return JSONResponse(self._entry(http).rollout.state())
+
+    def _name(self, request: ChatRequest) -> str:
+        return self._settings.model + ("" if request.trainable else FROZEN)
+
+    def _entry(self, http: Request) -> _Entry:
+        name = http.path_params.get("name") or http.headers.get("x-session-id", "")
+        entry = self._entries.get(name)
+        if entry is None:
+            raise WireError(f"there is no rollout {name!r} here", status=404, code="rollout_not_found")
+        key = http.headers.get("authorization", "").removeprefix("Bearer ")
+        if not secrets.compare_digest(key.encode(), entry.api_key.encode()):
+            raise WireError("the key is not the one of this rollout", status=401, code="invalid_api_key")
+        return entry
+
+    async def _body(self, http: Request) -> bytes:
+        parts, size, most = [], 0, self._settings.max_request_bytes
+        async for part in http.stream():
+            size += len(part)
+            if size > most:
+                raise WireError(
+                    f"the body is longer than {most} bytes (gateway.max_request_bytes)", code="request_too_large"
+                )
+            parts.append(part)
+        return b"".join(parts)
+
+
+def _lost(rollout: AgentRollout, task: asyncio.Future[Generation]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        rollout.not_delivered(task.result())
+
+
+def _answered(handler: Handler) -> Handler:
+    """The handler, with an error as OpenAI writes it for each WireError."""
+
+    async def answer(http: Request) -> Response:
+        try:
+            return await handler(http)
+        except WireError as error:
+            return JSONResponse(error.body(), status_code=error.status)
+
+    return answer

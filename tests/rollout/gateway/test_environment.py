@@ -1,0 +1,201 @@
+"""Agent programs played by the driver: functions and commands, their failures, and exactness against a conversation."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from rollout.fakes import tiny_model
+from rollout.gateway.agents import client
+from rollout.gateway.chat import chat_codec, speaking
+from rollout.templates import QWEN, chat_tokenizer
+
+from agentrl.models.tokenizer import TextCodec
+from agentrl.rollout.driver import Driver
+from agentrl.rollout.engines.transformers import TransformersEngine
+from agentrl.rollout.gateway.environment import AgentEnvironment
+from agentrl.rollout.gateway.programs import load_agent
+from agentrl.rollout.gateway.render import ChatRenderer
+from agentrl.rollout.gateway.settings import AgentGatewaySettings
+from agentrl.rollout.settings import RolloutSettings
+from agentrl.rollout.work_queue import RolloutRequest
+from agentrl.trajectory import Group, Trajectory
+from agentrl_envs.protocols.marked_text import Mark, MarkedText
+from agentrl_envs.registry import PluginError
+from agentrl_envs.types import Ended, Problem, Step
+
+AGENTS = "agent:rollout.gateway.agents"
+SETTINGS = RolloutSettings(max_turn_tokens=12, max_response_tokens=4000, retries=0)
+
+
+def problem(number: int = 0) -> Problem:
+    return Problem(id=f"toy-{number}", statement=f"{number} + 3?", answer="5", source="toy")
+
+
+async def play(
+    env: str, engine: Any, *, samples: int = 1, problems: int = 1, rollout: Any = SETTINGS, **gateway: Any
+) -> tuple[list[Group], dict[str, float], Driver]:
+    tokenizer, codec = chat_codec()
+    environment = AgentEnvironment(env, AgentGatewaySettings(**gateway), ChatRenderer(tokenizer, codec))
+    await environment.open()
+    driver = Driver(environment=environment, engine=engine, codec=codec, settings=rollout, seed=7)
+    try:
+        requests = [RolloutRequest(index=number, problem=problem(number)) for number in range(problems)]
+        groups = [group async for group in driver.run(requests, step=1, group_size=samples)]
+    finally:
+        await environment.close()
+    return sorted(groups, key=lambda group: group.index), driver.metrics(), driver
+
+
+def saying(*texts: str) -> Any:
+    return speaking(chat_codec()[1], lambda number: texts[number % len(texts)])
+
+
+@pytest.mark.parametrize(
+    "agent", [f"{AGENTS}:ask", f"{AGENTS}:blocking", f"agent:{sys.executable} -m rollout.gateway.agents"]
+)
+async def test_functions_and_commands_play_and_give_the_reward(agent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "tests")
+    (group,), metrics, _ = await play(agent, saying("x", "no"), samples=2)
+    assert sorted(item.reward for item in group.trajectories) == [0.0, 1.0]
+    assert {item.ended for item in group.trajectories} == {Ended.ANSWERED}
+    assert metrics["gateway/branches_mean"] == 1.0
+
+
+async def test_branches_stand_together_and_one_carries_the_reward() -> None:
+    groups, metrics, _ = await play(f"{AGENTS}:branching", saying("one", "two", "three"), samples=3, problems=2)
+    for group in groups:
+        assert [(item.sample, item.branch) for item in group.trajectories] == [
+            (s, b) for s in range(3) for b in range(2)
+        ]
+        assert [item.reward for item in group.rollouts] == [float(group.index == 0)] * 3
+        assert [item.turns for item in group.trajectories] == [2, 1] * 3
+    assert (metrics["gateway/branches_mean"], metrics["gateway/miss_edited"]) == (2.0, 6)
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        ("crashing", "the agent raised KeyError: 'no such tool'"),
+        ("silent", "the agent gave no reward"),
+    ],
+)
+async def test_an_agent_that_fails_is_no_data(agent: str, said: str) -> None:
+    (group,), _, driver = await play(f"{AGENTS}:{agent}", saying("x"))
+    (trajectory,) = group.trajectories
+    assert trajectory.ended is Ended.INFRASTRUCTURE_FAILURE
+    assert said in str(driver.last_failure)
+
+
+async def test_a_policy_that_uses_up_its_turns_is_truncated_and_not_a_failure() -> None:
+    (group,), _, _ = await play(f"{AGENTS}:endless", saying("x"), max_generations=3)
+    (trajectory,) = group.trajectories
+    assert (trajectory.ended, trajectory.turns, trajectory.reward) == (Ended.TURN_LIMIT, 3, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ("agent:no_such_module:run", "there is no module 'no_such_module'"),
+        (f"{AGENTS}:ADD", "is a dict, expected a function"),
+        (f"{AGENTS}:wrong", "it is called as run(problem, *, base_url, api_key, model)"),
+        ("agent:", "write agent:module:function"),
+        ("agent:'open", "is no command: No closing quotation"),
+    ],
+)
+def test_an_agent_that_is_none_is_one_message(env: str, message: str) -> None:
+    with pytest.raises(PluginError) as raised:
+        load_agent(env)
+    assert message in str(raised.value)
+
+
+MORE = ("and <|im_end|> then?", "again", "last")
+
+
+class ChatEpisode:
+    """Three turns in the chat template's words, none of which depends on what the model says."""
+
+    stop: tuple[str, ...] = ()
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._turns = 0
+
+    def turn_complete(self, text: str) -> bool:
+        return False
+
+    async def start(self) -> str:
+        return MarkedText(Mark("<|im_start|>user\n"), self._problem.statement, Mark(REPLY))
+
+    async def step(self, action: str) -> Step:
+        self._turns += 1
+        if self._turns == 3:
+            return Step(observation="", reward=0.5, ended=Ended.ANSWERED)
+        end = Mark("<|im_end|>", ends_turn=True)
+        observation = MarkedText(end, Mark("\n<|im_start|>user\n"), MORE[self._turns - 1], Mark(REPLY))
+        return Step(observation=observation, reward=0.0, ended=None)
+
+    async def fork(self) -> ChatEpisode:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+
+REPLY = "<|im_end|>\n<|im_start|>assistant\n"
+
+
+class ChatEnvironment:
+    async def open(self) -> None: ...
+
+    def episode(self, problem: Problem) -> ChatEpisode:
+        return ChatEpisode(problem)
+
+    async def close(self) -> None: ...
+
+    def describe(self) -> list[str]:
+        return []
+
+
+async def three_turns(problem: Problem, *, base_url: str, api_key: str, model: str) -> float:
+    """The same three turns, by messages."""
+    async with client(base_url, api_key) as policy:
+        messages: Any = [{"role": "user", "content": problem.statement}]
+        for more in MORE:
+            reply = await policy.chat.completions.create(model=model, messages=messages)
+            messages += [{"role": "assistant", "content": reply.choices[0].message.content}]
+            messages += [{"role": "user", "content": more}]
+    return 0.5
+
+
+async def test_a_single_sequence_is_bitwise_what_the_driver_plays_and_what_a_forward_says() -> None:
+    model = tiny_model()
+    codec = TextCodec(chat_tokenizer(QWEN), turn_end="<|im_end|>")
+
+    def engine() -> TransformersEngine:
+        return TransformersEngine(model, codec, SETTINGS)
+
+    requests = [RolloutRequest(index=0, problem=problem())]
+    first = engine()
+    driver = Driver(environment=ChatEnvironment(), engine=first, codec=codec, settings=SETTINGS, seed=7)
+    (group,) = [group async for group in driver.run(requests, step=1, group_size=1)]
+    await first.close()
+    (expected,) = group.trajectories
+    second = engine()
+    (played,), _, _ = await play("agent:rollout.gateway.test_environment:three_turns", second)
+    await second.close()
+    (found,) = played.trajectories
+    assert comparable(found) == comparable(expected)
+    assert found.turns == 3
+    with torch.no_grad():
+        (scored,) = model(torch.tensor([[*found.prompt_ids, *found.response_ids]])).logits.log_softmax(-1)
+    said = zip(found.response_ids, found.response_mask, found.log_probs, strict=True)
+    for place, (token, sampled, log_prob) in enumerate(said, start=len(found.prompt_ids) - 1):
+        assert not sampled or log_prob == pytest.approx(float(scored[place, token]), abs=1e-5)
+
+
+def comparable(item: Trajectory) -> Trajectory:
+    return replace(item, seconds=0.0)

@@ -1,0 +1,246 @@
+"""The gateway over HTTP, spoken to by the openai package."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+from rollout.gateway.agents import client
+from rollout.gateway.chat import ADD, IM_END, chat_codec, rollout, speaking
+
+from agentrl.errors import SettingsError
+from agentrl.rollout.engines.base import EngineError
+from agentrl.rollout.gateway.rollout import AgentRollout, RolloutLimits
+from agentrl.rollout.gateway.server import AgentGateway
+from agentrl.rollout.gateway.settings import AgentGatewaySettings
+from agentrl.rollout.gateway.wire import Access
+from agentrl_envs.types import Ended
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+CALL = '<think>so</think>Wait.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@asynccontextmanager
+async def served(one: AgentRollout, **settings: Any) -> AsyncIterator[tuple[AgentGateway, Access]]:
+    gateway = AgentGateway(AgentGatewaySettings(**settings))
+    await gateway.open()
+    try:
+        yield gateway, gateway.admit(one)
+    finally:
+        await one.finish()
+        await gateway.close()
+
+
+@asynccontextmanager
+async def talking(one: AgentRollout, **settings: Any) -> AsyncIterator[Any]:
+    async with served(one, **settings) as (_, access), client(access.base_url, access.api_key, max_retries=0) as policy:
+        yield policy
+
+
+def engine(*texts: str) -> Any:
+    return speaking(chat_codec()[1], lambda number: texts[number % len(texts)])
+
+
+async def test_a_client_is_told_what_was_sampled() -> None:
+    one = rollout(engine("hi"))
+    async with talking(one) as policy:
+        reply = await policy.chat.completions.create(model="policy", messages=HELLO, logprobs=True)
+        models = [model.id async for model in policy.models.list()]
+    choice = reply.choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("hi", "stop")
+    assert (reply.usage.completion_tokens, len(choice.logprobs.content)) == (3, 3)
+    assert [part.logprob for part in choice.logprobs.content] == [-0.001] * 3
+    assert models == ["policy", "policy:frozen"]
+
+
+async def test_a_streamed_reply_is_the_same_as_a_whole_one() -> None:
+    one = rollout(engine(CALL))
+    async with talking(one) as policy:
+        asked: Any = {"model": "policy", "messages": HELLO, "tools": [ADD]}
+        whole = await policy.chat.completions.create(**asked)
+        async with policy.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
+            streamed = await stream.get_final_completion()
+    first, second = whole.choices[0], streamed.choices[0]
+    assert first.message.content == second.message.content == "Wait."
+    assert first.message.reasoning_content == second.message.reasoning_content == "so"
+    assert first.finish_reason == second.finish_reason == "tool_calls"
+    assert [call.function.name for call in second.message.tool_calls] == ["add"]
+    assert json.loads(second.message.tool_calls[0].function.arguments) == {"a": 1}
+    assert second.message.tool_calls[0].id == "call_1_0"
+    assert whole.usage == streamed.usage
+    assert all(one.delivered for one in one.tree.generations)
+
+
+async def test_a_marked_repetition_is_replayed_and_an_unmarked_one_is_a_sibling() -> None:
+    one = rollout(engine("a", "b", "c"))
+    async with talking(one) as policy:
+
+        async def ask(**headers: str) -> str:
+            reply = await policy.chat.completions.create(model="policy", messages=HELLO, extra_headers=headers)
+            return str(reply.choices[0].message.content)
+
+        assert await ask() == "a"
+        assert await ask(**{"x-stainless-retry-count": "1"}) == "a"
+        assert await ask() == "b"
+        assert await ask(**{"Idempotency-Key": "one"}) == "c"
+        assert await ask(**{"Idempotency-Key": "one"}) == "c"
+    assert (one.counts["replayed"], len(one.tree.generations)) == (2, 3)
+
+
+async def test_stop_strings_and_max_tokens_are_honoured() -> None:
+    fake = engine("x")
+    async with talking(rollout(fake)) as policy:
+        await policy.chat.completions.create(model="policy", messages=HELLO, max_tokens=7, stop=["END"])
+        await policy.chat.completions.create(model="policy", messages=HELLO, temperature=0.3, top_p=0.5, seed=4)
+    samplings = [sampling for _, _, sampling, _ in fake.requests]
+    assert (samplings[0].max_tokens, samplings[0].stop) == (7, ("END",))
+    assert (samplings[1].temperature, samplings[1].top_p) == (1.0, 1.0)  # sampling belongs to the run
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"model": "gpt-4o"}, "this gateway serves 'policy', not 'gpt-4o'"),
+    ({"n": 2}, "n=2 is not supported; valid: 1"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tool_choice": "required", "tools": [ADD]}, 'tool_choice="required" is not supported; valid: "auto" or "none"'),
+    ({"frequency_penalty": 0.5}, "the field frequency_penalty is not supported"),
+    ({"logit_bias": {"5": 1}}, "the field logit_bias is not supported"),
+    ({"extra_body": {"prompt_token_ids": [1, 2]}}, "the field prompt_token_ids is not supported"),
+    ({"extra_body": {"top_k": 5}}, "the field top_k is not supported"),
+    ({"max_tokens": 0}, "max_tokens=0: it must be a positive integer"),
+    ({"messages": []}, "messages must be a list with at least one message"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, 'messages[0].role="robot"'),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
+        'messages[0].content holds a part of type "image_url"; this model reads text alone',
+    ),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools[0] must be of type function and have a name"),
+    ({"messages": [{"role": "user", "content": "x" * 10_000_000}]}, "the body is longer than"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD, ids=[message[:40] for _, message in BAD])
+async def test_a_request_that_cannot_be_answered_gets_one_clear_error(change: dict[str, Any], message: str) -> None:
+    one = rollout(engine("x"))
+    async with talking(one) as policy:
+        with pytest.raises(openai.BadRequestError) as raised:
+            await policy.chat.completions.create(**{"model": "policy", "messages": HELLO, **change})
+    assert message in raised.value.message
+    assert one.tree.generations == []
+
+
+async def test_half_a_character_in_a_message_is_refused() -> None:
+    async with served(rollout(engine("x"))) as (_, access):
+        body = b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}'
+        status, said = await post(f"{access.base_url}/chat/completions", body, access.api_key)
+    assert (status, said["error"]["param"]) == (400, "messages[0]")
+
+
+async def post(url: str, body: bytes, key: str, method: str = "POST", **headers: str) -> tuple[int, Any]:
+    """A request without a client library."""
+    host, _, path = url.removeprefix("http://").partition("/")
+    reader, writer = await asyncio.open_connection(*host.split(":"))
+    lines = [f"{method} /{path} HTTP/1.1", f"host: {host}", f"authorization: Bearer {key}", "connection: close"]
+    lines += [f"content-length: {len(body)}", *(f"{name}: {value}" for name, value in headers.items())]
+    writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+    head, _, rest = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    await writer.wait_closed()
+    return int(head.split()[1]), json.loads(rest)
+
+
+async def test_keys_names_rewards_and_the_end() -> None:
+    one = rollout(engine("x"))
+    async with served(one) as (_, access):
+        url = access.base_url.removesuffix("/v1")
+        assert (await post(f"{access.base_url}/models", b"", "guessed", "GET"))[0] == 401
+        assert (await post(f"{url}x", b"", access.api_key, "GET"))[0] == 404
+        assert await post(f"{url}/reward", b'{"reward": 0.5}', access.api_key) == (200, {"reward": 0.5})
+        assert (await post(f"{url}/reward", b'{"reward": NaN}', access.api_key))[0] == 400
+        root = url.split("/rollouts/")[0]
+        name = url.rsplit("/", 1)[1]
+        body = json.dumps({"model": "policy", "messages": HELLO}).encode()
+        multiplexed = f"{root}/v1/chat/completions"
+        assert (await post(multiplexed, body, access.api_key, **{"X-Session-ID": name}))[0] == 200
+        status, state = await post(f"{url}/finish", b"", access.api_key)
+        assert (status, state["generations"], state["finished"], state["reward"]) == (200, 1, True, 0.5)
+        status, said = await post(f"{access.base_url}/chat/completions", body, access.api_key)
+        assert (status, said["error"]["code"]) == (409, "rollout_finished")
+        assert (await post(f"{url}/reward", b'{"reward": 1}', access.api_key))[0] == 409
+
+
+async def test_the_end_cancels_calls_under_way() -> None:
+    started = asyncio.Event()
+
+    async def never() -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    fake = engine("x")
+    fake._script = lambda trajectory_id, number: never()
+    one = rollout(fake)
+    async with talking(one) as policy:
+        asking = asyncio.create_task(policy.chat.completions.create(model="policy", messages=HELLO))
+        await started.wait()
+        await one.finish()
+        with pytest.raises(openai.ConflictError):
+            await asking
+    assert fake.running == 0
+
+
+async def test_limits_stop_a_rollout_with_a_reason() -> None:
+    limits = RolloutLimits(generations=1, turn_tokens=50, prompt_tokens=60, response_tokens=60, deadline=60.0)
+    one = rollout(engine("x"), limits=limits)
+    async with talking(one) as policy:
+        with pytest.raises(openai.BadRequestError) as raised:
+            await policy.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x" * 100}])
+        assert (raised.value.type, raised.value.code) == ("rollout_stopped", "token_limit")
+        await policy.chat.completions.create(model="policy", messages=HELLO)
+        with pytest.raises(openai.BadRequestError) as raised:
+            await policy.chat.completions.create(model="policy", messages=HELLO)
+        assert (raised.value.type, raised.value.code) == ("rollout_stopped", "turn_limit")
+    assert one.stopped is Ended.TURN_LIMIT
+
+
+async def test_engine_trouble_is_to_be_tried_again() -> None:
+    fake = engine("x")
+    fake._script = lambda trajectory_id, number: EngineError("out of order")
+    async with talking(rollout(fake)) as policy:
+        with pytest.raises(openai.InternalServerError, match="out of order") as raised:
+            await policy.chat.completions.create(model="policy", messages=HELLO)
+    assert raised.value.status_code == 503
+
+
+async def test_a_reply_whose_client_is_gone_is_not_delivered() -> None:
+    release, started = asyncio.Event(), asyncio.Event()
+    codec = chat_codec()[1]
+    ready = speaking(codec, lambda number: "x", end=IM_END)._script
+
+    async def late() -> Any:
+        started.set()
+        await release.wait()
+        return ready("", 0)
+
+    fake = engine("x")
+    fake._script = lambda trajectory_id, number: late()
+    one = rollout(fake)
+    async with talking(one) as policy:
+        asking = asyncio.create_task(policy.chat.completions.create(model="policy", messages=HELLO))
+        await started.wait()
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        release.set()
+        while not one.tree.generations or one.tree.generations[0].delivered:
+            await asyncio.sleep(0.01)
+    assert one.trajectories(Ended.ANSWERED)[0].no_data
+
+
+async def test_an_address_that_is_taken_is_one_message() -> None:
+    async with served(rollout(engine("x"))) as (_, access):
+        port = int(access.base_url.split(":")[2].split("/")[0])
+        with pytest.raises(SettingsError, match=f"gateway.port={port}: cannot listen there"):
+            await AgentGateway(AgentGatewaySettings(port=port)).open()
