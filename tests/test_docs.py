@@ -18,6 +18,8 @@ from agentrl.config.overlays import parse_yaml
 from agentrl.problems.demonstrations.demonstration import read_demonstrations
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl_envs.adapters.blocking import BlockingCalls
+from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
+from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.rewards import Conversation, Message, Reward
 from agentrl_envs.settings import INSTRUCTIONS
 from agentrl_envs.tools import EpisodeTools, load_tools
@@ -107,9 +109,10 @@ async def called(problem: Problem, *calls: tuple[str, dict[str, object]]) -> lis
 def test_a_tool_and_a_reward_of_ones_own_and_reasoning_are_as_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, tool, shop, reasoning, reward, judge, _ = blocks("environments.md", "python")
+    _, tool, shop, reasoning, reward, judge, own, _ = blocks("environments.md", "python")
     (tmp_path / "my_tools.py").write_text(f"{tool}\n\n{shop}")
     (tmp_path / "my_rewards.py").write_text(reward)
+    (tmp_path / "my_shop.py").write_text(own)
     monkeypatch.syspath_prepend(tmp_path)
     problem = Problem(id="toy", statement="?", answer="5", source="toy", info={"db": ":memory:"})
     said = asyncio.run(called(problem, ("constant", {"which": "pi"}), ("query", {"sql": "select 2 + 3"})))
@@ -120,6 +123,9 @@ def test_a_tool_and_a_reward_of_ones_own_and_reasoning_are_as_shown(
     assert asyncio.run(shorter(problem, right, Verdict.CORRECT)) == (0.0, 0.9)
     assert asyncio.run(shorter(problem, right, Verdict.INCORRECT)) == (0.0, 0.0)
     exec(compile(reasoning, "environments.md", "exec"), {})
+    factory = resolve_environment("my_shop:Shop")
+    assert isinstance(factory, ClassEnvironmentFactory)
+    assert [schema.name for schema in factory.tools.schemas] == ["query", "answer"]
     asyncio.run(judges(judge, problem, right))
 
 

@@ -39,7 +39,7 @@ def train(
         env: name of an environment, or a class or function that makes one.
         problems: problems to train on: a file, or rows with at least a statement (and an answer to grade).
         eval_problems: problems to evaluate on. With ``problems`` and without this, nothing is evaluated.
-        reward: a reward function, or the name of one.
+        reward: a reward function or the name of one; several as a list, or with their weights as a mapping of names.
         config: a YAML file, or the name of a shipped one.
         resume: continue the run called ``name``, or the newest one.
         progress: show a progress bar; without it, the run's console lines.
@@ -64,7 +64,8 @@ def train(
     if reward is not None:
         given["reward.functions"] = {names.of(reward): 1.0}
     environment = None if env is None else names.of(env)
-    overrides = overrides_from(_with_plugins(given, names))
+    rewards = _rewards(reward, names)
+    overrides = overrides_from(_with_plugins(given, names)) + rewards
     resolved = load_settings(environment, config, overrides, resume=resume)
     path = Path(resolved.runs_dir) / str(resolved.name)
     options = [] if environment is None else ["--env", environment]
@@ -135,6 +136,17 @@ def overrides_from(settings: Mapping[str, object], prefix: str = "") -> list[str
         else:
             found.append(f"{prefix}{key}={json.dumps(str(value) if isinstance(value, Path) else value)}")
     return found
+
+
+def _rewards(reward: object, names: Names) -> list[str]:
+    """``reward.functions`` from a function, a name, a list of them, or a mapping from names to weights."""
+    if reward is None:
+        return []
+    if isinstance(reward, Mapping):
+        weights = {names.of(one): weight for one, weight in reward.items()}
+    else:
+        weights = {names.of(one): 1.0 for one in (reward if isinstance(reward, list | tuple) else [reward])}
+    return [f"reward.functions={json.dumps(weights)}"]
 
 
 def _with_plugins(settings: Mapping[str, object], names: Names) -> Mapping[str, object]:

@@ -11,6 +11,7 @@ from typing import Literal
 from agentrl.config.settings import Settings
 from agentrl.errors import SettingsError
 from agentrl.rollout.engines.table import engine_facts
+from agentrl.rollout.gateway.settings import is_agent
 from agentrl_envs.settings import SimpleTIRSettings
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -30,6 +31,7 @@ def check_settings(settings: Settings, command: Command = "train") -> None:
         found += _schedule_contradictions(settings)
     found += [*_model_problems(settings), *_server_problems(settings, command), *_protocol_problems(settings, command)]
     found += _session_problems(settings)
+    found += _agent_problems(settings, command)
     if found:
         raise SettingsError("\n".join(found))
 
@@ -168,6 +170,14 @@ def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:
             "environment.protocol=hermes needs a model that knows tool calls: set model.path to a model with a chat "
             "template, and coldstart.demonstrations=null (demonstrations contain no tool calls, and the embedded tiny "
             "policy has no chat template)"
+        )
+
+
+def _agent_problems(settings: Settings, command: Command) -> Iterator[str]:
+    if command == "eval" and is_agent(settings.env) and settings.evaluation.endpoint.url is not None:
+        yield (
+            f"env={settings.env!r} plays through the gateway, which needs a local engine; valid: --model without "
+            "--base-url"
         )
 
 

@@ -10,9 +10,10 @@ from agentrl.rollout.gateway.environment import AgentEnvironment, agent_renderer
 from agentrl.rollout.gateway.programs import load_agent
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.settings import is_agent
+from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
 from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.episode import Environment
-from agentrl_envs.protocols.chat import ChatFormat
+from agentrl_envs.protocols.chat import ChatFormat, plain_format
 from agentrl_envs.registry import ENVIRONMENTS, grades_answers
 from agentrl_envs.rewards import Rewards
 from agentrl_envs.settings import GymnasiumSettings, SimpleTIRSettings
@@ -46,6 +47,13 @@ def build_environment(settings: EnvironmentSections, chat: Chat | None = None) -
     factory = resolve_environment(settings.env)
     if settings.env in ENVIRONMENTS.own:
         return factory(settings.environment, settings.sandbox, settings.grader, chat=chat)
+    if isinstance(factory, ClassEnvironmentFactory):
+        tools = [schema.as_function() for schema in factory.tools.schemas]
+        own = factory.settings(settings.environment.model_extra or {})
+        template = chat if isinstance(chat, ChatFormat) else None
+        return factory(
+            own, settings.sandbox, settings.grader, chat=template or plain_format(tools), plain=template is None
+        )
     return factory(GymnasiumSettings(**(settings.environment.model_extra or {})))
 
 
@@ -56,6 +64,13 @@ def chat_format(settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBas
     """
     if is_agent(settings.env):
         return agent_renderer(tokenizer, name, settings.gateway)
+    factory = resolve_environment(settings.env)
+    if isinstance(factory, ClassEnvironmentFactory):
+        options = factory.settings(settings.environment.model_extra or {}).template_options
+        functions = [schema.as_function() for schema in factory.tools.schemas]
+        if not tokenizer.chat_template or not functions:
+            return None  # plain text
+        return read_chat_format(tokenizer, name=name, tools=functions, options=options)
     if not needs_chat_format(settings):
         return None
     assert isinstance(settings.environment, SimpleTIRSettings)

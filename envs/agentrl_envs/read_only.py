@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
 
 class NotJSONError(ValueError):
@@ -45,7 +45,7 @@ class ReadOnlyList(list[object]):
         return ReadOnlyList, (list(self),)
 
 
-def frozen(value: object, place: str = "") -> Any:
+def frozen(value: object, place: str = "") -> object:
     """``value`` with read-only lists and objects. Raises `NotJSONError`, which names ``place`` inside the value.
 
     >>> frozen({"tables": ["a"]})["tables"].append("b")

@@ -18,6 +18,9 @@ from typing import Any, Generic, TypeVar, cast
 from agentrl_envs.episode import AgentRLEnvError, Environment
 
 Item = TypeVar("Item")
+TRL = "trl:"
+"""Before ``module:Class`` of an environment that was written for TRL's ``environment_factory``."""
+
 EnvironmentFactory = Callable[..., Environment]
 
 
@@ -67,14 +70,14 @@ class Registry(Generic[Item]):
 
     def check(self, name: str) -> None:
         """Raise `UnknownNameError` for a name that is none. A ``module:attribute`` is not imported."""
-        if not (name in self.names() or (self._paths and name.count(":") == 1)):
+        if not (name in self.names() or (self._paths and name.removeprefix(TRL).count(":") == 1)):
             raise UnknownNameError(self.kind, name, self.names(), paths=self._paths)
 
     def __getitem__(self, name: str) -> Item:
         self.check(name)
         if name in self._entries:
             return self._entries[name]
-        path = self.own.get(name) or self._installed().get(name, name)
+        path = self.own.get(name) or self._installed().get(name, name.removeprefix(TRL))
         return cast(Item, import_attribute(path, self.kind))
 
     def _installed(self) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -114,7 +114,7 @@ class SimpleTIRSettings(ExecutionSettings):
         "functions and classes",
     )
     max_calls: int = Field(default=8, ge=1, description="maximum tool calls answered per turn, with protocol hermes")
-    template_options: dict[str, Any] = Field(
+    template_options: dict[str, object] = Field(
         default_factory=dict,
         description="variables of the chat template with protocol hermes, such as enable_thinking",
     )
@@ -126,6 +126,21 @@ class SimpleTIRSettings(ExecutionSettings):
             return self.instruction
         own = INSTRUCTIONS.get(self.protocol, "")
         return own if self.interpreter == "fresh" else _in_session(own)
+
+
+class ClassEnvironmentSettings(ExecutionSettings):
+    """How an environment that is a class with ``reset`` and tools runs. ``kwargs`` go to its constructor."""
+
+    kwargs: dict[str, object] = Field(
+        default_factory=dict, description="keyword arguments for the environment's constructor"
+    )
+    max_turns: int = Field(default=10, ge=1, description="maximum model turns in one episode")
+    max_calls: int = Field(default=8, ge=1, description="maximum tool calls answered per turn")
+    instruction: str = Field(default="", description="text before the problem")
+    observation_limit: int = Field(default=2048, ge=2, description="maximum characters of a result that the model sees")
+    template_options: dict[str, object] = Field(
+        default_factory=dict, description="variables of the chat template, such as enable_thinking"
+    )
 
 
 class ReasoningSettings(BaseModel):
@@ -146,7 +161,7 @@ class GymnasiumSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kwargs: dict[str, Any] = Field(
+    kwargs: dict[str, object] = Field(
         default_factory=dict, description="keyword arguments for the environment's constructor"
     )
     threads: int = Field(default=32, ge=1, description="maximum concurrent blocking calls (reset, step, close)")

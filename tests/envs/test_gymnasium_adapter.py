@@ -179,7 +179,10 @@ def test_our_own_environments_are_found_by_name() -> None:
         ),
         ("agentrl_envs.nowhere:Env", "no module 'agentrl_envs.nowhere'"),
         (f"{__name__}:GessEnv", "has no 'GessEnv'; did you mean 'GuessEnv'"),
-        (f"{__name__}:Nothing", r"neither a gymnasium.Env nor .* lacks open, episode, close, describe"),
+        (
+            f"{__name__}:Nothing",
+            r"neither a gymnasium.Env, nor a class with reset, nor .* lacks open, episode, close, describe",
+        ),
         (f"{__name__}:NUMBER", "is a int, expected a class or a function"),
     ],
 )

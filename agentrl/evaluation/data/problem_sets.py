@@ -13,6 +13,7 @@ from agentrl.evaluation.data.benchmarks import BENCHMARKS, load_benchmark
 from agentrl.evaluation.formats import ProblemRow, SetRecord
 from agentrl.problems.sources import evaluation_set, load_source
 from agentrl.rollout.environment import compares_answers
+from agentrl.rollout.gateway.settings import is_agent
 from agentrl_envs.types import Problem
 
 if TYPE_CHECKING:
@@ -55,7 +56,9 @@ def problem_sets(settings: EvaluationSections, names: Sequence[str], data_dir: P
     sets = [_benchmark(name, data_dir) for name in names] if names else _held_out(settings)
     if not any(one.problems for one in sets):
         raise SettingsError("nothing to evaluate on: name benchmarks (--benchmarks aime24,math500) or set data.eval")
-    return sets + (_falsified(sets) if settings.evaluation.falsified else [])
+    # What an agent's tools say does not pass through here, so it cannot be falsified.
+    falsified = settings.evaluation.falsified and not is_agent(settings.env)
+    return sets + (_falsified(sets) if falsified else [])
 
 
 def held_out_problems(settings: EvaluationSections) -> list[Problem]:

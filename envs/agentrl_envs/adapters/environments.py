@@ -8,8 +8,9 @@ from typing import cast
 
 import gymnasium
 
+from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
 from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
-from agentrl_envs.registry import ENVIRONMENTS, EnvironmentFactory, PluginError, import_attribute
+from agentrl_envs.registry import ENVIRONMENTS, TRL, EnvironmentFactory, PluginError, import_attribute
 
 ADAPTERS = {"textarena": "agentrl_envs.adapters.textarena:textarena_environment"}
 """Environments of other libraries, ``PREFIX:NAME``: functions from NAME to the factory."""
@@ -26,6 +27,8 @@ def resolve_environment(name: str) -> EnvironmentFactory:
         adapter = cast(Callable[[str], EnvironmentFactory], import_attribute(ADAPTERS[prefix], "adapter"))
         return adapter(rest)
     found: object = ENVIRONMENTS[name]
+    if name.startswith(TRL):
+        return ClassEnvironmentFactory(name, found, of_trl=True)
     if not callable(found):
         raise PluginError(f"environment {name!r} is a {type(found).__name__}, expected a class or a function")
     return _class_factory(name, found) if isinstance(found, type) else cast(EnvironmentFactory, found)
@@ -36,10 +39,12 @@ def _class_factory(name: str, found: type) -> EnvironmentFactory:
         return found
     if issubclass(found, gymnasium.Env):
         return functools.partial(GymnasiumEnvironment, found)
+    if hasattr(found, "reset") and not hasattr(found, "episode"):
+        return ClassEnvironmentFactory(name, found)
     missing = [method for method in ("open", "episode", "close", "describe") if not hasattr(found, method)]
     if missing:
         raise PluginError(
-            f"environment {name!r}: {found.__qualname__} is neither a gymnasium.Env nor an agentrl Environment "
-            f"(it lacks {', '.join(missing)})"
+            f"environment {name!r}: {found.__qualname__} is neither a gymnasium.Env, nor a class with reset, nor an "
+            f"agentrl Environment (it lacks {', '.join(missing)})"
         )
     return cast(EnvironmentFactory, found)

@@ -8,7 +8,6 @@ it; an invalid move is answered by the game.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import gymnasium
 
@@ -45,12 +44,12 @@ class TextArenaGame(gymnasium.Env[str, str]):
 
         self._game = textarena.make(f"{game}-raw", **options)
 
-    def reset(self, *, seed: int | None = None, options: object = None) -> tuple[str, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: object = None) -> tuple[str, dict[str, object]]:
         """Begin the game that ``seed`` gives. Returns its opening text."""
         self._game.reset(num_players=1, seed=seed)
         return self._shown(), {}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, object]]:
         """Make a move. The reward is the game's at its end, else 0."""
         done, _ = self._game.step(action)
         if not done:

@@ -7,7 +7,8 @@ said is never rendered again, whatever the template would strip from it later.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agentrl_envs.protocols.marked_text import Mark, MarkedText, Part
@@ -43,3 +44,20 @@ class ChatFormat:
         for number, text in enumerate(texts):
             parts += [Mark(self.between_responses if number else self.before_response), text]
         return MarkedText(*parts, Mark(self.after_response))
+
+
+def plain_format(tools: Sequence[Mapping[str, object]]) -> ChatFormat:
+    """The same for a model without a chat template: the tools as lines of JSON, calls and responses in plain tags."""
+    lines = "".join(f"{json.dumps(tool, ensure_ascii=False)}\n" for tool in tools)
+    told = (
+        f"You may call these tools:\n{lines}A call is\n"
+        '<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>\n\n'
+    )
+    return ChatFormat(
+        before_problem=told if tools else "",
+        after_problem="\n",
+        turn_end="",
+        before_response="\n<tool_response>\n",
+        between_responses="\n</tool_response>\n<tool_response>\n",
+        after_response="\n</tool_response>\n",
+    )

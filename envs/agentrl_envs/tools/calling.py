@@ -65,14 +65,24 @@ class CallError(Exception):
 
 
 async def call_tool(
-    name: str, function: Callable[..., object], arguments: Mapping[str, object], threads: RunsBlocking
+    name: str,
+    function: Callable[..., object],
+    arguments: Mapping[str, object],
+    threads: RunsBlocking,
+    *,
+    lenient: bool = False,
 ) -> str:
-    """What the tool answers. Raises `CallError`, `ToolError` and `UnavailableError`."""
+    """What the tool answers. ``lenient``: no exception is a bug.
+
+    Raises `CallError`, `ToolError` and `UnavailableError`.
+    """
     try:
         value = await _value(name, function, arguments, threads)
     except (UnavailableError, TimeoutError):
         raise
     except BUGS as error:
+        if lenient and isinstance(error, Exception):
+            raise CallError(f"{type(error).__name__}: {error}") from error
         raise ToolError(f"the tool {name!r} raised {describe_error(error)}") from error
     except Exception as error:
         if is_unreachable(error):
@@ -89,7 +99,7 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 async def _value(
-    name: str, function: Callable[..., Any], arguments: Mapping[str, object], threads: RunsBlocking
+    name: str, function: Callable[..., object], arguments: Mapping[str, object], threads: RunsBlocking
 ) -> object:
     if inspect.isasyncgenfunction(function):
         return await Watched(name, _joined(name, function(**arguments)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import inspect
 import time
 from collections.abc import Callable, Mapping
@@ -29,18 +30,32 @@ class EpisodeTools:
         sandbox: EpisodeSandbox | None,
         threads: BlockingCalls,
         timeout: float,
+        more: Mapping[str, object] | None = None,
+        lenient: bool = False,
     ) -> None:
+        """``more``: what ``__init__`` of a class may ask for beside these; ``lenient``: every exception is shown."""
         self._tools = tools
-        self._given: dict[str, object] = {"problem": problem, "sandbox": sandbox}
+        self._more = more or {}
+        self._lenient = lenient
+        self._given: dict[str, object] = {"problem": problem, "sandbox": sandbox, **self._more}
         self._threads = threads
         self._timeout = timeout
-        self._instances: dict[type, tuple[object, OwnThread]] = {}
+        self._instances: dict[Callable[..., object], tuple[object, OwnThread]] = {}
 
     async def open(self) -> None:
         """Make an instance of each class. Raises `ToolError` where that raises."""
         for maker in self._tools.makers:
-            given = {name: self._given[name] for name in given_parameters(maker)}
-            await self._adopt(maker, lambda maker=maker, given=given: maker(**given))  # type: ignore[misc]
+            await self.adopt(maker)
+
+    async def adopt(self, maker: Callable[..., object]) -> None:
+        """Make an instance of one class. Raises `ToolError` where that raises."""
+        if maker not in self._instances:
+            given = {name: self._given[name] for name in given_parameters(maker, tuple(self._given))}
+            await self._adopt(maker, functools.partial(maker, **given))
+
+    def instance(self, maker: Callable[..., object]) -> tuple[object, OwnThread]:
+        """The instance of a class, and the thread in which its plain methods run."""
+        return self._instances[maker]
 
     async def call(self, name: str, arguments: Mapping[str, object]) -> tuple[str, ToolCall]:
         """The text that the model reads, and the call for telemetry. Raises `ToolError` and `UnavailableError`.
@@ -55,7 +70,7 @@ class EpisodeTools:
         outcome = "ok"
         try:
             async with asyncio.timeout(self._timeout) as limit:
-                result = await call_tool(name, function, {**arguments, **given}, threads)
+                result = await call_tool(name, function, {**arguments, **given}, threads, lenient=self._lenient)
         except CallError as error:
             result, outcome = str(error), "error"
         except TimeoutError as error:
@@ -76,6 +91,8 @@ class EpisodeTools:
             sandbox=sandbox,
             threads=self._threads,
             timeout=self._timeout,
+            more=self._more,
+            lenient=self._lenient,
         )
         shared = {id(self._given["problem"]): self._given["problem"], id(self._given["sandbox"]): sandbox}
         for maker, (instance, _) in self._instances.items():
@@ -97,8 +114,8 @@ class EpisodeTools:
             finally:
                 thread.close()
 
-    async def _adopt(self, maker: type, make: Callable[[], object]) -> None:
-        thread = OwnThread(name=maker.__name__)
+    async def _adopt(self, maker: Callable[..., object], make: Callable[[], object]) -> None:
+        thread = OwnThread(name=_name(maker))
         try:
             instance = await thread.run(make, deadline=self._timeout)
         except UnavailableError:
@@ -106,7 +123,7 @@ class EpisodeTools:
             raise
         except Exception as error:
             thread.close()
-            raise ToolError(f"making {maker.__name__} raised {describe_error(error)}") from error
+            raise ToolError(f"making {_name(maker)} raised {describe_error(error)}") from error
         self._instances[maker] = (instance, thread)
 
     def _bound(self, entry: ToolEntry) -> tuple[Callable[..., object], RunsBlocking]:
@@ -115,3 +132,7 @@ class EpisodeTools:
             return entry.function, self._threads
         instance, thread = self._instances[entry.maker]
         return getattr(instance, entry.schema.name), thread
+
+
+def _name(maker: Callable[..., object]) -> str:
+    return getattr(maker, "__name__", type(maker).__name__)

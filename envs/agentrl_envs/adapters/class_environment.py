@@ -1,0 +1,366 @@
+"""One way to write an environment: a class with ``reset``, whose other public methods are the model's tools.
+
+    class Shop:
+        def __init__(self, sandbox=None, grade=None): ...   # both are given where they are asked for
+
+        def reset(self, db, **columns) -> str | None: ...   # the row's columns; a text is added to the problem
+
+        def query(self, sql: str) -> str: ...               # a tool: types, docstring
+
+        def step(self, text): ...                           # optional: a turn without a call
+
+        def get_reward(self) -> float: ...                  # optional: at the end
+
+Each trajectory has an instance of its own, whose plain methods all run in one thread; methods may be ``async``. An
+instance that sets ``done`` ends its trajectory. Environments for TRL's ``environment_factory`` have this form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+from pydantic import ValidationError
+
+from agentrl_envs.adapters.blocking import BlockingCalls, OwnThread
+from agentrl_envs.episode import EnvironmentContractError, EpisodeUsageError, UnavailableError
+from agentrl_envs.execution import EpisodeSandbox, failed_call
+from agentrl_envs.grading import Grader, GraderSettings
+from agentrl_envs.protocols.base import MalformedCall, ParsedTurn, ToolRequest
+from agentrl_envs.protocols.chat import ChatFormat
+from agentrl_envs.protocols.hermes import HermesProtocol
+from agentrl_envs.protocols.results import clip
+from agentrl_envs.read_only import thawed
+from agentrl_envs.registry import PluginError, describe_error
+from agentrl_envs.settings import ClassEnvironmentSettings
+from agentrl_envs.tools import EpisodeTools, ToolSet
+from agentrl_envs.tools.calling import is_unreachable
+from agentrl_envs.tools.loading import methods_as_tools
+from agentrl_envs.tools.schema import given_parameters
+from agentrl_envs.types import MALFORMED, Ended, Problem, Step, ToolCall, Verdict
+from agentrl_sandbox.client import Sandbox, SandboxSettings, open_sandbox
+
+_OWN = frozenset({"reset", "step", "get_reward", "close", "fork"})
+_OF_TRL = frozenset({"reset", "get_reward", "close"})
+_THREADS = 1  # every call runs in its instance's thread
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassEnvironmentFactory:
+    """Makes the environment around a user's class. ``of_trl``: every public method but ``reset`` is a tool."""
+
+    name: str
+    found: object
+    of_trl: bool = False
+
+    @property
+    def tools(self) -> ToolSet:
+        """The class's tools. Raises `PluginError` for a method that cannot be one."""
+        if not inspect.isclass(self.found) or not callable(getattr(self.found, "reset", None)):
+            raise PluginError(f"environment {self.name!r} must be a class with a method reset")
+        reserved = _OF_TRL if self.of_trl else _OWN
+        return ToolSet(
+            tuple(methods_as_tools(self.found, f"environment {self.name!r}: {self.found.__name__}", reserved))
+        )
+
+    @property
+    def reset(self) -> Callable[..., object]:
+        """The class's own ``reset``."""
+        return cast("Callable[..., object]", vars(self.found).get("reset") or getattr(self.found, "reset", None))
+
+    def settings(self, options: Mapping[str, object]) -> ClassEnvironmentSettings:
+        """The section ``environment``. Raises `PluginError` for a setting that is none."""
+        try:
+            return ClassEnvironmentSettings(**options)  # type: ignore[arg-type]
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(part) for part in ("environment", *first["loc"]))
+            known = ", ".join(ClassEnvironmentSettings.model_fields)
+            raise PluginError(f"{key}={first['input']!r}: {first['msg']} (settings here: {known})") from error
+
+    def __call__(
+        self,
+        settings: ClassEnvironmentSettings,
+        sandbox: SandboxSettings,
+        grader: GraderSettings,
+        *,
+        chat: ChatFormat,
+        plain: bool,
+    ) -> ClassEnvironment:
+        """``plain``: ``chat`` is no model's own template, so a call ends its turn."""
+        protocol = (PlainCalls if plain else HermesProtocol)(
+            instruction=settings.instruction,
+            observation_limit=settings.observation_limit,
+            chat=chat,
+            tools=self.tools,
+            max_calls=settings.max_calls,
+        )
+        return ClassEnvironment(self, settings, sandbox, grader, protocol)
+
+
+class PlainCalls(HermesProtocol):
+    """Calls in plain text: a turn ends with its first call."""
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """The end of a call."""
+        return ("</tool_call>",)
+
+    def turn_complete(self, text: str) -> bool:
+        """True once a call is closed."""
+        return "</tool_call>" in text
+
+    def parse(self, text: str) -> ParsedTurn:
+        """The first call; what an engine sampled past it is none."""
+        return super().parse(
+            text[: text.index("</tool_call>") + len("</tool_call>")] if self.turn_complete(text) else text
+        )
+
+
+class ClassEnvironment:
+    """What the episodes of a run share: the sandbox, if the class asks for it, the grader and the settings."""
+
+    def __init__(
+        self,
+        factory: ClassEnvironmentFactory,
+        settings: ClassEnvironmentSettings,
+        sandbox: SandboxSettings,
+        grader: GraderSettings,
+        protocol: HermesProtocol,
+    ) -> None:
+        self.settings = settings
+        self._factory = factory
+        self._protocol = protocol
+        self._sandbox_settings = sandbox
+        self._sandbox: Sandbox | None = None
+        self._grader = Grader(grader)
+
+    async def open(self) -> None:
+        """Open the sandbox if the class asks for it."""
+        made = cast("Callable[..., object]", self._factory.found)
+        wanted = self._protocol.tools.runs_programs or "sandbox" in given_parameters(made)
+        if self._sandbox is None and wanted:
+            self._sandbox = await open_sandbox(self._sandbox_settings)
+
+    def episode(self, problem: Problem) -> ClassEpisode:
+        """A fresh episode; its instance is made when it starts."""
+        return ClassEpisode(problem, self._factory, self.settings, self._protocol, self._sandbox, self._grader)
+
+    async def close(self) -> None:
+        """Close the sandbox and the grader. May be called more than once."""
+        await self._grader.close()
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            await sandbox.close()
+
+    def describe(self) -> list[str]:
+        """The class, its tools and the sandbox's isolation."""
+        names = ", ".join(schema.name for schema in self._protocol.tools.schemas) or "none"
+        lines = [f"environment {self._factory.name}: up to {self.settings.max_turns} turns, tools: {names}"]
+        return lines if self._sandbox is None else [*lines, f"sandbox: {self._sandbox.isolation.describe()}"]
+
+
+class ClassEpisode:
+    """One problem played with an instance of the user's class."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        factory: ClassEnvironmentFactory,
+        settings: ClassEnvironmentSettings,
+        protocol: HermesProtocol,
+        sandbox: Sandbox | None,
+        grader: Grader,
+    ) -> None:
+        self.problem = problem
+        self._factory = factory
+        self._settings = settings
+        self._protocol = protocol
+        self._given_sandbox = sandbox
+        self._grader = grader
+        self._sandbox: EpisodeSandbox | None = None
+        self._tools: EpisodeTools | None = None
+        self._turns = 0
+        self._ended = False
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Strings at which an engine stops generating."""
+        return self._protocol.stop
+
+    def turn_complete(self, text: str) -> bool:
+        """Whether a turn that was stopped by a stop string is over."""
+        return self._protocol.turn_complete(text)
+
+    async def start(self) -> str:
+        """Make the instance and call its ``reset`` with the row's columns; the text that it returns ends the prompt."""
+        if self._given_sandbox is not None:
+            self._sandbox = EpisodeSandbox(self._given_sandbox, self._settings)
+        self._tools = EpisodeTools(
+            self._protocol.tools,
+            self.problem,
+            sandbox=self._sandbox,
+            threads=BlockingCalls(_THREADS, name="environment"),
+            timeout=self._settings.execution_timeout,
+            more={"grade": _Grade(self._grader, asyncio.get_running_loop()), **self._settings.kwargs},
+            lenient=self._factory.of_trl,
+        )
+        await self._tools.adopt(cast("Callable[..., object]", self._factory.found))
+        shown = await self._call("reset", **self._columns())
+        if shown is not None and not isinstance(shown, str):
+            raise EnvironmentContractError(f"{self._say('reset')} must return text or None, not {type(shown).__name__}")
+        statement = "\n\n".join(part for part in (self._protocol.instruction, self.problem.statement, shown) if part)
+        return self._protocol.chat.prompt(statement)
+
+    async def step(self, action: str) -> Step:
+        """Make the turn's calls, or hand its text to the class's own ``step``; without either the episode ends."""
+        if self._tools is None or self._ended:
+            raise EpisodeUsageError("the episode is not running: call start() first, and no step() after its end")
+        self._turns += 1
+        try:
+            step = await self._play(action)
+        except UnavailableError as error:
+            logger.warning("problem %s: %s", self.problem.id, error)
+            calls = (failed_call(error.seconds),)
+            step = Step(observation="", reward=0.0, ended=Ended.INFRASTRUCTURE_FAILURE, tool_calls=calls)
+        self._ended = step.ended is not None
+        return step
+
+    async def fork(self) -> ClassEpisode:
+        """The same conversation so far with a copy of the instance: by its ``fork()``, or by `copy.deepcopy`."""
+        twin = ClassEpisode(
+            self.problem, self._factory, self._settings, self._protocol, self._given_sandbox, self._grader
+        )
+        twin._turns, twin._ended = self._turns, self._ended
+        if self._tools is not None:
+            twin._sandbox = None if self._sandbox is None else await self._sandbox.fork()
+            twin._tools = await self._tools.fork(twin._sandbox)
+        return twin
+
+    async def close(self) -> None:
+        """Close the instance and its interpreter. May be called more than once."""
+        self._ended = True
+        if self._tools is not None:
+            await self._tools.close()
+        if self._sandbox is not None:
+            await self._sandbox.close()
+
+    async def _play(self, action: str) -> Step:
+        turn = self._protocol.parse(action)
+        instance, _ = self._instance()
+        if turn.calls:
+            made = await asyncio.gather(*(self._answer(request) for request in turn.calls))
+            observation = self._protocol.observation(action, [text for text, _ in made])
+            return await self._goes_on(observation, 0.0, done=False, calls=tuple(call for _, call in made))
+        if not self._factory.of_trl and hasattr(instance, "step"):
+            shown, reward, done = _stepped(await self._call("step", action), self._say("step"))
+            observation = (
+                self._protocol.observation(action, [clip(shown, self._settings.observation_limit)]) if shown else ""
+            )
+            return await self._goes_on(observation, reward, done=done, calls=())
+        return await self._last(Ended.ANSWERED, "", 0.0, ())
+
+    async def _answer(self, request: ToolRequest | MalformedCall) -> tuple[str, ToolCall]:
+        if isinstance(request, MalformedCall):
+            return request.message, ToolCall(outcome=MALFORMED, seconds=0.0)
+        assert self._tools is not None
+        text, call = await self._tools.call(request.name, request.arguments)
+        return clip(text, self._settings.observation_limit), call
+
+    async def _goes_on(self, observation: str, reward: float, *, done: bool, calls: tuple[ToolCall, ...]) -> Step:
+        instance, _ = self._instance()
+        if done or bool(getattr(instance, "done", False)):
+            return await self._last(Ended.ANSWERED, observation, reward, calls)
+        if self._turns >= self._settings.max_turns:
+            return await self._last(Ended.TURN_LIMIT, observation, reward, calls)
+        return Step(observation=observation, reward=reward, ended=None, tool_calls=calls)
+
+    async def _last(self, ended: Ended, observation: str, reward: float, calls: tuple[ToolCall, ...]) -> Step:
+        instance, _ = self._instance()
+        if hasattr(instance, "get_reward"):
+            reward += _number(await self._call("get_reward"), self._say("get_reward"))
+        return Step(observation=observation, reward=reward, ended=ended, tool_calls=calls)
+
+    def _columns(self) -> dict[str, object]:
+        """The columns that ``reset`` takes: those of the row, and problem, answer, id and prompt beside them."""
+        messages = thawed(self.problem.messages) or [{"role": "user", "content": self.problem.statement}]
+        own = {"problem": self.problem.statement, "answer": self.problem.answer, "id": self.problem.id}
+        columns = own | {"prompt": messages} | cast("dict[str, object]", thawed(self.problem.info))
+        parameters = list(inspect.signature(self._factory.reset).parameters.values())[1:]
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            return columns
+        wanted = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
+        missing = [one.name for one in wanted if one.name not in columns and one.default is one.empty]
+        if missing:
+            raise EnvironmentContractError(
+                f"{self._say('reset')} asks for the column {missing[0]!r}; columns of problem {self.problem.id}: "
+                f"{', '.join(sorted(columns))}"
+            )
+        return {one.name: columns[one.name] for one in wanted if one.name in columns}
+
+    async def _call(self, method: str, *given: object, **named: object) -> object:
+        """One of the class's own methods. Raises `EnvironmentContractError`, which names it, and `UnavailableError`."""
+        instance, thread = self._instance()
+        function = getattr(instance, method)
+        try:
+            async with asyncio.timeout(None):
+                if inspect.iscoroutinefunction(function):
+                    return await cast("Callable[..., asyncio.Future[object]]", function)(*given, **named)
+                return await thread.run(partial(function, *given, **named))
+        except UnavailableError:
+            raise
+        except (Exception, SystemExit) as error:
+            if is_unreachable(error):
+                raise UnavailableError(f"{self._say(method)} raised {describe_error(error)}") from error
+            raise EnvironmentContractError(f"{self._say(method)} raised {describe_error(error)}") from error
+
+    def _instance(self) -> tuple[object, OwnThread]:
+        assert self._tools is not None
+        return self._tools.instance(cast("Callable[..., object]", self._factory.found))
+
+    def _say(self, method: str) -> str:
+        return f"{method}() of environment {self._factory.name!r}"
+
+
+class _Grade:
+    """``grade(answer, gold)`` for a plain method: whether the two are equal. In an ``async`` method: ``await`` `of`."""
+
+    def __init__(self, grader: Grader, loop: asyncio.AbstractEventLoop) -> None:
+        self._grader = grader
+        self._loop = loop
+
+    def __call__(self, answer: str | None, gold: str) -> bool:
+        return asyncio.run_coroutine_threadsafe(self.of(answer, gold), self._loop).result()
+
+    async def of(self, answer: str | None, gold: str) -> bool:
+        verdict = await self._grader.grade(answer, gold)
+        if verdict.is_no_data:
+            raise UnavailableError(f"the answer {answer!r:.60} was not graded ({verdict.value})")
+        return verdict is Verdict.CORRECT
+
+    def __deepcopy__(self, memo: object) -> _Grade:
+        return self
+
+
+def _stepped(value: object, what: str) -> tuple[str, float, bool]:
+    """``step`` may return the text that the model reads, or that text, a reward and whether the episode is over."""
+    if value is None or isinstance(value, str):
+        return value or "", 0.0, value is None
+    if isinstance(value, tuple) and len(value) == 3 and isinstance(value[0], str):
+        return value[0], _number(value[1], what), bool(value[2])
+    raise EnvironmentContractError(f"{what} must return text, None, or (text, reward, done), not {value!r:.80}")
+
+
+def _number(value: object, what: str) -> float:
+    number = float(value) if isinstance(value, (int, float)) else math.nan
+    if not math.isfinite(number):
+        raise EnvironmentContractError(f"{what} returned {value!r:.80}; valid: a finite number")
+    return number

@@ -1,0 +1,227 @@
+"""Environments that are classes with ``reset``: columns, tools, steps, rewards, forks, and TRL's form."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from envs_chat import CHAT
+
+from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory, ClassEpisode
+from agentrl_envs.adapters.environments import resolve_environment
+from agentrl_envs.episode import EnvironmentContractError
+from agentrl_envs.grading import GraderSettings
+from agentrl_envs.protocols.chat import plain_format
+from agentrl_envs.registry import ENVIRONMENTS, PluginError
+from agentrl_envs.tools import ToolError
+from agentrl_envs.types import Ended, Problem
+from agentrl_sandbox.client import SandboxSettings
+
+HERE = __name__
+PROBLEM = Problem(id="toy", statement="How many?", answer="3", source="toy", info={"rows": [1, 2, 3], "unit": "kg"})
+
+
+class Shop:
+    """A database, a graded answer, and an end of its own."""
+
+    def __init__(self, grade: Any = None) -> None:
+        self._grade = grade
+
+    def reset(self, rows: list[int], answer: str, unit: str = "g") -> str:
+        rows.append(99)  # a copy
+        self._gold, self.done, self.right = answer, False, False
+        self._database = sqlite3.connect(":memory:")
+        self._database.execute("create table shop (number integer)")
+        self._database.executemany("insert into shop values (?)", [(row,) for row in rows[:-1]])
+        return f"In {unit}."
+
+    def query(self, sql: str) -> list[Any]:
+        """Runs a query.
+
+        Args:
+            sql: the query
+        """
+        return self._database.execute(sql).fetchall()
+
+    def answer(self, number: str) -> str:
+        """Answers.
+
+        Args:
+            number: the answer
+        """
+        self.done, self.right = True, self._grade(number, self._gold)
+        return "noted"
+
+    def bug(self) -> str:
+        """Fails."""
+        raise AttributeError("oops")
+
+    def get_reward(self) -> float:
+        return 1.0 if self.right else 0.0
+
+
+class Guess:
+    """An environment that reads free text, asynchronously."""
+
+    async def reset(self, **columns: Any) -> None:
+        self.told: list[str] = []
+        self.columns = columns
+
+    async def step(self, text: str) -> tuple[str, float, bool]:
+        self.told.append(text)
+        return f"{len(self.told)} so far", 0.25, text == "stop"
+
+
+class Counting:
+    """TRL's form: no step, no get_reward asked for, errors are shown."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def reset(self, **kwargs: Any) -> str:
+        return f"{kwargs['unit']} {kwargs['prompt'][-1]['content']}"
+
+    def step(self, by: int) -> str:
+        """Counts.
+
+        Args:
+            by: how far
+        """
+        if by > 9:
+            raise AttributeError("too far")
+        self.count += by
+        return str(self.count)
+
+
+class NoReset:
+    pass
+
+
+class Wants(Shop):
+    def reset(self, database: str) -> str:  # type: ignore[override]
+        return database
+
+
+class Breaks(Guess):
+    async def reset(self, **columns: Any) -> None:
+        raise KeyError("gone")
+
+
+class Odd(Guess):
+    async def step(self, text: str) -> Any:
+        return 3
+
+
+@asynccontextmanager
+async def playing(name: str, *, plain: bool = False, **options: Any) -> AsyncIterator[tuple[ClassEpisode, str]]:
+    ENVIRONMENTS.check(name)
+    factory = resolve_environment(name)
+    assert isinstance(factory, ClassEnvironmentFactory)
+    chat = plain_format([schema.as_function() for schema in factory.tools.schemas]) if plain else CHAT
+    settings = factory.settings(options)
+    environment = factory(settings, SandboxSettings(), GraderSettings(workers=1), chat=chat, plain=plain)
+    await environment.open()
+    episode = environment.episode(PROBLEM)
+    try:
+        yield episode, await episode.start()
+    finally:
+        await episode.close()
+        await environment.close()
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+async def test_reset_gets_the_columns_and_public_methods_are_tools() -> None:
+    async with playing(f"{HERE}:Shop") as (episode, prompt):
+        assert "How many?\n\nIn kg." in prompt
+        step = await episode.step(call("query", sql="select count(*) from shop"))
+        assert (step.observation, step.ended, step.reward) == ("</a>\n<t>[[3]]</t><a>", None, 0.0)
+        last = await episode.step(call("answer", number="3.0"))
+        assert (last.ended, last.reward, [one.outcome for one in last.tool_calls]) == (Ended.ANSWERED, 1.0, ["ok"])
+
+
+async def test_a_turn_without_a_call_ends_the_episode_where_there_is_no_step() -> None:
+    async with playing(f"{HERE}:Shop") as (episode, _):
+        last = await episode.step("I give up.")
+        assert (last.ended, last.reward) == (Ended.ANSWERED, 0.0)
+
+
+async def test_the_last_turn_is_rewarded_too() -> None:
+    async with playing(f"{HERE}:Shop", max_turns=1) as (episode, _):
+        assert (await episode.step(call("query", sql="select 1"))).ended is Ended.TURN_LIMIT
+
+
+async def test_a_bug_of_a_tool_names_it() -> None:
+    async with playing(f"{HERE}:Shop") as (episode, _):
+        with pytest.raises(ToolError, match=r"the tool 'bug' raised AttributeError: oops"):
+            await episode.step(call("bug"))
+
+
+async def test_free_text_goes_to_step() -> None:
+    async with playing(f"{HERE}:Guess", plain=True) as (episode, prompt):
+        assert prompt == "How many?\n"
+        step = await episode.step("one")
+        assert (step.observation, step.reward, step.ended) == (
+            "\n<tool_response>\n1 so far\n</tool_response>\n",
+            0.25,
+            None,
+        )
+        twin = await episode.fork()
+        assert (await episode.step("stop")).ended is Ended.ANSWERED
+        assert "2 so far" in (await twin.step("two")).observation
+        await twin.close()
+
+
+async def test_without_a_chat_template_calls_are_plain_text() -> None:
+    async with playing(f"{HERE}:Shop", plain=True) as (episode, prompt):
+        assert '"name": "query"' in prompt
+        turn = f"Let me see.\n{call('query', sql='select 7')}"
+        assert episode.stop == ("</tool_call>",)
+        assert (episode.turn_complete(turn), episode.turn_complete("Let me see.")) == (True, False)
+        step = await episode.step(turn + call("answer", number="3"))  # what is sampled past the stop is no call
+        assert step.observation == "\n<tool_response>\n[[7]]\n</tool_response>\n"
+
+
+async def test_an_environment_for_trl_runs_unchanged() -> None:
+    async with playing(f"trl:{HERE}:Counting") as (episode, prompt):
+        assert "kg How many?" in prompt
+        step = await episode.step(call("step", by=2) + call("step", by=3) + call("step", by=10))
+        assert step.observation == "</a>\n<t>2|5|AttributeError: too far</t><a>"
+        assert (await episode.step("Done.")).ended is Ended.ANSWERED
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "Wants",
+            r"reset\(\) of environment '.*:Wants' asks for the column 'database'; columns of problem toy: answer",
+        ),
+        ("Breaks", r"reset\(\) of environment '.*:Breaks' raised KeyError: 'gone'"),
+    ],
+)
+async def test_a_class_that_breaks_its_contract_is_named(name: str, message: str) -> None:
+    with pytest.raises(EnvironmentContractError, match=message):
+        async with playing(f"{HERE}:{name}"):
+            pass
+
+
+async def test_a_step_that_returns_something_else_is_named() -> None:
+    async with playing(f"{HERE}:Odd") as (episode, _):
+        with pytest.raises(EnvironmentContractError, match=r"step\(\) of .* must return text, None, or .*, not 3"):
+            await episode.step("x")
+
+
+def test_what_is_no_environment_is_said() -> None:
+    with pytest.raises(PluginError, match="nor a class with reset"):
+        resolve_environment(f"{HERE}:NoReset")
+    factory = resolve_environment(f"{HERE}:Shop")
+    assert isinstance(factory, ClassEnvironmentFactory)
+    with pytest.raises(PluginError, match=r"environment.max_turn=3: Extra inputs .*\(settings here: .*max_turns"):
+        factory.settings({"max_turn": 3})

@@ -1,0 +1,58 @@
+"""An agent program from the command line: it learns, with two sequences a rollout, and its policy is evaluated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from agentrl.telemetry.run_directory import RunDirectory
+
+pytestmark = pytest.mark.slow
+
+AGENT = '''
+import openai
+
+
+async def run(problem, *, base_url, api_key, model):
+    """Two conversations about a problem, as with a sub-agent; letters in the second reply pay."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as policy:
+        for text in (problem.statement, "Letters, please."):
+            messages = [{"role": "user", "content": text}]
+            reply = await policy.chat.completions.create(model=model, messages=messages)
+    said = reply.choices[0].message.content
+    return sum(character.isalpha() for character in said) / max(1, len(said))
+'''
+SETTINGS = [
+    "rollout.problems_per_step=6",
+    "rollout.group_size=6",
+    "rollout.max_turn_tokens=8",
+    "optimizer.learning_rate=0.01",
+    "training.steps=20",
+    "training.threads=1",
+    "evaluation.samples=1",
+    "telemetry.plots=false",
+    "checkpoint.every=20",
+    "name=agents",
+]
+
+
+def test_an_agent_learns_in_twenty_steps_and_its_policy_is_evaluated(command_line: Any, random_policy: Path) -> None:
+    (command_line.folder / "solver.py").write_text(AGENT)
+    start = ["--env", "agent:solver:run", "--config", "tiny", f"model.path={random_policy}"]
+    said = command_line.run("train", *start, *SETTINGS)
+    assert "agent: solver:run, in an event loop" in said
+    run = RunDirectory(command_line.folder / "runs" / "agents")
+    rows = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    assert fmean(rewards[-4:]) > fmean(rewards[:4]) + 0.1
+    assert {row["gateway/branches_mean"] for row in rows if "gateway/branches_mean" in row} == {2.0}
+    played = list(run.read_trajectories(20))
+    assert [row["branch"] for row in played] == [0, 1] * (len(played) // 2)
+    assert sum(row["weight"] for row in played) == pytest.approx(len(played) / 2)
+    policy = command_line.folder / "runs" / "agents" / "policy"
+    found = ["eval", "--env", "agent:solver:run", "--model", str(policy), "--n", "1"]
+    assert "avg@1" in command_line.run(*found)
