@@ -4,6 +4,7 @@ import ast
 import asyncio
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -69,7 +70,7 @@ def test_the_gymnasium_example_runs(tmp_path: Path) -> None:
 def test_the_own_environment_trains(tmp_path: Path) -> None:
     *_, example = blocks("environments.md", "python")
     (tmp_path / "mental.py").write_text(example)
-    *_, command = blocks("environments.md", "console")
+    (command,) = (block for block in blocks("environments.md", "console") if "mental" in block)
     short = (
         "coldstart.steps=5 coldstart.count=64 training.steps=1 evaluation.problems=2 evaluation.samples=2 "
         "rollout.problems_per_step=2 rollout.group_size=2 name=own"
@@ -132,9 +133,20 @@ def test_a_tool_and_a_reward_of_ones_own_and_reasoning_are_as_shown(
 def test_every_protocol_is_described() -> None:
     text = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
     assert [name for name in INSTRUCTIONS if f"`{name}`" not in text and f"--env {name}`" not in text] == []
-    (command, _) = blocks("environments.md", "console")
+    command, *_ = blocks("environments.md", "console")
     settings = load_settings(overrides=command.removeprefix("$ agentrl train --config tiny ").split())
     assert settings.environment.protocol == "torl"
+
+
+def test_the_examples_of_other_libraries_have_valid_settings() -> None:
+    commands = [
+        block for block in blocks("environments.md", "console") if "--env textarena" in block or "gym:" in block
+    ]
+    assert len(commands) == 2
+    for command in commands:
+        _, _, _, env, *overrides = shlex.split(command.removeprefix("$ "))
+        settings = load_settings(env, overrides=overrides)
+        assert settings.data.eval[0].split == "heldout"
 
 
 def test_every_ending_is_described() -> None:
