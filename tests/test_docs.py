@@ -139,12 +139,11 @@ def test_every_protocol_is_described() -> None:
 
 
 def test_the_examples_of_other_libraries_have_valid_settings() -> None:
-    commands = [
-        block for block in blocks("environments.md", "console") if "--env textarena" in block or "gym:" in block
-    ]
+    shown = blocks("environments.md", "console")
+    commands = [block for block in shown if "--env textarena:" in block or "--env reasoning_gym:" in block]
     assert len(commands) == 2
     for command in commands:
-        _, _, _, env, *overrides = shlex.split(command.removeprefix("$ "))
+        _, _, _, env, *overrides = shlex.split(command.removeprefix("$ ").replace("\\\n", ""))
         settings = load_settings(env, overrides=overrides)
         assert settings.data.eval[0].split == "heldout"
 
