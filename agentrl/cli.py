@@ -188,11 +188,10 @@ def variance(
     settings = _load("variance", overrides, config=config or found, options={"model.path": model})
     from agentrl.lab.run import prepare, variance_command
     from agentrl.telemetry.console import Console
-    from agentrl.training.coldstart.policy import quieten_libraries, set_threads, starting_policy
+    from agentrl.training.coldstart.policy import set_threads, starting_policy
     from agentrl.training.engine.determinism import set_determinism
 
     lab, drawn = prepare(settings, problems=problems, group_sizes=group_sizes, estimators=estimators, samples=samples)
-    quieten_libraries()
     set_determinism(settings.training)
     set_threads(settings, processes=1)
     policy = starting_policy(settings, Console(settings.telemetry))

@@ -23,7 +23,6 @@ from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.coldstart.policy import set_threads
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.run.session import Session
-from agentrl.training.run.start import quieten_libraries
 from agentrl.training.step.trainer import Trainer
 from agentrl.training.worker.local import LocalService
 from agentrl_envs.types import Ended, Problem, Step
@@ -183,7 +182,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=task.folder) as runs:
         settings = settings_of(task, runs)
         run = RunDirectory.create(Path(runs) / "step", dump_yaml(settings))
-        quieten_libraries()
         rank, world = start_distributed(deadline=settings.training.collective_deadline)
         set_threads(settings, processes=world)
         session = Session(settings, run, WaitingConsole(settings, line, task, clocks), rank=rank, world=world)

@@ -56,20 +56,18 @@ def _read_all(process: subprocess.Popen[str], display: _Screen) -> str:
     """Show every line until the output ends. Returns the error message, which is not shown."""
     assert process.stdout is not None
     error: list[str] = []
-    lines = iter(process.stdout)
+    reading = True
     try:
-        while True:
+        while reading:
             try:
-                line = next(lines)
-            except StopIteration:
-                break
+                for line in process.stdout:
+                    if error or line.startswith("error: "):
+                        error.append(line)
+                    else:
+                        display.show(line)
+                reading = False
             except KeyboardInterrupt:
                 process.send_signal(signal.SIGINT)
-                continue
-            if error or line.startswith("error: "):
-                error.append(line)
-            else:
-                display.show(line)
     finally:
         display.close()
     return "".join(error).removeprefix("error: ").rstrip("\n")

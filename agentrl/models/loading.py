@@ -37,6 +37,7 @@ def read_model(path: str | Path, settings: ModelSettings) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
+    _show_no_progress_bars()
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=_DTYPES[settings.dtype], attn_implementation=settings.attention
     )
@@ -102,9 +103,17 @@ def write_model(
     state: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Export model, tokenizer and model card so that `transformers` loads the directory."""
+    _show_no_progress_bars()
     model.save_pretrained(directory, state_dict=state)
     tokenizer.save_pretrained(directory)
     (directory / "README.md").write_text(_CARD.format(title=title, body=body))
+
+
+def _show_no_progress_bars() -> None:
+    """Keep the bars of `transformers` out of the console of a run."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def model_fingerprint(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

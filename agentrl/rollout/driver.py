@@ -82,7 +82,7 @@ class _Running:
 
 
 @dataclass(kw_only=True, slots=True)
-class _TokenLedger:
+class _TokenSampler:
     """The exact tokens of one trajectory: samples turns after them, and appends what was sampled and observed.
 
     ``keys`` identify the trajectory's randomness; ``sampling`` lacks the limit and the stop strings of a turn.
@@ -331,7 +331,7 @@ class Driver:
     async def _conversation(self, job: Job, running: _Running) -> Trajectory:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        ledger = _TokenLedger(
+        sampler = _TokenSampler(
             name=self._name(job),
             keys=(self.seed, job.step, job.request.index, job.sample),
             sampling=Sampling(
@@ -345,7 +345,7 @@ class Driver:
             running=running,
         )
         problem = job.request.problem
-        turns = TurnLoop(problem=problem, ledger=ledger, settings=self.settings, fair_yield=running.fair_yield)
+        turns = TurnLoop(problem=problem, sampler=sampler, settings=self.settings, fair_yield=running.fair_yield)
         ended = await turns.play(self.environment)
         self.last_failure = turns.failure or self.last_failure
         trajectory = Trajectory(
@@ -353,8 +353,8 @@ class Driver:
             step=job.step,
             group=job.request.index,
             sample=job.sample,
-            prompt_ids=ledger.prompt_ids,
-            segments=tuple(ledger.segments),
+            prompt_ids=sampler.prompt_ids,
+            segments=tuple(sampler.segments),
             ended=ended,
             verdict=turns.verdict,
             answer=turns.answer,

@@ -1,7 +1,7 @@
 """The loop of a conversation between an episode and a policy: turns, limits and how it ends.
 
 Training and evaluation share this loop, over engines that speak tokens and over endpoints that speak only text. What
-differs is the bookkeeping: a :class:`Ledger` samples turns and records what was said.
+differs is the bookkeeping: a :class:`TurnSampler` samples turns and records what was said.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from agentrl.rollout.engines.base import EngineError
 from agentrl.rollout.gates import FairYield
 from agentrl.rollout.settings import RolloutSettings
-from agentrl_envs.episode import Environment, Episode
+from agentrl_envs.episode import Environment, Episode, UnavailableError
 from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class SampledTurn:
     full: bool
 
 
-class Ledger(Protocol):
+class TurnSampler(Protocol):
     """Samples the turns of one conversation and records what was said, in tokens or in text."""
 
     @property
@@ -68,7 +68,7 @@ class TurnLoop:
     """Plays one conversation. ``failure``: why the engine or a silent environment ended it."""
 
     problem: Problem
-    ledger: Ledger
+    sampler: TurnSampler
     settings: RolloutSettings
     fair_yield: FairYield
     calls: list[ToolCall] = field(default_factory=list)
@@ -77,26 +77,26 @@ class TurnLoop:
     failure: str | None = None
 
     async def play(self, environment: Environment) -> Ended:
-        """Play to the end. A failed engine and a silent environment end it as an infrastructure failure."""
+        """Play to the end. An infrastructure failure: a failed engine, a service that is gone, a silent environment."""
         episode = environment.episode(self.problem)
         try:
             return await self._turns(episode)
         except EngineError as error:
             self.failure = str(error)
-        except _NoAnswerError as error:
+        except (_NoAnswerError, UnavailableError) as error:
             logger.warning("problem %s: %s", self.problem.id, error)
             self.failure = str(error)
         finally:
-            self.ledger.close()
+            self.sampler.close()
             await episode.close()
         return Ended.INFRASTRUCTURE_FAILURE
 
     async def _turns(self, episode: Episode) -> Ended:
-        self.ledger.begin(await self._reply(episode.start()))
+        self.sampler.begin(await self._reply(episode.start()))
         while True:
-            room = self.settings.max_response_tokens - self.ledger.used
+            room = self.settings.max_response_tokens - self.sampler.used
             limit = min(self.settings.max_turn_tokens, room)
-            turn = await self.ledger.sample(episode, limit)
+            turn = await self.sampler.sample(episode, limit)
             if turn is None:
                 return Ended.TOKEN_LIMIT
             step = await self._reply(episode.step(turn.text))
@@ -113,12 +113,12 @@ class TurnLoop:
         most = self.settings.max_response_tokens
         self.calls.extend(step.tool_calls)
         self.verdict, self.answer = step.verdict, step.answer
-        self.ledger.credit(0.0 if step.ended is not None and step.ended.is_no_data else step.reward)
-        fits = self.ledger.observe(step.observation, most)
+        self.sampler.credit(0.0 if step.ended is not None and step.ended.is_no_data else step.reward)
+        fits = self.sampler.observe(step.observation, most)
         if step.ended is not None:
             limited = (full and step.ended is Ended.VOID_TURN) or ((full or turn.cut) and step.ended is Ended.STOPPED)
             return Ended.TOKEN_LIMIT if limited else step.ended
-        if not fits or self.ledger.used >= most:
+        if not fits or self.sampler.used >= most:
             return Ended.TOKEN_LIMIT
         allowed = self.settings.program_seconds
         return Ended.DEADLINE if allowed is not None and sum(call.seconds for call in self.calls) > allowed else None

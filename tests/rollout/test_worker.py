@@ -98,7 +98,7 @@ async def test_oversampling_plays_more_and_trains_what_is_asked() -> None:
     assert one.state_dict()["queue"] == []
 
 
-async def test_dropped_groups_are_counted_and_leave_the_ledger_too() -> None:
+async def test_dropped_groups_are_counted_and_leave_the_queue_too() -> None:
     one = worker(step=lambda *_: ends(reward=1.0), zero_variance=True)
     batch = await one.next_batch(0)
     assert (batch.groups, batch.metrics["groups/dropped_zero_variance"]) == ((), 3)
@@ -140,7 +140,7 @@ async def test_prompts_that_are_all_too_long_mean_a_wrong_limit(caplog: pytest.L
     assert caplog.text.count("further ones are only counted") == 1
 
 
-async def test_past_the_step_deadline_it_says_what_is_missing_and_keeps_the_ledger() -> None:
+async def test_past_the_step_deadline_it_says_what_is_missing_and_keeps_the_queue() -> None:
     slow = worker(answer=lambda: asyncio.sleep(60), step_deadline=0.05)
     with pytest.raises(WorldError, match=r"step 4: 0 of 3 groups .* rollout.step_deadline=0.05"):
         await slow.next_batch(4)

@@ -94,34 +94,34 @@ class TextPlayer:
     async def _transcript(self, sample: Sample, fair_yield: FairYield) -> Transcript:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        ledger = _TextLedger(
+        sampler = _TextSampler(
             engine=self.engine,
             keys=(self.seed, sample.benchmark, sample.problem.id, sample.number, sample.attempt),
             temperature=self.settings.temperature,
             top_p=self.top_p,
         )
-        turns = TurnLoop(problem=sample.problem, ledger=ledger, settings=self.settings, fair_yield=fair_yield)
+        turns = TurnLoop(problem=sample.problem, sampler=sampler, settings=self.settings, fair_yield=fair_yield)
         ended = await turns.play(self.environment)
         return Transcript(
             benchmark=sample.benchmark,
             problem=sample.problem.id,
             sample=sample.number,
             attempt=sample.attempt,
-            turns=tuple(ledger.turns),
+            turns=tuple(sampler.turns),
             ended=ended,
-            prompt_tokens=ledger.prompt_tokens,
+            prompt_tokens=sampler.prompt_tokens,
             verdict=turns.verdict,
             answer=turns.answer,
-            reward=ledger.reward,
+            reward=sampler.reward,
             tool_calls=tuple(turns.calls),
             seconds=loop.time() - began,
             failure=turns.failure,
-            refused=ledger.refused,
+            refused=sampler.refused,
         )
 
 
 @dataclass(kw_only=True, slots=True)
-class _TextLedger:
+class _TextSampler:
     """A conversation as text; ``conversation`` alternates between what the model is shown and its turns."""
 
     engine: TextEngine

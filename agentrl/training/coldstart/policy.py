@@ -57,7 +57,6 @@ def coldstart_command(settings: Settings, output: Path) -> None:
     Raises SettingsError before any work if it is not free or cannot be written.
     """
     _claim(output)
-    quieten_libraries()
     set_determinism(settings.training)
     set_threads(settings, processes=1)
     make_policy(settings, output, Console(settings.telemetry))
@@ -70,13 +69,6 @@ def _claim(output: Path) -> None:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingsError(f"--output {output}: cannot be made: {error.strerror}") from error
-
-
-def quieten_libraries() -> None:
-    """Turn off the progress bars of `transformers`."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
 
 
 def computing_processes(settings: Settings, *, ranks: int) -> int:

@@ -100,6 +100,8 @@ def finish_run(
 
 
 def _table(console: Console, evaluations: list[EvaluationRecord]) -> None:
+    if not evaluations:
+        return
     rows = [
         [
             f"step {item['step']}" + (", observations falsified (reveal families)" if item["falsified"] else ""),

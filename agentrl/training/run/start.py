@@ -15,7 +15,7 @@ from agentrl.errors import SettingsError
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import describe_machine
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.coldstart.policy import computing_processes, quieten_libraries, set_threads, starting_policy
+from agentrl.training.coldstart.policy import computing_processes, set_threads, starting_policy
 from agentrl.training.engine.deepspeed_engine import from_rank_zero, start_distributed
 from agentrl.training.engine.determinism import set_determinism
 from agentrl.training.run.preflight import check_inputs, machine_problems
@@ -67,7 +67,6 @@ def _open_run(settings: Settings, resume: bool) -> RunDirectory:
 
 def run_rank(settings: Settings, run: RunDirectory | None, *, resume: bool) -> int:
     """Run one training rank from start to end. Only rank 0 has a ``run``; other ranks print nothing."""
-    quieten_libraries()
     set_determinism(settings.training)
     rank, world = start_distributed(deadline=settings.training.collective_deadline)
     set_threads(settings, processes=computing_processes(settings, ranks=world))

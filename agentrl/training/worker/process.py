@@ -19,7 +19,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 
 from agentrl.errors import AgentRLError
-from agentrl.training.coldstart.policy import computing_processes, quieten_libraries, set_threads
+from agentrl.training.coldstart.policy import computing_processes, set_threads
 from agentrl.training.engine.determinism import set_determinism
 from agentrl.training.worker.local import LocalService
 from agentrl.training.worker.service import InterruptedRunError
@@ -198,7 +198,6 @@ def main() -> None:
     first, control = (Connection(int(handle)) for handle in sys.argv[1:3])
     door = socket.socket(fileno=int(sys.argv[3]))
     startup: Startup = first.recv()
-    quieten_libraries()
     set_determinism(startup.settings.training)
     # It may use every core, because the ranks wait for it.
     resting = startup.settings.rollout.schedule == "synchronous"

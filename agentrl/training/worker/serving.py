@@ -11,7 +11,6 @@ from agentrl.rollout.engines.managed import changeable_policy, transfer_backend
 from agentrl.rollout.engines.vllm.serve import serve
 from agentrl.rollout.engines.vllm.servers import longest_request, policy_servers, vocabulary_of
 from agentrl.telemetry.console import Console
-from agentrl.training.coldstart.policy import quieten_libraries
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 def serve_command(settings: Settings, model: str, *, host: str, port: int | None) -> None:
     """Serve the policy in ``model`` until a signal to stop. A run that names the server may change its weights."""
-    quieten_libraries()
     console = Console(settings.telemetry)
     with tempfile.TemporaryDirectory(prefix="agentrl-policy-") as folder:
         served = changeable_policy(model, Path(folder))

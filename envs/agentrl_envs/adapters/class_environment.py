@@ -311,10 +311,9 @@ class ClassEpisode:
         instance, thread = self._instance()
         function = getattr(instance, method)
         try:
-            async with asyncio.timeout(None):
-                if inspect.iscoroutinefunction(function):
-                    return await cast("Callable[..., asyncio.Future[object]]", function)(*given, **named)
-                return await thread.run(partial(function, *given, **named))
+            if inspect.iscoroutinefunction(function):
+                return await cast("Callable[..., asyncio.Future[object]]", function)(*given, **named)
+            return await thread.run(partial(function, *given, **named))
         except UnavailableError:
             raise
         except (Exception, SystemExit) as error:
