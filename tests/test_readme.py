@@ -6,12 +6,17 @@ import json
 import os
 import re
 import shlex
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.utils.cpp_extension
+
+from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
 
 pytestmark = pytest.mark.slow
 
@@ -142,3 +147,20 @@ def test_the_torch_index_is_the_same_everywhere() -> None:
     index = "https://download.pytorch.org/whl/cpu"
     assert README.count(index) == 2
     assert f"TORCH_INDEX={index}" in (ROOT / "Makefile").read_text()
+
+
+def test_the_shop_is_an_environment(tmp_path: Path) -> None:
+    (example,) = (block for block in blocks("python") if "class Shop" in block)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    factory = ClassEnvironmentFactory("shop:Shop", names["Shop"])
+    assert [schema.name for schema in factory.tools.schemas] == ["query"]
+    with closing(sqlite3.connect(tmp_path / "shop.sqlite")) as database, database:
+        database.execute("create table items (price integer)")
+        database.execute("insert into items values (7)")
+    shop = names["Shop"]()
+    shop.reset(db=tmp_path / "shop.sqlite", level=3)
+    assert shop.query("select price from items") == "[(7,)]"
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        shop.query("delete from items")
+    shop.connection.close()
