@@ -93,7 +93,10 @@ GOOD = {"problem": "What is 1 + 1?", "answer": "2"}
         (["--env", "simpletr"], "env=\"simpletr\": unknown environment 'simpletr'; did you mean 'simpletir'?"),
         (["--env", "nowhere:Nothing"], "environment 'nowhere:Nothing': there is no module 'nowhere'"),
         (["--env", "json:Nothing"], "environment 'json:Nothing': module 'json' has no 'Nothing'"),
-        (["--env", "json:JSONDecoder"], "JSONDecoder is neither a gymnasium.Env nor an agentrl Environment"),
+        (
+            ["--env", "json:JSONDecoder"],
+            "JSONDecoder is neither a gymnasium.Env, nor a class with reset, nor an agentrl ",
+        ),
         (["--reward", "nowhere:reward"], "reward 'nowhere:reward': there is no module 'nowhere'"),
         (["--reward", "json:lods"], "reward 'json:lods': module 'json' has no 'lods'; did you mean 'loads'?"),
         (["--reward", "reward"], "unknown reward 'reward' (known: module:attribute)"),

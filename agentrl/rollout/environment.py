@@ -10,11 +10,12 @@ from agentrl.rollout.gateway.environment import AgentEnvironment, agent_renderer
 from agentrl.rollout.gateway.programs import load_agent
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.settings import is_agent
+from agentrl.rollout.settings import compares_answers
 from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
 from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.episode import Environment
 from agentrl_envs.protocols.chat import ChatFormat, plain_format
-from agentrl_envs.registry import ENVIRONMENTS, grades_answers
+from agentrl_envs.registry import ENVIRONMENTS
 from agentrl_envs.rewards import Rewards
 from agentrl_envs.settings import GymnasiumSettings, SimpleTIRSettings
 from agentrl_envs.tools import load_tools
@@ -94,11 +95,6 @@ def build_rewards(settings: RewardedSections) -> Rewards | None:
 def needs_answers(settings: RewardedSections) -> bool:
     """Whether a trajectory's reward compares answers with gold answers."""
     return compares_answers(settings) and not settings.reward.functions
-
-
-def compares_answers(settings: EnvironmentSections) -> bool:
-    """Whether the environment compares answers with gold answers, so that each problem needs one."""
-    return grades_answers(settings.env) and settings.grader.function is None
 
 
 def needs_chat_format(settings: EnvironmentSections) -> bool:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from agentrl_envs.registry import grades_answers
+
 if TYPE_CHECKING:
     from agentrl.models.settings import ModelSettings
     from agentrl.rollout.gateway.settings import AgentGatewaySettings
@@ -226,3 +228,8 @@ class EngineSections(Protocol):
     def model(self) -> ModelSettings: ...
     @property
     def rollout(self) -> RolloutSettings: ...
+
+
+def compares_answers(settings: EnvironmentSections) -> bool:
+    """Whether the environment compares answers with gold answers, so that each problem needs one."""
+    return grades_answers(settings.env) and settings.grader.function is None

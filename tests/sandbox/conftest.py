@@ -66,7 +66,7 @@ class World:
         fields = json.loads(first)
         if "refused" in fields:
             await process.wait()
-            raise UnisolatedError(fields["refused"], missing=tuple(fields["missing"]))
+            raise UnisolatedError(name, tuple(fields["missing"]), fields["refused"])
         return cls(process, Isolation(**fields))
 
     async def execute(self, program: str, **options: Any) -> Execution:

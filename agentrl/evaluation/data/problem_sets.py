@@ -12,8 +12,8 @@ from agentrl.errors import SettingsError
 from agentrl.evaluation.data.benchmarks import BENCHMARKS, load_benchmark
 from agentrl.evaluation.formats import ProblemRow, SetRecord
 from agentrl.problems.sources import evaluation_set, load_source
-from agentrl.rollout.environment import compares_answers
 from agentrl.rollout.gateway.settings import is_agent
+from agentrl.rollout.settings import compares_answers
 from agentrl_envs.types import Problem
 
 if TYPE_CHECKING:

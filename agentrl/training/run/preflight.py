@@ -17,10 +17,10 @@ from agentrl.rollout.environment import (
     build_rewards,
     chat_format,
     check_environment,
-    compares_answers,
     needs_answers,
     needs_chat_format,
 )
+from agentrl.rollout.settings import compares_answers
 from agentrl.training.coldstart.train import read_cold_demonstrations
 from agentrl.training.step.objective_settings import ObjectiveSettings, loss_options, needs
 
