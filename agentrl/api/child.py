@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from tqdm import tqdm
@@ -29,14 +30,17 @@ def run_command(arguments: Sequence[str], *, progress: bool) -> None:
     An interrupt is passed on: the command saves and ends. Raises KeyboardInterrupt for a command that was stopped,
     SettingsError and WorldError with the command's message for one that failed.
     """
-    with subprocess.Popen(
-        [sys.executable, "-m", __name__, str(os.getpid()), *arguments],
-        env=_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # an interrupt arrives once: from here
-    ) as process:
+    with (
+        subprocess.Popen(
+            [sys.executable, "-m", __name__, str(os.getpid()), *arguments],
+            env=_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # an interrupt arrives once: from here
+        ) as process,
+        _interrupts_go_to(process),
+    ):
         error = _read_all(process, _Bar() if progress else _Lines())
     code = process.returncode
     if code == 0:
@@ -56,21 +60,28 @@ def _read_all(process: subprocess.Popen[str], display: _Screen) -> str:
     """Show every line until the output ends. Returns the error message, which is not shown."""
     assert process.stdout is not None
     error: list[str] = []
-    reading = True
     try:
-        while reading:
-            try:
-                for line in process.stdout:
-                    if error or line.startswith("error: "):
-                        error.append(line)
-                    else:
-                        display.show(line)
-                reading = False
-            except KeyboardInterrupt:
-                process.send_signal(signal.SIGINT)
+        for line in process.stdout:
+            if error or line.startswith("error: "):
+                error.append(line)
+            else:
+                display.show(line)
     finally:
         display.close()
     return "".join(error).removeprefix("error: ").rstrip("\n")
+
+
+@contextmanager
+def _interrupts_go_to(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Pass Ctrl-C on to the command. An exception here could come anywhere, and in a finalizer it would be lost."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: process.send_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Lines:
