@@ -103,19 +103,7 @@ def variance_command(
     environment, codec = environment_and_codec(settings, tokenizer, model)
     causal_lm = read_model(model, settings.model).eval()
     played, greedy = asyncio.run(_play(settings, causal_lm, environment, codec, lab, problems))
-    rules = FilterRules(void_turns="remove", accuracy_range=None, drop_zero_variance=False)
-    groups, why = usable(filter_groups(played, rules).groups, size=lab.samples)
-    groups = groups[: lab.problems]
-    reasons = [f"{count} with {name}" for name, count in why.items()]
-    left_out = f"; left out: {', '.join(reasons)}" if reasons else ""
-    if len(groups) < 2:
-        raise WorldError(
-            f"only {len(groups)} of {len(played)} problems can be measured{left_out}; two are the least: take "
-            "another model, other problems or more samples"
-        )
-    console.note(
-        f"sampled: {len(played)} problems x {lab.samples} trajectories; measured on {len(groups)} of them{left_out}"
-    )
+    groups = _measurable(played, lab, console)
     policy = PolicyModel(causal_lm, backend=head_backend)
     temperature = settings.rollout.temperature
     samples = [
@@ -147,6 +135,24 @@ def variance_command(
     for path in draw_all(output, lines, samples, choices):
         console.note(f"drawn: {path}")
     return lines
+
+
+def _measurable(played: Sequence[Group], lab: LabSettings, console: Console) -> list[Group]:
+    """The groups to measure on. Raises WorldError for fewer than two."""
+    rules = FilterRules(void_turns="remove", accuracy_range=None, drop_zero_variance=False)
+    groups, why = usable(filter_groups(played, rules).groups, size=lab.samples)
+    groups = groups[: lab.problems]
+    reasons = [f"{count} with {name}" for name, count in why.items()]
+    left_out = f"; left out: {', '.join(reasons)}" if reasons else ""
+    if len(groups) < 2:
+        raise WorldError(
+            f"only {len(groups)} of {len(played)} problems can be measured{left_out}; two are the least: take "
+            "another model, other problems or more samples"
+        )
+    console.note(
+        f"sampled: {len(played)} problems x {lab.samples} trajectories; measured on {len(groups)} of them{left_out}"
+    )
+    return groups
 
 
 def lab_problems(settings: LabSections, lab: LabSettings, given: str | None) -> tuple[LabSettings, list[Problem]]:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from grading_pairs import DIFFERENT, EQUAL, pairs
+from different_answers import DIFFERENT
+from equal_answers import EQUAL
 
 from agentrl_envs.answers import last_boxed
 from agentrl_envs.grading import Grader, GraderSettings
@@ -22,6 +23,16 @@ from agentrl_sandbox.client import Execution
 
 CORRECT, INCORRECT = Verdict.CORRECT, Verdict.INCORRECT
 Grades = Callable[[str | None, str], Verdict]
+
+
+def pairs(table: dict[str, str]) -> list[tuple[str, str, str]]:
+    """``(kind, answer, gold)`` of every line."""
+    rows = []
+    for kind, lines in table.items():
+        for line in lines.strip().splitlines():
+            answer, _, gold = line.strip().rpartition(" | ")
+            rows.append((kind, answer.strip(), gold.strip()))
+    return rows
 
 
 def answers(path: Path) -> list[str]:

@@ -16,7 +16,7 @@ from agentrl.evaluation.data.problem_sets import held_out_problems
 from agentrl.evaluation.play.during_training import EvaluationReport, evaluate_policy
 from agentrl.evaluation.play.limits import evaluation_environment, evaluation_rollout
 from agentrl.models.loading import read_model
-from agentrl.models.tokenizer import read_tokenizer
+from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.problems.sources import load_mixture
 from agentrl.rollout.driver import Driver
@@ -69,25 +69,7 @@ class LocalService:
         if self._rewards is not None:
             self._run(self._rewards.open())
         self._folder = Path(settings.runs_dir).absolute() / str(settings.name)
-        model = trained
-        if model is None and engine_facts(settings.rollout).in_process:
-            model = read_model(policy_path, settings.model).to("cuda" if torch.cuda.is_available() else "cpu")
-        self._managed = self._run(
-            open_managed_engine(
-                EngineRequest(
-                    rollout=settings.rollout,
-                    policy=settings.model,
-                    policy_path=policy_path,
-                    codec=codec,
-                    longest=longest_request(settings.rollout, settings.evaluation.max_response_tokens),
-                    folder=self._folder,
-                    model=model,
-                    shared=trained is not None,
-                    training_gpus=settings.training.num_processes,
-                    deterministic=settings.training.deterministic,
-                )
-            )
-        )
+        self._managed = self._run(open_managed_engine(self._engine_request(policy_path, codec, trained)))
         self._engine = self._managed.engine
         self._make_driver = partial(
             Driver, codec=codec, seed=settings.seed, deterministic=settings.training.deterministic
@@ -115,6 +97,24 @@ class LocalService:
             ),
             greedy="greedy_returns" in needs(self._objective).inputs,
             last_step=settings.training.steps,
+        )
+
+    def _engine_request(self, policy_path: str, codec: TextCodec, trained: PreTrainedModel | None) -> EngineRequest:
+        settings = self._settings
+        model = trained
+        if model is None and engine_facts(settings.rollout).in_process:
+            model = read_model(policy_path, settings.model).to("cuda" if torch.cuda.is_available() else "cpu")
+        return EngineRequest(
+            rollout=settings.rollout,
+            policy=settings.model,
+            policy_path=policy_path,
+            codec=codec,
+            longest=longest_request(settings.rollout, settings.evaluation.max_response_tokens),
+            folder=self._folder,
+            model=model,
+            shared=trained is not None,
+            training_gpus=settings.training.num_processes,
+            deterministic=settings.training.deterministic,
         )
 
     def describe(self) -> list[str]:

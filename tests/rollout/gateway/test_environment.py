@@ -139,7 +139,7 @@ class ChatEpisode:
         return Step(observation=observation, reward=0.0, ended=None)
 
     async def fork(self) -> ChatEpisode:
-        raise NotImplementedError
+        raise AssertionError("the driver forks no episode")
 
     async def close(self) -> None:
         """Nothing to release."""
