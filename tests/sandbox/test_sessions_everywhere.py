@@ -66,9 +66,14 @@ CHAIN = (
     "while True:\n            open('alive', 'w').write(str(time.time()))\n"
     "            if os.fork():\n                time.sleep(0.005)\n                os._exit(0)"
 )
+SWIFT_CHAIN = CHAIN.replace("time.sleep(0.005)", "pass")
 
 
-@pytest.mark.parametrize("work", ["work()", WITHOUT_ITS_FIRST_THREAD, CHAIN], ids=["process", "thread", "chain"])
+@pytest.mark.parametrize(
+    "work",
+    ["work()", WITHOUT_ITS_FIRST_THREAD, CHAIN, SWIFT_CHAIN],
+    ids=["process", "thread", "chain", "swift-chain"],
+)
 async def test_what_a_program_leaves_running_ends_with_it(everywhere, work):
     session = await everywhere.open_session()
     assert (await everywhere.execute(DAEMON.replace("WORK", work), session=session)).outcome is Outcome.OK

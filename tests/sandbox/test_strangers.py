@@ -104,7 +104,7 @@ async def test_no_program_finds_another_ones_text_input_files_or_output_in_its_m
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root reads other processes' memory")
 async def test_a_warm_interpreter_holds_nothing_of_the_programs_it_forked(everywhere, root_of):
-    assert await until(lambda: len(interpreters(root_of)) == 2)  # nothing else runs
+    assert await until(lambda: len(interpreters(root_of)) == 2)
     mark, warm = secrets.token_hex(16), interpreters(root_of)
     for prefix in ("", SCIENCE):
         text, files = f"{prefix}x = {mark!r}; print(x, input())", {f"{mark}.txt": mark.encode()}
@@ -118,7 +118,17 @@ async def test_a_warm_interpreter_holds_nothing_of_the_programs_it_forked(everyw
 
 
 def interpreters(root: int) -> list[int]:
-    return [pid for pid, command in server_processes(root).items() if b"runner.zygote" in command]
+    """Without the programs and session inits that they forked, which have their command line."""
+    forks = [pid for pid, command in server_processes(root).items() if b"runner.zygote" in command]
+    return [pid for pid in forks if parent(pid) not in (None, *forks)]
+
+
+def parent(pid: int) -> int | None:
+    """None if the process has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
 
 
 def holds(pid: int, mark: bytes) -> bool:

@@ -192,21 +192,25 @@ class SessionInit:
         """Kill orphans and the descendants of session processes at rest. Raises TimeoutError.
 
         All are stopped before any is killed. Stopped processes still count against RLIMIT_NPROC, so a fork bomb
-        cannot outrun the loop.
+        cannot outrun the loop. A process may end before it is stopped and leave a child that the same look does not
+        find, so the loop ends with a look whose processes had all ended before it.
         """
         deadline = time.monotonic() + _KILL_SECONDS
         stopped: set[int] = set()
-        while found := self._stop_leftovers():
-            if found <= stopped:
-                for pid in found:
+        ended: set[int] = set()
+        while not (found := self._stop_leftovers()) <= ended:
+            alive = set(filter(is_alive, found))
+            if alive and alive <= stopped:
+                for pid in alive:
                     _signal(pid, signal.SIGKILL)
                 time.sleep(_PAUSE_SECONDS)  # they take a moment to end
-            stopped |= found
+            stopped |= alive
+            ended = found - alive
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{len(found)} processes of a program did not end in {_KILL_SECONDS:g} s")
+                raise TimeoutError(f"{len(alive)} processes of a program did not end in {_KILL_SECONDS:g} s")
 
     def _stop_leftovers(self) -> set[int]:
-        """Stop each before its children are listed."""
+        """Stop each before its children are listed. Returns them, with those that have ended and are not reaped."""
         sessions = {pid: session for session, pid in self._pids.items()}
         found: list[int] = []
         for child in children(os.getpid()):
@@ -215,7 +219,7 @@ class SessionInit:
                     found += tree(child, _stop)
             elif sessions[child] not in self._running:
                 found += tree(child, _stop)[1:]
-        return set(filter(is_alive, found))
+        return set(found)
 
     def _send(self, message: ProcessMessage) -> None:
         self._server.send(json.dumps(message).encode())
