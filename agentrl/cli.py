@@ -265,10 +265,12 @@ def _exit_code(error: Exception) -> int | None:
     """None for a bug. The packages below the trainer are imported only once something has failed."""
     if isinstance(error, AgentRLError):
         return error.exit_code
-    from agentrl_envs.episode import EnvironmentContractError
+    from agentrl_envs.episode import EnvironmentContractError, UnavailableError
     from agentrl_envs.registry import PluginError
     from agentrl_sandbox.client import SandboxError
 
+    if isinstance(error, UnavailableError):
+        return 1
     return 2 if isinstance(error, EnvironmentContractError | PluginError | SandboxError) else None
 
 

@@ -10,13 +10,14 @@ from agentrl.rollout.gateway.environment import AgentEnvironment, agent_renderer
 from agentrl.rollout.gateway.programs import load_agent
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.settings import is_agent
+from agentrl_envs.adapters.adapted import AdaptedFactory
 from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
 from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.episode import Environment
 from agentrl_envs.protocols.chat import ChatFormat, plain_format
 from agentrl_envs.registry import ENVIRONMENTS, grades_answers
 from agentrl_envs.rewards import Rewards
-from agentrl_envs.settings import GymnasiumSettings, SimpleTIRSettings
+from agentrl_envs.settings import GymnasiumSettings, SimpleTIRSettings, read_options
 from agentrl_envs.tools import load_tools
 
 if TYPE_CHECKING:
@@ -54,7 +55,10 @@ def build_environment(settings: EnvironmentSections, chat: Chat | None = None) -
         return factory(
             own, settings.sandbox, settings.grader, chat=template or plain_format(tools), plain=template is None
         )
-    return factory(GymnasiumSettings(**(settings.environment.model_extra or {})))
+    options = settings.environment.model_extra or {}
+    return factory(
+        factory.settings(options) if isinstance(factory, AdaptedFactory) else read_options(GymnasiumSettings, options)
+    )
 
 
 def chat_format(settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBase, name: str) -> Chat | None:

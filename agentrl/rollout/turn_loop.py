@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from agentrl.rollout.engines.base import EngineError
 from agentrl.rollout.gates import FairYield
 from agentrl.rollout.settings import RolloutSettings
-from agentrl_envs.episode import Environment, Episode
+from agentrl_envs.episode import Environment, Episode, UnavailableError
 from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict
 
 logger = logging.getLogger(__name__)
@@ -77,13 +77,13 @@ class TurnLoop:
     failure: str | None = None
 
     async def play(self, environment: Environment) -> Ended:
-        """Play to the end. A failed engine and a silent environment end it as an infrastructure failure."""
+        """Play to the end. A failed engine, a silent or unavailable environment: an infrastructure failure."""
         episode = environment.episode(self.problem)
         try:
             return await self._turns(episode)
         except EngineError as error:
             self.failure = str(error)
-        except _NoAnswerError as error:
+        except (_NoAnswerError, UnavailableError) as error:
             logger.warning("problem %s: %s", self.problem.id, error)
             self.failure = str(error)
         finally:

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from agentrl_envs.registry import PROTOCOLS
+from agentrl_envs.registry import PROTOCOLS, PluginError
+
+Section = TypeVar("Section", bound=BaseModel)
+
+
+def read_options(model: type[Section], options: Mapping[str, object]) -> Section:
+    """The section ``environment`` as ``model``. Raises `PluginError` that names a bad setting and the valid ones."""
+    try:
+        return model(**options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in ("environment", *first["loc"]))
+        known = ", ".join(model.model_fields)
+        raise PluginError(f"{key}={first['input']!r}: {first['msg']} (settings here: {known})") from error
 
 
 def _known_protocol(name: str) -> str:
@@ -166,6 +179,31 @@ class GymnasiumSettings(BaseModel):
     )
     threads: int = Field(default=32, ge=1, description="maximum concurrent blocking calls (reset, step, close)")
     call_deadline: float = Field(default=300.0, gt=0, description="time limit of one blocking call, in seconds")
+
+
+class OpenEnvSettings(BaseModel):
+    """How the model's text becomes a server's actions, and its observations text."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    action: dict[str, object] | None = Field(
+        default=None,
+        description="the action of a turn, in which the text {text} stands for the turn's; null: the only text field "
+        "of the server's actions",
+    )
+    observation: str | None = Field(
+        default=None,
+        min_length=1,
+        description="field of an observation that the model reads, with dots where it lies deeper; null: the only text "
+        "field",
+    )
+    reset_observation: str | None = Field(
+        default=None, min_length=1, description="the same for the first observation; null: as observation"
+    )
+    instruction: str = Field(default="", description="text before the first observation")
+    stop: tuple[str, ...] = Field(default=(), description="strings that end a turn; none: the model ends it")
+    max_turns: int = Field(default=10, ge=1, description="maximum model turns in one episode")
+    call_deadline: float = Field(default=300.0, gt=0, description="time limit of one reply of the server, in seconds")
 
 
 class EnvironmentOptions(BaseModel):

@@ -26,6 +26,7 @@ from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group, Trajectory
+from agentrl_envs.episode import UnavailableError
 from agentrl_envs.rewards import Conversation, Rewards
 from agentrl_envs.types import Ended, Problem, ToolCall, Verdict
 from agentrl_sandbox.client import SandboxSettings
@@ -265,6 +266,26 @@ async def test_a_start_that_hangs_is_no_data() -> None:
     (group,) = await play(driver)
     assert group.trajectories[0].ended is Ended.INFRASTRUCTURE_FAILURE
     assert environment.episodes[0].closed == 1
+
+
+async def test_a_start_without_its_service_is_no_data_and_the_prompt_is_asked_for_again() -> None:
+    class Unavailable(ScriptedEpisode):
+        async def start(self) -> str:
+            raise UnavailableError("the service is gone")
+
+    driver, environment = make(
+        ScriptedEngine(lambda *_: TURN),
+        lambda _, made: Unavailable([]) if made < 2 else ScriptedEpisode([ends()]),
+        retries=1,
+    )
+    (group,) = await play(driver)
+    assert group.trajectories[0].ended is Ended.INFRASTRUCTURE_FAILURE
+    assert driver.last_failure == "the service is gone"
+    environment.episodes.clear()
+    with pytest.raises(UnavailableError, match="the service is gone"):
+        await driver.prompt(problem())
+    assert await driver.prompt(problem()) == CODEC.encode("P")
+    assert [episode.closed for episode in environment.episodes] == [1, 1, 1]
 
 
 async def test_a_timeout_that_is_not_the_deadline_is_a_bug() -> None:

@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
-from pydantic import ValidationError
-
 from agentrl_envs.adapters.blocking import BlockingCalls, OwnThread
 from agentrl_envs.episode import EnvironmentContractError, EpisodeUsageError, UnavailableError
 from agentrl_envs.execution import EpisodeSandbox, failed_call
@@ -38,7 +36,7 @@ from agentrl_envs.protocols.hermes import HermesProtocol
 from agentrl_envs.protocols.results import clip
 from agentrl_envs.read_only import thawed
 from agentrl_envs.registry import PluginError, describe_error
-from agentrl_envs.settings import ClassEnvironmentSettings
+from agentrl_envs.settings import ClassEnvironmentSettings, read_options
 from agentrl_envs.tools import EpisodeTools, ToolSet
 from agentrl_envs.tools.calling import is_unreachable
 from agentrl_envs.tools.loading import methods_as_tools
@@ -78,13 +76,7 @@ class ClassEnvironmentFactory:
 
     def settings(self, options: Mapping[str, object]) -> ClassEnvironmentSettings:
         """The section ``environment``. Raises `PluginError` for a setting that is none."""
-        try:
-            return ClassEnvironmentSettings(**options)  # type: ignore[arg-type]
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(str(part) for part in ("environment", *first["loc"]))
-            known = ", ".join(ClassEnvironmentSettings.model_fields)
-            raise PluginError(f"{key}={first['input']!r}: {first['msg']} (settings here: {known})") from error
+        return read_options(ClassEnvironmentSettings, options)
 
     def __call__(
         self,
