@@ -24,7 +24,7 @@ from agentrl.rollout.engines.base import Completion, Engine, Sampling
 from agentrl.rollout.engines.sampling import sampling_key
 from agentrl.rollout.gates import FairYield, Rounds
 from agentrl.rollout.gateway.environment import AgentEnvironment
-from agentrl.rollout.gateway.rollout import RolloutPlace
+from agentrl.rollout.gateway.export import RolloutPlace
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.turn_loop import SampledTurn, TurnLoop, pooled
 from agentrl.rollout.work_queue import RolloutRequest

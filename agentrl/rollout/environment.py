@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.models.chat_template import read_chat_format
 from agentrl.models.tokenizer import TextCodec, read_generation_ends
-from agentrl.rollout.gateway.environment import AgentEnvironment, agent_renderer
-from agentrl.rollout.gateway.programs import load_agent
+from agentrl.rollout.gateway.environment import AgentEnvironment, agent_renderer, load_program
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl_envs.adapters.adapted import AdaptedFactory
@@ -30,12 +29,12 @@ Chat = ChatFormat | ChatRenderer
 """How the model that plays writes conversations: what a protocol needs of its template, or what the gateway does."""
 
 
-def check_environment(env: str) -> None:
+def check_environment(settings: EnvironmentSections) -> None:
     """Import what an environment's name stands for. Raises PluginError if that is no environment."""
-    if is_agent(env):
-        load_agent(env)
+    if is_agent(settings.env):
+        load_program(settings.env, settings.environment.model_extra or {})
     else:
-        resolve_environment(env)
+        resolve_environment(settings.env)
 
 
 def build_environment(settings: EnvironmentSections, chat: Chat | None = None) -> Environment:
@@ -44,7 +43,8 @@ def build_environment(settings: EnvironmentSections, chat: Chat | None = None) -
     ``chat``: how the model that plays writes conversations, from :func:`chat_format`.
     """
     if is_agent(settings.env):
-        return AgentEnvironment(settings.env, settings.gateway, chat if isinstance(chat, ChatRenderer) else None)
+        program = load_program(settings.env, settings.environment.model_extra or {}, threads=settings.gateway.threads)
+        return AgentEnvironment(program, settings.gateway, chat if isinstance(chat, ChatRenderer) else None)
     factory = resolve_environment(settings.env)
     if settings.env in ENVIRONMENTS.own:
         return factory(settings.environment, settings.sandbox, settings.grader, chat=chat)

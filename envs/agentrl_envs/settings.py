@@ -19,7 +19,7 @@ def read_options(model: type[Section], options: Mapping[str, object]) -> Section
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in ("environment", *first["loc"]))
-        known = ", ".join(model.model_fields)
+        known = ", ".join(model.model_fields) or "none"
         raise PluginError(f"{key}={first['input']!r}: {first['msg']} (settings here: {known})") from error
 
 
@@ -204,6 +204,26 @@ class OpenEnvSettings(BaseModel):
     stop: tuple[str, ...] = Field(default=(), description="strings that end a turn; none: the model ends it")
     max_turns: int = Field(default=10, ge=1, description="maximum model turns in one episode")
     call_deadline: float = Field(default=300.0, gt=0, description="time limit of one reply of the server, in seconds")
+
+
+class VerifiersSettings(BaseModel):
+    """How a task set of verifiers is played."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    python: str | None = Field(
+        default=None, min_length=1, description="the Python of the virtual environment that has verifiers"
+    )
+    config: dict[str, object] = Field(
+        default_factory=dict, description="verifiers' own configuration of the environment (its section env)"
+    )
+    concurrency: int = Field(default=64, ge=1, description="most rollouts that the worker plays at once")
+
+
+class NoSettings(BaseModel):
+    """An environment without settings in this section."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class EnvironmentOptions(BaseModel):

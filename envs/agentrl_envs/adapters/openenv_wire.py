@@ -101,6 +101,7 @@ class OpenEnvServer:
         if self._parts.scheme not in ("http", "https", "ws", "wss") or not self._parts.hostname:
             raise PluginError(f"environment openenv:{url}: write openenv:http://HOST:PORT")
         self._deadline = deadline
+        self._proxied = self._parts.hostname not in _HERE
         self._most: int | None = None  # sessions, once the server has said it
         self._held = 0
         self._ended = asyncio.Event()
@@ -110,7 +111,7 @@ class OpenEnvServer:
         scheme = "https" if self._parts.scheme in ("https", "wss") else "http"
         address = self._parts._replace(scheme=scheme).geturl() + "/schema"
         try:
-            text = await asyncio.to_thread(_fetch, address)
+            text = await asyncio.to_thread(_fetch, address, proxied=self._proxied)
             found = json.loads(text)
         except urllib.error.HTTPError as error:
             raise PluginError(f"{self.url} is no OpenEnv server: {address} answered {error.code}") from None
@@ -176,7 +177,7 @@ class OpenEnvServer:
                 max_size=_LONGEST_MESSAGE,
                 open_timeout=self._deadline,
                 close_timeout=_CLOSING,
-                proxy=None if self._parts.hostname in _HERE else True,
+                proxy=True if self._proxied else None,
             )
         except (OSError, TimeoutError) as error:
             raise UnavailableError(f"OpenEnv server {self.url} cannot be reached: {error}") from error
@@ -194,8 +195,9 @@ class OpenEnvServer:
         self._ended.set()
 
 
-def _fetch(address: str) -> bytes:
-    with urllib.request.urlopen(address, timeout=_SCHEMA_DEADLINE) as answer:
+def _fetch(address: str, *, proxied: bool) -> bytes:
+    opener = urllib.request.build_opener(*([] if proxied else [urllib.request.ProxyHandler({})]))
+    with opener.open(address, timeout=_SCHEMA_DEADLINE) as answer:
         content: bytes = answer.read()
     return content
 
