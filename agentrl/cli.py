@@ -225,6 +225,21 @@ def doctor() -> None:
         typer.echo(line)
 
 
+new = typer.Typer(help="Write the start of something of your own.", no_args_is_help=True)
+app.add_typer(new, name="new")
+
+
+@new.command(name="environment")
+def new_environment(
+    name: Annotated[str, typer.Argument(help="name of the folder, the package and the environment", metavar="NAME")],
+) -> None:
+    """Write a package with an environment, data, a test and settings into the folder NAME, ready to be installed."""
+    from agentrl.scaffold.package import new_environment_command
+
+    for line in new_environment_command(name):
+        typer.echo(line)
+
+
 sandbox = typer.Typer(help="The service that runs programs.", no_args_is_help=True)
 app.add_typer(sandbox, name="sandbox")
 

@@ -37,6 +37,12 @@ def check_environment(settings: EnvironmentSections) -> None:
         resolve_environment(settings.env)
 
 
+def class_factory(env: str) -> ClassEnvironmentFactory | None:
+    """The factory of an environment that is a user's class with ``reset``; None for every other kind."""
+    factory = None if is_agent(env) or env in ENVIRONMENTS.own else resolve_environment(env)
+    return factory if isinstance(factory, ClassEnvironmentFactory) else None
+
+
 def build_environment(settings: EnvironmentSections, chat: Chat | None = None) -> Environment:
     """The environment of ``settings.env``, not yet open. A plain gymnasium class receives its options unchanged.
 
