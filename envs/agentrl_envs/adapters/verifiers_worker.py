@@ -14,6 +14,7 @@ import re
 import sys
 import types
 import urllib.request
+import uuid
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypedDict
 
@@ -137,7 +138,9 @@ def python_harness() -> types.ModuleType:
 
         async def prepare_uv_script(self, script: str, env: object = None, *, activate: bool = True) -> list[str]:
             path = f"{self._runtime.scripts_dir}/chat.py"
-            await self._runtime.write(path, script.encode())
+            draft = f"{path}.{uuid.uuid4().hex}"
+            await self._runtime.write(draft, script.encode())
+            await self._runtime.run(["mv", "-f", draft, path], {})  # another rollout may be starting it
             return [sys.executable, path]
 
         def __getattr__(self, name: str) -> object:
