@@ -152,6 +152,20 @@ def test_the_examples_of_other_libraries_have_valid_settings() -> None:
             assert build_environment(settings).describe()[0].endswith("up to 8 turns")
 
 
+def test_the_examples_of_chat_models_and_servers_have_valid_settings() -> None:
+    shown = "".join(blocks("environments.md", "console")).replace("\\\n", "").splitlines()
+    (chat,) = (shlex.split(line)[2:] for line in shown if "system_prompt" in line)
+    settings = load_settings(chat[2], overrides=chat[3:])
+    assert (settings.env, settings.environment.chat, settings.environment.system_prompt) == (
+        "reasoning",
+        "always",
+        "Be brief.",
+    )
+    (served,) = (shlex.split(line)[3:] for line in shown if "mcp:http" in line)
+    settings = load_settings(overrides=served)
+    assert settings.environment.tools == ("python", "mcp:python shop_server.py", "mcp:http://localhost:8000/mcp")
+
+
 def test_every_ending_is_described() -> None:
     text = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
     assert [ended for ended in Ended if f"`{ended}`" not in text] == []

@@ -23,6 +23,7 @@ from agentrl.rollout.admission import Admission
 from agentrl.rollout.engines.base import Completion, Engine, Sampling
 from agentrl.rollout.engines.sampling import sampling_key
 from agentrl.rollout.gates import FairYield, Rounds
+from agentrl.rollout.gateway.deployed import DeployedHistory
 from agentrl.rollout.gateway.environment import AgentEnvironment
 from agentrl.rollout.gateway.export import RolloutPlace
 from agentrl.rollout.settings import RolloutSettings
@@ -310,8 +311,8 @@ class Driver:
         return branches
 
     async def _attempt(self, job: Job, running: _Running) -> tuple[Trajectory, ...]:
-        """The branches of one rollout: several only where an agent program plays."""
-        if not isinstance(self.environment, AgentEnvironment):
+        """The branches of one rollout: several only where an agent plays, or earlier turns are rendered anew."""
+        if not isinstance(self.environment, AgentEnvironment | DeployedHistory):
             return (await self._conversation(job, running),)
         place = RolloutPlace(
             problem=job.request.problem,
@@ -323,13 +324,22 @@ class Driver:
             temperature=self._temperature(job, running),
             top_p=self.top_p,
         )
-        branches, failure = await self.environment.play(
-            place,
-            engine=self.engine,
-            settings=self.settings,
-            gate=running.before_turn,
-            rewarded_later=self.rewards is not None,
-        )
+        if isinstance(self.environment, DeployedHistory):
+            branches, failure = await self.environment.play(
+                place,
+                engine=self.engine,
+                settings=self.settings,
+                gate=running.before_turn,
+                fair_yield=running.fair_yield,
+            )
+        else:
+            branches, failure = await self.environment.play(
+                place,
+                engine=self.engine,
+                settings=self.settings,
+                gate=running.before_turn,
+                rewarded_later=self.rewards is not None,
+            )
         self.last_failure = failure or self.last_failure
         last = await self._rewarded(branches[-1], running, earlier=branches[:-1])
         return (replace(last, branch=0, branches=1),) if last.no_data else (*branches[:-1], last)

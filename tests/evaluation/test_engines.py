@@ -152,8 +152,8 @@ def test_results_say_under_which_protocol_they_were_made(protocol: str, prompt: 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("evaluation.chat_template=true", "hermes uses the template by itself; leave it out"),
-        ("evaluation.endpoint.url=http://localhost:1/v1", "and an endpoint applies its own"),
+        ("evaluation.chat_template=true", "hermes already uses the template; leave it out"),
+        ("evaluation.endpoint.url=http://localhost:1/v1", "but an endpoint applies its own"),
     ],
 )
 def test_tool_calls_need_a_template_that_is_read_here(override: str, message: str) -> None:

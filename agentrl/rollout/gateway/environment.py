@@ -48,7 +48,12 @@ def agent_renderer(tokenizer: PreTrainedTokenizerBase, name: str, settings: Agen
             raise SettingsError(f"gateway.chat_template={settings.chat_template}: cannot be read: {error}") from error
     options = settings.template_options
     draft = ChatRenderer(tokenizer, TextCodec(tokenizer), template=template, options=options)
-    codec = TextCodec(tokenizer, turn_end=draft.turn_end(), generation_ends=read_generation_ends(name))
+    codec = TextCodec(
+        tokenizer,
+        turn_end=draft.turn_end(),
+        generation_ends=read_generation_ends(name),
+        shown=draft.calls.tokens,
+    )
     return ChatRenderer(tokenizer, codec, template=template, options=options)
 
 

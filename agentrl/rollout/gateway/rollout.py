@@ -52,6 +52,7 @@ class AgentRollout:
     engine: Engine
     renderer: ChatRenderer
     gate: Callable[[str], Awaitable[None]] = _at_once
+    most_context: int | None = None  # tokens of prompt and response together
     tree: GenerationTree = field(default_factory=GenerationTree)
     counts: Counter[str] = field(default_factory=Counter)
     stopped: Ended | None = None
@@ -192,6 +193,8 @@ class AgentRollout:
     def _limit(self, request: ChatRequest, prompt: _Prompt) -> int:
         """Most tokens of a reply. Raises WireError if there is room for none."""
         room = self.settings.max_response_tokens - (len(prompt.context) - prompt.root_tokens)
+        if self.most_context is not None:
+            room = min(room, self.most_context - len(prompt.context))
         if prompt.root_tokens > self.settings.max_prompt_tokens or room < 1:
             self._stop(Ended.TOKEN_LIMIT, f"its {len(prompt.context)} tokens of context leave no room for a reply")
         return min(self.settings.max_turn_tokens, room, request.max_tokens or room)
@@ -249,7 +252,12 @@ class AgentRollout:
         """What follows the parent's tokens; None if the template writes anything before it in another way."""
         replies = parent.replies
         messages = (*parent.conversation, *match.new)
-        layout = self.renderer.layout(messages, request, sampled=replies.keys())
+        try:
+            layout = self.renderer.layout(messages, request, sampled=replies.keys())
+        except WireError:
+            if self.gateway.history == "keep":
+                raise
+            return None  # a template that wants calls before their responses: it writes them anew
         before = layout.before(max(replies))
         if before is None or before[:-1] != parent.lead[:-1] or not parent.lead[-1].startswith(before[-1]):
             return None
