@@ -224,6 +224,21 @@ def doctor() -> None:
         typer.echo(line)
 
 
+new = typer.Typer(help="Write the start of something of your own.", no_args_is_help=True)
+app.add_typer(new, name="new")
+
+
+@new.command(name="environment")
+def new_environment(
+    name: Annotated[str, typer.Argument(help="name of the folder, the package and the environment", metavar="NAME")],
+) -> None:
+    """Write a package with an environment, data, a test and settings into the folder NAME, ready to be installed."""
+    from agentrl.scaffold.package import new_environment_command
+
+    for line in new_environment_command(name):
+        typer.echo(line)
+
+
 sandbox = typer.Typer(help="The service that runs programs.", no_args_is_help=True)
 app.add_typer(sandbox, name="sandbox")
 
@@ -264,10 +279,12 @@ def _exit_code(error: Exception) -> int | None:
     """None for a bug. The packages below the trainer are imported only once something has failed."""
     if isinstance(error, AgentRLError):
         return error.exit_code
-    from agentrl_envs.episode import EnvironmentContractError
+    from agentrl_envs.episode import EnvironmentContractError, UnavailableError
     from agentrl_envs.registry import PluginError
     from agentrl_sandbox.client import SandboxError
 
+    if isinstance(error, UnavailableError):
+        return 1
     return 2 if isinstance(error, EnvironmentContractError | PluginError | SandboxError) else None
 
 

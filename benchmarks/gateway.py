@@ -23,10 +23,12 @@ from scripted import ScriptedEngine, written
 from agentrl.models.tiny import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import Completion, Sampling
+from agentrl.rollout.gateway.export import RolloutPlace
 from agentrl.rollout.gateway.render import ChatRenderer
-from agentrl.rollout.gateway.rollout import AgentRollout, RolloutLimits, RolloutPlace
+from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
+from agentrl.rollout.settings import RolloutSettings
 from agentrl_envs.types import Ended, Problem
 
 TARGET_MS = 3.0
@@ -87,14 +89,13 @@ async def measure(agents: int, turns: int) -> float:
     codec = TextCodec(tokenizer)
     renderer = ChatRenderer(tokenizer, codec, template=TEMPLATE)
     gateway = AgentGateway(AgentGatewaySettings())
-    limits = RolloutLimits(
-        generations=turns, turn_tokens=4096, prompt_tokens=100_000, response_tokens=100_000, deadline=3600.0
-    )
+    settings = RolloutSettings(max_turn_tokens=4096, max_prompt_tokens=100_000, max_response_tokens=100_000)
     problem = Problem(id="toy-0", statement="1 + 2?", answer="3", source="toy")
     rollouts = [
         AgentRollout(
             place=RolloutPlace(problem=problem, step=0, group=0, sample=number, name=f"r{number}", seed=0),
-            limits=limits,
+            settings=settings,
+            gateway=AgentGatewaySettings(max_generations=turns, deadline=3600.0),
             engine=CallingEngine(codec),
             renderer=renderer,
         )

@@ -37,8 +37,9 @@ environment variable. Unknown keys, wrong types and contradictions end with a me
 
 NOTES = {
     "environment": (
-        "Of `env: simpletir`; `env: reasoning` has `instruction` alone. Another environment is a gymnasium class and "
-        "has the keys `kwargs`, `threads` and `call_deadline` ([environments.md](environments.md))."
+        "Of `env: simpletir`; `env: reasoning` has `instruction`, `chat`, `system_prompt` and `template_options`. A "
+        "gymnasium class has the keys `kwargs`, `threads` and `call_deadline`; other environments have keys of their "
+        "own ([environments.md](environments.md))."
     ),
     "data": "Both are lists of sources; several sources are mixed by their weights ([data.md](data.md)).",
 }

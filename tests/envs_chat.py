@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl_envs.protocols.chat import ChatFormat
+from agentrl_envs.chat.chat_format import ChatFormat
 
 CHAT = ChatFormat(
     before_problem="<u>",
@@ -11,4 +11,5 @@ CHAT = ChatFormat(
     before_response="\n<t>",
     between_responses="|",
     after_response="</t><a>",
+    user=("\n<u>", "</u><a>"),
 )

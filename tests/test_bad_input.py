@@ -105,6 +105,20 @@ GOOD = {"problem": "What is 1 + 1?", "answer": "2"}
             "environment.protocol (command line): unknown protocol 'torrl'; did you mean 'torl'",
         ),
         (["environment.protocol=hermes"], "environment.protocol=hermes needs a model that knows tool calls"),
+        (["environment.chat=always"], "environment.chat=always needs a model with a chat template: set model.path to"),
+        (["environment.chat=maybe"], "environment.chat"),
+        (
+            ["environment.history=template"],
+            "environment.history='template' applies only to tool calls in the chat template",
+        ),
+        (
+            ["environment.mcp_sessions=shared"],
+            "environment.mcp_sessions='shared' applies only to environment.protocol=hermes, not to simpletir",
+        ),
+        (
+            ["environment.template_options.enable_thinking=false"],
+            "environment.template_options={'enable_thinking': False} applies only to conversations in the chat temp",
+        ),
         (
             ["environment.max_calls=2"],
             "environment.max_calls=2 applies only to environment.protocol=hermes, not to simple",

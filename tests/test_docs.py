@@ -18,6 +18,7 @@ from agentrl.config.messages import known_keys
 from agentrl.config.overlays import parse_yaml
 from agentrl.problems.demonstrations.demonstration import read_demonstrations
 from agentrl.problems.settings import ProblemSourceSettings
+from agentrl.rollout.environment import build_environment
 from agentrl_envs.adapters.blocking import BlockingCalls
 from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
 from agentrl_envs.adapters.environments import resolve_environment
@@ -140,12 +141,29 @@ def test_every_protocol_is_described() -> None:
 
 def test_the_examples_of_other_libraries_have_valid_settings() -> None:
     shown = blocks("environments.md", "console")
-    commands = [block for block in shown if "--env textarena:" in block or "--env reasoning_gym:" in block]
-    assert len(commands) == 2
+    prefixes = ("textarena:", "reasoning_gym:", "openenv:")
+    commands = [block for block in shown if any(f"--env {prefix}" in block for prefix in prefixes)]
+    assert len(commands) == len(prefixes)
     for command in commands:
         _, _, _, env, *overrides = shlex.split(command.removeprefix("$ ").replace("\\\n", ""))
         settings = load_settings(env, overrides=overrides)
-        assert settings.data.eval[0].split == "heldout"
+        assert [source.split for source in settings.data.eval] in ([], ["heldout"])
+        if env.startswith("openenv:"):
+            assert build_environment(settings).describe()[0].endswith("up to 8 turns")
+
+
+def test_the_examples_of_chat_models_and_servers_have_valid_settings() -> None:
+    shown = "".join(blocks("environments.md", "console")).replace("\\\n", "").splitlines()
+    (chat,) = (shlex.split(line)[2:] for line in shown if "system_prompt" in line)
+    settings = load_settings(chat[2], overrides=chat[3:])
+    assert (settings.env, settings.environment.chat, settings.environment.system_prompt) == (
+        "reasoning",
+        "always",
+        "Be brief.",
+    )
+    (served,) = (shlex.split(line)[3:] for line in shown if "mcp:http" in line)
+    settings = load_settings(overrides=served)
+    assert settings.environment.tools == ("python", "mcp:python shop_server.py", "mcp:http://localhost:8000/mcp")
 
 
 def test_every_ending_is_described() -> None:

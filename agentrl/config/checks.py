@@ -12,7 +12,7 @@ from agentrl.config.settings import Settings
 from agentrl.errors import SettingsError
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.rollout.gateway.settings import is_agent
-from agentrl_envs.settings import SimpleTIRSettings
+from agentrl_envs.settings import ChatSettings, SimpleTIRSettings, ToolChatSettings
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -145,32 +145,43 @@ def _model_problems(settings: Settings) -> Iterator[str]:
 
 
 def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:
-    """Contradictions of protocol hermes, which needs the chat template of a model that this process loads."""
+    """Contradictions of conversations in the chat template of a model, which this process must load."""
     environment = settings.environment
-    if not isinstance(environment, SimpleTIRSettings):
+    if not isinstance(environment, ChatSettings):
         return
-    if environment.protocol != "hermes":
-        for name in ("tools", "max_calls", "template_options"):
-            default = SimpleTIRSettings.model_fields[name].get_default(call_default_factory=True)
-            if getattr(environment, name) != default:
-                yield (
-                    f"environment.{name}={getattr(environment, name)!r} applies only to environment.protocol=hermes, "
-                    f"not to {environment.protocol}"
-                )
+    hermes = isinstance(environment, SimpleTIRSettings) and environment.protocol == "hermes"
+    templated = environment.chat == "always" or (hermes and environment.chat == "auto")
+    if isinstance(environment, SimpleTIRSettings) and not hermes:
+        for name in ("tools", "max_calls", "mcp_sessions"):
+            yield from _unused(environment, name, f"environment.protocol=hermes, not to {environment.protocol}")
+    if isinstance(environment, ToolChatSettings) and not (hermes and templated):
+        yield from _unused(environment, "history", "tool calls in the chat template")
+    if not templated:
+        yield from _unused(environment, "template_options", "conversations in the chat template")
         return
+    setting = "environment.protocol=hermes" if hermes else "environment.chat=always"
     if command == "eval" and settings.evaluation.endpoint.url is not None:
         yield (
-            "environment.protocol=hermes uses the model's chat template, but an endpoint applies its own; valid with "
+            f"{setting} uses the model's chat template, but an endpoint applies its own; valid with "
             "--base-url: simpletir, retool, torl, or --env reasoning"
         )
+    shown = isinstance(environment, ToolChatSettings) and environment.history == "template"
+    if shown and settings.evaluation.falsified:
+        yield "evaluation.falsified=true is not available with environment.history=template"
     if command == "eval" and settings.evaluation.chat_template:
-        yield "evaluation.chat_template=true: environment.protocol=hermes already uses the template; leave it out"
+        yield f"evaluation.chat_template=true: {setting} already uses the template; leave it out"
     if command != "eval" and (settings.model.path is None or settings.coldstart.demonstrations is not None):
         yield (
-            "environment.protocol=hermes needs a model that knows tool calls: set model.path to a model with a chat "
-            "template, and coldstart.demonstrations=null (demonstrations contain no tool calls, and the embedded tiny "
-            "policy has no chat template)"
+            f"{setting} needs a model {'that knows tool calls' if hermes else 'with a chat template'}: set model.path "
+            "to a model with a chat template, and coldstart.demonstrations=null (demonstrations are plain text, and "
+            "the embedded tiny policy has no chat template)"
         )
+
+
+def _unused(environment: ChatSettings, name: str, where: str) -> Iterator[str]:
+    default = type(environment).model_fields[name].get_default(call_default_factory=True)
+    if getattr(environment, name) != default:
+        yield f"environment.{name}={getattr(environment, name)!r} applies only to {where}"
 
 
 def _agent_problems(settings: Settings, command: Command) -> Iterator[str]:

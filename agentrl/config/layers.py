@@ -26,7 +26,7 @@ from agentrl.errors import SettingsError
 from agentrl.problems.settings import REASONING_GYM
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl_envs.plugins import load_plugins
-from agentrl_envs.registry import ENVIRONMENTS, UnknownNameError, did_you_mean
+from agentrl_envs.registry import ADAPTERS, ENVIRONMENTS, UnknownNameError, did_you_mean
 
 PRESET = "tiny"
 COMMAND_LINE = "command line"
@@ -218,7 +218,7 @@ def _load_plugins(plugins: object) -> None:
 
 
 def _checked_env(env: object) -> str:
-    if is_agent(str(env)):
+    if is_agent(str(env)) or str(env).partition(":")[0] in ADAPTERS:
         return str(env)
     try:
         ENVIRONMENTS.check(str(env))

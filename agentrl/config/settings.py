@@ -46,7 +46,8 @@ class Settings(BaseModel):
     env: str = Field(
         SIMPLETIR,
         description=f"environment: {', '.join(ENVIRONMENTS.own)}, a registered or installed name, module:Class, "
-        "trl:module:Class, or agent:module:function or agent:COMMAND for an agent program that speaks the OpenAI API",
+        "trl:module:Class, reasoning_gym:NAME, textarena:GAME, openenv:URL; agent:module:function, agent:COMMAND or "
+        "worker:COMMAND for an agent program that speaks the OpenAI API, or verifiers:TASKSET",
     )
     plugins: tuple[str, ...] = Field(
         default=(),

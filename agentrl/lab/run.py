@@ -48,7 +48,7 @@ def prepare(
 
     Raises SettingsError, ProblemError or PluginError.
     """
-    check_environment(settings.env)  # first: its module may register an estimator
+    check_environment(settings)  # first: its module may register an estimator
     lab = lab_settings(group_sizes=group_sizes, estimators=estimators, samples=samples)
     check_lab(lab)
     return lab_problems(settings, lab, problems)

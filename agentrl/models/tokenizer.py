@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,10 +29,16 @@ class TextCodec:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, turn_end: str = "", generation_ends: Iterable[int] = ()
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        turn_end: str = "",
+        generation_ends: Iterable[int] = (),
+        shown: Collection[str] = (),
     ) -> None:
         """``turn_end``: the special token with which a chat template ends a turn of the model.
 
+        ``shown``: special tokens that sampled text contains, such as ``[TOOL_CALLS]``.
         ``generation_ends``: see :func:`read_generation_ends`. Raises ValueError where ``turn_end`` is not one token.
         """
         self._encode_mark = lru_cache(maxsize=64)(
@@ -42,7 +48,9 @@ class TextCodec:
         self._byte_level = "ByteLevel" in json.dumps(backend.get("decoder"))
         special = set(tokenizer.all_special_ids)
         self._added = {
-            token["id"]: b"" if token["special"] or token["id"] in special else token["content"].encode()
+            token["id"]: b""
+            if (token["special"] or token["id"] in special) and token["content"] not in shown
+            else token["content"].encode()
             for token in backend["added_tokens"]
         }
         self._plain = _without_added_tokens(backend)

@@ -23,12 +23,13 @@ from agentrl.rollout.admission import Admission
 from agentrl.rollout.engines.base import Completion, Engine, Sampling
 from agentrl.rollout.engines.sampling import sampling_key
 from agentrl.rollout.gates import FairYield, Rounds
+from agentrl.rollout.gateway.deployed import DeployedHistory
 from agentrl.rollout.gateway.environment import AgentEnvironment
-from agentrl.rollout.gateway.rollout import RolloutPlace
+from agentrl.rollout.gateway.export import RolloutPlace
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.turn_loop import SampledTurn, TurnLoop, pooled
 from agentrl.rollout.work_queue import RolloutRequest
-from agentrl.trajectory import Group, Segment, Trajectory
+from agentrl.trajectory import Group, Segment, Trajectory, one_after_another
 from agentrl_envs.episode import Environment, Episode, UnavailableError
 from agentrl_envs.protocols.marked_text import MarkedText
 from agentrl_envs.rewards import Conversation, Message, Rewards
@@ -207,9 +208,22 @@ class Driver:
         return len(await self.prompt(problem))
 
     async def prompt(self, problem: Problem) -> tuple[int, ...]:
+        """The tokens of the problem's prompt. Raises UnavailableError if the environment does not start."""
+        return await stamina.retry(
+            on=UnavailableError, attempts=self.settings.retries + 1, timeout=None, wait_max=10.0
+        )(self._started)(problem)
+
+    async def _started(self, problem: Problem) -> tuple[int, ...]:
+        seconds = self.settings.environment_deadline
         episode = self.environment.episode(problem)
         try:
-            return self._encode_prompt(await episode.start())
+            async with asyncio.timeout(seconds) as limit:
+                return self._encode_prompt(await episode.start())
+        except TimeoutError as error:
+            if not limit.expired():
+                raise  # not this deadline
+            said = f"problem {problem.id}: the environment did not start within {seconds:g} s"
+            raise UnavailableError(f"{said} (rollout.environment_deadline)") from error
         finally:
             await episode.close()
 
@@ -297,8 +311,8 @@ class Driver:
         return branches
 
     async def _attempt(self, job: Job, running: _Running) -> tuple[Trajectory, ...]:
-        """The branches of one rollout: several only where an agent program plays."""
-        if not isinstance(self.environment, AgentEnvironment):
+        """The branches of one rollout: several only where an agent plays, or earlier turns are rendered anew."""
+        if not isinstance(self.environment, AgentEnvironment | DeployedHistory):
             return (await self._conversation(job, running),)
         place = RolloutPlace(
             problem=job.request.problem,
@@ -310,15 +324,24 @@ class Driver:
             temperature=self._temperature(job, running),
             top_p=self.top_p,
         )
-        branches, failure = await self.environment.play(
-            place,
-            engine=self.engine,
-            settings=self.settings,
-            gate=running.before_turn,
-            rewarded_later=self.rewards is not None,
-        )
+        if isinstance(self.environment, DeployedHistory):
+            branches, failure = await self.environment.play(
+                place,
+                engine=self.engine,
+                settings=self.settings,
+                gate=running.before_turn,
+                fair_yield=running.fair_yield,
+            )
+        else:
+            branches, failure = await self.environment.play(
+                place,
+                engine=self.engine,
+                settings=self.settings,
+                gate=running.before_turn,
+                rewarded_later=self.rewards is not None,
+            )
         self.last_failure = failure or self.last_failure
-        last = await self._rewarded(branches[-1], running)
+        last = await self._rewarded(branches[-1], running, earlier=branches[:-1])
         return (replace(last, branch=0, branches=1),) if last.no_data else (*branches[:-1], last)
 
     def _name(self, job: Job) -> str:
@@ -363,16 +386,21 @@ class Driver:
         )
         return await self._rewarded(trajectory, running)
 
-    async def _rewarded(self, trajectory: Trajectory, running: _Running) -> Trajectory:
-        """The trajectory with the rewards of ``reward.functions``, if set; no data if those do not answer."""
+    async def _rewarded(
+        self, trajectory: Trajectory, running: _Running, *, earlier: Sequence[Trajectory] = ()
+    ) -> Trajectory:
+        """The trajectory with the rewards of ``reward.functions``, if set; no data if those do not answer.
+
+        ``earlier``: the other sequences of its rollout.
+        """
         if self.rewards is None or trajectory.no_data:
             return trajectory
-        turns = tuple(
-            Message(role=_ROLES[segment.origin], text=segment.text, reward=segment.reward)
-            for segment in trajectory.segments
-        )
         conversation = Conversation(
-            turns=turns, ended=trajectory.ended, answer=trajectory.answer, environment_reward=trajectory.reward
+            turns=_messages(trajectory),
+            ended=trajectory.ended,
+            answer=trajectory.answer,
+            environment_reward=trajectory.reward,
+            earlier=tuple(map(_messages, earlier)),
         )
         try:
             score = await self.rewards(trajectory.problem, conversation, trajectory.verdict)
@@ -383,13 +411,21 @@ class Driver:
         return trajectory.with_rewards(score.turns, score.parts)
 
 
+def _messages(trajectory: Trajectory) -> tuple[Message, ...]:
+    return tuple(
+        Message(role=_ROLES[segment.origin], text=segment.text, reward=segment.reward)
+        for segment in trajectory.segments
+    )
+
+
 def _group(trajectories: list[Trajectory], greedy_sample: int | None) -> Group:
     trajectories.sort(key=lambda item: (item.sample, item.branch))
+    greedy = [item for item in trajectories if item.sample == greedy_sample]
     return Group(
         problem=trajectories[0].problem,
         index=trajectories[0].group,
         trajectories=tuple(item for item in trajectories if item.sample != greedy_sample),
-        greedy=next((item for item in trajectories if item.sample == greedy_sample and item.is_last_branch), None),
+        greedy=one_after_another(greedy) if greedy else None,
     )
 
 

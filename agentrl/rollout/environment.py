@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from agentrl.errors import SettingsError
 from agentrl.models.chat_template import read_chat_format
 from agentrl.models.tokenizer import TextCodec, read_generation_ends
-from agentrl.rollout.gateway.environment import AgentEnvironment, agent_renderer
-from agentrl.rollout.gateway.programs import load_agent
+from agentrl.rollout.gateway.deployed import DeployedChat, DeployedHistory
+from agentrl.rollout.gateway.environment import AgentEnvironment, agent_renderer, load_program
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl.rollout.settings import compares_answers
+from agentrl_envs.adapters.adapted import AdaptedFactory
 from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
 from agentrl_envs.adapters.environments import resolve_environment
+from agentrl_envs.chat.chat_format import ChatFormat, plain_format
 from agentrl_envs.episode import Environment
-from agentrl_envs.protocols.chat import ChatFormat, plain_format
 from agentrl_envs.registry import ENVIRONMENTS
 from agentrl_envs.rewards import Rewards
-from agentrl_envs.settings import GymnasiumSettings, SimpleTIRSettings
+from agentrl_envs.settings import ChatSettings, GymnasiumSettings, SimpleTIRSettings, ToolChatSettings, read_options
 from agentrl_envs.tools import load_tools
 
 if TYPE_CHECKING:
@@ -26,16 +29,22 @@ if TYPE_CHECKING:
     from agentrl.rollout.settings import EnvironmentSections, RewardedSections
 
 
-Chat = ChatFormat | ChatRenderer
-"""How the model that plays writes conversations: what a protocol needs of its template, or what the gateway does."""
+Chat = ChatFormat | ChatRenderer | DeployedChat
+"""How the model that plays writes conversations: what a protocol needs of its template, what the gateway does, both."""
 
 
-def check_environment(env: str) -> None:
+def check_environment(settings: EnvironmentSections) -> None:
     """Import what an environment's name stands for. Raises PluginError if that is no environment."""
-    if is_agent(env):
-        load_agent(env)
+    if is_agent(settings.env):
+        load_program(settings.env, settings.environment.model_extra or {})
     else:
-        resolve_environment(env)
+        resolve_environment(settings.env)
+
+
+def class_factory(env: str) -> ClassEnvironmentFactory | None:
+    """The factory of an environment that is a user's class with ``reset``; None for every other kind."""
+    factory = None if is_agent(env) or env in ENVIRONMENTS.own else resolve_environment(env)
+    return factory if isinstance(factory, ClassEnvironmentFactory) else None
 
 
 def build_environment(settings: EnvironmentSections, chat: Chat | None = None) -> Environment:
@@ -44,7 +53,10 @@ def build_environment(settings: EnvironmentSections, chat: Chat | None = None) -
     ``chat``: how the model that plays writes conversations, from :func:`chat_format`.
     """
     if is_agent(settings.env):
-        return AgentEnvironment(settings.env, settings.gateway, chat if isinstance(chat, ChatRenderer) else None)
+        program = load_program(settings.env, settings.environment.model_extra or {}, threads=settings.gateway.threads)
+        return AgentEnvironment(program, settings.gateway, chat if isinstance(chat, ChatRenderer) else None)
+    if isinstance(chat, DeployedChat):
+        return DeployedHistory(build_environment(settings, chat.format), chat)
     factory = resolve_environment(settings.env)
     if settings.env in ENVIRONMENTS.own:
         return factory(settings.environment, settings.sandbox, settings.grader, chat=chat)
@@ -53,9 +65,16 @@ def build_environment(settings: EnvironmentSections, chat: Chat | None = None) -
         own = factory.settings(settings.environment.model_extra or {})
         template = chat if isinstance(chat, ChatFormat) else None
         return factory(
-            own, settings.sandbox, settings.grader, chat=template or plain_format(tools), plain=template is None
+            own,
+            settings.sandbox,
+            settings.grader,
+            chat=template or plain_format(tools, system=own.system_prompt),
+            plain=template is None,
         )
-    return factory(GymnasiumSettings(**(settings.environment.model_extra or {})))
+    options = settings.environment.model_extra or {}
+    return factory(
+        factory.settings(options) if isinstance(factory, AdaptedFactory) else read_options(GymnasiumSettings, options)
+    )
 
 
 def chat_format(settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBase, name: str) -> Chat | None:
@@ -67,21 +86,78 @@ def chat_format(settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBas
         return agent_renderer(tokenizer, name, settings.gateway)
     factory = resolve_environment(settings.env)
     if isinstance(factory, ClassEnvironmentFactory):
-        options = factory.settings(settings.environment.model_extra or {}).template_options
-        functions = [schema.as_function() for schema in factory.tools.schemas]
-        if not tokenizer.chat_template or not functions:
-            return None  # plain text
-        return read_chat_format(tokenizer, name=name, tools=functions, options=options)
+        return _class_chat_format(factory, settings, tokenizer, name)
     if not needs_chat_format(settings):
         return None
-    assert isinstance(settings.environment, SimpleTIRSettings)
-    tools = load_tools(settings.environment.tools, interpreter=settings.environment.interpreter)
-    return read_chat_format(
+    environment = settings.environment
+    assert isinstance(environment, ChatSettings)
+    functions: list[dict[str, object]] = []
+    setting = "environment.chat=always"
+    if isinstance(environment, SimpleTIRSettings) and environment.protocol == "hermes":
+        tools = load_tools(
+            environment.tools, interpreter=environment.interpreter, mcp_sessions=environment.mcp_sessions
+        )
+        functions = [schema.as_function() for schema in tools.schemas]
+        setting = "environment.protocol=hermes"
+    chat = read_chat_format(
         tokenizer,
         name=name,
-        tools=[schema.as_function() for schema in tools.schemas],
-        options=settings.environment.template_options,
+        tools=functions,
+        options=environment.template_options,
+        system=environment.system_prompt,
+        setting=setting,
     )
+    if isinstance(environment, SimpleTIRSettings) and not functions:
+        return _with_replies(chat, name, f"environment.protocol={environment.protocol}")
+    return _with_history(chat, environment, tokenizer, name, functions)
+
+
+def _with_replies(chat: ChatFormat, name: str, speaker: str) -> ChatFormat:
+    """The format, if it has a place for a user's message behind a turn of the model. Raises SettingsError."""
+    if chat.user is None:
+        raise SettingsError(
+            f"the chat template of {name} writes a conversation anew when a second message of a user follows, which "
+            f"{speaker} may need; valid: environment.chat=never, or no environment.system_prompt"
+        )
+    return chat
+
+
+def _class_chat_format(
+    factory: ClassEnvironmentFactory, settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBase, name: str
+) -> ChatFormat | DeployedChat | None:
+    """The template for an environment that is a class; None for plain text."""
+    own = factory.settings(settings.environment.model_extra or {})
+    functions = [schema.as_function() for schema in factory.tools.schemas]
+    if own.chat == "never" or (own.chat == "auto" and not (tokenizer.chat_template and functions)):
+        if own.history == "template":
+            raise SettingsError(f"environment.history=template: {settings.env} is played with {name} in plain text")
+        return None
+    chat = read_chat_format(
+        tokenizer,
+        name=name,
+        tools=functions,
+        options=own.template_options,
+        system=own.system_prompt,
+        setting=f"env={settings.env}",
+    )
+    if factory.reads_text:
+        chat = _with_replies(chat, name, f"step() of {settings.env}")
+    return _with_history(chat, own, tokenizer, name, functions)
+
+
+def _with_history(
+    chat: ChatFormat,
+    environment: ChatSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    functions: Sequence[Mapping[str, object]],
+) -> ChatFormat | DeployedChat:
+    """The template, and with ``environment.history=template`` what renders whole conversations."""
+    if not isinstance(environment, ToolChatSettings) or environment.history == "keep":
+        return chat
+    codec = build_codec(tokenizer, name, chat)
+    renderer = ChatRenderer(tokenizer, codec, options=environment.template_options)
+    return DeployedChat(format=chat, renderer=renderer, tools=tuple(functions))
 
 
 def build_rewards(settings: RewardedSections) -> Rewards | None:
@@ -98,10 +174,17 @@ def needs_answers(settings: RewardedSections) -> bool:
 
 
 def needs_chat_format(settings: EnvironmentSections) -> bool:
-    """Whether conversations are written in the model's chat template."""
-    return is_agent(settings.env) or (
-        isinstance(settings.environment, SimpleTIRSettings) and settings.environment.protocol == "hermes"
-    )
+    """Whether conversations may be written in the model's chat template."""
+    environment = settings.environment
+    if is_agent(settings.env):
+        return True
+    if not isinstance(environment, ChatSettings):
+        return settings.env not in ENVIRONMENTS.own and isinstance(
+            resolve_environment(settings.env), ClassEnvironmentFactory
+        )
+    if isinstance(environment, SimpleTIRSettings) and environment.protocol == "hermes":
+        return environment.chat != "never"
+    return environment.chat == "always"
 
 
 def environment_and_codec(
@@ -116,5 +199,9 @@ def build_codec(tokenizer: PreTrainedTokenizerBase, name: str, chat: Chat | None
     """The codec of conversations with the model ``name``, with or without a chat template."""
     if isinstance(chat, ChatRenderer):
         return chat.codec
-    turn_end = "" if chat is None else chat.turn_end
-    return TextCodec(tokenizer, turn_end=turn_end, generation_ends=read_generation_ends(name))
+    if isinstance(chat, DeployedChat):
+        return chat.renderer.codec
+    ends = read_generation_ends(name)
+    if chat is None:
+        return TextCodec(tokenizer, generation_ends=ends)
+    return TextCodec(tokenizer, turn_end=chat.turn_end, generation_ends=ends, shown=chat.calls.tokens)

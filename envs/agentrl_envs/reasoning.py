@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from agentrl_envs.chat.chat_format import ChatFormat
 from agentrl_envs.grading import Grader, GraderSettings
-from agentrl_envs.protocols.chat import ChatFormat
-from agentrl_envs.protocols.reasoning import ReasoningProtocol
+from agentrl_envs.protocols.factory import reasoning
 from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREpisode
 from agentrl_envs.types import Problem
@@ -24,10 +24,10 @@ class ReasoningEnvironment:
         *,
         chat: ChatFormat | None = None,
     ) -> None:
-        """Neither the sandbox's settings nor ``chat`` are used: nothing is run, and the prompt is plain."""
+        """Nothing is run, so the sandbox's settings are not used. Raises `EpisodeUsageError` where ``chat`` lacks."""
         self.settings = settings or ReasoningSettings()
         self._grader = Grader(grader_settings or GraderSettings())
-        self._protocol = ReasoningProtocol(instruction=self.settings.shown_instruction)
+        self._protocol = reasoning(self.settings, chat)
         self._episode_settings = SimpleTIRSettings(max_turns=1)
 
     async def open(self) -> None:

@@ -95,6 +95,12 @@ ENVIRONMENTS: Registry[EnvironmentFactory] = Registry(
 )
 """Classes and functions that make an `Environment`. Ours take their settings, the sandbox's, the grader's, ``chat``."""
 
+ADAPTERS: Mapping[str, str] = {
+    "openenv": "agentrl_envs.adapters.openenv:openenv_environment",
+    "textarena": "agentrl_envs.adapters.textarena:textarena_environment",
+}
+"""Environments of other libraries, ``PREFIX:NAME``: functions from NAME to the factory."""
+
 PROTOCOLS: Registry[Any] = Registry(
     "protocol",
     own={name: f"agentrl_envs.protocols.factory:{name}" for name in ("simpletir", "retool", "torl", "hermes")},

@@ -63,12 +63,21 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """A finished trajectory as text. ``environment_reward`` is what the environment gave for it, over all turns."""
+    """A finished trajectory as text. ``environment_reward`` is what the environment gave for it, over all turns.
+
+    ``earlier``: the other sequences of an agent's rollout, in the order in which they ended; ``turns`` is the last one.
+    """
 
     turns: tuple[Message, ...]
     ended: Ended
     answer: str | None
     environment_reward: float
+    earlier: tuple[tuple[Message, ...], ...] = ()
+
+    @property
+    def sequences(self) -> tuple[tuple[Message, ...], ...]:
+        """All sequences of the rollout: one, unless an agent has branched."""
+        return (*self.earlier, self.turns)
 
     @property
     def turn_rewards(self) -> tuple[float, ...]:

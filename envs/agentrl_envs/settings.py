@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from agentrl_envs.registry import PROTOCOLS
+from agentrl_envs.registry import PROTOCOLS, PluginError
+
+Section = TypeVar("Section", bound=BaseModel)
+
+
+def read_options(model: type[Section], options: Mapping[str, object]) -> Section:
+    """The section ``environment`` as ``model``. Raises `PluginError` that names a bad setting and the valid ones."""
+    try:
+        return model(**options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in ("environment", *first["loc"]))
+        known = ", ".join(model.model_fields) or "none"
+        raise PluginError(f"{key}={first['input']!r}: {first['msg']} (settings here: {known})") from error
 
 
 def _known_protocol(name: str) -> str:
@@ -72,6 +85,41 @@ INSTRUCTIONS: Mapping[str, str] = {
 """What each protocol tells the model, unless ``environment.instruction`` says something else."""
 
 
+class ChatSettings(BaseModel):
+    """How conversations are written around the model's own words."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    chat: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="auto: protocol hermes and environments with tools of their own use the model's chat template, the "
+        "other protocols are plain text; always: all use the template; never: all are plain text",
+    )
+    system_prompt: str = Field(
+        default="",
+        description="text of a system message, for problems that bring none; plain text begins with it",
+    )
+    template_options: dict[str, object] = Field(
+        default_factory=dict, description="variables of the chat template, such as enable_thinking"
+    )
+
+    def _with_system_prompt(self, instruction: str) -> str:
+        """The instruction behind the system prompt, unless a template has a place for that."""
+        parts = (instruction,) if self.chat == "always" else (self.system_prompt, instruction)
+        return "\n\n".join(part for part in parts if part)
+
+
+class ToolChatSettings(ChatSettings):
+    """The same where a conversation may hold calls of tools."""
+
+    history: Literal["keep", "template"] = Field(
+        default="keep",
+        description="what the model sees of its own earlier turns, with tool calls in the chat template. keep: the "
+        "tokens it sampled; template: what the template makes of them, as a deployed server shows them, such as turns "
+        "without thoughts, which starts a new sequence where they differ",
+    )
+
+
 class ExecutionSettings(BaseModel):
     """How programs and tools are run."""
 
@@ -92,7 +140,7 @@ class ExecutionSettings(BaseModel):
     )
 
 
-class SimpleTIRSettings(ExecutionSettings):
+class SimpleTIRSettings(ToolChatSettings, ExecutionSettings):
     """How an episode with tools runs, under the SimpleTIR protocol or another."""
 
     protocol: Annotated[str, AfterValidator(_known_protocol)] = Field(
@@ -110,13 +158,14 @@ class SimpleTIRSettings(ExecutionSettings):
     tools: tuple[str, ...] = Field(
         default=("python",),
         min_length=1,
-        description="tools of protocol hermes: python (runs in the sandbox), registered names, or module:attribute of "
-        "functions and classes",
+        description="tools of protocol hermes: python (runs in the sandbox), registered names, module:attribute of "
+        "functions and classes, or mcp:COMMAND and mcp:URL of MCP servers",
     )
     max_calls: int = Field(default=8, ge=1, description="maximum tool calls answered per turn, with protocol hermes")
-    template_options: dict[str, object] = Field(
-        default_factory=dict,
-        description="variables of the chat template with protocol hermes, such as enable_thinking",
+    mcp_sessions: Literal["trajectory", "shared"] = Field(
+        default="trajectory",
+        description="connections to MCP servers. trajectory: each trajectory has its own from its first call on, and a "
+        "server given as a command a process of its own; shared: all trajectories use one",
     )
 
     @property
@@ -127,8 +176,13 @@ class SimpleTIRSettings(ExecutionSettings):
         own = INSTRUCTIONS.get(self.protocol, "")
         return own if self.interpreter == "fresh" else _in_session(own)
 
+    @property
+    def told(self) -> str:
+        """The instruction as the prompt of a protocol that is text has it."""
+        return self._with_system_prompt(self.shown_instruction)
 
-class ClassEnvironmentSettings(ExecutionSettings):
+
+class ClassEnvironmentSettings(ToolChatSettings, ExecutionSettings):
     """How an environment that is a class with ``reset`` and tools runs. ``kwargs`` go to its constructor."""
 
     kwargs: dict[str, object] = Field(
@@ -138,15 +192,10 @@ class ClassEnvironmentSettings(ExecutionSettings):
     max_calls: int = Field(default=8, ge=1, description="maximum tool calls answered per turn")
     instruction: str = Field(default="", description="text before the problem")
     observation_limit: int = Field(default=2048, ge=2, description="maximum characters of a result that the model sees")
-    template_options: dict[str, object] = Field(
-        default_factory=dict, description="variables of the chat template, such as enable_thinking"
-    )
 
 
-class ReasoningSettings(BaseModel):
+class ReasoningSettings(ChatSettings):
     """How an episode of reasoning without tools runs."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     instruction: str | None = Field(default=None, description='text before the problem; null: the default, "": none')
 
@@ -154,6 +203,11 @@ class ReasoningSettings(BaseModel):
     def shown_instruction(self) -> str:
         """The instruction that the model is shown."""
         return INSTRUCTIONS["reasoning"] if self.instruction is None else self.instruction
+
+    @property
+    def told(self) -> str:
+        """The instruction as the prompt has it."""
+        return self._with_system_prompt(self.shown_instruction)
 
 
 class GymnasiumSettings(BaseModel):
@@ -166,6 +220,51 @@ class GymnasiumSettings(BaseModel):
     )
     threads: int = Field(default=32, ge=1, description="maximum concurrent blocking calls (reset, step, close)")
     call_deadline: float = Field(default=300.0, gt=0, description="time limit of one blocking call, in seconds")
+
+
+class OpenEnvSettings(BaseModel):
+    """How the model's text becomes a server's actions, and its observations text."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    action: dict[str, object] | None = Field(
+        default=None,
+        description="the action of a turn, in which the text {text} stands for the turn's; null: the only text field "
+        "of the server's actions",
+    )
+    observation: str | None = Field(
+        default=None,
+        min_length=1,
+        description="field of an observation that the model reads, with dots where it lies deeper; null: the only text "
+        "field",
+    )
+    reset_observation: str | None = Field(
+        default=None, min_length=1, description="the same for the first observation; null: as observation"
+    )
+    instruction: str = Field(default="", description="text before the first observation")
+    stop: tuple[str, ...] = Field(default=(), description="strings that end a turn; none: the model ends it")
+    max_turns: int = Field(default=10, ge=1, description="maximum model turns in one episode")
+    call_deadline: float = Field(default=300.0, gt=0, description="time limit of one reply of the server, in seconds")
+
+
+class VerifiersSettings(BaseModel):
+    """How a task set of verifiers is played."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    python: str | None = Field(
+        default=None, min_length=1, description="the Python of the virtual environment that has verifiers"
+    )
+    config: dict[str, object] = Field(
+        default_factory=dict, description="verifiers' own configuration of the environment (its section env)"
+    )
+    concurrency: int = Field(default=64, ge=1, description="most rollouts that the worker plays at once")
+
+
+class NoSettings(BaseModel):
+    """An environment without settings in this section."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class EnvironmentOptions(BaseModel):

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from agentrl_envs.adapters.blocking import BlockingCalls
+from agentrl_envs.chat.chat_format import ChatFormat
 from agentrl_envs.episode import EpisodeUsageError, UnavailableError
 from agentrl_envs.execution import KILLED, EpisodeSandbox, call_of, failed_call
 from agentrl_envs.grading import Grader, GraderError, GraderSettings
 from agentrl_envs.protocols.base import MalformedCall, Protocol, ToolRequest
-from agentrl_envs.protocols.chat import ChatFormat
 from agentrl_envs.protocols.factory import TITLES, make_protocol
 from agentrl_envs.protocols.results import clip
 from agentrl_envs.settings import SimpleTIRSettings
@@ -242,8 +242,13 @@ class SimpleTIREnvironment:
     ) -> None:
         """Raises `PluginError` for tools that are none, and `EpisodeUsageError` where ``chat`` lacks."""
         self.settings = settings or SimpleTIRSettings()
-        hermes = self.settings.protocol == "hermes"
-        self._tools = load_tools(self.settings.tools, interpreter=self.settings.interpreter) if hermes else NO_TOOLS
+        self._tools = NO_TOOLS
+        if self.settings.protocol == "hermes":
+            self._tools = load_tools(
+                self.settings.tools,
+                interpreter=self.settings.interpreter,
+                mcp_sessions=self.settings.mcp_sessions,
+            )
         self._threads = BlockingCalls(_THREADS, name="tool")
         self._protocol = make_protocol(self.settings, chat=chat, tools=self._tools)
         self._sandbox_settings = sandbox_settings or SandboxSettings()
@@ -269,8 +274,9 @@ class SimpleTIREnvironment:
         )
 
     async def close(self) -> None:
-        """Close the grader, and the sandbox if it was opened here."""
+        """Close the grader and shared tools, and the sandbox if it was opened here."""
         await self._grader.close()
+        await self._tools.close()
         if self._sandbox is not None and self._given is None:
             sandbox, self._sandbox = self._sandbox, None
             await sandbox.close()

@@ -13,9 +13,9 @@ from envs_chat import CHAT
 
 from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory, ClassEpisode
 from agentrl_envs.adapters.environments import resolve_environment
+from agentrl_envs.chat.chat_format import plain_format
 from agentrl_envs.episode import EnvironmentContractError
 from agentrl_envs.grading import GraderSettings
-from agentrl_envs.protocols.chat import plain_format
 from agentrl_envs.registry import ENVIRONMENTS, PluginError
 from agentrl_envs.tools import ToolError
 from agentrl_envs.types import Ended, Problem

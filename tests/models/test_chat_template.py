@@ -12,9 +12,10 @@ from rollout.templates import QWEN, THINKING, chat_tokenizer
 from agentrl.errors import SettingsError
 from agentrl.models.chat_template import read_chat_format
 from agentrl.models.tokenizer import TextCodec
-from agentrl_envs.protocols.chat import ChatFormat
+from agentrl_envs.chat.chat_format import ChatFormat
 from agentrl_envs.protocols.marked_text import Mark, MarkedText
 from agentrl_envs.tools import PYTHON_SCHEMA
+from agentrl_envs.types import Problem
 
 TOOLS = [PYTHON_SCHEMA.as_function()]
 TOKENIZER = chat_tokenizer(QWEN)
@@ -50,7 +51,7 @@ def test_a_thinking_template_gives_the_same_increments_and_its_own_generation_pr
 def test_increments_add_up_to_what_the_template_renders(statement: str, rounds: list[tuple[str, list[str]]]) -> None:
     chat, codec = read(QWEN), TextCodec(TOKENIZER, turn_end="<|im_end|>")
     messages: list[dict[str, str]] = [{"role": "user", "content": statement}]
-    written: str = chat.prompt(statement)
+    written: str = chat.prompt(Problem(id="p", statement=statement, answer=None, source="toy"))
     ids = codec.encode_prompt(written)
     for call, results in rounds:
         messages += [{"role": "assistant", "content": call}]
@@ -101,7 +102,7 @@ NO_TOOLS = QWEN.replace("{%- if tools %}", "{%- if false %}")
     ("template", "message"),
     [
         (None, "hermes, but the tokenizer of m has no chat template; take an instruction-tuned model, or"),
-        (OTHER_CALLS, "does not write a call as <tool_call>"),
+        (OTHER_CALLS, r"does not write a call in a form that can be read \(hermes, qwen_coder, mistral, llama\)"),
         (BARE, r"does not show the tools it is given: \['python'\]"),
         (RAISING, "cannot write a conversation with tools: no tools here"),
         (POSITION, "writes a tool's response differently at different places"),

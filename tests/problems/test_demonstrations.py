@@ -1,6 +1,7 @@
 """The demonstration file: its rows are read, and what is wrong is said with its line."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,18 @@ def test_the_documented_schema_is_read(tmp_path: Path):
         ShownTurn(model="```py\nopen_box(7)\n```", observation="\nCode execution result: 48\n"),
         ShownTurn(model="43"),
     )
+
+
+def test_other_columns_are_kept_and_an_answer_is_optional(tmp_path: Path):
+    path = tmp_path / "shown.jsonl"
+    row = {"problem": "How many?", "db": {"name": "shop"}, "turns": [{"model": "look"}, {"model": "3"}]}
+    path.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    (read,) = read_demonstrations(path)
+    assert (read.problem.answer, read.problem.info) == (None, {"db": {"name": "shop"}})
+    assert read.is_played
+    seen = (ShownTurn(model="look", observation="3 apples"), ShownTurn(model="3"))
+    assert not replace(read, turns=seen).is_played
+    assert not replace(read, turns=seen[1:]).is_played
 
 
 GOOD = {"id": "a", "problem": "1+1?", "answer": "2", "turns": [{"model": "\\boxed{2}"}]}

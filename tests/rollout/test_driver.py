@@ -268,16 +268,24 @@ async def test_a_start_that_hangs_is_no_data() -> None:
     assert environment.episodes[0].closed == 1
 
 
-async def test_a_service_that_is_gone_at_the_start_is_no_data() -> None:
-    class Unreachable(ScriptedEpisode):
+async def test_a_start_without_its_service_is_no_data_and_the_prompt_is_asked_for_again() -> None:
+    class Unavailable(ScriptedEpisode):
         async def start(self) -> str:
-            raise UnavailableError("the database does not answer")
+            raise UnavailableError("the service is gone")
 
-    driver, environment = make(ScriptedEngine(lambda *_: TURN), lambda *_: Unreachable([]), retries=1)
+    driver, environment = make(
+        ScriptedEngine(lambda *_: TURN),
+        lambda _, made: Unavailable([]) if made < 2 else ScriptedEpisode([ends()]),
+        retries=1,
+    )
     (group,) = await play(driver)
     assert group.trajectories[0].ended is Ended.INFRASTRUCTURE_FAILURE
-    assert [episode.closed for episode in environment.episodes] == [1, 1]
-    assert driver.last_failure == "the database does not answer"
+    assert driver.last_failure == "the service is gone"
+    environment.episodes.clear()
+    with pytest.raises(UnavailableError, match="the service is gone"):
+        await driver.prompt(problem())
+    assert await driver.prompt(problem()) == CODEC.encode("P")
+    assert [episode.closed for episode in environment.episodes] == [1, 1, 1]
 
 
 async def test_a_timeout_that_is_not_the_deadline_is_a_bug() -> None:

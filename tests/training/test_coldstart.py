@@ -13,6 +13,7 @@ from agentrl.errors import SettingsError
 from agentrl.models.tiny import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn, program
+from agentrl.training.coldstart.playing import check_template, with_observations
 from agentrl.training.coldstart.train import (
     EncodedDemonstration,
     batches,
@@ -24,8 +25,9 @@ from agentrl.training.coldstart.train import (
     reserved,
     with_direct_answers,
 )
+from agentrl.training.settings import ColdstartSettings
 from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
-from agentrl_envs.types import Problem, Step
+from agentrl_envs.types import Ended, Problem, Step
 
 from .conftest import SMALL, CommandLine
 
@@ -78,6 +80,67 @@ async def test_masks_are_true_on_turns_and_false_on_observations() -> None:
     # A closed fence ends a turn by itself; what nothing ends gets the end-of-sequence token, which is trained.
     assert encoded.response_ids == (*first, *between, *last, codec.eos_id)
     assert encoded.response_mask == (True,) * len(first) + (False,) * len(between) + (True,) * (len(last) + 1)
+
+
+class EchoEpisode(PromptEpisode):
+    """Answers a turn with its text; "over" ends it."""
+
+    async def step(self, action: str) -> Step:
+        return Step(observation=f"[{action}]", reward=0.0, ended=Ended.ANSWERED if action == "over" else None)
+
+
+class EchoEnvironment(PromptEnvironment):
+    def episode(self, problem: Problem) -> Any:
+        return EchoEpisode(problem)
+
+
+async def test_observations_that_are_missing_are_played() -> None:
+    turns = tuple(ShownTurn(model=text) for text in ("a", "b", "c"))
+    played = await with_observations(Demonstration(problem=PROBLEM, turns=turns), EchoEnvironment())
+    assert [(turn.model, turn.observation) for turn in played.turns] == [("a", "[a]"), ("b", "[b]"), ("c", "")]
+    written = Demonstration(problem=PROBLEM, turns=(ShownTurn(model="a", observation="x"), ShownTurn(model="b")))
+    assert await with_observations(written, PromptEnvironment()) is written
+    early = Demonstration(problem=PROBLEM, turns=(ShownTurn(model="over"), ShownTurn(model="b")))
+    with pytest.raises(
+        SettingsError, match=r"turn 1 of 2 of the demonstration 'a' ends its episode \(answered\): 'over'"
+    ):
+        await with_observations(early, EchoEnvironment())
+
+
+def test_generated_demonstrations_do_not_show_the_tools_of_a_class(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "one_room.py").write_text("class A:\n    def reset(self): ...\n")
+    settings = load_settings("one_room:A")
+    message = r"coldstart\.demonstrations=builtin:arithmetic shows nothing of the tools of env=one_room:A: name a JSONL"
+    with pytest.raises(SettingsError, match=message):
+        read_cold_demonstrations(settings)
+    with pytest.raises(SettingsError, match=r"are plain text, but env=one_room:A speaks the chat template"):
+        check_template(settings, "{{ messages }}")
+    check_template(settings, None)
+    check_template(load_settings(), "{{ messages }}")
+
+
+def test_the_cache_knows_the_class_and_its_columns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("two_rooms.py").write_text("class A:\n    def reset(self): ...\n\nclass B(A): ...\n")
+    row = {"problem": "2?", "answer": "2", "room": 1, "turns": [{"model": "2"}]}
+    Path("one.jsonl").write_text(json.dumps(row))
+    Path("other.jsonl").write_text(json.dumps(row | {"room": 2}))
+
+    def place(env: str, file: str = "one.jsonl") -> str:
+        settings = load_settings(env, overrides=[f"coldstart.demonstrations={file}"])
+        shown = read_cold_demonstrations(settings).demonstrations
+        settings = settings.model_copy(update={"coldstart": ColdstartSettings(demonstrations="same")})
+        return cached_policy(settings, shown).name
+
+    first = place("two_rooms:A")
+    assert len({first, place("two_rooms:B"), place("two_rooms:A", "other.jsonl")}) == 3
+    Path("two_rooms.py").write_text("class A:\n    def reset(self): return 'new'\n")
+    assert place("two_rooms:A") != first
 
 
 def test_collate_pads_on_the_right() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from agentrl.evaluation.data.problem_sets import ProblemSet
 from agentrl.evaluation.formats import JSONObject, Provenance
 from agentrl.evaluation.settings import REQUEST_FIELDS, EndpointSettings
-from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
+from agentrl_envs.settings import ChatSettings, ReasoningSettings, SimpleTIRSettings
 
 if TYPE_CHECKING:
     from agentrl.evaluation.settings import EvaluationSections
@@ -128,8 +128,11 @@ def _request(endpoint: EndpointSettings) -> JSONObject:
 
 
 def _prompt_format(settings: EvaluationSections) -> str:
-    if isinstance(settings.environment, SimpleTIRSettings) and settings.environment.protocol == "hermes":
+    environment = settings.environment
+    if isinstance(environment, SimpleTIRSettings) and environment.protocol == "hermes" and environment.chat != "never":
         return "chat template with tools"
+    if isinstance(environment, ChatSettings) and environment.chat == "always":
+        return "chat template"
     endpoint = settings.evaluation.endpoint
     if endpoint.url is not None:
         return "chat messages" if endpoint.api == "chat" else "plain text"

@@ -6,7 +6,8 @@ One JSON object per line::
      "turns": [{"model": "```py\\nopen_box(7)\\n```", "observation": "\\nCode execution result: 48\\n"},
                {"model": "```py\\nfinal_answer(48-5)\\n```", "observation": ""}]}
 
-``setup`` and a turn's ``observation`` are optional (default ``""``).
+``setup`` and a turn's ``observation`` are optional (default ``""``); so is ``answer``, where nothing compares answers.
+Other columns stand in `Problem.info`. Where several turns have no observation at all, the cold start plays them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 from agentrl.problems.problem_errors import EmptyProblemsError, ProblemFieldError
 from agentrl.problems.rows import read_jsonl
 from agentrl_envs.types import Problem
+
+_FIELDS = frozenset({"id", "problem", "answer", "setup", "family", "turns"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +43,11 @@ class Demonstration:
 
     problem: Problem
     turns: tuple[ShownTurn, ...]
+
+    @property
+    def is_played(self) -> bool:
+        """Whether the observations are missing: the environment writes them when it plays the turns."""
+        return len(self.turns) > 1 and not any(turn.observation for turn in self.turns)
 
     @property
     def text(self) -> str:
@@ -71,7 +79,7 @@ def read_demonstrations(path: str | Path) -> list[Demonstration]:
 
 
 def _from_row(row: dict[str, Any], place: str, source: str) -> Demonstration:
-    for field in ("problem", "answer"):
+    for field in ("problem", "answer") if row.get("answer") is not None else ("problem",):
         if not isinstance(row.get(field), str) or not row[field].strip():
             raise ProblemFieldError(f"{place}: a demonstration needs a text {field!r}; fields there: {sorted(row)}")
     turns = row.get("turns")
@@ -88,10 +96,11 @@ def _from_row(row: dict[str, Any], place: str, source: str) -> Demonstration:
     problem = Problem(
         id=str(row.get("id", place)),
         statement=row["problem"],
-        answer=row["answer"],
+        answer=row.get("answer"),
         source=source,
         family=row.get("family", ""),
         setup=row.get("setup", ""),
+        info={name: value for name, value in row.items() if name not in _FIELDS},
     )
     return Demonstration(
         problem=problem,

@@ -5,25 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import TextCodec, read_generation_ends
 from agentrl.rollout.engines.base import Engine
-from agentrl.rollout.gateway.programs import AgentFailureError, load_agent
+from agentrl.rollout.gateway.export import RolloutPlace
+from agentrl.rollout.gateway.programs import AgentFailureError, AgentProgram, load_agent
 from agentrl.rollout.gateway.render import ChatRenderer
-from agentrl.rollout.gateway.rollout import AgentRollout, RolloutLimits, RolloutPlace
+from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.server import AgentGateway
-from agentrl.rollout.gateway.settings import AgentGatewaySettings
+from agentrl.rollout.gateway.settings import AGENT, VERIFIERS, WORKER, AgentGatewaySettings
 from agentrl.rollout.gateway.tree import MISSES
 from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest
+from agentrl.rollout.gateway.workers import load_worker, verifiers_worker_of
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Trajectory
 from agentrl_envs.episode import EpisodeUsageError
 from agentrl_envs.protocols.marked_text import Mark, MarkedText
 from agentrl_envs.registry import describe_error
+from agentrl_envs.settings import NoSettings, VerifiersSettings, read_options
 from agentrl_envs.types import Ended, Problem, Step
 
 if TYPE_CHECKING:
@@ -45,8 +48,23 @@ def agent_renderer(tokenizer: PreTrainedTokenizerBase, name: str, settings: Agen
             raise SettingsError(f"gateway.chat_template={settings.chat_template}: cannot be read: {error}") from error
     options = settings.template_options
     draft = ChatRenderer(tokenizer, TextCodec(tokenizer), template=template, options=options)
-    codec = TextCodec(tokenizer, turn_end=draft.turn_end(), generation_ends=read_generation_ends(name))
+    codec = TextCodec(
+        tokenizer,
+        turn_end=draft.turn_end(),
+        generation_ends=read_generation_ends(name),
+        shown=draft.calls.tokens,
+    )
     return ChatRenderer(tokenizer, codec, template=template, options=options)
+
+
+def load_program(env: str, options: Mapping[str, object], *, threads: int = 1) -> AgentProgram:
+    """The program of an environment's name and its own settings. Raises PluginError if there is none."""
+    if env.startswith(VERIFIERS):
+        return verifiers_worker_of(env.removeprefix(VERIFIERS), read_options(VerifiersSettings, options))
+    read_options(NoSettings, options)
+    if env.startswith(WORKER):
+        return load_worker(env.removeprefix(WORKER).strip())
+    return load_agent(env.removeprefix(AGENT).strip(), threads=threads)
 
 
 class _PromptEpisode:
@@ -76,9 +94,9 @@ class _PromptEpisode:
 class AgentEnvironment:
     """What the rollouts of an agent program share: the program, the gateway and the chat template."""
 
-    def __init__(self, env: str, settings: AgentGatewaySettings, renderer: ChatRenderer | None) -> None:
-        """Without a ``renderer`` nothing can be played; prompts are plain. Raises PluginError for a bad program."""
-        self._program = load_agent(env, threads=settings.threads)
+    def __init__(self, program: AgentProgram, settings: AgentGatewaySettings, renderer: ChatRenderer | None) -> None:
+        """Without a ``renderer`` nothing can be played; prompts are plain."""
+        self._program = program
         self._settings = settings
         self._renderer = renderer
         self._gateway = AgentGateway(settings)
@@ -88,6 +106,7 @@ class AgentEnvironment:
         """Start the gateway. Raises SettingsError if its address is not free."""
         if self._renderer is not None:
             await self._gateway.open()
+            await self._program.open(self._gateway)
 
     def episode(self, problem: Problem) -> _PromptEpisode:
         """The problem as a user's message, for its length and for demonstrations."""
@@ -100,7 +119,7 @@ class AgentEnvironment:
 
     async def close(self) -> None:
         """End the program and the gateway. May be called more than once."""
-        self._program.close()
+        await self._program.close()
         await self._gateway.close()
 
     def describe(self) -> list[str]:
@@ -124,23 +143,19 @@ class AgentEnvironment:
     ) -> tuple[tuple[Trajectory, ...], str | None]:
         """The trajectories of one rollout, and why it failed if it did for reasons outside the policy."""
         assert self._renderer is not None, "an environment without a renderer only gives prompts"
-        limits = RolloutLimits(
-            generations=self._settings.max_generations,
-            turn_tokens=settings.max_turn_tokens,
-            prompt_tokens=settings.max_prompt_tokens,
-            response_tokens=settings.max_response_tokens,
-            deadline=self._settings.deadline,
-        )
         rollout = AgentRollout(
             place=place,
-            limits=limits,
+            settings=settings,
+            gateway=self._settings,
             engine=engine,
             renderer=self._renderer,
             gate=gate,
-            history=self._settings.history,
         )
         failure = await self._run(rollout, rewarded_later=rewarded_later)
         rows = rollout.trajectories(Ended.ANSWERED if failure is None else Ended.INFRASTRUCTURE_FAILURE)
+        if failure is None and rows[-1].no_data:
+            failure = f"nothing was sampled that can be trained{rollout.stop_reason}"
+            logger.warning("problem %s: %s", place.problem.id, failure)
         self._count(rollout, rows)
         return rows, failure
 
@@ -149,6 +164,8 @@ class AgentEnvironment:
         access = self._gateway.admit(rollout)
         failure: str | None = None
         try:
+            await self._program.ready(access)
+            rollout.begin()
             async with asyncio.timeout(self._settings.deadline):
                 reward = await self._program.run(rollout.place.problem, access)
             rollout.reward = rollout.reward if reward is None else reward
@@ -161,6 +178,7 @@ class AgentEnvironment:
         finally:
             self._gateway.dismiss(access)
             await rollout.finish()
+        failure = failure or rollout.given_up
         if failure is None and rollout.reward is None and not rewarded_later:
             failure = "the agent gave no reward"
         if failure is not None and rollout.reward is None and rollout.stopped in _LIMITED:

@@ -3,60 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from agentrl.rollout.gateway.tree import Generation, GenerationTree
 from agentrl.trajectory import Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
 
 
+@dataclass(frozen=True, kw_only=True)
+class RolloutPlace:
+    """Which rollout it is: its problem, its number in its group, and what keys its randomness."""
+
+    problem: Problem
+    step: int
+    group: int
+    sample: int
+    name: str
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
 def export(
-    tree: GenerationTree,
-    *,
-    problem: Problem,
-    step: int,
-    group: int,
-    sample: int,
-    ended: Ended,
-    reward: float,
-    seconds: float,
+    tree: GenerationTree, place: RolloutPlace, *, ended: Ended, reward: float, seconds: float
 ) -> tuple[Trajectory, ...]:
     """The rollout's trajectories. The last one carries the reward; their weights sum to 1.
 
     A branch's prompt is everything before its first own generation. A rollout without a token to train, or without
     data, is one trajectory without segments.
     """
+    made = partial(
+        Trajectory, problem=place.problem, step=place.step, group=place.group, sample=place.sample, seconds=seconds
+    )
     lines = [] if ended.is_no_data else tree.branches()
     if not lines:
         failed = ended if ended.is_no_data else Ended.INFRASTRUCTURE_FAILURE
-        return (
-            Trajectory(
-                problem=problem,
-                step=step,
-                group=group,
-                sample=sample,
-                prompt_ids=(),
-                segments=(),
-                ended=failed,
-                seconds=seconds,
-            ),
-        )
+        return (made(prompt_ids=(), segments=(), ended=failed),)
     counts = [sum(len(one.completion.token_ids) for one in line if one.counts) for line in lines]
-    total = sum(counts)
     return tuple(
-        Trajectory(
-            problem=problem,
-            step=step,
-            group=group,
-            sample=sample,
+        made(
             prompt_ids=_prompt(line),
-            segments=_segments(line, reward if place == len(lines) - 1 else 0.0),
+            segments=_segments(line, reward if number == len(lines) - 1 else 0.0),
             ended=ended,
-            seconds=seconds,
-            branch=place,
+            branch=number,
             branches=len(lines),
-            weight=count / total,
+            weight=count / sum(counts),
         )
-        for place, (line, count) in enumerate(zip(lines, counts, strict=True))
+        for number, (line, count) in enumerate(zip(lines, counts, strict=True))
     )
 
 

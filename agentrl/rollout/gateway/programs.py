@@ -11,11 +11,12 @@ import os
 import re
 import shlex
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict
-from typing import Protocol
+from functools import partial
+from typing import Protocol, cast
 
-from agentrl.rollout.gateway.settings import AGENT_PREFIX
+from agentrl.rollout.gateway.settings import AGENT
 from agentrl.rollout.gateway.wire import Access
 from agentrl_envs.adapters.blocking import BlockingCalls
 from agentrl_envs.gym.loop_thread import LoopThread
@@ -30,8 +31,27 @@ class AgentFailureError(Exception):
     """The agent crashed or gave no reward: its rollout is no data."""
 
 
+class AgentServer(Protocol):
+    """The gateway as workers need it."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def key(self) -> str: ...
+
+    async def taken(self, access: Access) -> None: ...
+
+    async def finished(self, access: Access) -> None: ...
+
+
 class AgentProgram(Protocol):
-    """Plays one problem through the gateway."""
+    """Plays problems through the gateway."""
+
+    async def open(self, server: AgentServer) -> None: ...
+
+    async def ready(self, access: Access) -> None:
+        """Return when the program begins with a rollout, whose deadline counts from then."""
+        ...
 
     async def run(self, problem: Problem, access: Access) -> float | None:
         """The reward; None if the program leaves it to others. Raises AgentFailureError. May be cancelled."""
@@ -39,25 +59,42 @@ class AgentProgram(Protocol):
 
     def describe(self) -> str: ...
 
-    def close(self) -> None: ...
+    async def close(self) -> None: ...
 
 
-def load_agent(env: str, *, threads: int = 1) -> AgentProgram:
-    """The program of ``agent:module:function`` or ``agent:COMMAND``. Raises PluginError if there is none."""
-    named = env.removeprefix(AGENT_PREFIX).strip()
+class _OneForEach:
+    """A program that is started for each rollout, at once."""
+
+    async def open(self, server: AgentServer) -> None:
+        """Nothing to prepare."""
+
+    async def ready(self, access: Access) -> None:
+        """Nothing to wait for."""
+
+    async def close(self) -> None:
+        """Nothing to release: what was started ends with its rollout."""
+
+
+def load_agent(named: str, *, threads: int = 1) -> AgentProgram:
+    """The program of ``module:function`` or ``COMMAND``. Raises PluginError if there is none."""
     if _FUNCTION.fullmatch(named):
         found = import_attribute(named, "agent")
         if not callable(found):
             raise PluginError(f"agent {named!r} is a {type(found).__name__}, expected a function")
         _check_signature(named, found)
-        return _AsyncAgent(named, found) if inspect.iscoroutinefunction(found) else _Agent(named, found, threads)
+        return _FunctionAgent(named, found, threads)
+    words = split_command(named)
+    if not words:
+        raise PluginError(f"env={AGENT}: write agent:module:function or 'agent:COMMAND'")
+    return _Command(words)
+
+
+def split_command(named: str) -> list[str]:
+    """The words of a command. Raises PluginError for a quotation that is not closed."""
     try:
-        words = shlex.split(named)
+        return shlex.split(named)
     except ValueError as error:
         raise PluginError(f"agent {named!r} is no command: {error}") from error
-    if not words:
-        raise PluginError(f"env={env!r}: write agent:module:function or 'agent:COMMAND'")
-    return _Command(words)
 
 
 def _check_signature(name: str, function: Callable[..., object]) -> None:
@@ -78,56 +115,35 @@ def as_reward(value: object, said_by: str) -> float | None:
     raise AgentFailureError(f"{said_by} returned {value!r}, expected a finite number as the reward")
 
 
-def _arguments(access: Access) -> dict[str, str]:
-    return {"base_url": access.base_url, "api_key": access.api_key, "model": access.model}
+class _FunctionAgent(_OneForEach):
+    """A function of the user's: coroutines in an event loop of their own, beside the server's, others in threads."""
 
-
-class _AsyncAgent:
-    """Coroutines of the user's, in an event loop of their own: one that blocks stops other agents, not the server."""
-
-    def __init__(self, name: str, function: Callable[..., object]) -> None:
+    def __init__(self, name: str, function: Callable[..., object], threads: int) -> None:
         self._name = name
         self._function = function
+        self._async = inspect.iscoroutinefunction(function)
+        self._threads = BlockingCalls(threads, name="agent")
         self._loop: LoopThread | None = None
 
     async def run(self, problem: Problem, access: Access) -> float | None:
-        if self._loop is None:
-            self._loop = LoopThread()
-        return as_reward(await asyncio.wrap_future(self._loop.start(self._call(problem, access))), self._name)
-
-    async def _call(self, problem: Problem, access: Access) -> object:
-        made = self._function(problem, **_arguments(access))
-        return await made if inspect.isawaitable(made) else made
+        given = {"base_url": access.base_url, "api_key": access.api_key, "model": access.model}
+        call = partial(self._function, problem, **given)
+        if not self._async:
+            return as_reward(await self._threads.run(call), self._name)
+        self._loop = self._loop or LoopThread()
+        made = self._loop.start(cast("Coroutine[object, object, object]", call()))
+        return as_reward(await asyncio.wrap_future(made), self._name)
 
     def describe(self) -> str:
-        return f"agent: {self._name}, in an event loop"
+        return f"agent: {self._name}, in {'an event loop' if self._async else 'threads'}"
 
-    def close(self) -> None:
+    async def close(self) -> None:
         if self._loop is not None:
             self._loop.close()
             self._loop = None
 
 
-class _Agent:
-    """A blocking function of the user's, in threads."""
-
-    def __init__(self, name: str, function: Callable[..., object], threads: int) -> None:
-        self._name = name
-        self._function = function
-        self._calls = BlockingCalls(threads, name="agent")
-
-    async def run(self, problem: Problem, access: Access) -> float | None:
-        made = await self._calls.run(lambda: self._function(problem, **_arguments(access)))
-        return as_reward(made, self._name)
-
-    def describe(self) -> str:
-        return f"agent: {self._name}, in threads"
-
-    def close(self) -> None:
-        """Nothing to release: threads end with their calls."""
-
-
-class _Command:
+class _Command(_OneForEach):
     """A command for each rollout, told by environment variables where the policy is. Its last line is the reward."""
 
     def __init__(self, words: list[str]) -> None:
@@ -165,9 +181,6 @@ class _Command:
 
     def describe(self) -> str:
         return f"agent: {shlex.join(self._words)}, a process for each rollout"
-
-    def close(self) -> None:
-        """Nothing to release: processes end with their rollouts."""
 
 
 def _last_number(text: str) -> float | None:

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
+from agentrl.models.chat_template import call_form
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.gateway.wire import AgentCall, AgentMessage, ChatRequest, WireError
+from agentrl_envs.chat.calls import HERMES, CallForm, without_calls
 from agentrl_envs.protocols.marked_text import Mark, MarkedText, Part
 
 if TYPE_CHECKING:
@@ -23,10 +25,10 @@ if TYPE_CHECKING:
 
 # Private use: no template holds them, and texts that do are guarded.
 _SLOT, _GUARD, _END = "\ue000", "\ue001", "\ue002"
-_PLACE = re.compile(f"([{_SLOT}{_GUARD}])([0-9]+){_END}")
+# The quote in a slot shows which contents a template writes as JSON texts (Llama's responses of tools).
+_PLACE = re.compile(f'({_SLOT}\\\\?"|{_GUARD})([0-9]+){_END}')
 _SHAPES = 1024
 _CALL_ID = "call00000"  # of the length that templates which check it ask for
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 PLAIN_TEMPLATE = (
     "{%- for tool in tools or [] %}{{ tool | tojson }}\n{% endfor -%}"
@@ -40,10 +42,14 @@ PLAIN_TEMPLATE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A rendered shape: ``texts`` around the place-holders of the messages ``slots``, in order of appearance."""
+    """A rendered shape: ``texts`` around the place-holders of the messages ``slots``, in order of appearance.
+
+    ``quoted``: which of ``slots`` hold JSON texts.
+    """
 
     texts: tuple[tuple[Part, ...], ...]
     slots: tuple[int, ...]
+    quoted: tuple[bool, ...]
 
     def before(self, message: int) -> tuple[str, ...] | None:
         """The texts before the only place of a message; None if it has none or several."""
@@ -59,8 +65,9 @@ class Layout:
     def parts(self, contents: Sequence[str], start: int = 0) -> tuple[Part, ...]:
         """Texts and contents in order, from the text number ``start`` on."""
         parts = list(self.texts[start])
-        for text, slot in zip(self.texts[start + 1 :], self.slots[start:], strict=True):
-            parts += [contents[slot], *text]
+        places = zip(self.texts[start + 1 :], self.slots[start:], self.quoted[start:], strict=True)
+        for text, slot, quoted in places:
+            parts += [json.dumps(contents[slot], ensure_ascii=False)[1:-1] if quoted else contents[slot], *text]
         return tuple(parts)
 
     def filled(self, contents: Sequence[str]) -> str:
@@ -90,6 +97,7 @@ class ChatRenderer:
         self._special = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
         self._guarded = [*self._special, _SLOT, _GUARD, _END]
         self._unsafe = re.compile("|".join(map(re.escape, self._guarded)))
+        self.calls = HERMES if plain else self._call_form()
         self._layout = lru_cache(maxsize=_SHAPES)(self._render)
         self._tools = lru_cache(maxsize=_SHAPES)(lambda text: json.dumps(self._guard(json.loads(text))))
 
@@ -122,6 +130,17 @@ class ChatRenderer:
         rest = text[0].text.removeprefix(end)
         return (Mark(end, ends_turn=True), *([Mark(rest)] if rest else []), *text[1:])
 
+    def _call_form(self) -> CallForm:
+        """The form in which the template writes calls; that of Hermes if it writes none."""
+        from jinja2 import TemplateError
+
+        name = "look"
+        tool = {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
+        try:
+            return call_form(lambda messages: self._applied(messages, [tool], self._options), name) or HERMES
+        except (TemplateError, TypeError, ValueError):
+            return HERMES
+
     def read(self, text: str, request: ChatRequest, *, before: str, prefix: str) -> AgentMessage:
         """The message that a sampled text is. Calls that cannot be read stay in the text; ids begin with ``prefix``."""
         if getattr(self._tokenizer, "response_template", None) is not None:
@@ -133,7 +152,7 @@ class ChatRenderer:
         said, open_again, more = said.partition("<think>")
         if closed or open_again:
             thoughts, said = f"{thoughts.strip().removeprefix('<think>')}{more}".strip(), said.strip()
-        content, calls = read_calls(said, request) if request.calls_allowed else (said, ())
+        content, calls = read_calls(said, request, self.calls) if request.calls_allowed else (said, ())
         return _message(content, thoughts if closed or open_again else None, calls, prefix)
 
     def _parsed(self, text: str, request: ChatRequest, *, before: str, prefix: str) -> AgentMessage:
@@ -155,7 +174,7 @@ class ChatRenderer:
 
     def _shape(self, message: AgentMessage, place: int, *, own: bool) -> dict[str, object]:
         """A message whose content is its place-holder. The calls of a sampled reply stand in what was sampled."""
-        slot = f"{_SLOT}{place}{_END}" if message.content or own else ""
+        slot = f'{_SLOT}"{place}{_END}' if message.content or own else ""
         shape: dict[str, object] = {"role": message.role, "content": slot}
         if message.role == "tool":
             shape["tool_call_id"] = _CALL_ID
@@ -187,51 +206,56 @@ class ChatRenderer:
         from jinja2 import TemplateError
 
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                json.loads(shape),
-                tools=json.loads(tools) or None,
-                tokenize=False,
-                add_generation_prompt=True,
-                chat_template=self._template,
-                **json.loads(options),
-            )
+            rendered = self._applied(json.loads(shape), json.loads(tools), json.loads(options))
         except (TemplateError, TypeError, ValueError) as error:
             raise WireError(f"the model's chat template refuses this conversation: {error}", param="messages") from None
-        pieces = _PLACE.split(str(rendered))
+        pieces = _PLACE.split(rendered)
         texts: list[list[Part]] = [[Mark(pieces[0])] if pieces[0] else []]
         slots: list[int] = []
+        quoted: list[bool] = []
         for kind, number, text in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
-            if kind == _SLOT:
+            if kind.startswith(_SLOT):
                 slots.append(int(number))
+                quoted.append("\\" in kind)
                 texts.append([])
             else:
                 texts[-1].append(self._guarded[int(number)])
             if text:
                 texts[-1].append(Mark(text))
-        return Layout(texts=tuple(map(tuple, texts)), slots=tuple(slots))
+        return Layout(texts=tuple(map(tuple, texts)), slots=tuple(slots), quoted=tuple(quoted))
+
+    def _applied(
+        self, messages: Sequence[Mapping[str, object]], tools: Sequence[object], options: Mapping[str, object]
+    ) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],  # type: ignore[arg-type]
+                tools=list(tools) or None,  # type: ignore[arg-type]
+                tokenize=False,
+                add_generation_prompt=True,
+                chat_template=self._template,
+                **dict(options),  # type: ignore[arg-type]
+            )
+        )
 
 
-def read_calls(said: str, request: ChatRequest) -> tuple[str, tuple[tuple[str, str], ...]]:
+def read_calls(said: str, request: ChatRequest, form: CallForm = HERMES) -> tuple[str, tuple[tuple[str, str], ...]]:
     """The text without its calls, and the name and arguments of each.
 
-    A call is ``<tool_call>``, a JSON object with name and arguments, ``</tool_call>``. If one of them names no tool of
-    the request or cannot be read, all stay in the text, because calls are made together.
+    If one of them names no tool of the request or cannot be read, all stay in the text, because calls are made
+    together.
     """
-    known = {tool["function"]["name"] for tool in request.tools if isinstance(tool["function"], Mapping)}
-    calls = []
-    for found in _CALL.finditer(said):
-        try:
-            value = json.loads(found[1])
-        except (ValueError, RecursionError):
-            return said, ()
-        if (
-            not isinstance(value, dict)
-            or value.get("name") not in known
-            or not isinstance(value.get("arguments"), dict)
-        ):
-            return said, ()
-        calls.append((str(value["name"]), json.dumps(value["arguments"])))
-    return (_CALL.sub("", said).strip(), tuple(calls)) if calls else (said, ())
+    functions = [tool["function"] for tool in request.tools]
+    known = {str(one["name"]): one.get("parameters") for one in functions if isinstance(one, Mapping)}
+
+    def parameters(name: str) -> Mapping[str, object] | None:
+        found = known.get(name)
+        return found if isinstance(found, Mapping) else None
+
+    found = form.find(said, parameters)
+    if not found or any(one.error or one.name not in known or not isinstance(one.arguments, dict) for one in found):
+        return said, ()
+    return without_calls(said, found), tuple((one.name, json.dumps(one.arguments)) for one in found)
 
 
 def _message(content: str, reasoning: str | None, calls: Sequence[tuple[str, str]], prefix: str) -> AgentMessage:

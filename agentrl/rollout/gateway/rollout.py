@@ -12,40 +12,17 @@ from typing import Literal
 
 from agentrl.rollout.engines.base import Completion, Engine, EngineError, Sampling
 from agentrl.rollout.engines.sampling import sampling_key
-from agentrl.rollout.gateway.export import export
+from agentrl.rollout.gateway.export import RolloutPlace, export
 from agentrl.rollout.gateway.render import ChatRenderer, Layout
+from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.gateway.tree import Generation, GenerationTree, Match
 from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest, Delivery, WireError
+from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Trajectory
 from agentrl_envs.protocols.marked_text import MarkedText
-from agentrl_envs.types import Ended, Problem
+from agentrl_envs.types import Ended
 
 _STATUS = {Ended.TURN_LIMIT: "turn_limit", Ended.TOKEN_LIMIT: "token_limit", Ended.DEADLINE: "deadline"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutLimits:
-    """The limits of one rollout; token limits hold for each of its sequences."""
-
-    generations: int
-    turn_tokens: int
-    prompt_tokens: int
-    response_tokens: int
-    deadline: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutPlace:
-    """Which rollout it is: its problem, its number in its group, and what keys its randomness."""
-
-    problem: Problem
-    step: int
-    group: int
-    sample: int
-    name: str
-    seed: int
-    temperature: float = 1.0
-    top_p: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,17 +47,20 @@ class AgentRollout:
     """Answers the requests of one agent. ``gate`` is awaited before each generation, with its request id."""
 
     place: RolloutPlace
-    limits: RolloutLimits
+    settings: RolloutSettings
+    gateway: AgentGatewaySettings
     engine: Engine
     renderer: ChatRenderer
     gate: Callable[[str], Awaitable[None]] = _at_once
-    history: Literal["keep", "template"] = "keep"
+    most_context: int | None = None  # tokens of prompt and response together
     tree: GenerationTree = field(default_factory=GenerationTree)
     counts: Counter[str] = field(default_factory=Counter)
     stopped: Ended | None = None
-    failure: str | None = None
+    stop_reason: str = ""
+    failure: str | None = None  # of the engine
+    given_up: str | None = None  # why the agent ended it without a reward
     reward: float | None = None
-    finished: bool = False
+    over: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
@@ -89,6 +69,15 @@ class AgentRollout:
         self._continued: set[int] = set()
         self._running: set[asyncio.Task[Generation]] = set()
         self._known: dict[str, asyncio.Task[Generation]] = {}
+
+    @property
+    def finished(self) -> bool:
+        """Whether it takes no further request."""
+        return self.over.is_set()
+
+    def begin(self) -> None:
+        """Start its clock: an agent plays it from now on."""
+        self._began = time.monotonic()
 
     async def reply(self, request: ChatRequest, *, body: bytes, retry: bool, key: str | None) -> Generation:
         """The generation that answers a request; that of an earlier request if this one is marked as its repetition.
@@ -139,13 +128,14 @@ class AgentRollout:
             "reward": self.reward,
         }
 
-    def not_delivered(self, generation: Generation) -> None:
-        """Note that the client of a reply was gone when it came."""
-        generation.delivered = False
+    def sent(self, generation: Generation, *, received: bool) -> None:
+        """Note whether the client of a reply was still there. One that was gone may have asked again and got it."""
+        generation.received |= received
+        generation.delivered = generation.received
 
     async def finish(self) -> None:
         """Take no further request; end those under way and release the engine's caches."""
-        self.finished = True
+        self.over.set()
         for task in tuple(self._running):
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -154,16 +144,9 @@ class AgentRollout:
 
     def trajectories(self, ended: Ended) -> tuple[Trajectory, ...]:
         """What was sampled, as trajectories. ``ended`` holds unless a limit stopped the rollout."""
-        place = self.place
+        ended = ended if self.stopped is None or ended.is_no_data else self.stopped
         return export(
-            self.tree,
-            problem=place.problem,
-            step=place.step,
-            group=place.group,
-            sample=place.sample,
-            ended=ended if self.stopped is None or ended.is_no_data else self.stopped,
-            reward=self.reward or 0.0,
-            seconds=time.monotonic() - self._began,
+            self.tree, self.place, ended=ended, reward=self.reward or 0.0, seconds=time.monotonic() - self._began
         )
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -171,13 +154,14 @@ class AgentRollout:
     def _check_limits(self) -> None:
         if self.finished:
             raise WireError("the rollout is finished", status=409, code="rollout_finished")
-        if self._next >= self.limits.generations:
-            self._stop(Ended.TURN_LIMIT, f"{self.limits.generations} generations (gateway.max_generations) are used up")
-        if time.monotonic() - self._began > self.limits.deadline:
-            self._stop(Ended.DEADLINE, f"{self.limits.deadline:g} s (gateway.deadline) are over")
+        limits = self.gateway
+        if self._next >= limits.max_generations:
+            self._stop(Ended.TURN_LIMIT, f"{limits.max_generations} generations (gateway.max_generations) are used up")
+        if time.monotonic() - self._began > limits.deadline:
+            self._stop(Ended.DEADLINE, f"{limits.deadline:g} s (gateway.deadline) are over")
 
     def _stop(self, ended: Ended, reason: str) -> None:
-        self.stopped = ended
+        self.stopped, self.stop_reason = ended, f": {reason}"
         raise WireError(f"the rollout was stopped: {reason}", code=_STATUS[ended], kind="rollout_stopped")
 
     async def _generate(self, request: ChatRequest) -> Generation:
@@ -208,10 +192,12 @@ class AgentRollout:
 
     def _limit(self, request: ChatRequest, prompt: _Prompt) -> int:
         """Most tokens of a reply. Raises WireError if there is room for none."""
-        room = self.limits.response_tokens - (len(prompt.context) - prompt.root_tokens)
-        if prompt.root_tokens > self.limits.prompt_tokens or room < 1:
+        room = self.settings.max_response_tokens - (len(prompt.context) - prompt.root_tokens)
+        if self.most_context is not None:
+            room = min(room, self.most_context - len(prompt.context))
+        if prompt.root_tokens > self.settings.max_prompt_tokens or room < 1:
             self._stop(Ended.TOKEN_LIMIT, f"its {len(prompt.context)} tokens of context leave no room for a reply")
-        return min(self.limits.turn_tokens, room, *([request.max_tokens] if request.max_tokens else []))
+        return min(self.settings.max_turn_tokens, room, request.max_tokens or room)
 
     async def _sampled(
         self, request: ChatRequest, context: tuple[int, ...], *, limit: int, line: str, number: int
@@ -266,11 +252,16 @@ class AgentRollout:
         """What follows the parent's tokens; None if the template writes anything before it in another way."""
         replies = parent.replies
         messages = (*parent.conversation, *match.new)
-        layout = self.renderer.layout(messages, request, sampled=replies.keys())
+        try:
+            layout = self.renderer.layout(messages, request, sampled=replies.keys())
+        except WireError:
+            if self.gateway.history == "keep":
+                raise
+            return None  # a template that wants calls before their responses: it writes them anew
         before = layout.before(max(replies))
         if before is None or before[:-1] != parent.lead[:-1] or not parent.lead[-1].startswith(before[-1]):
             return None
-        if self.history == "template" and not self._kept(request, layout, messages, replies):
+        if self.gateway.history == "template" and not self._kept(request, layout, messages, replies):
             return None
         context = parent.context
         behind = self.renderer.closing(layout.parts([one.content for one in messages], len(before)))

@@ -2,7 +2,8 @@
 
 Agents use ``POST /rollouts/ID/v1/chat/completions`` and ``GET /rollouts/ID/v1/models`` with the rollout's key, or
 ``POST /v1/chat/completions`` with the header ``X-Session-ID``. With the same key, ``POST /rollouts/ID/reward`` gives
-the reward, ``POST /rollouts/ID/finish`` ends the rollout, and ``GET /rollouts/ID`` tells its state.
+the reward, ``POST /rollouts/ID/finish`` ends the rollout, and ``GET /rollouts/ID`` tells its state. The server's own
+key opens every rollout, and with it ``POST /rollouts`` hands out the next rollout that waits for a worker.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 
 import uvicorn
 from starlette.applications import Starlette
@@ -24,12 +26,13 @@ from starlette.routing import Route
 
 from agentrl.errors import SettingsError
 from agentrl.rollout.gateway.rollout import AgentRollout
-from agentrl.rollout.gateway.settings import AgentGatewaySettings
+from agentrl.rollout.gateway.settings import KEY_VARIABLE, AgentGatewaySettings
 from agentrl.rollout.gateway.tree import Generation
 from agentrl.rollout.gateway.wire import FROZEN, Access, ChatRequest, WireError, events, read_request, whole
 
 _KEEP_ALIVE = 15.0  # seconds between comments in a stream that waits for the engine
 _BACKLOG = 2048
+_LONGEST_WAIT = 60.0  # seconds for which a worker may wait for a rollout
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -37,7 +40,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
     rollout: AgentRollout
-    api_key: str
+    access: Access
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class _Server(uvicorn.Server):
@@ -54,7 +58,9 @@ class AgentGateway:
     def __init__(self, settings: AgentGatewaySettings) -> None:
         self._settings = settings
         self._entries: dict[str, _Entry] = {}
-        self._url = ""
+        self._offered: asyncio.Queue[str] = asyncio.Queue()  # names of rollouts; "" once the server ends
+        self.url = ""
+        self.key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(24)
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -74,13 +80,14 @@ class AgentGateway:
             ws="none",
             timeout_graceful_shutdown=1,
         )
-        self._url = f"http://{host}:{listener.getsockname()[1]}"
+        self.url = f"http://{host}:{listener.getsockname()[1]}"
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve([listener]), name="agent-gateway")
 
     async def close(self) -> None:
         """End the server. May be called more than once."""
         if self._server is not None and self._serving is not None:
+            self._offered.put_nowait("")
             self._server.should_exit = True
             await self._serving
             self._server = self._serving = None
@@ -88,13 +95,23 @@ class AgentGateway:
     def admit(self, rollout: AgentRollout) -> Access:
         """Serve a rollout. The name of each attempt is new, so that no late call of an earlier one reaches it."""
         name = f"{rollout.place.name}-{secrets.token_hex(4)}"
-        key = secrets.token_urlsafe(24)
-        self._entries[name] = _Entry(rollout=rollout, api_key=key)
-        return Access(base_url=f"{self._url}/rollouts/{name}/v1", api_key=key, model=self._settings.model)
+        url, key = f"{self.url}/rollouts/{name}/v1", secrets.token_urlsafe(24)
+        access = Access(name=name, base_url=url, api_key=key, model=self._settings.model)
+        self._entries[name] = _Entry(rollout=rollout, access=access)
+        return access
 
     def dismiss(self, access: Access) -> None:
         """Serve a rollout no more."""
-        del self._entries[access.base_url.split("/")[-2]]
+        del self._entries[access.name]
+
+    async def taken(self, access: Access) -> None:
+        """Offer a rollout to workers. Returns when one has taken it."""
+        self._offered.put_nowait(access.name)
+        await self._entries[access.name].taken.wait()
+
+    async def finished(self, access: Access) -> None:
+        """Return when a rollout is finished."""
+        await self._entries[access.name].rollout.over.wait()
 
     def app(self) -> Starlette:
         """The application."""
@@ -104,6 +121,7 @@ class AgentGateway:
                 Route("/v1/chat/completions", chat, methods=["POST"]),
                 Route("/rollouts/{name}/v1/chat/completions", chat, methods=["POST"]),
                 Route("/rollouts/{name}/v1/models", models, methods=["GET"]),
+                Route("/rollouts", _answered(self._take), methods=["POST"]),
                 Route("/rollouts/{name}/reward", _answered(self._reward), methods=["POST"]),
                 Route("/rollouts/{name}/finish", _answered(self._finish), methods=["POST"]),
                 Route("/rollouts/{name}", _answered(self._state), methods=["GET"]),
@@ -126,8 +144,7 @@ class AgentGateway:
                 stream = self._streamed(rollout, request, waiting)
                 return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         generation = await waiting
-        if await http.is_disconnected():
-            rollout.not_delivered(generation)
+        rollout.sent(generation, received=not await http.is_disconnected())
         return JSONResponse(whole(rollout.delivery(generation, self._name(request)), request))
 
     async def _streamed(
@@ -147,6 +164,7 @@ class AgentGateway:
             for event in events(rollout.delivery(generation, self._name(request)), request):
                 yield event
             sent = True
+            rollout.sent(generation, received=True)
         finally:
             if not sent:
                 waiting.add_done_callback(lambda task: _lost(rollout, task))
@@ -157,6 +175,37 @@ class AgentGateway:
         return JSONResponse(
             {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "agentrl"} for name in names]}
         )
+
+    async def _take(self, http: Request) -> Response:
+        """The next rollout that waits, with everything to play it; 204 if none comes within ``wait`` seconds."""
+        if not _same(_key(http), self.key):
+            raise WireError("the key is not the one of this gateway", status=401, code="invalid_api_key")
+        try:
+            wait = min(_LONGEST_WAIT, float(json.loads(await self._body(http) or b"{}").get("wait", 0.0)))
+        except (AttributeError, TypeError, ValueError):
+            raise WireError('the body must be {"wait": SECONDS} or empty', param="wait") from None
+        try:
+            async with asyncio.timeout(wait):
+                entry = await self._next()
+        except TimeoutError:
+            return Response(status_code=204)
+        if await http.is_disconnected():
+            self._offered.put_nowait(entry.access.name)
+            return Response(status_code=204)
+        entry.taken.set()
+        place, access = entry.rollout.place, asdict(entry.access)
+        told = {"problem": asdict(place.problem), "step": place.step, "group": place.group, "sample": place.sample}
+        return JSONResponse({"rollout_id": access.pop("name"), **access, **told})
+
+    async def _next(self) -> _Entry:
+        while True:
+            name = await self._offered.get()
+            if not name:
+                self._offered.put_nowait("")
+                raise TimeoutError
+            entry = self._entries.get(name)
+            if entry is not None and not entry.rollout.finished:
+                return entry
 
     async def _reward(self, http: Request) -> Response:
         rollout = self._entry(http).rollout
@@ -174,6 +223,12 @@ class AgentGateway:
 
     async def _finish(self, http: Request) -> Response:
         rollout = self._entry(http).rollout
+        try:
+            error = json.loads(await self._body(http) or b"{}").get("error")
+        except (AttributeError, ValueError):
+            raise WireError('the body must be {"error": TEXT} or empty', param="error") from None
+        if error is not None and not rollout.finished:
+            rollout.given_up = f"the agent failed: {error}"
         await rollout.finish()
         return JSONResponse(rollout.state())
 
@@ -188,8 +243,7 @@ class AgentGateway:
         entry = self._entries.get(name)
         if entry is None:
             raise WireError(f"there is no rollout {name!r} here", status=404, code="rollout_not_found")
-        key = http.headers.get("authorization", "").removeprefix("Bearer ")
-        if not secrets.compare_digest(key.encode(), entry.api_key.encode()):
+        if not (_same(_key(http), entry.access.api_key) or _same(_key(http), self.key)):
             raise WireError("the key is not the one of this rollout", status=401, code="invalid_api_key")
         return entry
 
@@ -205,9 +259,17 @@ class AgentGateway:
         return b"".join(parts)
 
 
+def _key(http: Request) -> str:
+    return http.headers.get("authorization", "").removeprefix("Bearer ")
+
+
+def _same(key: str, expected: str) -> bool:
+    return secrets.compare_digest(key.encode(), expected.encode())
+
+
 def _lost(rollout: AgentRollout, task: asyncio.Future[Generation]) -> None:
     if not task.cancelled() and task.exception() is None:
-        rollout.not_delivered(task.result())
+        rollout.sent(task.result(), received=False)
 
 
 def _answered(handler: Handler) -> Handler:

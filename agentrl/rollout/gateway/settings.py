@@ -6,16 +6,20 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-AGENT_PREFIX = "agent:"
+AGENT, WORKER, VERIFIERS = "agent:", "worker:", "verifiers:"
+"""Before a function or a command for each rollout, a command for all of them, and a task set of verifiers."""
+
+KEY_VARIABLE = "AGENTRL_GATEWAY_KEY"
+"""Environment variable with the key of the gateway itself; without it the key is a new one for each run."""
 
 
 def is_agent(env: str) -> bool:
-    """Whether an environment's name stands for an agent program."""
-    return env.startswith(AGENT_PREFIX)
+    """Whether an environment's name stands for a program that plays through the gateway."""
+    return env.startswith((AGENT, WORKER, VERIFIERS))
 
 
 class AgentGatewaySettings(BaseModel):
-    """The OpenAI-compatible server of ``--env agent:...`` and the limits of one rollout behind it."""
+    """The OpenAI-compatible server of agent programs and the limits of one rollout behind it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -40,6 +40,7 @@ class Generation:
     trainable: bool
     asked: Json
     delivered: bool = True
+    received: bool = False  # a client surely has it, whatever became of other deliveries
     children: list[Generation] = field(default_factory=list)
 
     @property
@@ -117,7 +118,7 @@ class GenerationTree:
                 found, depth = _nearest(agreeing, messages), place + 1
                 break
         for one in found.path if found is not None else ():
-            one.delivered = True  # the client has it, however it was sent
+            one.received = one.delivered = True  # the client has it, however it was sent
         return Match(parent=found, new=messages[depth:], miss=self._miss(request, depth, known))
 
     def _miss(self, request: ChatRequest, depth: int, known: Sequence[tuple[int, list[Generation]]]) -> Miss | None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -53,8 +53,9 @@ class WireError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """What an agent needs to reach the policy."""
+    """What an agent needs to reach the policy. ``name`` is the rollout's."""
 
+    name: str
     base_url: str
     api_key: str
     model: str
@@ -281,19 +282,8 @@ class Delivery:
 
 def whole(reply: Delivery, request: ChatRequest) -> dict[str, object]:
     """The JSON of an answer that is not streamed."""
-    message: dict[str, object] = {"role": "assistant", "content": reply.message.content or None}
-    if reply.message.reasoning is not None:
-        message["reasoning_content"] = reply.message.reasoning
-    if reply.message.calls:
-        message["tool_calls"] = _wire_calls(reply.message.calls)
-    else:
-        message["content"] = reply.message.content
-    choice = {
-        "index": 0,
-        "message": message,
-        "finish_reason": reply.finish_reason,
-        "logprobs": _logprobs(reply, request),
-    }
+    said: dict[str, object] = {"role": "assistant", "content": None if reply.message.calls else "", **_said(reply)}
+    choice = {"index": 0, "message": said, "finish_reason": reply.finish_reason, "logprobs": _logprobs(reply, request)}
     return {**_head(reply, "chat.completion"), "choices": [choice], "usage": reply.usage}
 
 
@@ -301,13 +291,7 @@ def events(reply: Delivery, request: ChatRequest) -> Iterator[bytes]:
     """The events of a streamed answer. The reply is whole when the first one is sent."""
     head = _head(reply, "chat.completion.chunk")
     deltas: list[dict[str, object]] = [{"role": "assistant", "content": ""}]
-    if reply.message.reasoning is not None:
-        deltas.append({"reasoning_content": reply.message.reasoning})
-    if reply.message.content:
-        deltas.append({"content": reply.message.content})
-    if reply.message.calls:
-        calls = [{"index": place, **call} for place, call in enumerate(_wire_calls(reply.message.calls))]
-        deltas.append({"tool_calls": calls})
+    deltas += [{name: value} for name, value in _said(reply, streamed=True).items()]
     for place, delta in enumerate(deltas):
         logprobs = _logprobs(reply, request) if place == len(deltas) - 1 else None
         yield _event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": logprobs}]})
@@ -317,19 +301,28 @@ def events(reply: Delivery, request: ChatRequest) -> Iterator[bytes]:
     yield b"data: [DONE]\n\n"
 
 
+def _said(reply: Delivery, *, streamed: bool = False) -> dict[str, object]:
+    """What the reply says: its thoughts, its text and its calls, where it has them. Calls in a stream have numbers."""
+    message = reply.message
+    calls = [
+        {
+            **({"index": place} if streamed else {}),
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for place, call in enumerate(message.calls)
+    ]
+    said = {"reasoning_content": message.reasoning, "content": message.content or None, "tool_calls": calls or None}
+    return {name: value for name, value in said.items() if value is not None}
+
+
 def _event(values: Json) -> bytes:
     return b"data: " + json.dumps(values).encode() + b"\n\n"
 
 
 def _head(reply: Delivery, kind: str) -> dict[str, object]:
     return {"id": reply.id, "object": kind, "created": int(time.time()), "model": reply.model}
-
-
-def _wire_calls(calls: Sequence[AgentCall]) -> list[dict[str, object]]:
-    return [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in calls
-    ]
 
 
 def _logprobs(reply: Delivery, request: ChatRequest) -> dict[str, object] | None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from agentrl.errors import SettingsError
 from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn
+from agentrl.rollout.environment import class_factory
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl_envs.protocols.base import Protocol
 from agentrl_envs.protocols.factory import make_protocol
@@ -26,12 +28,21 @@ _ANSWERS = {"retool": "<answer>\n\\boxed{{{}}}\n</answer>", "torl": "\\boxed{{{}
 
 
 def in_protocol(demonstrations: Sequence[Demonstration], settings: Settings) -> tuple[Demonstration, ...]:
-    """The demonstrations of ``settings`` as their environment's protocol writes them."""
+    """The demonstrations of ``settings`` as their environment's protocol writes them.
+
+    Raises SettingsError where a user's class would get demonstrations that were generated for other tools.
+    """
     environment = settings.environment
     if not (settings.coldstart.demonstrations or "").startswith(_GENERATED):
         return tuple(demonstrations)
     if isinstance(environment, ReasoningSettings) or is_agent(settings.env):
         return tuple(_answered(item) for item in demonstrations)
+    if class_factory(settings.env) is not None:
+        raise SettingsError(
+            f"coldstart.demonstrations={settings.coldstart.demonstrations} shows nothing of the tools of "
+            f"env={settings.env}: name a JSONL file of demonstrations (docs/data.md), or, for a model that calls tools "
+            "by itself, model.path=... and coldstart.demonstrations=null"
+        )
     if not isinstance(environment, SimpleTIRSettings) or environment.protocol not in _PROGRAMS:
         return tuple(demonstrations)
     protocol = make_protocol(environment)

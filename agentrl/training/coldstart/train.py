@@ -29,8 +29,10 @@ from agentrl.problems.demonstrations.loading import LoadedDemonstrations, load_d
 from agentrl.rollout.environment import build_environment
 from agentrl.telemetry.files import world_errors
 from agentrl.training.coldstart.demonstration_rendering import in_protocol
+from agentrl.training.coldstart.playing import check_template, environment_key, with_observations
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl_envs.episode import Environment
+from agentrl_envs.protocols.marked_text import parts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -63,7 +65,7 @@ async def encode_demonstration(
         stopped = any(turn.model.endswith(stop) for stop in episode.stop) and episode.turn_complete(turn.model)
         if not stopped:
             tokens.append(codec.eos_id)
-        observed = codec.encode(turn.observation)
+        observed = codec.encode_parts(parts_of(turn.observation))
         ids += [*tokens, *observed]
         mask += [True] * len(tokens) + [False] * len(observed)
     await episode.close()
@@ -159,7 +161,8 @@ async def cold_start(settings: Settings, output: Path, report: Callable[[int, fl
     environment = build_environment(settings)
     await environment.open()
     try:
-        demonstrations = read_cold_demonstrations(settings).demonstrations
+        read = read_cold_demonstrations(settings).demonstrations
+        demonstrations = [await with_observations(item, environment) for item in read]
         with reserved(output) as folder:
             model, tokenizer = await _trained(settings, demonstrations, environment, report)
             body = (
@@ -188,6 +191,7 @@ async def _trained(
         model = build_tiny_model(settings.model.tiny, tokenizer, seed=seed)
     else:
         tokenizer = read_tokenizer(settings.model.path)
+        check_template(settings, tokenizer.chat_template)
         model = read_model(settings.model.path, settings.model)
     codec = TextCodec(tokenizer)
     rows = [await encode_demonstration(item, environment=environment, codec=codec) for item in demonstrations]
@@ -219,7 +223,7 @@ def with_direct_answers(
     chosen = random.Random(seed)
     return tuple(
         Demonstration(problem=item.problem, turns=(ShownTurn(model=f"\\boxed{{{item.problem.answer}}}"),))
-        if chosen.random() < share
+        if chosen.random() < share and item.problem.answer is not None
         else item
         for item in demonstrations
     )
@@ -234,11 +238,18 @@ def cached_policy(settings: Settings, demonstrations: Sequence[Demonstration]) -
         "coldstart": settings.coldstart.model_dump(mode="json"),
         "environment": settings.environment.model_dump(mode="json"),
         "seed": _seed(settings),
-        "demonstrations": hashlib.sha256("\0".join(item.text for item in demonstrations).encode()).hexdigest(),
+        "demonstrations": hashlib.sha256("\0".join(map(_content, demonstrations)).encode()).hexdigest(),
+        **environment_key(settings),
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "agentrl" / "coldstart" / digest
+
+
+def _content(demonstration: Demonstration) -> str:
+    """What of a demonstration decides about the policy: its text, and the columns that its environment may show."""
+    info = demonstration.problem.info
+    return demonstration.text + (json.dumps(info, sort_keys=True) if info else "")
 
 
 @contextmanager

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def check_inputs(settings: Settings) -> list[str]:
     """Return one line for each problem file read. Raises SettingsError, ProblemError or PluginError."""
-    check_environment(settings.env)  # first: its module may register an estimator or a loss
+    check_environment(settings)  # first: its module may register an estimator or a loss
     build_rewards(settings)
     _check_template(settings)
     objective = ObjectiveSettings.of(settings)

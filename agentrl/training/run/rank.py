@@ -27,7 +27,7 @@ def main() -> int:
         settings = load_settings(
             overrides=[quoted("name", path.name), quoted("runs_dir", str(path.parent))], resume=True
         )
-        check_environment(settings.env)  # its module may register an estimator or a loss
+        check_environment(settings)  # its module may register an estimator or a loss
         run = RunDirectory.resume(path) if rank == "0" else None
         return run_rank(settings, run, resume="--resume" in sys.argv[2:])
     except AgentRLError as error:

@@ -26,19 +26,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
-from pydantic import ValidationError
-
 from agentrl_envs.adapters.blocking import BlockingCalls, OwnThread
+from agentrl_envs.chat.chat_format import ChatFormat
 from agentrl_envs.episode import EnvironmentContractError, EpisodeUsageError, UnavailableError
 from agentrl_envs.execution import EpisodeSandbox, failed_call
 from agentrl_envs.grading import Grader, GraderSettings
-from agentrl_envs.protocols.base import MalformedCall, ParsedTurn, ToolRequest
-from agentrl_envs.protocols.chat import ChatFormat
-from agentrl_envs.protocols.hermes import HermesProtocol
+from agentrl_envs.protocols.base import MalformedCall, ToolRequest
+from agentrl_envs.protocols.hermes import HermesProtocol, PlainCalls
 from agentrl_envs.protocols.results import clip
 from agentrl_envs.read_only import thawed
 from agentrl_envs.registry import PluginError, describe_error
-from agentrl_envs.settings import ClassEnvironmentSettings
+from agentrl_envs.settings import ClassEnvironmentSettings, read_options
 from agentrl_envs.tools import EpisodeTools, ToolSet
 from agentrl_envs.tools.calling import is_unreachable
 from agentrl_envs.tools.loading import methods_as_tools
@@ -76,15 +74,14 @@ class ClassEnvironmentFactory:
         """The class's own ``reset``."""
         return cast("Callable[..., object]", vars(self.found).get("reset") or getattr(self.found, "reset", None))
 
+    @property
+    def reads_text(self) -> bool:
+        """Whether the class has a ``step`` for turns without a call."""
+        return not self.of_trl and hasattr(self.found, "step")
+
     def settings(self, options: Mapping[str, object]) -> ClassEnvironmentSettings:
         """The section ``environment``. Raises `PluginError` for a setting that is none."""
-        try:
-            return ClassEnvironmentSettings(**options)  # type: ignore[arg-type]
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(str(part) for part in ("environment", *first["loc"]))
-            known = ", ".join(ClassEnvironmentSettings.model_fields)
-            raise PluginError(f"{key}={first['input']!r}: {first['msg']} (settings here: {known})") from error
+        return read_options(ClassEnvironmentSettings, options)
 
     def __call__(
         self,
@@ -104,25 +101,6 @@ class ClassEnvironmentFactory:
             max_calls=settings.max_calls,
         )
         return ClassEnvironment(self, settings, sandbox, grader, protocol)
-
-
-class PlainCalls(HermesProtocol):
-    """Calls in plain text: a turn ends with its first call."""
-
-    @property
-    def stop(self) -> tuple[str, ...]:
-        """The end of a call."""
-        return ("</tool_call>",)
-
-    def turn_complete(self, text: str) -> bool:
-        """True once a call is closed."""
-        return "</tool_call>" in text
-
-    def parse(self, text: str) -> ParsedTurn:
-        """The first call; what an engine sampled past it is none."""
-        return super().parse(
-            text[: text.index("</tool_call>") + len("</tool_call>")] if self.turn_complete(text) else text
-        )
 
 
 class ClassEnvironment:
@@ -217,8 +195,9 @@ class ClassEpisode:
         shown = await self._call("reset", **self._columns())
         if shown is not None and not isinstance(shown, str):
             raise EnvironmentContractError(f"{self._say('reset')} must return text or None, not {type(shown).__name__}")
-        statement = "\n\n".join(part for part in (self._protocol.instruction, self.problem.statement, shown) if part)
-        return self._protocol.chat.prompt(statement)
+        return self._protocol.chat.prompt(
+            self.problem, lambda statement: "\n\n".join(filter(None, (self._protocol.message(statement), shown)))
+        )
 
     async def step(self, action: str) -> Step:
         """Make the turn's calls, or hand its text to the class's own ``step``; without either the episode ends."""
@@ -255,16 +234,13 @@ class ClassEpisode:
 
     async def _play(self, action: str) -> Step:
         turn = self._protocol.parse(action)
-        instance, _ = self._instance()
         if turn.calls:
             made = await asyncio.gather(*(self._answer(request) for request in turn.calls))
             observation = self._protocol.observation(action, [text for text, _ in made])
             return await self._goes_on(observation, 0.0, done=False, calls=tuple(call for _, call in made))
-        if not self._factory.of_trl and hasattr(instance, "step"):
+        if self._factory.reads_text:
             shown, reward, done = _stepped(await self._call("step", action), self._say("step"))
-            observation = (
-                self._protocol.observation(action, [clip(shown, self._settings.observation_limit)]) if shown else ""
-            )
+            observation = self._protocol.reply(clip(shown, self._settings.observation_limit)) if shown else ""
             return await self._goes_on(observation, reward, done=done, calls=())
         return await self._last(Ended.ANSWERED, "", 0.0, ())
 

@@ -8,19 +8,19 @@ from typing import cast
 
 import gymnasium
 
+from agentrl_envs.adapters.adapted import AdaptedFactory
 from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
 from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
-from agentrl_envs.registry import ENVIRONMENTS, TRL, EnvironmentFactory, PluginError, import_attribute
-
-ADAPTERS = {"textarena": "agentrl_envs.adapters.textarena:textarena_environment"}
-"""Environments of other libraries, ``PREFIX:NAME``: functions from NAME to the factory."""
+from agentrl_envs.registry import ADAPTERS, ENVIRONMENTS, TRL, EnvironmentFactory, PluginError, import_attribute
+from agentrl_envs.settings import GymnasiumSettings
 
 
 def resolve_environment(name: str) -> EnvironmentFactory:
     """The factory with this name, which creates an `Environment` from its settings.
 
-    For a gymnasium environment class, the factory creates a `GymnasiumEnvironment` from `GymnasiumSettings`. Raises
-    `PluginError`, or `UnknownNameError` with the valid names and the nearest one.
+    For a gymnasium environment class, the factory creates a `GymnasiumEnvironment` from `GymnasiumSettings`; an
+    adapter's factory is an `AdaptedFactory`. Raises `PluginError`, or `UnknownNameError` with the valid names and the
+    nearest one.
     """
     prefix, _, rest = name.partition(":")
     if prefix in ADAPTERS:
@@ -38,7 +38,7 @@ def _class_factory(name: str, found: type) -> EnvironmentFactory:
     if name in ENVIRONMENTS.own:
         return found
     if issubclass(found, gymnasium.Env):
-        return functools.partial(GymnasiumEnvironment, found)
+        return AdaptedFactory(GymnasiumSettings, functools.partial(GymnasiumEnvironment, found))
     if hasattr(found, "reset") and not hasattr(found, "episode"):
         return ClassEnvironmentFactory(name, found)
     missing = [method for method in ("open", "episode", "close", "describe") if not hasattr(found, method)]

@@ -11,6 +11,7 @@ import functools
 
 import gymnasium
 
+from agentrl_envs.adapters.adapted import AdaptedFactory
 from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
 from agentrl_envs.registry import EnvironmentFactory, PluginError, did_you_mean
 from agentrl_envs.settings import GymnasiumSettings
@@ -29,11 +30,9 @@ def textarena_environment(game: str) -> EnvironmentFactory:
     if f"{game}-raw" not in ENV_REGISTRY:
         games = sorted(name.removesuffix("-raw") for name in ENV_REGISTRY if name.endswith("-raw"))
         raise PluginError(f"TextArena has no game {game!r}{did_you_mean(game, games)} (it has {len(games)})")
-    return functools.partial(_environment, game)
-
-
-def _environment(game: str, settings: GymnasiumSettings | None = None) -> GymnasiumEnvironment:
-    return GymnasiumEnvironment(functools.partial(TextArenaGame, game), settings)
+    return AdaptedFactory(
+        GymnasiumSettings, functools.partial(GymnasiumEnvironment, functools.partial(TextArenaGame, game))
+    )
 
 
 class TextArenaGame(gymnasium.Env[str, str]):

@@ -10,11 +10,11 @@ from typing import Any
 
 import gymnasium
 
+from agentrl_envs.chat.chat_format import ChatFormat
 from agentrl_envs.episode import EpisodeUsageError
 from agentrl_envs.grading import GraderSettings
 from agentrl_envs.gym.loop_thread import LoopThread
 from agentrl_envs.gym.spaces import UnicodeText
-from agentrl_envs.protocols.chat import ChatFormat
 from agentrl_envs.reasoning import ReasoningEnvironment
 from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment, SimpleTIREpisode
@@ -101,7 +101,9 @@ class ProblemEnv(gymnasium.Env[str, str]):
 
 
 class SimpleTIREnv(ProblemEnv):
-    """SimpleTIR, or another protocol with tools if ``settings`` selects one. Protocol hermes needs ``chat``.
+    """SimpleTIR, or another protocol with tools if ``settings`` selects one.
+
+    Protocol hermes and ``settings.chat=always`` need ``chat``.
 
     Example::
 
@@ -146,5 +148,6 @@ class ReasoningEnv(ProblemEnv):
         *,
         settings: ReasoningSettings | None = None,
         grader: GraderSettings | None = None,
+        chat: ChatFormat | None = None,
     ) -> None:
-        super().__init__(problems, ReasoningEnvironment(settings, None, grader))
+        super().__init__(problems, ReasoningEnvironment(settings, None, grader, chat=chat))

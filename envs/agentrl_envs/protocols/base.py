@@ -52,6 +52,10 @@ class Protocol(typing.Protocol):
         """How an episode ends by a turn with neither call nor answer."""
         ...
 
+    def message(self, statement: str) -> str:
+        """What a user who poses the problem says."""
+        ...
+
     def prompt(self, problem: Problem) -> str:
         """The text before the model's first turn."""
         ...

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from agentrl_envs.chat.chat_format import ChatFormat, plain_format
 from agentrl_envs.episode import EpisodeUsageError
 from agentrl_envs.protocols.base import Protocol
-from agentrl_envs.protocols.chat import ChatFormat
-from agentrl_envs.protocols.hermes import HermesProtocol
+from agentrl_envs.protocols.hermes import HermesProtocol, PlainCalls
+from agentrl_envs.protocols.in_chat import ChatProtocol
+from agentrl_envs.protocols.reasoning import ReasoningProtocol
 from agentrl_envs.protocols.retool import ReToolProtocol
 from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
 from agentrl_envs.protocols.torl import ToRLProtocol
 from agentrl_envs.registry import PROTOCOLS
-from agentrl_envs.settings import SimpleTIRSettings
+from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
 from agentrl_envs.tools import NO_TOOLS, ToolSet
 
 TITLES: Mapping[str, str] = {"simpletir": "SimpleTIR", "retool": "ReTool", "torl": "ToRL", "hermes": "Hermes"}
@@ -28,26 +30,46 @@ def make_protocol(
     return factory(settings, chat, tools)
 
 
+def in_chat(protocol: Protocol, settings: SimpleTIRSettings | ReasoningSettings, chat: ChatFormat | None) -> Protocol:
+    """A protocol that is text, as ``settings.chat`` says: by itself or in the template ``chat``."""
+    if settings.chat != "always":
+        return protocol
+    if chat is None:
+        raise EpisodeUsageError("environment.chat=always needs chat=, the template of the model that plays")
+    return ChatProtocol(text=protocol, chat=chat)
+
+
 def simpletir(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> Protocol:
     """SimpleTIR: fenced programs, boxed answers."""
-    return SimpleTIRProtocol(instruction=settings.shown_instruction, observation_limit=settings.observation_limit)
+    text = SimpleTIRProtocol(instruction=settings.told, observation_limit=settings.observation_limit)
+    return in_chat(text, settings, chat)
 
 
 def retool(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> Protocol:
     """ReTool: programs and answers in tags."""
-    return ReToolProtocol(instruction=settings.shown_instruction, observation_limit=settings.observation_limit)
+    text = ReToolProtocol(instruction=settings.told, observation_limit=settings.observation_limit)
+    return in_chat(text, settings, chat)
 
 
 def torl(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> Protocol:
     """ToRL: fenced programs, each followed by an output fence."""
-    return ToRLProtocol(instruction=settings.shown_instruction, observation_limit=settings.observation_limit)
+    text = ToRLProtocol(instruction=settings.told, observation_limit=settings.observation_limit)
+    return in_chat(text, settings, chat)
+
+
+def reasoning(settings: ReasoningSettings, chat: ChatFormat | None) -> Protocol:
+    """Reasoning: one turn, nothing is run."""
+    return in_chat(ReasoningProtocol(instruction=settings.told), settings, chat)
 
 
 def hermes(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> Protocol:
-    """Hermes: tool calls in the model's chat template."""
+    """Hermes: tool calls in the model's chat template, or in plain text."""
+    plain = settings.chat == "never"
+    if plain:
+        chat = plain_format([schema.as_function() for schema in tools.schemas], system=settings.system_prompt)
     if chat is None:
         raise EpisodeUsageError("protocol hermes needs chat=, the template of the model that plays")
-    return HermesProtocol(
+    return (PlainCalls if plain else HermesProtocol)(
         instruction=settings.shown_instruction,
         observation_limit=settings.observation_limit,
         chat=chat,

@@ -13,8 +13,11 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+
+from agentrl_envs.types import ChatMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +35,29 @@ Part = str | Mark
 
 
 class MarkedText(str):
-    """The text that its parts give one after the other. Slices and other operations of ``str`` give plain text."""
+    """The text that its parts give one after the other. Slices and other operations of ``str`` give plain text.
+
+    ``messages`` say the same without a template's marks, where the text is whole messages.
+    """
 
     parts: tuple[Part, ...]
+    messages: tuple[ChatMessage, ...]
 
-    def __new__(cls, *parts: Part) -> MarkedText:
+    def __new__(cls, *parts: Part, messages: Sequence[ChatMessage] = ()) -> MarkedText:
         text = super().__new__(cls, "".join(part.text if isinstance(part, Mark) else part for part in parts))
         text.parts = parts
+        text.messages = tuple(messages)
         return text
 
     def map_plain(self, change: Callable[[str], str]) -> MarkedText:
         """The same marks around changed plain parts."""
-        return MarkedText(*(part if isinstance(part, Mark) else change(part) for part in self.parts))
+        return MarkedText(
+            *(part if isinstance(part, Mark) else change(part) for part in self.parts),
+            messages=[{"role": one["role"], "content": change(one["content"])} for one in self.messages],
+        )
 
-    def __reduce__(self) -> tuple[type[MarkedText], tuple[Part, ...]]:
-        return MarkedText, self.parts
+    def __reduce__(self) -> tuple[object, ...]:
+        return partial(MarkedText, messages=self.messages), self.parts
 
 
 def parts_of(text: str) -> tuple[Part, ...]:

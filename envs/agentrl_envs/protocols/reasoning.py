@@ -31,9 +31,13 @@ class ReasoningProtocol:
         """An ordinary end, worth nothing."""
         return Ended.STOPPED
 
+    def message(self, statement: str) -> str:
+        """The instruction, an empty line and the statement."""
+        return "\n\n".join(part for part in (self.instruction, statement) if part)
+
     def prompt(self, problem: Problem) -> str:
-        """The instruction, an empty line and the statement, ended by a newline."""
-        return "\n\n".join(part for part in (self.instruction, problem.statement) if part) + "\n"
+        """The message, ended by a newline."""
+        return self.message(problem.statement) + "\n"
 
     def turn_complete(self, text: str) -> bool:
         """False: no text ends the turn."""

@@ -45,11 +45,13 @@ class ReToolProtocol(AnswerInText):
         """The ends of a program and of an answer."""
         return (_CLOSE_CODE, _CLOSE_ANSWER)
 
-    def prompt(self, problem: Problem) -> str:
+    def message(self, statement: str) -> str:
         """The instruction, the statement, and the form of the answer; without instruction the statement alone."""
-        if not self.instruction:
-            return f"{problem.statement}\n"
-        return f"{self.instruction}\n\nProblem:\n{problem.statement}{_FORM}\n\n"
+        return f"{self.instruction}\n\nProblem:\n{statement}{_FORM}" if self.instruction else statement
+
+    def prompt(self, problem: Problem) -> str:
+        """The message, ended by an empty line if it has an instruction."""
+        return self.message(problem.statement) + ("\n\n" if self.instruction else "\n")
 
     def turn_complete(self, text: str) -> bool:
         """True once a program or an answer is closed, opened or not."""

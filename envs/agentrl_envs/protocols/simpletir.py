@@ -50,9 +50,13 @@ class SimpleTIRProtocol:
         """A void turn, whose trajectory is dropped."""
         return Ended.VOID_TURN
 
+    def message(self, statement: str) -> str:
+        """The instruction, an empty line and the statement."""
+        return "\n\n".join(part for part in (self.instruction, statement) if part)
+
     def prompt(self, problem: Problem) -> str:
-        """The instruction, an empty line and the statement, ended by a newline. No system message."""
-        return "\n\n".join(part for part in (self.instruction, problem.statement) if part) + "\n"
+        """The message, ended by a newline."""
+        return self.message(problem.statement) + "\n"
 
     def turn_complete(self, text: str) -> bool:
         """True once a Python block is closed."""

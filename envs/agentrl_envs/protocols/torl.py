@@ -42,6 +42,10 @@ class ToRLProtocol(AnswerInText):
         """The opening of the fence in which the output is to stand."""
         return (_OUTPUT,)
 
+    def message(self, statement: str) -> str:
+        """The instruction and the statement, without the names of a dialogue."""
+        return "\n\n".join(part for part in (self.instruction, statement) if part)
+
     def prompt(self, problem: Problem) -> str:
         """The instruction, the statement as the user's words, and the beginning of the assistant's."""
         return "\n".join(part for part in (self.instruction, f"User: {problem.statement}", "Assistant:") if part)

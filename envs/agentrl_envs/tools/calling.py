@@ -78,7 +78,7 @@ async def call_tool(
     """
     try:
         value = await _value(name, function, arguments, threads)
-    except (UnavailableError, TimeoutError):
+    except (CallError, UnavailableError, TimeoutError):
         raise
     except BUGS as error:
         if lenient and isinstance(error, Exception):

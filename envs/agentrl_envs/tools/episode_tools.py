@@ -15,6 +15,7 @@ from agentrl_envs.execution import EpisodeSandbox
 from agentrl_envs.registry import describe_error
 from agentrl_envs.tools.calling import CallError, ToolError, call_tool
 from agentrl_envs.tools.loading import ToolEntry, ToolSet
+from agentrl_envs.tools.mcp_tools import McpSession
 from agentrl_envs.tools.schema import given_parameters
 from agentrl_envs.types import Problem, ToolCall
 
@@ -64,7 +65,7 @@ class EpisodeTools:
         """
         entry = self._tools.entry(name)
         assert entry is not None  # the protocol has checked it
-        function, threads = self._bound(entry)
+        function, threads = await self._bound(entry)
         given = {one: self._given[one] for one in entry.given}
         began = time.monotonic()
         outcome = "ok"
@@ -126,12 +127,15 @@ class EpisodeTools:
             raise ToolError(f"making {_name(maker)} raised {describe_error(error)}") from error
         self._instances[maker] = (instance, thread)
 
-    def _bound(self, entry: ToolEntry) -> tuple[Callable[..., object], RunsBlocking]:
-        if entry.maker is None:
-            assert entry.function is not None
+    async def _bound(self, entry: ToolEntry) -> tuple[Callable[..., object], RunsBlocking]:
+        """The tool's function and where it runs. Raises `UnavailableError` for a server that cannot be reached."""
+        if entry.function is not None:
             return entry.function, self._threads
-        instance, thread = self._instances[entry.maker]
-        return getattr(instance, entry.schema.name), thread
+        instance, threads = (entry.shared, self._threads) if entry.maker is None else self._instances[entry.maker]
+        if isinstance(instance, McpSession):
+            await instance.connect()  # starting a server is not the call's time
+            return functools.partial(instance.call, entry.schema.name), threads
+        return getattr(instance, entry.schema.name), threads
 
 
 def _name(maker: Callable[..., object]) -> str:

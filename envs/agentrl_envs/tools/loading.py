@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast, runtime_checkable
 
 from agentrl_envs.registry import TOOLS, PluginError
+from agentrl_envs.tools.mcp_tools import MCP, McpSession, server_tools, session_type
 from agentrl_envs.tools.schema import (
     GIVEN,
     PYTHON,
@@ -43,7 +44,7 @@ class Tool(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolEntry:
-    """One tool. ``maker`` is the class whose instance belongs to an episode; without one, ``function`` is the tool.
+    """One tool: ``function``, a method of the episode's instance of ``maker``, or of a ``shared`` server.
 
     ``given``: which of ``problem`` and ``sandbox`` it asks for itself.
     """
@@ -51,6 +52,7 @@ class ToolEntry:
     schema: ToolSchema
     function: Callable[..., object] | None = None
     maker: type | None = None
+    shared: McpSession | None = None
     given: tuple[str, ...] = ()
 
 
@@ -76,6 +78,12 @@ class ToolSet:
         asks = [entry.given for entry in self.entries] + [given_parameters(maker) for maker in self.makers]
         return self.schema(PYTHON) is not None or any("sandbox" in given for given in asks)
 
+    async def close(self) -> None:
+        """Close the connections that all episodes share. May be called more than once."""
+        for session in {id(entry.shared): entry.shared for entry in self.entries}.values():
+            if session is not None:
+                await session.close()
+
     def entry(self, name: str) -> ToolEntry | None:
         """The tool of this name."""
         return next((entry for entry in self.entries if entry.schema.name == name), None)
@@ -89,11 +97,11 @@ class ToolSet:
 NO_TOOLS = ToolSet(())
 
 
-def load_tools(names: Sequence[str], *, interpreter: str = "fresh") -> ToolSet:
+def load_tools(names: Sequence[str], *, interpreter: str = "fresh", mcp_sessions: str = "trajectory") -> ToolSet:
     """The tools that ``environment.tools`` names. Raises `PluginError` for what is no tool."""
     entries: list[ToolEntry] = []
     for name in names:
-        for entry in _entries(name, interpreter):
+        for entry in _of_server(name, mcp_sessions) if name.startswith(MCP) else _entries(name, interpreter):
             if any(entry.schema.name == other.schema.name for other in entries):
                 raise PluginError(f"environment.tools: two tools are called {entry.schema.name!r}")
             entries.append(entry)
@@ -114,6 +122,13 @@ def methods_as_tools(made: type, path: str, reserved: frozenset[str]) -> list[To
         )
         for name, method in methods.items()
     ]
+
+
+def _of_server(name: str, sessions: str) -> list[ToolEntry]:
+    target = name.removeprefix(MCP)
+    made = session_type(target)
+    shared = made() if sessions == "shared" else None
+    return [ToolEntry(schema=schema, maker=None if shared else made, shared=shared) for schema in server_tools(target)]
 
 
 def _entries(name: str, interpreter: str) -> list[ToolEntry]:

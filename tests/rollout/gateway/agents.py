@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
+import urllib.request
 from typing import Any
 
 import openai
@@ -74,7 +76,35 @@ async def wrong(problem: Any) -> float:
     return 0.0
 
 
+async def work() -> None:
+    """A worker: ask the gateway for rollouts and play each, several at once. A problem without words fails."""
+    url, key = os.environ["AGENTRL_GATEWAY_URL"], os.environ["AGENTRL_GATEWAY_KEY"]
+
+    async def play(rollout: Any) -> None:
+        place, problem = f"/{rollout['rollout_id']}", rollout["problem"]
+        if not problem["statement"]:
+            await post(f"{place}/finish", {"error": "there are no words"})
+            return
+        async with client(rollout["base_url"], rollout["api_key"]) as policy:
+            asked: Any = [{"role": "user", "content": problem["statement"]}]
+            reply = await policy.chat.completions.create(model=rollout["model"], messages=asked)
+        await post(f"{place}/reward", {"reward": float("x" in (reply.choices[0].message.content or ""))})
+        await post(f"{place}/finish", {})
+
+    async def post(path: str, body: Any) -> Any:
+        headers = {"authorization": f"Bearer {key}"}
+        request = urllib.request.Request(f"{url}/rollouts{path}", json.dumps(body).encode(), headers)
+        return await asyncio.to_thread(lambda: urllib.request.urlopen(request).read())
+
+    async with asyncio.TaskGroup() as group:
+        while True:
+            if given := await post("", {"wait": 5}):
+                group.create_task(play(json.loads(given)))
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["work"]:
+        asyncio.run(work())
     told = json.loads(os.environ["AGENTRL_PROBLEM"])
     with openai.OpenAI() as policy:
         asked: Any = [{"role": "user", "content": told["statement"]}]

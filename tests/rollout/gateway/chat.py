@@ -10,17 +10,18 @@ from rollout.fakes import ScriptedEngine, completion
 from rollout.templates import QWEN, chat_tokenizer
 
 from agentrl.models.tokenizer import TextCodec
+from agentrl.rollout.gateway.export import RolloutPlace
 from agentrl.rollout.gateway.render import ChatRenderer
-from agentrl.rollout.gateway.rollout import AgentRollout, RolloutLimits, RolloutPlace
+from agentrl.rollout.gateway.rollout import AgentRollout
+from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.gateway.wire import ChatRequest, read_request
+from agentrl.rollout.settings import RolloutSettings
 from agentrl_envs.types import Problem
 
 PROBLEM = Problem(id="toy-0", statement="2 + 3?", answer="5", source="toy")
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 IM_END = 258
-LIMITS = RolloutLimits(
-    generations=1000, turn_tokens=500, prompt_tokens=100_000, response_tokens=100_000, deadline=600.0
-)
+SETTINGS = RolloutSettings(max_turn_tokens=500, max_prompt_tokens=100_000, max_response_tokens=100_000)
 
 
 def chat_codec(template: str | None = QWEN) -> tuple[Any, TextCodec]:
@@ -48,16 +49,22 @@ def speaking(codec: TextCodec, say: Callable[[int], str], *, end: int | None = I
 
 
 def rollout(
-    engine: Any, *, template: str | None = QWEN, limits: RolloutLimits = LIMITS, history: Any = "keep", **place: Any
+    engine: Any,
+    *,
+    template: str | None = QWEN,
+    settings: RolloutSettings = SETTINGS,
+    history: Any = "keep",
+    generations: int = 1000,
+    **place: Any,
 ) -> AgentRollout:
     tokenizer, codec = chat_codec(template)
     values = {"problem": PROBLEM, "step": 1, "group": 0, "sample": 0, "name": "r", "seed": 0} | place
     return AgentRollout(
         place=RolloutPlace(**values),
-        limits=limits,
+        settings=settings,
+        gateway=AgentGatewaySettings(history=history, max_generations=generations),
         engine=engine,
         renderer=ChatRenderer(tokenizer, codec),
-        history=history,
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +19,7 @@ from rollout.templates import QWEN, chat_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.transformers import TransformersEngine
-from agentrl.rollout.gateway.environment import AgentEnvironment
-from agentrl.rollout.gateway.programs import load_agent
+from agentrl.rollout.gateway.environment import AgentEnvironment, load_program
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.settings import RolloutSettings
@@ -25,26 +27,40 @@ from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.protocols.marked_text import Mark, MarkedText
 from agentrl_envs.registry import PluginError
+from agentrl_envs.rewards import Conversation, Rewards
 from agentrl_envs.types import Ended, Problem, Step
+from agentrl_sandbox.settings import SandboxSettings
 
 AGENTS = "agent:rollout.gateway.agents"
+WORKER = f"worker:{sys.executable} -m rollout.gateway.agents work"
 SETTINGS = RolloutSettings(max_turn_tokens=12, max_response_tokens=4000, retries=0)
 
 
-def problem(number: int = 0) -> Problem:
-    return Problem(id=f"toy-{number}", statement=f"{number} + 3?", answer="5", source="toy")
+def problem(number: int = 0, statement: Callable[[int], str] = "{} + 3?".format) -> Problem:
+    return Problem(id=f"toy-{number}", statement=statement(number), answer="5", source="toy")
 
 
 async def play(
-    env: str, engine: Any, *, samples: int = 1, problems: int = 1, rollout: Any = SETTINGS, **gateway: Any
+    env: str,
+    engine: Any,
+    *,
+    samples: int = 1,
+    problems: int = 1,
+    rollout: Any = SETTINGS,
+    options: Any = None,
+    statement: Callable[[int], str] = "{} + 3?".format,
+    greedy: bool = False,
+    rewards: Rewards | None = None,
+    **gateway: Any,
 ) -> tuple[list[Group], dict[str, float], Driver]:
     tokenizer, codec = chat_codec()
-    environment = AgentEnvironment(env, AgentGatewaySettings(**gateway), ChatRenderer(tokenizer, codec))
+    program = load_program(env, options or {})
+    environment = AgentEnvironment(program, AgentGatewaySettings(**gateway), ChatRenderer(tokenizer, codec))
     await environment.open()
-    driver = Driver(environment=environment, engine=engine, codec=codec, settings=rollout, seed=7)
+    driver = Driver(environment=environment, engine=engine, codec=codec, settings=rollout, seed=7, rewards=rewards)
     try:
-        requests = [RolloutRequest(index=number, problem=problem(number)) for number in range(problems)]
-        groups = [group async for group in driver.run(requests, step=1, group_size=samples)]
+        requests = [RolloutRequest(index=number, problem=problem(number, statement)) for number in range(problems)]
+        groups = [group async for group in driver.run(requests, step=1, group_size=samples, greedy=greedy)]
     finally:
         await environment.close()
     return sorted(groups, key=lambda group: group.index), driver.metrics(), driver
@@ -55,7 +71,8 @@ def saying(*texts: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "agent", [f"{AGENTS}:ask", f"{AGENTS}:blocking", f"agent:{sys.executable} -m rollout.gateway.agents"]
+    "agent",
+    [f"{AGENTS}:ask", f"{AGENTS}:blocking", f"agent:{sys.executable} -m rollout.gateway.agents", WORKER],
 )
 async def test_functions_and_commands_play_and_give_the_reward(agent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "tests")
@@ -76,6 +93,31 @@ async def test_branches_stand_together_and_one_carries_the_reward() -> None:
     assert (metrics["gateway/branches_mean"], metrics["gateway/miss_edited"]) == (2.0, 6)
 
 
+async def test_a_greedy_rollout_with_branches_has_all_of_them_and_its_reward() -> None:
+    engine = saying("one", "two", "three")
+    (group,), _, _ = await play(f"{AGENTS}:branching", engine, samples=2, greedy=True)
+    assert [(item.sample, item.branch) for item in group.trajectories] == [(s, b) for s in range(2) for b in range(2)]
+    assert group.greedy is not None
+    assert (group.greedy.sample, group.greedy.turns, group.greedy.reward) == (2, 3, 1.0)
+    assert [sampling.temperature for _, _, sampling, _ in engine.requests].count(0.0) == 3
+
+
+def sequences_told(problem: Problem, conversation: Conversation, verdict: object) -> float:
+    """What a reward is shown: a hundred for each sequence, and one for each message in them."""
+    assert conversation.sequences[-1] == conversation.turns
+    return sum(100.0 + len(messages) for messages in conversation.sequences)
+
+
+async def test_a_reward_sees_all_sequences_of_a_rollout() -> None:
+    name = "rollout.gateway.test_environment:sequences_told"
+    rewards = Rewards({name: 1.0}, deadline=60.0, sandbox=SandboxSettings())
+    (group,), _, _ = await play(f"{AGENTS}:branching", saying("one", "two", "three"), rewards=rewards)
+    assert [item.reward for item in group.trajectories] == [
+        0.0,
+        204.0,
+    ]  # reply, question, reply; and the branch's reply
+
+
 @pytest.mark.parametrize(
     ("agent", "said"),
     [
@@ -88,6 +130,64 @@ async def test_an_agent_that_fails_is_no_data(agent: str, said: str) -> None:
     (trajectory,) = group.trajectories
     assert trajectory.ended is Ended.INFRASTRUCTURE_FAILURE
     assert said in str(driver.last_failure)
+
+
+async def test_a_prompt_without_room_for_a_reply_is_no_data_and_says_so() -> None:
+    short = RolloutSettings(max_prompt_tokens=4, retries=0)
+    (group,), _, driver = await play(f"{AGENTS}:endless", saying("x"), rollout=short)
+    assert group.trajectories[0].no_data
+    assert str(driver.last_failure).startswith("nothing was sampled that can be trained: its 25 tokens of context")
+
+
+async def test_a_worker_says_why_a_rollout_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "tests")
+    groups, _, driver = await play(WORKER, saying("x"), problems=2, statement=lambda number: "2 + 3?" * number)
+    assert [group.trajectories[0].no_data for group in groups] == [True, False]
+    assert driver.last_failure == "the agent failed: there are no words"
+
+
+async def test_a_worker_that_ends_is_no_data() -> None:
+    (group,), _, driver = await play("worker:sh -c 'exit 3'", saying("x"))
+    assert group.trajectories[0].no_data
+    assert driver.last_failure == "the worker sh -c 'exit 3' ended with exit code 3"
+
+
+TASKS = """
+import verifiers.v1 as vf
+
+
+class AddData(vf.TaskData):
+    total: int = 0
+
+
+class AddTask(vf.Task[AddData]):
+    @vf.reward
+    async def right(self, trace) -> float:
+        return float(str(self.data.total) in trace.last_reply)
+
+
+class AddTaskset(vf.Taskset[AddTask, vf.TasksetConfig]):
+    def load(self):
+        for number in range(2):
+            yield AddTask(AddData(prompt=f"{number} + 3?", total=number + 3), self.config.task)
+
+
+__all__ = ["AddTaskset"]
+"""
+
+
+async def test_a_task_set_of_verifiers_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = os.environ.get("AGENTRL_VERIFIERS_PYTHON")
+    if not python:
+        pytest.skip("AGENTRL_VERIFIERS_PYTHON names no Python with verifiers==0.4")
+    (tmp_path / "adding.py").write_text(TASKS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    engine = saying("It is 4.")
+    groups, _, driver = await play("verifiers:adding", engine, samples=2, problems=2, options={"python": python})
+    assert driver.last_failure is None
+    assert [[item.reward for item in group.trajectories] for group in groups] == [[0.0, 0.0], [1.0, 1.0]]
+    codec = chat_codec()[1]
+    assert all("0 + 3?" in codec.decode(item.prompt_ids) for item in groups[0].trajectories)
 
 
 async def test_a_policy_that_uses_up_its_turns_is_truncated_and_not_a_failure() -> None:
@@ -104,11 +204,16 @@ async def test_a_policy_that_uses_up_its_turns_is_truncated_and_not_a_failure() 
         (f"{AGENTS}:wrong", "it is called as run(problem, *, base_url, api_key, model)"),
         ("agent:", "write agent:module:function"),
         ("agent:'open", "is no command: No closing quotation"),
+        ("worker:'open", "is no command: No closing quotation"),
+        ("worker:", "write 'worker:COMMAND', or worker:external for workers that you start yourself"),
+        ("worker:external", "needs AGENTRL_GATEWAY_KEY, the key with which workers ask for rollouts"),
+        ("verifiers:", "write verifiers:TASKSET"),
+        ("verifiers:adding", "needs environment.python, the Python of a virtual environment with verifiers 0.4"),
     ],
 )
 def test_an_agent_that_is_none_is_one_message(env: str, message: str) -> None:
     with pytest.raises(PluginError) as raised:
-        load_agent(env)
+        load_program(env, {})
     assert message in str(raised.value)
 
 

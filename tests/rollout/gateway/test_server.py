@@ -15,10 +15,11 @@ from rollout.gateway.chat import ADD, IM_END, chat_codec, rollout, speaking
 
 from agentrl.errors import SettingsError
 from agentrl.rollout.engines.base import EngineError
-from agentrl.rollout.gateway.rollout import AgentRollout, RolloutLimits
+from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.gateway.wire import Access
+from agentrl.rollout.settings import RolloutSettings
 from agentrl_envs.types import Ended
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -150,7 +151,7 @@ async def post(url: str, body: bytes, key: str, method: str = "POST", **headers:
     head, _, rest = (await reader.read()).partition(b"\r\n\r\n")
     writer.close()
     await writer.wait_closed()
-    return int(head.split()[1]), json.loads(rest)
+    return int(head.split()[1]), json.loads(rest or "null")
 
 
 async def test_keys_names_rewards_and_the_end() -> None:
@@ -173,6 +174,42 @@ async def test_keys_names_rewards_and_the_end() -> None:
         assert (await post(f"{url}/reward", b'{"reward": 1}', access.api_key))[0] == 409
 
 
+async def test_workers_are_handed_rollouts_by_the_key_of_the_gateway() -> None:
+    one = rollout(engine("x"))
+    async with served(one) as (gateway, access):
+        waiting = f"{gateway.url}/rollouts"
+        assert (await post(waiting, b"", access.api_key))[0] == 401
+        assert (await post(waiting, b"soon", gateway.key))[0] == 400
+        assert (await post(waiting, b"", gateway.key))[0] == 204
+        asking = asyncio.create_task(post(waiting, b'{"wait": 50}', gateway.key))
+        offered = asyncio.create_task(gateway.taken(access))
+        status, told = await asking
+        await offered
+        assert (status, told["base_url"], told["api_key"], told["model"]) == (
+            200,
+            access.base_url,
+            access.api_key,
+            "policy",
+        )
+        assert (told["rollout_id"], told["problem"]["statement"], told["group"]) == (access.name, "2 + 3?", 0)
+        body = json.dumps({"model": "policy", "messages": HELLO}).encode()
+        assert (await post(f"{told['base_url']}/chat/completions", body, gateway.key))[0] == 200
+        place = f"{waiting}/{told['rollout_id']}"
+        assert (await post(f"{place}/reward", b'{"reward": 1}', gateway.key))[0] == 200
+        assert (await post(f"{place}/finish", b"[]", gateway.key))[0] == 400
+        assert (await post(f"{place}/finish", b'{"error": "no tool"}', gateway.key))[0] == 200
+        await gateway.finished(access)
+    assert (one.reward, one.given_up) == (1.0, "the agent failed: no tool")
+
+
+async def test_a_worker_that_waits_is_sent_away_at_the_end() -> None:
+    async with served(rollout(engine("x"))) as (gateway, _):
+        asking = asyncio.create_task(post(f"{gateway.url}/rollouts", b'{"wait": 50}', gateway.key))
+        await asyncio.sleep(0)
+        assert (await post(f"{gateway.url}/rollouts", b"", gateway.key))[0] == 204
+    assert (await asking)[0] == 204
+
+
 async def test_the_end_cancels_calls_under_way() -> None:
     started = asyncio.Event()
 
@@ -193,8 +230,8 @@ async def test_the_end_cancels_calls_under_way() -> None:
 
 
 async def test_limits_stop_a_rollout_with_a_reason() -> None:
-    limits = RolloutLimits(generations=1, turn_tokens=50, prompt_tokens=60, response_tokens=60, deadline=60.0)
-    one = rollout(engine("x"), limits=limits)
+    limits = RolloutSettings(max_turn_tokens=50, max_prompt_tokens=60, max_response_tokens=60)
+    one = rollout(engine("x"), settings=limits, generations=1)
     async with talking(one) as policy:
         with pytest.raises(openai.BadRequestError) as raised:
             await policy.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x" * 100}])
@@ -236,7 +273,11 @@ async def test_a_reply_whose_client_is_gone_is_not_delivered() -> None:
         release.set()
         while not one.tree.generations or one.tree.generations[0].delivered:
             await asyncio.sleep(0.01)
-    assert one.trajectories(Ended.ANSWERED)[0].no_data
+        assert one.trajectories(Ended.ANSWERED)[0].no_data
+        again = {"x-stainless-retry-count": "1"}
+        await policy.chat.completions.create(model="policy", messages=HELLO, extra_headers=again)
+    assert not one.trajectories(Ended.ANSWERED)[0].no_data  # the repetition got it
+    assert (one.counts["replayed"], len(one.tree.generations)) == (1, 1)
 
 
 async def test_an_address_that_is_taken_is_one_message() -> None:

@@ -154,7 +154,7 @@ async def test_special_tokens_in_what_others_say_are_text() -> None:
 async def test_an_undelivered_reply_carries_no_loss_until_the_client_sends_it_back() -> None:
     one = rollout(engine_of("one", "two", "three"))
     first = await say(one, [user("a")])
-    one.not_delivered(first)
+    one.sent(first, received=False)
     again = await say(one, [user("a")])
     (trajectory,) = played(one)
     assert [segment.text for segment in trajectory.segments] == ["two"]
@@ -238,7 +238,7 @@ class Agent:
             if action == "frozen":
                 self.frozen.add(reply.id)
             if action == "gone":
-                self.one.not_delivered(reply)
+                self.one.sent(reply, received=False)
             self.conversations.append([*messages, heard(reply)])
         if action == "gone":
             self.conversations.pop()  # the client never heard it

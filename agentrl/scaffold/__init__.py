@@ -1,0 +1,1 @@
+"""``agentrl new``: write the start of something of one's own."""

@@ -1,0 +1,102 @@
+"""``agentrl new environment NAME``: a package with an environment, data, a test and settings, ready to be installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import re
+import sys
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from string import Template
+
+from agentrl.errors import SettingsError, WorldError
+from agentrl_envs.registry import ENVIRONMENTS
+
+_NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
+_SUFFIX = ".template"  # so that no tool takes a template for the file that it becomes
+_PACKAGE = "package"  # the folder of the templates that stands for the package
+
+
+def new_environment_command(name: str) -> list[str]:
+    """Write the package ``name`` into the working directory; returns what to say.
+
+    Raises SettingsError for a name that cannot be used and for a folder that exists, before anything is written.
+    """
+    folder = Path(name)
+    written = write_environment(name, folder)
+    module = _module(name)
+    return [
+        f"wrote {folder}/: {', '.join(str(path.relative_to(folder)) for path in written)}",
+        "next:",
+        f"  pip install -e {folder}",
+        f"  cd {folder}",
+        "  python -m pytest",
+        f"  python -m {module}.data",
+        "  agentrl train --config config.yaml",
+    ]
+
+
+def write_environment(name: str, folder: Path) -> list[Path]:
+    """Write the package into the new folder ``folder``; returns its files, sorted."""
+    if folder.exists():
+        raise SettingsError(f"{folder} exists already: choose another name, or work elsewhere")
+    _check_name(name)
+    module = _module(name)
+    words = {"name": name, "module": module, "class_name": _class_name(name)}
+    try:
+        folder.mkdir(parents=True)
+        written = []
+        for parts, text in _templates():
+            path = folder.joinpath(*(module if part == _PACKAGE else part for part in parts))
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(Template(text).substitute(words), encoding="utf-8")
+            written.append(path)
+    except OSError as error:
+        raise WorldError(f"{folder} cannot be written: {error.strerror}") from error
+    return sorted(written)
+
+
+def _check_name(name: str) -> None:
+    module = _module(name)
+    if not _NAME.fullmatch(name):
+        nearest = re.sub(r"[^a-z0-9]+", "-", _kebab(name).lower()).strip("-0123456789")
+        hint = f"; did you mean {nearest!r}?" if _NAME.fullmatch(nearest) else ""
+        raise SettingsError(
+            f"new environment {name!r}: a name is small letters, digits, '-' and '_', and begins with a letter{hint}"
+        )
+    if keyword.iskeyword(module) or module in sys.stdlib_module_names:
+        raise SettingsError(f"new environment {name!r}: {module!r} belongs to Python; choose another name")
+    if name in ENVIRONMENTS.names() or importlib.util.find_spec(module) is not None:
+        raise SettingsError(
+            f"new environment {name!r}: an environment or a module of this name is installed; choose another name"
+        )
+
+
+def _kebab(name: str) -> str:
+    """``MyShop`` as ``My-Shop``."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", name)
+
+
+def _module(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def _class_name(name: str) -> str:
+    return "".join(part.capitalize() for part in _module(name).split("_"))
+
+
+def _templates() -> list[tuple[tuple[str, ...], str]]:
+    """The parts of each template's path, without the suffix, and its text."""
+    return _below(files("agentrl.scaffold").joinpath("template"), ())
+
+
+def _below(folder: Traversable, parts: tuple[str, ...]) -> list[tuple[tuple[str, ...], str]]:
+    found = []
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            found += _below(entry, (*parts, entry.name))
+        elif entry.name.endswith(_SUFFIX):
+            found.append(((*parts, entry.name.removesuffix(_SUFFIX)), entry.read_text(encoding="utf-8")))
+    return found

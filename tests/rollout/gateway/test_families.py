@@ -1,0 +1,85 @@
+"""Replies of other families behind the gateway: their calls are read, and a history continues what was sampled."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rollout.fakes import ScriptedEngine, completion
+from rollout.families import FAMILIES, MISTRAL, family_tokenizer
+from rollout.gateway.chat import PROBLEM, SETTINGS, heard, request, say, user
+from rollout.templates import QWEN, chat_tokenizer
+
+from agentrl.models.tokenizer import TextCodec
+from agentrl.rollout.gateway.export import RolloutPlace
+from agentrl.rollout.gateway.render import ChatRenderer
+from agentrl.rollout.gateway.rollout import AgentRollout
+from agentrl.rollout.gateway.settings import AgentGatewaySettings
+
+CALLS = {
+    "llama": 'Let me see.\n{"name": "add", "parameters": {"a": 1}}',
+    "mistral": 'Let me see.[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]',
+    "qwen_coder": (
+        "Let me see.\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    ),
+}
+TYPED = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+
+
+def renderer(template: str) -> ChatRenderer:
+    tokenizer = family_tokenizer(template)
+    draft = ChatRenderer(tokenizer, TextCodec(tokenizer))
+    return ChatRenderer(tokenizer, TextCodec(tokenizer, turn_end=draft.turn_end(), shown=draft.calls.tokens))
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_calls_are_read_in_the_form_of_the_template(family: str) -> None:
+    made = renderer(FAMILIES[family])
+    assert made.calls.name == family
+    asked = request([user("2 + 3?")], tools=[TYPED])
+    reply = made.read(CALLS[family], asked, before="", prefix="call_0")
+    assert (reply.content, [(call.name, json.loads(call.arguments)) for call in reply.calls]) == (
+        "Let me see.",
+        [("add", {"a": 1})],
+    )
+    unknown = CALLS[family].replace("add", "sub")
+    assert made.read(unknown, asked, before="", prefix="call_0").content == unknown
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen_coder"])
+async def test_a_call_and_its_response_continue_the_sequence(family: str) -> None:
+    made = renderer(FAMILIES[family])
+    turns = iter([CALLS[family], "Five."])
+    end = next(iter(made.codec.end_ids - {made.codec.eos_id}))
+
+    def script(*_: object) -> object:
+        said = completion(made.codec, next(turns), "eos")
+        return type(said)(
+            token_ids=(*said.token_ids[:-1], end),
+            log_probs=said.log_probs,
+            finish_reason="eos",
+            version_spans=said.version_spans,
+        )
+
+    engine = ScriptedEngine(script)
+    place = RolloutPlace(problem=PROBLEM, step=1, group=0, sample=0, name="r", seed=0)
+    one = AgentRollout(place=place, settings=SETTINGS, gateway=AgentGatewaySettings(), engine=engine, renderer=made)
+    first = await say(one, [user("2 + 3?")], tools=[TYPED])
+    (call,) = first.reply.calls
+    told = {"role": "tool", "content": 'It is "5"', "tool_call_id": call.id}
+    last = await say(one, [user("2 + 3?"), heard(first), told], tools=[TYPED])
+    assert last.parent is first
+    assert engine.requests[1][1][: len(first.context)] == first.context
+    shown = 'It is \\"5\\"' if family == "llama" else 'It is "5"'  # as the template writes it
+    assert shown in made.codec.decode(engine.requests[1][1][len(first.context) :])
+
+
+def test_the_form_of_hermes_is_read_where_a_template_writes_no_calls() -> None:
+    bare = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    for template in (None, bare, QWEN):
+        tokenizer = chat_tokenizer(template)
+        assert ChatRenderer(tokenizer, TextCodec(tokenizer)).calls.name == "hermes"
+    assert renderer(MISTRAL).calls.tokens[0] == "[TOOL_CALLS]"

@@ -1,0 +1,162 @@
+"""Which conversations are written in a model's chat template, by the settings, the environment and the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollout.families import LLAMA, MISTRAL, family_tokenizer
+from rollout.templates import QWEN, chat_tokenizer
+
+from agentrl.config import load_settings
+from agentrl.errors import SettingsError
+from agentrl.rollout import environment as rooms
+from agentrl.rollout.environment import build_codec, build_environment, chat_format, needs_chat_format
+from agentrl.rollout.gateway.deployed import DeployedChat, DeployedHistory
+from agentrl_envs.chat.chat_format import ChatFormat
+from agentrl_envs.types import Problem
+
+CLASSES = '''
+class Shop:
+    def reset(self, **columns):
+        return "In kg."
+
+    def query(self, sql: str) -> str:
+        """Runs a query.
+
+        Args:
+            sql: one SQL statement
+        """
+        return "3"
+
+
+class Guess:
+    def reset(self, **columns):
+        return None
+
+    def look(self) -> str:
+        """Looks."""
+        return "dark"
+
+    def step(self, text):
+        return "No."
+
+
+class Silent:
+    def reset(self, **columns):
+        return None
+
+    def step(self, text):
+        return None
+'''
+PROBLEM = Problem(
+    id="p",
+    statement="a\n\nb",
+    answer="5",
+    source="toy",
+    messages=[{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
+)
+
+
+@pytest.fixture
+def classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "chat_classes.py").write_text(CLASSES, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(rooms, "read_generation_ends", lambda name: ())  # there is no model, only its tokenizer
+    return "chat_classes"
+
+
+def settings(env: str = "simpletir", *overrides: str) -> Any:
+    model = ["model.path=a/model", "data.train.0.path=builtin:arithmetic"]
+    return load_settings(env, overrides=[*model, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("env", "overrides", "templated"),
+    [
+        ("simpletir", [], False),
+        ("simpletir", ["environment.chat=always"], True),
+        ("simpletir", ["environment.protocol=torl", "environment.chat=always"], True),
+        ("simpletir", ["environment.protocol=hermes"], True),
+        ("simpletir", ["environment.protocol=hermes", "environment.chat=never"], False),
+        ("reasoning", [], False),
+        ("reasoning", ["environment.chat=always"], True),
+    ],
+)
+def test_protocols(env: str, overrides: list[str], templated: bool) -> None:
+    made = settings(env, *overrides)
+    chat = chat_format(made, chat_tokenizer(QWEN), "m")
+    assert needs_chat_format(made) is templated
+    assert isinstance(chat, ChatFormat) is templated
+    assert (chat is None) is not templated
+    assert build_environment(made, chat).describe is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "templated"),
+    [
+        ("Shop", [], True),
+        ("Shop", ["environment.chat=never"], False),
+        ("Silent", [], False),  # no tools: nothing needs the template
+        ("Silent", ["environment.chat=always"], True),
+    ],
+)
+async def test_environments_that_are_classes(classes: str, name: str, overrides: list[str], templated: bool) -> None:
+    made = settings(f"{classes}:{name}", *overrides)
+    chat = chat_format(made, chat_tokenizer(QWEN), "m")
+    assert needs_chat_format(made)  # it may be
+    assert isinstance(chat, ChatFormat) is templated
+    environment = build_environment(made, chat)
+    await environment.open()
+    episode = environment.episode(PROBLEM)
+    prompt = await episode.start()
+    assert ("<|im_start|>system\na<|im_end|>" in prompt) is templated  # a role of its own, where there are roles
+    assert ("a\n\nb" in prompt) is not templated
+    assert ("b\n\nIn kg." in prompt) is (name == "Shop")
+    await episode.close()
+    await environment.close()
+    assert chat_format(settings(f"{classes}:{name}"), chat_tokenizer(None), "m") is None
+
+
+def test_a_history_of_the_template_needs_a_template(classes: str) -> None:
+    made = settings(f"{classes}:Shop", "environment.history=template")
+    chat = chat_format(made, chat_tokenizer(QWEN), "m")
+    assert isinstance(chat, DeployedChat)
+    assert [tool["function"]["name"] for tool in chat.tools] == ["query"]  # type: ignore[index]
+    assert isinstance(build_environment(made, chat), DeployedHistory)
+    assert build_codec(chat_tokenizer(QWEN), "m", chat) is chat.renderer.codec
+    with pytest.raises(SettingsError, match=r"environment.history=template: .* is played with m in plain text"):
+        chat_format(made, chat_tokenizer(None), "m")
+
+
+@pytest.mark.parametrize(
+    ("env", "overrides", "template", "message"),
+    [
+        ("simpletir", ["environment.chat=always"], None, "environment.chat=always, but the tokenizer of m has no chat"),
+        (
+            "simpletir",
+            ["environment.protocol=torl", "environment.chat=always", "environment.system_prompt=x"],
+            MISTRAL,
+            "writes a conversation anew when a second message of a user follows, which environment.protocol=torl may",
+        ),
+        ("Guess", [], MISTRAL, "which step\\(\\) of chat_classes:Guess may need; valid: environment.chat=never"),
+        ("Silent", ["environment.chat=always"], None, "env=chat_classes:Silent, but the tokenizer of m has no chat"),
+    ],
+)
+def test_models_that_cannot(classes: str, env: str, overrides: list[str], template: str | None, message: str) -> None:
+    made = settings(env if env == "simpletir" else f"{classes}:{env}", *overrides)
+    tokenizer = chat_tokenizer(None) if template is None else family_tokenizer(template)
+    with pytest.raises(SettingsError, match=message):
+        chat_format(made, tokenizer, "m")
+
+
+def test_the_codec_shows_the_tokens_of_calls(classes: str) -> None:
+    made = settings(f"{classes}:Shop")
+    tokenizer = family_tokenizer(LLAMA)
+    chat = chat_format(made, tokenizer, "m")
+    codec = build_codec(tokenizer, "m", chat)
+    tag, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<|python_tag|>", "<|eot|>"))
+    assert codec.decode([tag]) == "<|python_tag|>"
+    assert codec.decode([end]) == ""
+    assert end in codec.end_ids

@@ -1,0 +1,119 @@
+"""``agentrl new environment``: the package can be installed, its test passes, and it trains for five steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import site
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from agentrl.config import load_settings
+from agentrl.errors import SettingsError
+from agentrl.scaffold.package import new_environment_command, write_environment
+
+FILES = [
+    ".gitignore",
+    "README.md",
+    "config.yaml",
+    "my_boxes/__init__.py",
+    "my_boxes/data.py",
+    "my_boxes/environment.py",
+    "pyproject.toml",
+    "tests/test_environment.py",
+]
+
+
+def test_every_file_is_written_with_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, *_ = new_environment_command("my-boxes")
+    assert first == f"wrote my-boxes/: {', '.join(FILES)}"
+    assert sorted(str(path.relative_to("my-boxes")) for path in Path("my-boxes").rglob("*.*")) == FILES
+    assert 'my-boxes = "my_boxes.environment:MyBoxes"' in Path("my-boxes/pyproject.toml").read_text()
+    assert "class MyBoxes:" in Path("my-boxes/my_boxes/environment.py").read_text()
+    assert "$ pip install -e ." in Path("my-boxes/README.md").read_text()
+
+
+def test_the_written_python_keeps_the_linters_rules(tmp_path: Path) -> None:
+    folder = tmp_path / "my-boxes"
+    write_environment("my-boxes", folder)
+    ruff = Path(sys.executable).parent / "ruff"
+    rules = ["--select", "E,F,W,I,B,UP,SIM,RUF,PT,C4,BLE,PIE,RET"]
+    for command in (["check", *rules], ["format", "--check"]):
+        shape = ["--isolated", "--no-cache", "--line-length", "120"]
+        done = subprocess.run([ruff, *command, *shape, "."], cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("My Boxes", r"a name is small letters.*; did you mean 'my-boxes'\?"),
+        ("MyBoxes", r"did you mean 'my-boxes'\?"),
+        ("../boxes", r"a name is small letters"),
+        ("", r"a name is small letters"),
+        ("class", r"'class' belongs to Python"),
+        ("json", r"'json' belongs to Python"),
+        ("torch", r"an environment or a module of this name is installed"),
+        ("simpletir", r"an environment or a module of this name is installed"),
+    ],
+)
+def test_a_name_that_cannot_be_used_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        write_environment(name, tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "my-boxes").mkdir()
+    with pytest.raises(SettingsError, match=r"my-boxes exists already: choose another name"):
+        write_environment("my-boxes", tmp_path / "my-boxes")
+    assert list((tmp_path / "my-boxes").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_package_is_installed_tested_and_trained(tmp_path: Path) -> None:
+    folder = tmp_path / "my-boxes"
+    write_environment("my-boxes", folder)
+    python = environment_beside_this(tmp_path / "venv")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-build-isolation", "--no-deps"]
+    run([*pip, "--disable-pip-version-check", "-e", folder], tmp_path)
+    assert "3 passed" in run([python, "-m", "pytest", "-p", "no:cacheprovider"], folder)
+    run([python, "-m", "my_boxes.data"], folder)
+    short = ["coldstart.steps=5", "rollout.problems_per_step=4", "rollout.group_size=4", "name=first"]
+    few = ["evaluation.problems=2", "evaluation.samples=2", "algorithm.drop_zero_variance=false"]
+    said = run([python, "-m", "agentrl.cli", "train", "--config", "config.yaml", *short, *few], folder)
+    assert "environment my-boxes: up to 3 turns, tools: look" in said
+    assert json.loads((folder / "runs" / "first" / "summary.json").read_text())["steps"] == 5
+
+
+def test_the_settings_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_environment("my-boxes", tmp_path / "my-boxes")
+    config = (tmp_path / "my-boxes" / "config.yaml").read_text().replace("env: my-boxes", "env: my_boxes:MyBoxes")
+    (tmp_path / "config.yaml").write_text(config)
+    settings = load_settings(None, tmp_path / "config.yaml")
+    assert (settings.training.steps, settings.data.train[0].path) == (5, "data/train.jsonl")
+
+
+def environment_beside_this(folder: Path) -> Path:
+    """A virtual environment that finds, beside its own packages, those of the running one."""
+    venv.create(folder, with_pip=False)
+    paths = {"base": str(folder), "platbase": str(folder)}
+    own = Path(sysconfig.get_path("purelib", "venv", paths))
+    lines = [f"import site; site.addsitedir({place!r})\n" for place in site.getsitepackages()]
+    (own / "beside.pth").write_text("".join(lines))
+    return folder / "bin" / "python"
+
+
+def run(command: list[str | Path], folder: Path) -> str:
+    own = {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900, env={**os.environ, **own})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
