@@ -95,3 +95,12 @@ class Environment(Protocol):
     def describe(self) -> list[str]:
         """Lines for the console: what was found and what it guarantees."""
         ...
+
+
+@runtime_checkable
+class TurnLimited(Protocol):
+    """An environment whose limit on turns evaluation may replace (``evaluation.max_turns``)."""
+
+    def with_turns(self, max_turns: int) -> Environment:
+        """The same environment with up to ``max_turns`` an episode. What it has opened stays this one's to close."""
+        ...

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agentrl.rollout.gateway.deployed import DeployedHistory
-from agentrl_envs.episode import Environment
+from agentrl_envs.episode import Environment, TurnLimited
 from agentrl_envs.settings import SimpleTIRSettings
-from agentrl_envs.simpletir import SimpleTIREnvironment
 
 if TYPE_CHECKING:
     from agentrl.evaluation.settings import EvaluationSections
@@ -44,6 +42,6 @@ def evaluation_settings(settings: EvaluationSections) -> EvaluationSections:
 def evaluation_environment(environment: Environment, settings: EvaluationSections) -> Environment:
     """An open ``environment`` with evaluation's turn limit; the original environment still closes shared resources."""
     turns = settings.evaluation.max_turns
-    if turns is None or not isinstance(environment, SimpleTIREnvironment | DeployedHistory):
+    if turns is None or not isinstance(environment, TurnLimited):
         return environment
     return environment.with_turns(turns)

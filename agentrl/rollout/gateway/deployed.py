@@ -23,9 +23,8 @@ from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.turn_loop import SampledTurn, TurnLoop
 from agentrl.trajectory import Trajectory
 from agentrl_envs.chat.chat_format import ChatFormat
-from agentrl_envs.episode import Environment, EnvironmentContractError, Episode
+from agentrl_envs.episode import Environment, EnvironmentContractError, Episode, TurnLimited
 from agentrl_envs.protocols.marked_text import MarkedText
-from agentrl_envs.simpletir import SimpleTIREnvironment
 from agentrl_envs.types import Problem
 
 # The episode counts its turns and its time.
@@ -62,10 +61,9 @@ class DeployedHistory:
 
     def with_turns(self, max_turns: int) -> DeployedHistory:
         """The same with up to ``max_turns`` a trajectory, unless the environment has a limit of its own."""
-        environment = self._environment
-        if not isinstance(environment, SimpleTIREnvironment):
+        if not isinstance(self._environment, TurnLimited):
             return self
-        return DeployedHistory(environment.with_turns(max_turns), self._chat)
+        return DeployedHistory(self._environment.with_turns(max_turns), self._chat)
 
     def describe(self) -> list[str]:
         """The environment, and what the model sees of its earlier turns."""
