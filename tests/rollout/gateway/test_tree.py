@@ -60,6 +60,8 @@ async def test_an_edit_is_a_branch_whose_prompt_holds_what_both_share() -> None:
     assert branch.prompt_ids == engine.requests[2][1]
     assert (main.reward, branch.reward) == (0.0, 1.0)
     assert main.weight + branch.weight == pytest.approx(1.0)
+    assert (main.parent, main.fork, branch.parent) == (-1, 0, 0)
+    assert branch.fork == len(main.segments[0].token_ids)
     assert one.counts == {}
 
 
@@ -299,6 +301,19 @@ def test_whatever_an_agent_does_every_sampled_token_is_trained_once_behind_what_
     if trained:
         assert sum(row.weight for row in rows) == pytest.approx(1.0)
         assert [row.reward for row in rows] == [0.0] * (len(rows) - 1) + [1.0]
+        for row in rows:
+            first = generations[next(segment.log_probs[0] for segment in row.segments if segment.origin == "model")]
+            before = [value for each in first.path[:-1] if each.counts for value in each.completion.log_probs]
+            assert trained_before(rows, row) == before
+
+
+def trained_before(rows: tuple[Trajectory, ...], row: Trajectory) -> list[float]:
+    """What the trained tokens on the way from the root to a row's first own one were sampled with."""
+    if row.parent < 0:
+        return []
+    parent = rows[row.parent]
+    own = [value for segment in parent.segments for value in segment.log_probs]
+    return trained_before(rows, parent) + own[: row.fork]
 
 
 @settings(max_examples=60, deadline=None)
