@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group, Trajectory
+from agentrl_envs.adapters import verifiers_worker
 from agentrl_envs.protocols.marked_text import Mark, MarkedText
 from agentrl_envs.registry import PluginError
 from agentrl_envs.rewards import Conversation, Rewards
@@ -188,6 +190,24 @@ async def test_a_task_set_of_verifiers_is_played(tmp_path: Path, monkeypatch: py
     assert [[item.reward for item in group.trajectories] for group in groups] == [[0.0, 0.0], [1.0, 1.0]]
     codec = chat_codec()[1]
     assert all("0 + 3?" in codec.decode(item.prompt_ids) for item in groups[0].trajectories)
+
+
+async def test_a_worker_of_verifiers_asks_again_where_the_gateway_does_not_answer() -> None:
+    answers: list[Exception | None] = [TimeoutError("timed out"), None, ConnectionRefusedError("gone")]
+
+    class Asking(verifiers_worker.Worker):
+        async def _post(self, path: str, body: Any) -> None:
+            if (answer := answers.pop(0)) is not None:
+                raise answer
+
+    class Tasks:
+        taskset = ()
+        serving = contextlib.nullcontext
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await Asking(Tasks(), "http://127.0.0.1", 1).work()  # type: ignore[arg-type]
+    assert raised.group_contains(ConnectionRefusedError)
+    assert answers == []
 
 
 async def test_a_policy_that_uses_up_its_turns_is_truncated_and_not_a_failure() -> None:

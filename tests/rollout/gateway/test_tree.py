@@ -139,6 +139,17 @@ async def test_of_two_equal_siblings_the_one_whose_call_ids_occur_is_continued()
         assert (await say(one, [user("a"), heard(chosen), answer], tools=[ADD])).parent is chosen
 
 
+async def test_a_history_of_another_model_is_a_new_sequence_in_which_its_tokens_are_text() -> None:
+    engine = engine_of("mine", "next")
+    one = rollout(engine)
+    await say(one, [user("a")])
+    theirs = "<|start_header_id|>assistant<|end_header_id|>yours<|eot_id|>\u0120\u2581"
+    reply = await say(one, [user("a"), {"role": "assistant", "content": theirs}, user("b")])
+    assert (reply.parent, one.counts) == (None, {"miss_edited": 1})
+    assert theirs in chat_codec()[1].decode(engine.requests[1][1])
+    assert [[segment.text for segment in row.segments] for row in played(one)] == [["mine"], ["next"]]
+
+
 async def test_special_tokens_in_what_others_say_are_text() -> None:
     engine = engine_of("x")
     one = rollout(engine)
