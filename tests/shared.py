@@ -1,4 +1,4 @@
-"""What the workers of pytest-xdist share."""
+"""What tests share: folders of the workers of pytest-xdist, and Pythons of other libraries."""
 
 from __future__ import annotations
 
@@ -23,3 +23,15 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callabl
             make(folder)
             done.touch()
     return folder
+
+
+def python_with(package: str) -> str:
+    """The Python that has ``package``, whose dependencies differ from ours; in CI there must be one."""
+    variable = f"AGENTRL_{package.upper()}_PYTHON"
+    python = os.environ.get(variable)
+    if python:
+        return python
+    reason = f"{variable} names no Python with {package}"
+    if os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    pytest.skip(reason)

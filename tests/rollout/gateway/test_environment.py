@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +15,7 @@ from rollout.fakes import tiny_model
 from rollout.gateway.agents import client
 from rollout.gateway.chat import chat_codec, speaking
 from rollout.templates import QWEN, chat_tokenizer
+from shared import python_with
 
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.driver import Driver
@@ -179,9 +179,7 @@ __all__ = ["AddTaskset"]
 
 
 async def test_a_task_set_of_verifiers_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    python = os.environ.get("AGENTRL_VERIFIERS_PYTHON")
-    if not python:
-        pytest.skip("AGENTRL_VERIFIERS_PYTHON names no Python with verifiers==0.4")
+    python = python_with("verifiers")
     (tmp_path / "adding.py").write_text(TASKS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     engine = saying("It is 4.")
