@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -35,3 +36,11 @@ def python_with(package: str) -> str:
     if os.environ.get("CI") == "true":
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+def needed(package: str, install: str) -> None:
+    """Skip the test or the module where ``package`` is not installed; in CI it must be."""
+    if os.environ.get("CI") == "true":
+        importlib.import_module(package)
+    else:
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install '{install}'")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from shared import needed
 
 from agentrl.config import load_settings
 from agentrl.problems.demonstrations.demonstration import read_demonstrations
@@ -16,7 +17,7 @@ from agentrl.problems.sources import load_source
 from agentrl_envs.adapters.reasoning_gym import ReasoningGymSource, score
 from agentrl_envs.registry import PluginError
 
-pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install 'agentrl[reasoning-gym]'")
+needed("reasoning_gym", "agentrl[reasoning-gym]")
 
 SMALL = {"max_terms": 2, "max_digits": 1}
 
