@@ -101,7 +101,8 @@ def write_data(folder: Path, client: str) -> None:
 def train(client: str, steps: int, folder: Path) -> list[float]:
     """The mean reward of each step of a run from nothing."""
     write_data(folder, client)
-    env, further = f"agent:agents_clients:{client}", []
+    env = f"agent:agents_clients:{client}"
+    further = ["coldstart.steps=240"] if client == "smolagents" else []  # its replies are programs
     if client == "verifiers":
         env = "verifiers:numbers_taskset"
         # Each of its rollouts starts a process.

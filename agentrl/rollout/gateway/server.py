@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -123,7 +123,7 @@ class AgentGateway:
                 Route("/rollouts/{name}/finish", self._finish, methods=["POST"]),
                 Route("/rollouts/{name}", self._state, methods=["GET"]),
             ],
-            exception_handlers={WireError: _refused},
+            exception_handlers={WireError: _refused, ClientDisconnect: _gone},
         )
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -268,6 +268,11 @@ def _same(key: str, expected: str) -> bool:
 def _lost(rollout: AgentRollout, task: asyncio.Future[Generation]) -> None:
     if not task.cancelled() and task.exception() is None:
         rollout.sent(task.result(), received=False)
+
+
+async def _gone(http: Request, error: Exception) -> Response:
+    """Nobody reads the answer to a request whose client went away before it was whole."""
+    return Response(status_code=499)
 
 
 async def _refused(http: Request, error: Exception) -> Response:

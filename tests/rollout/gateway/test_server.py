@@ -191,6 +191,21 @@ async def post(url: str, body: bytes, key: str, method: str = "POST", **headers:
     return int(head.split()[1]), json.loads(rest or "null")
 
 
+async def test_a_client_that_goes_before_its_request_is_whole_leaves_no_trace(caplog: pytest.LogCaptureFixture) -> None:
+    one = rollout(engine("x"))
+    async with served(one) as (_, access):
+        host, _, path = access.base_url.removeprefix("http://").partition("/")
+        _, writer = await asyncio.open_connection(*host.split(":"))
+        head = [f"POST /{path}/chat/completions HTTP/1.1", f"host: {host}", f"authorization: Bearer {access.api_key}"]
+        writer.write("\r\n".join([*head, "content-length: 1000", "", '{"model"']).encode())
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        assert (await post(f"{access.base_url}/models", b"", access.api_key, "GET"))[0] == 200
+    assert one.tree.generations == []
+    assert not caplog.records
+
+
 async def test_keys_names_rewards_and_the_end() -> None:
     one = rollout(engine("x"))
     async with served(one) as (_, access):
