@@ -126,11 +126,11 @@ def test_generated_demonstrations_do_not_show_the_tools_of_a_class(
 def test_a_demonstration_calls_only_the_tools_of_its_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    tool = '    def look(self, box: str) -> str:\n        "Look."\n        return box\n'
+    tool = "    def look(self) -> str:\n        'Look around.'\n        return 'a box'\n"
     Path("called.py").write_text("class Keeper:\n    def reset(self): ...\n\n" + tool)
 
     def call(name: str) -> str:
-        return f'<tool_call>\n{{"name": "{name}", "arguments": {{"box": "a"}}}}\n</tool_call>'
+        return f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
 
     settings = load_settings("called:Keeper", overrides=["coldstart.demonstrations=shown.jsonl"])
     good = {"id": "one", "problem": "?", "turns": [{"model": call("look")}, {"model": "5"}]}
