@@ -161,6 +161,25 @@ def test_problem_files(refused: Refused, lines: list[object], expected: str, spl
     assert "\n" not in message
 
 
+@pytest.mark.parametrize("file", ["p.jsonl", "shown.jsonl"])
+@pytest.mark.parametrize("dry", [["--dry-run"], []])
+def test_columns_that_reset_asks_for(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str, dry: list[str]
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("boxes.py").write_text("class Keeper:\n    def reset(self, boxes, **columns): ...\n")
+    monkeypatch.delitem(sys.modules, "boxes", raising=False)
+    shown = {"id": "a", "turns": [{"model": "2"}], **GOOD}
+    for name in ("p.jsonl", "shown.jsonl"):
+        rows(name, shown | {"boxs" if name == file else "boxes": [1]})
+    given = ["data.train=[{path: p.jsonl}]", "coldstart.demonstrations=shown.jsonl"]
+    message = refused("train", *dry, "--env", "boxes:Keeper", *given)
+    assert message.startswith(
+        "reset() of environment 'boxes:Keeper' asks for the column 'boxes'; columns of problem a: "
+    )
+    assert "boxs" in message
+
+
 SHOP = """
 class Shop:
     def reset(self, **columns):

@@ -108,6 +108,10 @@ class Wants(Shop):
         return database
 
 
+class WantsMore(Guess):
+    async def reset(self, database: str, table: str, **columns: Any) -> None: ...  # type: ignore[override]
+
+
 class Breaks(Guess):
     async def reset(self, **columns: Any) -> None:
         raise KeyError("gone")
@@ -247,6 +251,7 @@ async def test_an_environment_for_trl_runs_unchanged() -> None:
             "Wants",
             r"reset\(\) of environment '.*:Wants' asks for the column 'database'; columns of problem toy: answer",
         ),
+        ("WantsMore", r"'.*:WantsMore' asks for the columns 'database', 'table'; columns of problem toy: answer"),
         ("Breaks", r"reset\(\) of environment '.*:Breaks' raised KeyError: 'gone'"),
     ],
 )

@@ -17,35 +17,45 @@ from agentrl.rollout.environment import (
     build_rewards,
     chat_format,
     check_environment,
+    class_factory,
     needs_answers,
     needs_chat_format,
 )
 from agentrl.rollout.settings import compares_answers
 from agentrl.training.coldstart.train import read_cold_demonstrations
 from agentrl.training.step.objective_settings import ObjectiveSettings, loss_options, needs
+from agentrl_envs.types import Problem
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
 
 
 def check_inputs(settings: Settings) -> list[str]:
-    """Return one line for each problem file read. Raises SettingsError, ProblemError or PluginError."""
+    """Return one line for each problem file read.
+
+    Raises SettingsError, ProblemError or PluginError, and EnvironmentContractError for columns that are not there.
+    """
     check_environment(settings)  # first: its module may register an estimator or a loss
     build_rewards(settings)
     _check_template(settings)
     objective = ObjectiveSettings.of(settings)
     loss_options(objective)  # first: an estimator may ask how its loss weighs tokens
     needs(objective)
+    first: list[Problem] = []
     if settings.model.path is None or settings.coldstart.demonstrations is not None:
-        read_cold_demonstrations(settings)
+        first += [item.problem for item in read_cold_demonstrations(settings).demonstrations[:1]]
     sources = [(entry, needs_answers(settings)) for entry in settings.data.train]
     sources += [(entry, compares_answers(settings)) for entry in settings.data.eval]
-    reports = [
-        load_source(entry, seed=settings.seed, answered=answered).report
+    loaded = [
+        load_source(entry, seed=settings.seed, answered=answered)
         for entry, answered in sources
         if entry.is_generated or entry.path.lower().endswith(FILE_KINDS)
     ]
-    return [report.describe() for report in reports if report is not None]
+    factory = class_factory(settings.env)
+    if factory is not None:
+        for problem in [*first, *(one.source.problem(0) for one in loaded)]:
+            factory.columns(problem)
+    return [one.report.describe() for one in loaded if one.report is not None]
 
 
 def machine_problems(settings: Settings) -> list[str]:

@@ -78,6 +78,26 @@ class ClassEnvironmentFactory:
         """The class's own ``reset``."""
         return cast("Callable[..., object]", vars(self.found).get("reset") or getattr(self.found, "reset", None))
 
+    def columns(self, problem: Problem) -> dict[str, object]:
+        """The columns that ``reset`` takes: those of the row, and problem, answer, id and prompt beside them.
+
+        Raises `EnvironmentContractError` for columns that it needs and the row does not have.
+        """
+        messages = thawed(problem.messages) or [{"role": "user", "content": problem.statement}]
+        own = {"problem": problem.statement, "answer": problem.answer, "id": problem.id}
+        columns = own | {"prompt": messages} | cast("dict[str, object]", thawed(problem.info))
+        parameters = list(inspect.signature(self.reset).parameters.values())[1:]
+        wanted = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+        missing = [one.name for one in wanted if one.name not in columns and one.default is one.empty]
+        if missing:
+            raise EnvironmentContractError(
+                f"reset() of environment {self.name!r} asks for the column{'s' * (len(missing) > 1)} "
+                f"{', '.join(map(repr, missing))}; columns of problem {problem.id}: {', '.join(sorted(columns))}"
+            )
+        if any(one.kind is one.VAR_KEYWORD for one in parameters):
+            return columns
+        return {one.name: columns[one.name] for one in wanted if one.name in columns}
+
     @property
     def reads_text(self) -> bool:
         """Whether the class has a ``step`` for turns without a call."""
@@ -196,7 +216,7 @@ class ClassEpisode:
             lenient=self._factory.of_trl,
         )
         await self._tools.adopt(cast("Callable[..., object]", self._factory.found))
-        shown = await self._call("reset", **self._columns())
+        shown = await self._call("reset", **self._factory.columns(self.problem))
         if shown is not None and not isinstance(shown, str):
             raise EnvironmentContractError(f"{self._say('reset')} must return text or None, not {type(shown).__name__}")
         return self._protocol.chat.prompt(
@@ -268,23 +288,6 @@ class ClassEpisode:
         if hasattr(instance, "get_reward"):
             reward += _number(await self._call("get_reward"), self._say("get_reward"))
         return Step(observation=observation, reward=reward, ended=ended, tool_calls=calls)
-
-    def _columns(self) -> dict[str, object]:
-        """The columns that ``reset`` takes: those of the row, and problem, answer, id and prompt beside them."""
-        messages = thawed(self.problem.messages) or [{"role": "user", "content": self.problem.statement}]
-        own = {"problem": self.problem.statement, "answer": self.problem.answer, "id": self.problem.id}
-        columns = own | {"prompt": messages} | cast("dict[str, object]", thawed(self.problem.info))
-        parameters = list(inspect.signature(self._factory.reset).parameters.values())[1:]
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            return columns
-        wanted = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
-        missing = [one.name for one in wanted if one.name not in columns and one.default is one.empty]
-        if missing:
-            raise EnvironmentContractError(
-                f"{self._say('reset')} asks for the column {missing[0]!r}; columns of problem {self.problem.id}: "
-                f"{', '.join(sorted(columns))}"
-            )
-        return {one.name: columns[one.name] for one in wanted if one.name in columns}
 
     async def _call(self, method: str, *given: object, **named: object) -> object:
         """One of the class's own methods. Raises `EnvironmentContractError`, which names it, and `UnavailableError`."""
