@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from agentrl.config.overlays import Layer
-from agentrl.problems.settings import BUILTIN, DEFAULT_SPLIT, REASONING_GYM
+from agentrl.problems.settings import DEFAULT_SPLIT, is_generated
 
 _OF_TRAINING = ("limit", "weight")
 
@@ -43,6 +43,6 @@ def _heldout(entry: Mapping[str, object]) -> dict[str, object] | None:
     >>> _heldout({"path": "mine.jsonl"})
     """
     kept = {key: value for key, value in entry.items() if key not in _OF_TRAINING}
-    if str(entry.get("path")).startswith((BUILTIN, REASONING_GYM)):
+    if is_generated(str(entry.get("path"))):
         return kept | {"split": "heldout"} if entry.get("split", DEFAULT_SPLIT) == DEFAULT_SPLIT else None
     return kept | {"part": "heldout"} if entry.get("part") == "train" else None

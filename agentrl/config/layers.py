@@ -25,7 +25,7 @@ from agentrl.config.messages import settings_error, show, unknown_key
 from agentrl.config.overlays import Layer, interpolate, overlay_chain, parse_yaml
 from agentrl.config.settings import SIMPLETIR, Settings, settings_model
 from agentrl.errors import SettingsError
-from agentrl.problems.settings import BUILTIN, FORMULA, REASONING_GYM
+from agentrl.problems.settings import BUILTIN, FORMULA, REASONING_GYM, is_generated
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl_envs.plugins import load_plugins
 from agentrl_envs.registry import ADAPTERS, ENVIRONMENTS, UnknownNameError, did_you_mean
@@ -86,11 +86,24 @@ def _evaluated(layers: list[Layer], top: Sequence[Override]) -> list[Layer]:
     """The layers, where a preset's ``data.eval`` follows ``data.train``, unless others set ``data.eval``."""
     presets = {layer.origin for layer in overlay_chain(PRESET)}
     presets |= {layer.origin for layer in layers if layer.origin.startswith(f"{_ENV_OPTION} ")}
+    layers = [_with_own_sources(layer, top) if layer.origin in presets else layer for layer in layers]
     others = [*(layer for layer in layers if layer.origin not in presets), *_command_line(top)]
     if any(map(sets_evaluation, others)):
         return layers
     data = _merge_all(SIMPLETIR, layers, [one for one in top if one[0][0] == "data"])["data"]
     return evaluate_on_heldout(layers, presets, data.get("train") if isinstance(data, dict) else None)
+
+
+def _with_own_sources(preset: Layer, top: Sequence[Override]) -> Layer:
+    """The preset, where the path of one's own data replaces a whole source: the preset's split is none of its own."""
+    values = copy.deepcopy(dict(preset.values))
+    for keys, path in top:
+        if len(keys) == 4 and keys[0] == "data" and keys[3] == "path" and not is_generated(str(path)):
+            data = values.get("data")
+            sources = data.get(keys[1], []) if isinstance(data, dict) else []
+            if keys[2].isdigit() and int(keys[2]) < len(sources):
+                sources[int(keys[2])] = {"path": path}
+    return replace(preset, values=values)
 
 
 def _resumed(run: Path, files: list[Layer], top: list[Override]) -> Settings:

@@ -16,6 +16,15 @@ FieldName = Literal["problem", "answer", "id"]
 """What a problem needs of a row; every other name in ``fields`` is a name in ``Problem.info``."""
 
 
+def is_generated(path: str) -> bool:
+    """Whether problems are made by a program, which has splits of its own.
+
+    >>> is_generated("builtin:arithmetic"), is_generated("mine.jsonl")
+    (True, False)
+    """
+    return path.startswith((BUILTIN, REASONING_GYM))
+
+
 class ProblemSourceSettings(BaseModel):
     """One entry of ``data.train`` or ``data.eval``.
 

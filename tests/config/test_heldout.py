@@ -27,6 +27,9 @@ ARITHMETIC = [("builtin:arithmetic", "heldout", "all")]
         (["data.train.0.split=heldout"], []),
         (["data.train.0.path=mine.jsonl", "data.eval.0.limit=5"], ARITHMETIC),
         (["data.train.0.path=mine.jsonl", "data.eval=[]"], []),
+        (["data.train.0.path=mine.jsonl", "data.eval.0.path=other.jsonl"], [("other.jsonl", "train", "all")]),
+        (["data.eval.0.split=test", "data.eval.0.path=owner/name"], [("owner/name", "test", "all")]),
+        (["data.eval.0.path=builtin:seeds"], [("builtin:seeds", "heldout", "all")]),
         (["data.train.0.path=mine.jsonl", "data.eval=[{path: other.jsonl}]"], [("other.jsonl", "train", "all")]),
     ],
 )
@@ -44,6 +47,14 @@ def test_a_files_problems_count_as_well_as_the_command_lines(tmp_path: Path) -> 
     ]
     file.write_text("data: {train: [{path: mine.jsonl}], eval: [{path: other.jsonl}]}\n")
     assert evaluated(load_settings(config_file=file)) == [("other.jsonl", "train", "all")]
+
+
+def test_a_path_of_the_command_line_keeps_what_ones_own_file_says_of_the_source(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("base: tiny\ndata: {eval: [{path: mine/set, split: test}]}\n")
+    assert evaluated(load_settings(config_file=file, overrides=["data.eval.0.path=other/set"])) == [
+        ("other/set", "test", "all")
+    ]
 
 
 def test_what_is_held_out_is_of_the_same_kind_and_no_smaller() -> None:
