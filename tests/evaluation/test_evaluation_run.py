@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,15 @@ async def test_what_rollouts_came_to_stands_in_columns(tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "".join(f"<th>{title}</th>" for title in titles) in page
     assert all(f".{kind} {{ background: var(--{kind}); }}" in page for kind in changes)
+
+
+def test_what_an_environment_without_answers_ends_is_incorrect() -> None:
+    ended = transcript(Sample(benchmark="toy", problem=problem(0), number=0), verdict=None, answer=None, reward=0.25)
+    assert ended.kind == "incorrect"
+    assert replace(ended, verdict=Verdict.INCORRECT).kind == "incorrect"
+    assert replace(ended, ended=Ended.STOPPED).kind == "no_answer"
+    assert replace(ended, verdict=Verdict.NO_ANSWER).kind == "no_answer"
+    assert replace(ended, reward=1.0).kind == "correct"
 
 
 async def test_rows_with_half_characters_are_read_and_the_evaluation_goes_on(tmp_path: Path) -> None:

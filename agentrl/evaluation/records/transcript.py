@@ -136,7 +136,8 @@ class Transcript:
             return "truncated"
         if self.ended is Ended.VOID_TURN:
             return "void"
-        return "incorrect" if self.answer is not None else "no_answer"
+        ended_it = self.ended is Ended.ANSWERED and self.verdict is not Verdict.NO_ANSWER
+        return "incorrect" if self.answer is not None or ended_it else "no_answer"
 
     @property
     def outcomes(self) -> tuple[str, ...]:
