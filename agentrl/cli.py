@@ -54,7 +54,7 @@ def train(
     reward: Annotated[str | None, _option("MODULE:NAME", "function (problem, conversation, verdict) -> float")] = None,
     num_processes: Annotated[int | None, _option("N", "training ranks on this machine")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue the run of this name, or the newest")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show settings, passes and memory; run nothing")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show settings, passes and memory; train nothing")] = False,
 ) -> None:
     """Train a policy. Without model.path=..., train the embedded tiny model on this machine in minutes."""
     rewards = None if reward is None else {reward: 1.0}

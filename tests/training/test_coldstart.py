@@ -14,9 +14,9 @@ from agentrl.errors import SettingsError
 from agentrl.models.tiny import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn, program
+from agentrl.training.coldstart.limits import EncodedDemonstration
 from agentrl.training.coldstart.playing import check_template, with_observations
 from agentrl.training.coldstart.train import (
-    EncodedDemonstration,
     batches,
     cached_policy,
     collate,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,11 @@ from agentrl.errors import SettingsError
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import usable_cores
+from agentrl.training.coldstart.limits import measured_problems
 from agentrl.training.coldstart.train import cached_policy, cold_start, read_cold_demonstrations
 from agentrl.training.engine.determinism import set_determinism
 from agentrl.training.settings import ColdstartSettings
+from agentrl_envs.types import Problem
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -35,12 +38,12 @@ def starting_policy(settings: Settings, console: Console, *, say_found: bool = T
     console.note(f"cold start: {settings.coldstart.steps} steps on {loaded.description}")
     if settings.coldstart.direct_share:
         console.note(_direct_answers(settings.coldstart))
-    make_policy(settings, path, console)
+    make_policy(settings, path, console, measured_problems(settings))
     return str(path)
 
 
-def make_policy(settings: Settings, output: Path, console: Console) -> None:
-    """Run the cold start and export its policy to ``output``."""
+def make_policy(settings: Settings, output: Path, console: Console, problems: Sequence[Problem] = ()) -> None:
+    """Run the cold start and export its policy, which is to play ``problems``, to ``output``."""
     began = time.monotonic()
     losses: list[float] = []
     with console.progress(settings.coldstart.steps, unit="cold-start step") as progress:
@@ -49,7 +52,7 @@ def make_policy(settings: Settings, output: Path, console: Console) -> None:
             losses.append(loss)
             progress.update(step, {"policy/loss": loss})
 
-        asyncio.run(cold_start(settings, output, report))
+        asyncio.run(cold_start(settings, output, report, problems))
     perplexity = math.exp(min(sum(losses[-10:]) / len(losses[-10:]), 50.0))
     console.note(f"policy: {output}, made in {time.monotonic() - began:.0f} s, last perplexity {perplexity:.3f}")
 

@@ -10,7 +10,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,24 +29,17 @@ from agentrl.problems.demonstrations.loading import LoadedDemonstrations, load_d
 from agentrl.rollout.environment import build_environment, class_factory
 from agentrl.telemetry.files import world_errors
 from agentrl.training.coldstart.demonstration_rendering import in_protocol
+from agentrl.training.coldstart.limits import EncodedDemonstration, check_limits
 from agentrl.training.coldstart.playing import check_template, environment_key, with_observations
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl_envs.episode import Environment
 from agentrl_envs.protocols.marked_text import parts_of
+from agentrl_envs.types import Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from agentrl.config import Settings
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncodedDemonstration:
-    """A demonstration in tokens: prompt, response and which response tokens are the model's."""
-
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
-    response_mask: tuple[bool, ...]
 
 
 async def encode_demonstration(
@@ -153,10 +146,13 @@ def fine_tune(
     model.eval()
 
 
-async def cold_start(settings: Settings, output: Path, report: Callable[[int, float], None]) -> None:
+async def cold_start(
+    settings: Settings, output: Path, report: Callable[[int, float], None], problems: Sequence[Problem] = ()
+) -> None:
     """Make a policy from demonstrations and export it to ``output``; the embedded model if ``model.path`` is none.
 
-    ``output`` appears whole or not at all. Raises SettingsError before training if it cannot be written.
+    ``output`` appears whole or not at all. Raises SettingsError before training if it cannot be written, or if none of
+    the ``problems``, which the policy is to play, has a prompt within the limits of rollouts.
     """
     environment = build_environment(settings)
     await environment.open()
@@ -164,7 +160,7 @@ async def cold_start(settings: Settings, output: Path, report: Callable[[int, fl
         read = read_cold_demonstrations(settings).demonstrations
         demonstrations = [await with_observations(item, environment) for item in read]
         with reserved(output) as folder:
-            model, tokenizer = await _trained(settings, demonstrations, environment, report)
+            model, tokenizer = await _trained(settings, demonstrations, environment, report, problems)
             body = (
                 f"Cold start by agentrl {agentrl.__version__}: {settings.coldstart.steps} steps of supervised "
                 f"fine-tuning on {len(demonstrations)} demonstrations ({settings.coldstart.demonstrations})."
@@ -181,20 +177,15 @@ async def _trained(
     demonstrations: Sequence[Demonstration],
     environment: Environment,
     report: Callable[[int, float], None],
+    problems: Sequence[Problem],
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     seed = _seed(settings)
+    tokenizer, rows = await _encoded(settings, demonstrations, environment, problems)
     if settings.model.path is None:
-        texts = [await _prompt(item, environment) for item in demonstrations]
-        tokenizer = train_tokenizer(
-            [*(shown.text for shown in demonstrations), *texts], vocabulary_size=settings.model.tiny.vocabulary_size
-        )
         model = build_tiny_model(settings.model.tiny, tokenizer, seed=seed)
     else:
-        tokenizer = read_tokenizer(settings.model.path)
-        check_template(settings, tokenizer.chat_template)
         model = read_model(settings.model.path, settings.model)
     codec = TextCodec(tokenizer)
-    rows = [await encode_demonstration(item, environment=environment, codec=codec) for item in demonstrations]
     mixed = with_direct_answers(
         demonstrations,
         share=settings.coldstart.direct_share,
@@ -207,6 +198,41 @@ async def _trained(
     ]
     fine_tune(model, rows, late_rows, settings, pad_id=codec.pad_id, report=report)
     return model, tokenizer
+
+
+async def _encoded(
+    settings: Settings,
+    demonstrations: Sequence[Demonstration],
+    environment: Environment,
+    problems: Sequence[Problem],
+) -> tuple[PreTrainedTokenizerBase, list[EncodedDemonstration]]:
+    """The tokenizer, which the embedded model gets from the demonstrations, and these in tokens, all measured."""
+    if settings.model.path is None:
+        texts = [await _prompt(item.problem, environment) for item in demonstrations]
+        tokenizer = train_tokenizer(
+            [*(shown.text for shown in demonstrations), *texts], vocabulary_size=settings.model.tiny.vocabulary_size
+        )
+    else:
+        tokenizer = read_tokenizer(settings.model.path)
+        check_template(settings, tokenizer.chat_template)
+    codec = TextCodec(tokenizer)
+    rows = [await encode_demonstration(item, environment=environment, codec=codec) for item in demonstrations]
+    check_limits(settings, [len(codec.encode_prompt(await _prompt(one, environment))) for one in problems], rows)
+    return tokenizer, rows
+
+
+async def measure(settings: Settings, problems: Sequence[Problem]) -> None:
+    """Compare prompts and demonstrations with the limits of rollouts, as :func:`cold_start` does, and train nothing.
+
+    Raises SettingsError.
+    """
+    environment = build_environment(settings)
+    await environment.open()
+    try:
+        read = read_cold_demonstrations(settings).demonstrations
+        await _encoded(settings, [await with_observations(item, environment) for item in read], environment, problems)
+    finally:
+        await environment.close()
 
 
 def read_cold_demonstrations(settings: Settings) -> LoadedDemonstrations:
@@ -303,8 +329,8 @@ def _publish(folder: Path, output: Path) -> None:
             raise
 
 
-async def _prompt(demonstration: Demonstration, environment: Environment) -> str:
-    episode = environment.episode(demonstration.problem)
+async def _prompt(problem: Problem, environment: Environment) -> str:
+    episode = environment.episode(problem)
     try:
         return await episode.start()
     finally:

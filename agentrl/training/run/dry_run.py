@@ -1,7 +1,11 @@
-"""``--dry-run``: print the resolved settings, the planned passes and a memory estimate. Nothing is run or written."""
+"""``--dry-run``: print the resolved settings, the planned passes and a memory estimate. Nothing is trained or written.
+
+Where a class is to learn from demonstrations, it plays them, so that their lengths and those of prompts are measured.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,8 +15,11 @@ from agentrl.config import dump_yaml
 from agentrl.models.loading import read_config
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.rollout.engines.transformers import TOO_LARGE, is_too_large
+from agentrl.rollout.environment import class_factory
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import describe_machine
+from agentrl.training.coldstart.limits import measured_problems
+from agentrl.training.coldstart.train import measure
 from agentrl.training.engine.deepspeed_engine import deepspeed_stage
 from agentrl.training.run.preflight import check_inputs, machine_problems
 from agentrl.training.step.batching import PassPlan, plan_passes
@@ -96,6 +103,8 @@ def planned_passes(settings: Settings) -> PassPlan:
 def dry_run(settings: Settings) -> None:
     """Print what ``agentrl train`` would run with these settings."""
     problems = check_inputs(settings)
+    if settings.coldstart.demonstrations is not None and class_factory(settings.env) is not None:
+        asyncio.run(measure(settings, measured_problems(settings)))
     console = Console(settings.telemetry)
     console.note(dump_yaml(settings).rstrip())
     console.note("")

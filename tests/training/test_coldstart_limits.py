@@ -1,0 +1,82 @@
+"""The limits of rollouts, compared with prompts and demonstrations before a cold start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from agentrl.config import Settings, load_settings
+from agentrl.errors import SettingsError
+from agentrl.training.coldstart.limits import EncodedDemonstration, check_limits, measured_problems
+from agentrl.training.coldstart.train import cold_start, measure
+
+KEEPER = """
+class Keeper:
+    def reset(self, boxes):
+        return f"There are {boxes} boxes."
+
+    def look(self):
+        'Look around.'
+        return 'a box'
+"""
+CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """A class, its problems and its demonstrations, as overrides."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("limited.py").write_text(KEEPER)
+    rows = [{"problem": f"What is in box {n}?", "answer": "2", "boxes": n} for n in range(4)]
+    shown = [row | {"turns": [{"model": CALL}, {"model": "2"}]} for row in rows]
+    for name, lines in (("p.jsonl", rows), ("shown.jsonl", shown)):
+        Path(name).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return ["data.train=[{path: p.jsonl}]", "coldstart.demonstrations=shown.jsonl"]
+
+
+def limited(given: list[str], *overrides: str) -> Settings:
+    return load_settings("limited:Keeper", overrides=[*given, *overrides])
+
+
+def test_a_run_none_of_whose_prompts_fit_is_refused_before_the_cold_start(given: list[str], tmp_path: Path) -> None:
+    settings = limited(given, "rollout.max_prompt_tokens=16")
+    message = r"rollout\.max_prompt_tokens=16: each of 4 prompts of data\.train has more tokens, up to (\d+); valid: at"
+    with pytest.raises(SettingsError, match=message) as measured:
+        asyncio.run(measure(settings, measured_problems(settings)))
+    steps: list[int] = []
+    policy = tmp_path / "policy"
+    with pytest.raises(SettingsError, match=message):
+        asyncio.run(cold_start(settings, policy, lambda step, _: steps.append(step), measured_problems(settings)))
+    assert not steps
+    assert not policy.exists()
+    enough = limited(given, f"rollout.max_prompt_tokens={str(measured.value).split()[-1]}")
+    asyncio.run(measure(enough, measured_problems(enough)))
+
+
+def test_a_limit_that_cuts_demonstrations_off_is_named(given: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    settings = limited(given, "rollout.max_response_tokens=3", "rollout.max_turn_tokens=2")
+    asyncio.run(measure(settings, measured_problems(settings)))
+    response, turn = caplog.messages
+    assert "rollout.max_response_tokens=3: 4 of 4 demonstrations have longer responses; rollout.max_resp" in response
+    assert "rollout.max_turn_tokens=2: 4 of 4 demonstrations have a longer turn; rollout.max_turn_tokens=" in turn
+
+
+def test_a_limit_holds_what_is_as_long(caplog: pytest.LogCaptureFixture) -> None:
+    row = EncodedDemonstration(
+        prompt_ids=(1,), response_ids=(1,) * 6, response_mask=(True, True, False, True, True, True)
+    )
+    assert row.longest_turn == 3
+    settings = load_settings(
+        overrides=["rollout.max_prompt_tokens=5", "rollout.max_response_tokens=6", "rollout.max_turn_tokens=3"]
+    )
+    check_limits(settings, [5, 5], [row])
+    assert not caplog.messages
+    check_limits(settings, [5, 9], [row])
+    assert caplog.messages == [
+        "rollout.max_prompt_tokens=5: 1 of 2 prompts of data.train have more tokens: skipped; "
+        "rollout.max_prompt_tokens=9 holds all of them"
+    ]
