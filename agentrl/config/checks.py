@@ -10,6 +10,7 @@ from typing import Literal
 
 from agentrl.config.settings import Settings
 from agentrl.errors import SettingsError
+from agentrl.models.settings import LoRASettings
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl_envs.settings import ChatSettings, SimpleTIRSettings, ToolChatSettings
@@ -30,6 +31,7 @@ def check_settings(settings: Settings, command: Command = "train") -> None:
     if command == "train":
         found += _schedule_contradictions(settings)
     found += [*_model_problems(settings), *_server_problems(settings, command), *_protocol_problems(settings, command)]
+    found += _adapter_problems(settings, command)
     found += _session_problems(settings)
     found += _agent_problems(settings, command)
     if found:
@@ -142,6 +144,25 @@ def _model_problems(settings: Settings) -> Iterator[str]:
         yield f"{given} is a file; valid: a model directory or a Hugging Face id such as Qwen/Qwen2.5-7B"
     elif model.path.startswith(("/", ".", "~")) or model.path.count("/") != 1:
         yield f"{given}: there is no such directory, and it is not a Hugging Face id (OWNER/NAME)"
+
+
+def _adapter_problems(settings: Settings, command: Command) -> Iterator[str]:
+    """Adapters that are off, with settings for them, and commands and engines that have none."""
+    lora, off = settings.model.lora, LoRASettings()
+    if lora.rank == 0:
+        for name in ("alpha", "targets", "learning_rate_factor"):
+            if getattr(lora, name) != getattr(off, name):
+                yield (
+                    f"{_given(settings, f'model.lora.{name}')} with model.lora.rank=0, which trains all weights and no "
+                    "adapter; valid ranks for adapters: 1 to 512"
+                )
+    elif command == "variance":
+        yield (
+            f"{_given(settings, 'model.lora.rank')}: agentrl variance measures the gradient of all weights; set "
+            "model.lora.rank=0"
+        )
+    elif settings.rollout.engine == "vllm":
+        yield f"{_given(settings, 'model.lora.rank')} with rollout.engine=vllm is not supported; valid: transformers"
 
 
 def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:

@@ -233,8 +233,8 @@ def cached_policy(settings: Settings, demonstrations: Sequence[Demonstration]) -
     """The cache directory of the policy that these settings and demonstrations make."""
     key = {
         "version": agentrl.__version__,
-        # Without settings that a resumed run may change, or it would start from another policy.
-        "model": settings.model.model_dump(mode="json", exclude={"attention", "gradient_checkpointing"}),
+        # Without adapters, and without settings that a resumed run may change: it must start from the same policy.
+        "model": settings.model.model_dump(mode="json", exclude={"attention", "gradient_checkpointing", "lora"}),
         "coldstart": settings.coldstart.model_dump(mode="json"),
         "environment": settings.environment.model_dump(mode="json"),
         "seed": _seed(settings),

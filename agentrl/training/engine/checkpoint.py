@@ -27,6 +27,7 @@ from agentrl.errors import SettingsError, WorldError
 from agentrl.rollout.work_queue import QueueState
 from agentrl.telemetry.files import atomic_write, world_errors
 from agentrl.telemetry.records import EvaluationRecord
+from agentrl.training.engine.adapter import AdapterRecord
 from agentrl.training.engine.checksums import checksums, damaged
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, from_rank_zero, on_every_rank
 
@@ -47,6 +48,7 @@ class RunState:
     rows: int  # of metrics.jsonl
     trainer: dict[str, Any] = field(default_factory=dict)
     reference: str | None = None  # the reference policy's path
+    adapter: AdapterRecord | None = None
     files: dict[str, str] = field(default_factory=dict)  # checksums of all other files
 
 

@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d
 from agentrl.errors import SettingsError, WorldError
 from agentrl.kernels import TokenStatistics
 from agentrl.models.loading import read_model
+from agentrl.models.lora import with_adapter
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import ModelSettings
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
@@ -171,8 +172,9 @@ class TrainingEngine(Generic[_Module_co]):
         trained = [item for item in module.parameters() if item.requires_grad]
         decayed = [item for item in trained if _dimensions(item) >= 2]
         others = [item for item in trained if _dimensions(item) < 2]
+        groups = [(decayed, optimizer.weight_decay), (others, 0.0)]
         adamw = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            [{"params": group, "weight_decay": decay} for group, decay in groups if group],
             lr=optimizer.learning_rate,
             betas=optimizer.betas,
             eps=optimizer.epsilon,
@@ -202,6 +204,7 @@ class TrainingEngine(Generic[_Module_co]):
             distributed_c10d._set_pg_timeout(timedelta(seconds=training.collective_deadline), group)
         self.module = module
         self.device = self._engine.device
+        self._partly_frozen = any(not item.requires_grad for item in module.parameters())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
@@ -257,17 +260,20 @@ class TrainingEngine(Generic[_Module_co]):
     def save(self, directory: Path) -> None:
         """Write parameters, optimizer, schedule and each rank's random state. Collective; ``directory`` exists.
 
+        Frozen parameters, which come from the model's own files, are left out.
         Raises WorldError on every rank where one of them cannot write.
         """
         failures: list[Exception] = []
         with _recording(self._engine.checkpoint_engine, failures):
-            self._engine.save_checkpoint(str(directory), tag="engine", save_latest=False)
+            self._engine.save_checkpoint(
+                str(directory), tag="engine", save_latest=False, exclude_frozen_parameters=self._partly_frozen
+            )
             self._engine.checkpoint_engine.save(_random_state(), str(directory / f"random-{self.rank}.pt"))
         on_every_rank(partial(_raise_first, failures, directory))
 
     def load(self, directory: Path) -> None:
         """Restore what :meth:`save` wrote. Collective."""
-        path, _ = self._engine.load_checkpoint(str(directory), tag="engine")
+        path, _ = self._engine.load_checkpoint(str(directory), tag="engine", load_module_strict=not self._partly_frozen)
         if path is None:
             raise SettingsError(f"no DeepSpeed checkpoint in {directory}")
         state = torch.load(directory / f"random-{self.rank}.pt")
@@ -277,12 +283,15 @@ class TrainingEngine(Generic[_Module_co]):
 
 
 def read_for_training(path: str | Path, model: ModelSettings, training: TrainingSettings) -> PreTrainedModel:
-    """A causal language model for this rank: at ZeRO-3 its shard alone. Collective there."""
+    """A causal language model for this rank: at ZeRO-3 its shard alone. Collective there.
+
+    With ``model.lora.rank`` its own weights are frozen under adapters.
+    """
     world_size = torch.distributed.get_world_size()
     if training.zero_stage < 3 or world_size == 1:
-        return read_model(path, model)
+        return with_adapter(read_model(path, model), model.lora)
     config = deepspeed_config(training, bfloat16=model.dtype == "bfloat16", world_size=world_size)
-    return read_sharded(path, model, config)
+    return with_adapter(read_sharded(path, model, config), model.lora)
 
 
 def read_policy(path: str | Path, model: ModelSettings, training: TrainingSettings) -> PolicyModel:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.table import engine_facts
@@ -14,6 +17,7 @@ from agentrl.telemetry.console import Console, RunProgress
 from agentrl.telemetry.records import EvaluationRecord, Metrics
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.coldstart.policy import starting_policy
+from agentrl.training.engine.adapter import adapter_record, check_adapter, describe_size, policy_optimizer
 from agentrl.training.engine.checkpoint import RunState, check_reference, open_newest, save_checkpoint
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_policy
 from agentrl.training.run.best import BestPolicy, best_evaluation
@@ -23,12 +27,12 @@ from agentrl.training.step.batching import due
 from agentrl.training.step.critic import open_critic
 from agentrl.training.step.diagnostics import FIDELITY_BOUNDS
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
-from agentrl.training.step.reference import read_reference, reference_path
+from agentrl.training.step.reference import open_reference, reference_path
 from agentrl.training.step.trainer import Trainer
 from agentrl.training.worker.local import LocalService
 from agentrl.training.worker.service import InterruptedRunError, RolloutService
 from agentrl.training.worker.transfer import WeightSender
-from agentrl.weights.sources import full_parameters
+from agentrl.weights.adapters import adapter_parameters, policy_parameters
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -63,18 +67,19 @@ class Session:
         self._empty_steps = 0
         self._checkpoints = Path(settings.runs_dir) / str(settings.name) / "checkpoints"
         self._best = BestPolicy(self._checkpoints.parent)
-        path = starting_policy(settings, console)
+        self._start = path = starting_policy(settings, console)
         self._tokenizer = read_tokenizer(path)
         self._policy = read_policy(path, settings.model, settings.training)
         objective = ObjectiveSettings.of(settings)
         updates = settings.training.steps * settings.algorithm.updates_per_step
         self._engine = TrainingEngine(
             self._policy,
-            optimizer=settings.optimizer,
+            optimizer=policy_optimizer(settings.optimizer, settings.model.lora),
             training=settings.training,
             bfloat16=settings.model.dtype == "bfloat16",
             updates=updates,
         )
+        self._adapter = adapter_record(settings.model.lora, base=path)
         self._reference_path = reference_path(settings.kl, path)
         has_critic = "values" in needs(objective).inputs
         self._critic = open_critic(settings, start=path, updates=updates) if has_critic else None
@@ -84,7 +89,9 @@ class Session:
             temperature=settings.rollout.temperature,
             pad_id=TextCodec(self._tokenizer).pad_id,
             fidelity_bound=FIDELITY_BOUNDS[settings.model.dtype],
-            reference=None if self._reference_path is None else read_reference(self._reference_path, settings),
+            reference=None
+            if self._reference_path is None
+            else open_reference(self._reference_path, settings, self._engine, start=path),
             critic=self._critic,
         )
         self._shares_gpus = engine_facts(settings.rollout).shares_gpus
@@ -117,9 +124,8 @@ class Session:
             self._restore()
         self._warn_of_damaged_trajectories()
         settings = self._settings
-        size = sum(getattr(item, "ds_numel", item.numel()) for item in self._policy.parameters())
         self._console.note(
-            f"training: {size / 1e6:.2f}M parameters, {settings.algorithm.estimator} with {settings.algorithm.loss}, "
+            f"training: {describe_size(self._policy)}, {settings.algorithm.estimator} with {settings.algorithm.loss}, "
             f"{settings.rollout.problems_per_step} problems x {settings.rollout.group_size} a step, "
             f"steps {self._done.step + 1} to {settings.training.steps}, "
             f"run directory {self._checkpoints.parent}"
@@ -269,6 +275,7 @@ class Session:
             rows=0 if self._run is None else sum(1 for _ in self._run.metrics()),
             trainer=self._trainer.state_dict(),
             reference=self._reference_path,
+            adapter=self._adapter,
         )
         also = [] if self._critic is None else [self._critic]
         save_checkpoint(self._checkpoints, self._engine, state, keep=self._settings.checkpoint.keep, also=also)
@@ -287,6 +294,7 @@ class Session:
         if newest is not None:
             folder, state = newest
             check_reference(folder, state, self._reference_path)
+            check_adapter(folder, state.adapter, self._adapter)
             self._engine.load(folder)
             if self._critic is not None:
                 self._critic.load(folder)
@@ -340,17 +348,20 @@ class Session:
 
     def _export(self) -> Export:
         """The current policy. Every rank takes part in gathering the parameters; rank 0 keeps them."""
+        lora = self._settings.model.lora
         return Export(
             settings=self._settings,
             model=self._policy.causal_lm,
             tokenizer=self._tokenizer,
-            state={
-                name: value.to("cpu", copy=True)
-                for name, value in full_parameters(self._policy.causal_lm)
-                if self.rank == 0
-            },
+            state=self._held(policy_parameters(self._policy.causal_lm, lora)),
+            adapter=self._held(adapter_parameters(self._policy.causal_lm)) if lora.rank else {},
+            base=self._start,
             steps=self._done.step,
         )
+
+    def _held(self, parameters: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Copies on rank 0; every rank iterates."""
+        return {name: value.to("cpu", copy=True) for name, value in parameters if self.rank == 0}
 
 
 _WHY_DROPPED = {

@@ -16,6 +16,7 @@ from agentrl.evaluation.data.problem_sets import held_out_problems
 from agentrl.evaluation.play.during_training import EvaluationReport, evaluate_policy
 from agentrl.evaluation.play.limits import evaluation_environment, evaluation_rollout
 from agentrl.models.loading import read_model
+from agentrl.models.lora import with_adapter
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.problems.sources import load_mixture
@@ -103,7 +104,8 @@ class LocalService:
         settings = self._settings
         model = trained
         if model is None and engine_facts(settings.rollout).in_process:
-            model = read_model(policy_path, settings.model).to("cuda" if torch.cuda.is_available() else "cpu")
+            model = with_adapter(read_model(policy_path, settings.model), settings.model.lora)
+            model = model.to("cuda" if torch.cuda.is_available() else "cpu")
         return EngineRequest(
             rollout=settings.rollout,
             policy=settings.model,
