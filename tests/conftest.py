@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import hypothesis
@@ -30,12 +31,28 @@ hypothesis.settings.register_profile("agentrl", deadline=None)
 hypothesis.settings.load_profile("agentrl")
 
 GROUP = "xdist_group"
+FOLDERS = pytest.StashKey[dict[Path, pytest.Directory]]()
 WORKER_BYTES = 4 << 30
 
 
 def pytest_xdist_auto_num_workers() -> int:
     """As many as there are processors, unless memory is short: a worker and what its tests start take a few GiB."""
     return max(1, min(len(os.sched_getaffinity(0)), psutil.virtual_memory().available // WORKER_BYTES))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Keep one node for each folder. pytest 9.1 makes new ones for a file that is named on the command line, and the
+    fixtures of conftest files stay with the first (https://github.com/pytest-dev/pytest/issues/14635).
+    """
+    report = yield
+    seen = collector.session.stash.setdefault(FOLDERS, {})
+    report.result = [
+        seen.setdefault(node.path, node) if isinstance(node, pytest.Directory) else node for node in report.result or ()
+    ]
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads the marks there

@@ -104,11 +104,6 @@ def _missing(settings: Settings, command: Command) -> Iterator[str]:
         )
     if command == "eval" and settings.model.path is None and not endpoint:
         yield "there is nothing to evaluate: give --model DIRECTORY or OWNER/NAME, or an endpoint with --base-url URL"
-    if command == "eval" and endpoint and settings.evaluation.chat_template:
-        yield (
-            "evaluation.chat_template=true requires a local model; with evaluation.endpoint.api=chat an endpoint "
-            "applies its own template"
-        )
     if command != "train":
         return
     if not settings.data.train:
@@ -183,14 +178,12 @@ def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:
     setting = "environment.protocol=hermes" if hermes else "environment.chat=always"
     if command == "eval" and settings.evaluation.endpoint.url is not None:
         yield (
-            f"{setting} uses the model's chat template, but an endpoint applies its own; valid with "
-            "--base-url: simpletir, retool, torl, or --env reasoning"
+            f"{setting} uses the model's chat template, but an endpoint applies its own; valid with --base-url: "
+            + ("simpletir, retool, torl, or --env reasoning" if hermes else "environment.chat=auto")
         )
     shown = isinstance(environment, ToolChatSettings) and environment.history == "template"
     if shown and settings.evaluation.falsified:
         yield "evaluation.falsified=true is not available with environment.history=template"
-    if command == "eval" and settings.evaluation.chat_template:
-        yield f"evaluation.chat_template=true: {setting} already uses the template; leave it out"
     if command != "eval" and (settings.model.path is None or settings.coldstart.demonstrations is not None):
         yield (
             f"{setting} needs a model {'that knows tool calls' if hermes else 'with a chat template'}: set model.path "

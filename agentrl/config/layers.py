@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from agentrl.config.checks import Command, check_settings
 from agentrl.config.compare import RESUME_MAY_CHANGE, resume_conflicts
+from agentrl.config.heldout import evaluate_on_heldout, sets_evaluation
 from agentrl.config.messages import settings_error, show, unknown_key
 from agentrl.config.overlays import Layer, interpolate, overlay_chain, parse_yaml
 from agentrl.config.settings import SIMPLETIR, Settings, settings_model
@@ -30,6 +31,7 @@ from agentrl_envs.registry import ADAPTERS, ENVIRONMENTS, UnknownNameError, did_
 
 PRESET = "tiny"
 COMMAND_LINE = "command line"
+_ENV_OPTION = "--env"
 
 _BASICS = ("env", "plugins", "name", "runs_dir", "model")
 
@@ -60,10 +62,10 @@ def load_settings(
         asked = _basics(files, top)
     files = _fitting(files, asked["env"])
     if resume:
-        return _resumed(find_run(asked), files, top)
+        return _resumed(find_run(asked), _evaluated(files, top), top)
     # An evaluation names its model or uses an endpoint; it never uses the embedded policy.
     preset = [] if command in ("eval", "check-data", "regrade") else _preset(asked, {layer.origin for layer in files})
-    settings = _validate([*preset, *files], top, command)
+    settings = _validate(_evaluated([*preset, *files], top), top, command)
     if settings.name is not None:
         return settings
     own = PRESET if settings.model.path is None else Path(settings.model.path).name
@@ -75,7 +77,18 @@ def _reasoning_gym(env: str) -> Layer:
     """``--env reasoning_gym:NAME``: SimpleTIR on the problems of a data set, graded by its rules."""
     sources = {"train": [{"path": env}], "eval": [{"path": env, "split": "heldout"}]}
     score = "agentrl_envs.adapters.reasoning_gym:score"
-    return Layer(origin=f"--env {env}", values={"data": sources, "grader": {"function": score}})
+    return Layer(origin=f"{_ENV_OPTION} {env}", values={"data": sources, "grader": {"function": score}})
+
+
+def _evaluated(layers: list[Layer], top: Sequence[Override]) -> list[Layer]:
+    """The layers, where a preset's ``data.eval`` follows ``data.train``, unless others set ``data.eval``."""
+    presets = {layer.origin for layer in overlay_chain(PRESET)}
+    presets |= {layer.origin for layer in layers if layer.origin.startswith(f"{_ENV_OPTION} ")}
+    others = [*(layer for layer in layers if layer.origin not in presets), *_command_line(top)]
+    if any(map(sets_evaluation, others)):
+        return layers
+    data = _merge_all(SIMPLETIR, layers, [one for one in top if one[0][0] == "data"])["data"]
+    return evaluate_on_heldout(layers, presets, data.get("train") if isinstance(data, dict) else None)
 
 
 def _resumed(run: Path, files: list[Layer], top: list[Override]) -> Settings:

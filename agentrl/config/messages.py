@@ -25,6 +25,7 @@ _LIMITS = {
     "pattern": "matching {}",
 }
 RENAMED = {
+    "evaluation.chat_template": "environment.chat",
     "evaluation.endpoint.patience": "evaluation.endpoint.retry_deadline",
     "evaluation.endpoint.silence": "evaluation.endpoint.read_timeout",
     "rollout.kv_use": "rollout.kv_high_watermark",

@@ -98,9 +98,6 @@ class EvaluationSettings(BaseModel):
     max_response_tokens: int | None = Field(
         None, ge=1, description="maximum model and observation tokens in evaluation; null: rollout.max_response_tokens"
     )
-    chat_template: bool = Field(
-        False, description="agentrl eval wraps the prompt as a user message in the model's chat template"
-    )
     falsified: bool = Field(False, description="also run the final evaluation with falsified observations")
     endpoint: EndpointSettings = EndpointSettings()
 

@@ -61,8 +61,8 @@ def build_environment(settings: EnvironmentSections, chat: Chat | None = None) -
     if settings.env in ENVIRONMENTS.own:
         return factory(settings.environment, settings.sandbox, settings.grader, chat=chat)
     if isinstance(factory, ClassEnvironmentFactory):
-        tools = [schema.as_function() for schema in factory.tools.schemas]
         own = factory.settings(settings.environment.model_extra or {})
+        tools = [schema.as_function() for schema in factory.tools.schemas] if own.list_tools else []
         template = chat if isinstance(chat, ChatFormat) else None
         return factory(
             own,
@@ -132,6 +132,10 @@ def _class_chat_format(
         if own.history == "template":
             raise SettingsError(f"environment.history=template: {settings.env} is played with {name} in plain text")
         return None
+    if not own.list_tools:
+        raise SettingsError(
+            f"environment.list_tools=false: the chat template of {name} lists the tools; set environment.chat=never"
+        )
     chat = read_chat_format(
         tokenizer,
         name=name,

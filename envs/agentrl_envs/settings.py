@@ -191,6 +191,10 @@ class ClassEnvironmentSettings(ToolChatSettings, ExecutionSettings):
     max_turns: int = Field(default=10, ge=1, description="maximum model turns in one episode")
     max_calls: int = Field(default=8, ge=1, description="maximum tool calls answered per turn")
     instruction: str = Field(default="", description="text before the problem")
+    list_tools: bool = Field(
+        default=True,
+        description="begin the prompt with the tools, in plain text; false: the model knows them from demonstrations",
+    )
     observation_limit: int = Field(default=2048, ge=2, description="maximum characters of a result that the model sees")
 
 

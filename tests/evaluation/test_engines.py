@@ -12,7 +12,6 @@ from rollout.fakes import byte_codec, byte_tokenizer, tiny_model
 from rollout.templates import QWEN, chat_tokenizer
 
 from agentrl.errors import SettingsError
-from agentrl.evaluation.play.chat_template import TemplatedCodec
 from agentrl.evaluation.play.engines import OpenedModel, environment_of, open_engine
 from agentrl.evaluation.play.players import TokenPlayer
 from agentrl.evaluation.records.provenance import provenance
@@ -41,22 +40,25 @@ def saved(folder: Path, *, template: str | None = None) -> Path:
     return folder
 
 
-def test_a_prompt_stands_in_the_template_and_its_special_tokens_are_text() -> None:
-    tokenizer = templated()
-    codec = TemplatedCodec(tokenizer, "m")
-    expected = tokenizer("<|im_start|>user\nWhat is 1?<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
-    assert codec.encode_prompt("What is 1?") == tuple(expected)
-    hostile = codec.encode_prompt("<|im_end|>")
-    specials = [token for token in hostile if token in (257, 258)]
-    assert specials == [257, 258, 257]  # those of the template alone
-    assert codec.encode("observation") == byte_codec().encode("observation")
-
-
-def test_templates_that_cannot_be_used() -> None:
-    with pytest.raises(SettingsError, match="the tokenizer of m has no chat template; leave it out for a base model"):
-        TemplatedCodec(templated(None), "m")
-    with pytest.raises(SettingsError, match="does not write a user's message once as it is"):
-        TemplatedCodec(templated("{{ messages[0].content | upper }}"), "m")
+async def test_a_prompt_stands_in_the_template_and_its_special_tokens_are_text(tmp_path: Path) -> None:
+    folder = saved(tmp_path, template=TEMPLATE)
+    chosen = settings(f"model.path={folder}", "model.dtype=float32", "environment.chat=always")
+    environment, opened = environment_of(chosen), await open_engine(chosen, tmp_path)
+    try:
+        assert isinstance(opened, OpenedModel)
+        await environment.open()
+        prompt = await environment.episode(Problem(id="a", statement="<|im_end|>", answer="1", source="toy")).start()
+        ids = opened.codec.encode_prompt(prompt)
+        specials = [(place, token) for place, token in enumerate(ids) if token in (257, 258)]
+        assert [token for _, token in specials] == [257, 258, 257]  # those of the template alone
+        before, after = byte_codec().encode("user\n"), byte_codec().encode("assistant\n")
+        instruction = byte_codec().encode(INSTRUCTIONS["simpletir"])
+        assert ids[1 : 1 + len(before + instruction)] == before + instruction
+        assert ids[-len(after) :] == after
+        assert opened.codec.encode("observation") == byte_codec().encode("observation")
+    finally:
+        await opened.close()
+        await environment.close()
 
 
 async def test_a_model_that_is_read_here(tmp_path: Path) -> None:
@@ -100,7 +102,7 @@ async def test_prompts_that_leave_a_model_no_room_are_named_while_others_fit() -
 
 
 async def test_a_model_without_template_is_refused_where_one_is_needed(tmp_path: Path) -> None:
-    chosen = settings(f"model.path={saved(tmp_path)}", "evaluation.chat_template=true")
+    chosen = settings(f"model.path={saved(tmp_path)}", "environment.chat=always")
     with pytest.raises(SettingsError, match="has no chat template"):
         await open_engine(chosen, tmp_path)
 
@@ -108,7 +110,7 @@ async def test_a_model_without_template_is_refused_where_one_is_needed(tmp_path:
 async def test_the_ends_that_generation_knows_end_a_turn(tmp_path: Path) -> None:
     folder = saved(tmp_path, template=TEMPLATE)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 258]}))
-    chosen = settings(f"model.path={folder}", "model.dtype=float32", "evaluation.chat_template=true")
+    chosen = settings(f"model.path={folder}", "model.dtype=float32", "environment.chat=always")
     opened = await open_engine(chosen, tmp_path)
     try:
         assert isinstance(opened, OpenedModel)
@@ -152,10 +154,10 @@ def test_results_say_under_which_protocol_they_were_made(protocol: str, prompt: 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("evaluation.chat_template=true", "hermes already uses the template; leave it out"),
-        ("evaluation.endpoint.url=http://localhost:1/v1", "but an endpoint applies its own"),
+        ("environment.protocol=hermes", r"own; valid with --base-url: simpletir, retool, torl, or --env reasoning"),
+        ("environment.chat=always", r"own; valid with --base-url: environment\.chat=auto"),
     ],
 )
 def test_tool_calls_need_a_template_that_is_read_here(override: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        settings("environment.protocol=hermes", override)
+        settings(override, "evaluation.endpoint.url=http://localhost:1/v1")

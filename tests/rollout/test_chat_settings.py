@@ -119,6 +119,18 @@ async def test_environments_that_are_classes(classes: str, name: str, overrides:
     assert chat_format(settings(f"{classes}:{name}"), chat_tokenizer(None), "m") is None
 
 
+async def test_tools_that_are_known_are_not_listed(classes: str) -> None:
+    made = settings(f"{classes}:Shop", "environment.list_tools=false")
+    environment = build_environment(made, chat_format(made, chat_tokenizer(None), "m"))
+    await environment.open()
+    episode = environment.episode(PROBLEM)
+    assert await episode.start() == "a\n\nb\n\nIn kg.\n"
+    await episode.close()
+    await environment.close()
+    with pytest.raises(SettingsError, match=r"environment.list_tools=false: the chat template of m lists the tools"):
+        chat_format(made, chat_tokenizer(QWEN), "m")
+
+
 def test_a_history_of_the_template_needs_a_template(classes: str) -> None:
     made = settings(f"{classes}:Shop", "environment.history=template")
     chat = chat_format(made, chat_tokenizer(QWEN), "m")

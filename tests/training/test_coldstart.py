@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,13 @@ def test_direct_answers_replace_a_share() -> None:
     direct = [item for item in with_direct_answers(shown, share=0.25, seed=0) if item.turns[0].model == "\\boxed{5}"]
     assert 70 < len(direct) < 130
     assert with_direct_answers(shown, share=0.0, seed=0) == tuple(shown)
+
+
+def test_direct_answers_in_the_words_of_the_author() -> None:
+    turns = (ShownTurn(model=program("x"), observation="\n5\n"), ShownTurn(model="Answer: five"))
+    shown = [Demonstration(problem=replace(PROBLEM, answer=None), turns=turns)]
+    (direct,) = with_direct_answers(shown, share=1.0, seed=0, boxed=False)
+    assert direct.turns == turns[1:]
 
 
 def test_the_cache_knows_what_makes_another_policy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

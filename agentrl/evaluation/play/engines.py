@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 
 from agentrl.errors import SettingsError
-from agentrl.evaluation.play.chat_template import TemplatedCodec
 from agentrl.evaluation.play.players import Player, TokenPlayer
 from agentrl.evaluation.play.verified import open_verified
 from agentrl.models.loading import read_config, read_model
 from agentrl.models.settings import ModelSettings
-from agentrl.models.tokenizer import TextCodec, read_generation_ends, read_tokenizer
+from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.base import Engine
 from agentrl.rollout.engines.managed import EngineRequest, managed_engine
 from agentrl.rollout.engines.table import engine_facts
@@ -61,7 +60,8 @@ async def open_engine(settings: EvaluationSections, folder: Path) -> OpenedEngin
     ``settings`` have the limits of evaluation. ``folder`` is the evaluation's; the logs of servers go there.
     """
     path = str(settings.model.path)
-    codec = _codec(settings, path)
+    tokenizer = read_tokenizer(path)
+    codec = build_codec(tokenizer, path, chat_format(settings, tokenizer, path))
     in_process = engine_facts(settings.rollout).in_process
     managed = managed_engine(
         EngineRequest(
@@ -88,13 +88,6 @@ async def open_engine(settings: EvaluationSections, folder: Path) -> OpenedEngin
 
 def _read_model(settings: ModelSettings, path: str) -> Any:
     return read_model(path, settings).to("cuda" if torch.cuda.is_available() else "cpu").eval()
-
-
-def _codec(settings: EvaluationSections, path: str) -> TextCodec:
-    tokenizer = read_tokenizer(path)
-    if settings.evaluation.chat_template:
-        return TemplatedCodec(tokenizer, path, generation_ends=read_generation_ends(path))
-    return build_codec(tokenizer, path, chat_format(settings, tokenizer, path))
 
 
 def _positions(config: Any | None) -> int | None:

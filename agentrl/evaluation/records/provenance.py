@@ -136,7 +136,7 @@ def _prompt_format(settings: EvaluationSections) -> str:
     endpoint = settings.evaluation.endpoint
     if endpoint.url is not None:
         return "chat messages" if endpoint.api == "chat" else "plain text"
-    return "chat template" if settings.evaluation.chat_template else "plain text"
+    return "plain text"
 
 
 def chosen_engine(settings: EvaluationSections) -> JSONObject:

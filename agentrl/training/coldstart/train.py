@@ -26,7 +26,7 @@ from agentrl.models.tiny import build_tiny_model, train_tokenizer
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn
 from agentrl.problems.demonstrations.loading import LoadedDemonstrations, load_demonstrations
-from agentrl.rollout.environment import build_environment
+from agentrl.rollout.environment import build_environment, class_factory
 from agentrl.telemetry.files import world_errors
 from agentrl.training.coldstart.demonstration_rendering import in_protocol
 from agentrl.training.coldstart.playing import check_template, environment_key, with_observations
@@ -195,7 +195,12 @@ async def _trained(
         model = read_model(settings.model.path, settings.model)
     codec = TextCodec(tokenizer)
     rows = [await encode_demonstration(item, environment=environment, codec=codec) for item in demonstrations]
-    mixed = with_direct_answers(demonstrations, share=settings.coldstart.direct_share, seed=seed)
+    mixed = with_direct_answers(
+        demonstrations,
+        share=settings.coldstart.direct_share,
+        seed=seed,
+        boxed=class_factory(settings.env) is None,
+    )
     late_rows = [
         row if late is item else await encode_demonstration(late, environment=environment, codec=codec)
         for row, item, late in zip(rows, demonstrations, mixed, strict=True)
@@ -217,13 +222,13 @@ def read_cold_demonstrations(settings: Settings) -> LoadedDemonstrations:
 
 
 def with_direct_answers(
-    demonstrations: Sequence[Demonstration], *, share: float, seed: int
+    demonstrations: Sequence[Demonstration], *, share: float, seed: int, boxed: bool = True
 ) -> tuple[Demonstration, ...]:
-    """Replace a random ``share`` of the demonstrations by their answer alone, in a box."""
+    """Replace a random ``share`` of the demonstrations by their answer alone: ``boxed``, or their last turn."""
     chosen = random.Random(seed)
     return tuple(
-        Demonstration(problem=item.problem, turns=(ShownTurn(model=f"\\boxed{{{item.problem.answer}}}"),))
-        if chosen.random() < share and item.problem.answer is not None
+        replace(item, turns=(ShownTurn(model=f"\\boxed{{{item.problem.answer}}}") if boxed else item.turns[-1],))
+        if chosen.random() < share and (item.problem.answer is not None or not boxed)
         else item
         for item in demonstrations
     )

@@ -41,6 +41,11 @@ if TYPE_CHECKING:
 # Consecutive steps without a group to train, between two warnings.
 _EMPTY_STEPS = 10
 
+_UNEVALUATED = (
+    "nothing is evaluated: data.eval is empty; to hold out a part of a file, set data.train.0.part=train, and "
+    "data.eval.0.path to the file with data.eval.0.part=heldout"
+)
+
 
 @dataclass(slots=True)
 class _Progress:
@@ -130,6 +135,8 @@ class Session:
             f"steps {self._done.step + 1} to {settings.training.steps}, "
             f"run directory {self._checkpoints.parent}"
         )
+        if not settings.data.eval:
+            self._console.note(_UNEVALUATED)
 
     def loop(self) -> int:
         """Run all steps and return the exit code."""
@@ -228,10 +235,12 @@ class Session:
             self._evaluate()
 
     def _evaluate(self, *, falsified: bool = False) -> None:
-        """Play the held-out problems, at most once per step even after a resume.
+        """Play the held-out problems, if there are any, at most once per step even after a resume.
 
         Raises InterruptedRunError; then nothing of the evaluation is kept.
         """
+        if not self._settings.data.eval:
+            return
         if any((item["step"], item["falsified"]) == (self._done.step, falsified) for item in self._done.evaluations):
             return
         report = self._service.evaluate(self._done.step, falsified=falsified)

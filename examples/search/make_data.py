@@ -1,0 +1,118 @@
+"""Write the corpus, questions and demonstrations into ``data/``: ``python make_data.py``. The same files every time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+FIRST = "Ada Ben Cleo Dan Eva Finn Gus Hal Ida Jan Kim Leo Mia Ned Ola Pia Rex Sam Tom Una"
+WORKS = ("baker", "carpenter", "doctor", "farmer", "gardener", "judge", "miner", "painter", "sailor", "teacher")
+LANDS = ("Arland", "Borland", "Corland", "Dorland", "Farland", "Garland", "Harland", "Morland")
+RIVERS = ("Ain", "Bode", "Cher", "Drin", "Elbe", "Glan", "Isar", "Lahn", "Main", "Ruhr", "Saar", "Tyne")
+STARTS = "bar cor del fen gar hol kam lin mor nor pel ros sol tar vel wen"
+ENDS = "bert dan felt ham kin low mond ner sen ton wald zer"
+
+Row = dict[str, object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Town:
+    """A town and the document about it."""
+
+    name: str
+    land: str
+    river: str
+
+    @property
+    def document(self) -> str:
+        return f"{self.name} is a town in {self.land} on the {self.river}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Person:
+    """A person and the document about them."""
+
+    name: str
+    work: str
+    town: Town
+
+    @property
+    def document(self) -> str:
+        return f"{self.name} is a {self.work} and was born in {self.town.name}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked, what is searched for in turn, and the answer."""
+
+    text: str
+    searches: tuple[str, ...]
+    answer: str
+
+
+def make_world(random: Random) -> tuple[list[Town], list[Person]]:
+    """Towns and people, no two of one name."""
+    names = [(start + end).capitalize() for start in STARTS.split() for end in ENDS.split()]
+    random.shuffle(names)
+    of_towns, of_families = names[:40], names[40:100]
+    towns = [Town(name=name, land=random.choice(LANDS), river=random.choice(RIVERS)) for name in of_towns]
+    called = random.sample([f"{first} {family}" for first in FIRST.split() for family in of_families], 600)
+    return towns, [Person(name=name, work=random.choice(WORKS), town=random.choice(towns)) for name in called]
+
+
+def question(person: Person, random: Random) -> Question:
+    """A question that the document about a person answers, or that about the town where they were born."""
+    name, town = person.name, person.town
+    first, second = f"person {name}", f"town {town.name}"
+    return random.choice(
+        (
+            Question(text=f"What is the work of {name}?", searches=(first,), answer=person.work),
+            Question(text=f"In which town was {name} born?", searches=(first,), answer=town.name),
+            Question(text=f"In which land was {name} born?", searches=(first, second), answer=town.land),
+            Question(text=f"On which river was {name} born?", searches=(first, second), answer=town.river),
+        )
+    )
+
+
+def problem(people: Sequence[Person], random: Random) -> Row:
+    """A row of data: ``problem`` is what the model reads, ``answer`` goes to ``reset``."""
+    asked = question(random.choice(people), random)
+    return {"problem": asked.text, "answer": asked.answer}
+
+
+def demonstration(people: Sequence[Person], random: Random) -> Row:
+    """A row with the model's turns; the environment writes the observations when it plays them."""
+    asked = question(random.choice(people), random)
+    turns = [*map(call, asked.searches), f"Answer: {asked.answer}"]
+    return {"problem": asked.text, "answer": asked.answer, "turns": [{"model": turn} for turn in turns]}
+
+
+def call(query: str) -> str:
+    """A call of the tool, as a model without a chat template writes it."""
+    return "<tool_call>\n" + json.dumps({"name": "search", "arguments": {"query": query}}) + "\n</tool_call>"
+
+
+def write(path: Path, rows: Sequence[Row]) -> None:
+    """One row a line, each with an id."""
+    lines = [json.dumps({"id": f"{path.stem}-{number}", **row}) for number, row in enumerate(rows)]
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    print(f"{path}: {len(rows)} rows")
+
+
+def main() -> None:
+    """Questions for training and demonstrations are about the same people; those held out are about others."""
+    random, folder = Random(0), Path("data")
+    folder.mkdir(exist_ok=True)
+    towns, people = make_world(random)
+    seen, unseen = people[:480], people[480:]
+    write(folder / "corpus.jsonl", [{"text": item.document} for item in (*towns, *people)])
+    write(folder / "train.jsonl", [problem(seen, random) for _ in range(3000)])
+    write(folder / "heldout.jsonl", [problem(unseen, random) for _ in range(200)])
+    write(folder / "demonstrations.jsonl", [demonstration(seen, random) for _ in range(6000)])
+
+
+if __name__ == "__main__":
+    main()
