@@ -150,7 +150,7 @@ def write_adapter(directory: Path, factors: Mapping[str, Tensor], settings: LoRA
         task_type="CAUSAL_LM",
         inference_mode=True,
     )
-    config.save_pretrained(directory)
+    config.save_pretrained(str(directory))
 
 
 def _layer(exported: str) -> str:
