@@ -118,12 +118,6 @@ def _missing(settings: Settings, command: Command) -> Iterator[str]:
 
 def _model_problems(settings: Settings) -> Iterator[str]:
     model = settings.model
-    if settings.training.share_prompts and (model.gradient_checkpointing or model.attention != "sdpa"):
-        yield (
-            "training.share_prompts=true reads prompts from a cache, which requires model.attention=sdpa and "
-            "model.gradient_checkpointing=false; they are "
-            f"{model.attention} and {json.dumps(model.gradient_checkpointing)}"
-        )
     if model.path is None:
         return
     folder, given = Path(model.path), f"model.path={model.path!r}"

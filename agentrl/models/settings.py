@@ -52,7 +52,9 @@ class ModelSettings(BaseModel):
     """dtype of the weights in training and sampling"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, slower; enable where activations do not fit"""
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """attention implementation of transformers; eager for models that cap attention scores"""
+    attention: Literal["auto", "sdpa", "flex", "flash"] = "auto"
+    """how training computes attention over packed trajectories: sdpa on any machine; flex on GPUs; flash on GPUs with
+    the package flash-attn, in bfloat16; auto: flash if it can run, else flex on GPUs for models with sliding windows or
+    capped scores, else sdpa"""
     lora: LoRASettings = LoRASettings()
     tiny: TinyModelSettings = TinyModelSettings()

@@ -213,12 +213,10 @@ class TrainingSettings(_Settings):
     persistence_threshold: int = Field(100_000, ge=0)
     """at zero_stage=3, parameters with at most this many elements stay whole on every rank"""
     micro_batch_tokens: int = Field(16384, ge=64)
-    """tokens of one micro-batch: prompts, responses and padding. Lower it when training runs out of memory"""
+    """tokens of one micro-batch, in which the prompt of a group counts once; there is no padding. Lower it when
+    training runs out of memory"""
     head_backend: Literal["auto", "reference", "chunked", "triton"] = "auto"
     """how token statistics are computed; chunked and triton (GPUs) never hold all logits in memory"""
-    share_prompts: bool = False
-    """compute equal prompts of a micro-batch only once. Worthwhile for prompts that are long relative to their
-    responses and groups that fit one micro-batch; needs model.attention=sdpa without gradient checkpointing"""
     num_processes: int = Field(1, ge=1)
     """number of training ranks on this machine"""
     threads: int = Field(0, ge=0)

@@ -178,7 +178,7 @@ def test_a_recipe_for_a_large_model_says_where_everything_runs(name: str) -> Non
         return
     assert (rollout.engine, rollout.vllm.placement) == ("vllm", "colocated")
     assert rollout.vllm.replicas * rollout.vllm.tensor_parallel_size == training.num_processes == 8
-    assert (settings.model.attention, settings.model.gradient_checkpointing) == ("flash_attention_2", True)
+    assert (settings.model.attention, settings.model.gradient_checkpointing) == ("auto", True)
     assert (training.zero_stage, settings.checkpoint.every) == (2, 20)
 
 
@@ -361,7 +361,6 @@ def test_diff_names_key_and_both_values() -> None:
 OPERATIONAL: dict[str, Any] = {
     "training.micro_batch_tokens": 512,
     "training.worker_timeout": 60.0,
-    "training.share_prompts": False,
     "model.gradient_checkpointing": True,
     "rollout.concurrency": 7,
     "rollout.vllm.placement": "external",

@@ -23,8 +23,7 @@ CASES = (
     "untied",
     pytest.param("triton", marks=needs_triton),
     pytest.param("triton_untied", marks=needs_triton),
-    "shared_prompts",
-    "shared_prompts_two_passes",
+    "zero3",
     "whitened",
     "whitened_zero3",
     "two_updates",
@@ -54,7 +53,7 @@ CASES = (
     "critic_zero3",
 )
 CRITIC = ("critic", "critic_zero3")
-FEW_GROUPS = ("token_mean", "token_sum", "shared_prompts", "seq_mean_token_sum_norm", "whitened_zero3")
+FEW_GROUPS = ("token_mean", "token_sum", "zero3", "seq_mean_token_sum_norm", "whitened_zero3")
 HEAD_EXACT = ("token_mean", "seq_mean_token_sum")
 Results = dict[str, dict[str, Any]]
 

@@ -106,15 +106,16 @@ def test_the_plan_of_a_large_recipe_is_shown_on_a_machine_that_cannot_run_it(
     (model / "tokenizer.json").write_text("{}")
     data = f"[{{path: {problems}}}]"
     settings = load_settings(
-        config_file=name, overrides=[f"model.path={model}", f"data.train={data}", f"data.eval={data}"]
+        config_file=name,
+        overrides=[f"model.path={model}", "model.attention=flash", f"data.train={data}", f"data.eval={data}"],
     )
     dry_run(settings)
     said = " ".join(capsys.readouterr().out.split())
     assert "rollouts: vLLM, colocated: 4 servers of 2 GPUs" in said
-    assert "not on this machine: model.attention=flash_attention_2 needs the package flash-attn" in said
+    assert "not on this machine: model.attention=flash needs a GPU" in said
     assert "not on this machine: rollout" in said  # no GPUs, or no vLLM
     assert "memory of one rank, estimated:" in said
-    with pytest.raises(SettingsError, match="flash-attn"):
+    with pytest.raises(SettingsError, match=r"model\.attention=flash needs a GPU"):
         train(settings, resume=False)
     assert not (tmp_path / "runs").exists()
 

@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.kernels import TokenStatistics
+from agentrl.models.attention import choose_attention
 from agentrl.models.loading import read_model
 from agentrl.models.lora import with_adapter
 from agentrl.models.policy import PolicyModel
@@ -297,7 +298,8 @@ def read_for_training(path: str | Path, model: ModelSettings, training: Training
 def read_policy(path: str | Path, model: ModelSettings, training: TrainingSettings) -> PolicyModel:
     """A policy for this rank, as :func:`read_for_training`."""
     causal_lm = read_for_training(path, model, training)
-    return PolicyModel(causal_lm, backend=training.head_backend, share_prompts=training.share_prompts)
+    attention = choose_attention(model.attention, causal_lm.config, dtype=model.dtype)
+    return PolicyModel(causal_lm, backend=training.head_backend, attention=attention)
 
 
 def _dimensions(parameter: nn.Parameter) -> int:
