@@ -238,6 +238,9 @@ class CheckpointSettings(_Settings):
     """steps between checkpoints; the last step is always saved"""
     keep: int = Field(2, ge=1)
     """number of checkpoints to keep; older ones are deleted"""
+    asynchronous: bool = False
+    """write checkpoints beside training: a step waits only for a copy of the state in the machine's memory, 12 bytes a
+    trained parameter over all ranks. A checkpoint counts at the end of the step in which its files are written"""
     best: bool = True
     """export the policy with the best score on held-out problems to checkpoints/best"""
 

@@ -373,7 +373,7 @@ OPERATIONAL: dict[str, Any] = {
 def test_what_may_change_on_resume() -> None:
     assert all(map(may_change_on_resume, ["training.steps", "telemetry.plots", "checkpoint.keep", "evaluation.every"]))
     assert all(map(may_change_on_resume, OPERATIONAL))
-    assert not any(map(may_change_on_resume, ["training.zero_stage", "seed", "rollout.group_size", "optimizer.betas"]))
+    assert not any(map(may_change_on_resume, ["seed", "rollout.group_size", "optimizer.betas"]))
     assert not any(map(may_change_on_resume, ["sandbox.timeout", "rollout.max_turn_tokens", "model.dtype"]))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from energies_on_ranks import batch, make_model
+from safetensors import safe_open
 
 from agentrl.models.lora import adapter_off, is_factor, with_adapter
 from agentrl.models.policy import PolicyModel
@@ -59,8 +60,8 @@ def run(stage: int, folder: Path) -> dict[str, Any]:
     scores = []
     for number in range(STEPS):
         if number == STEPS // 2:
-            folder.mkdir(exist_ok=True)
-            engine.save(folder)
+            engine.part().write(folder / f"part-{engine.rank:05d}.safetensors")
+            gather_from_ranks(None)  # when every rank has written
         scores.append(step(engine))
     resumed = start(stage)
     resumed.load(folder)
@@ -77,14 +78,14 @@ def run(stage: int, folder: Path) -> dict[str, Any]:
         "frozen": frozen,
         "merged": {name: value.clone() for name, value in merged_parameters(model, LORA)},
         "reference": scores,
-        "saved": _saved_names(folder / "engine"),
+        "saved": _saved_names(folder),
     }
 
 
 def _saved_names(folder: Path) -> set[str]:
     """The parameters of the module in a checkpoint."""
-    files = folder.glob("*model_states.pt")
-    return {name for file in files for name in torch.load(file, weights_only=False)["module"]}
+    keys = [key for path in folder.iterdir() for key in safe_open(path, framework="pt").keys()]  # noqa: SIM118
+    return {key.removeprefix("weight/") for key in keys if key.startswith("weight/")}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The one place that trains with DeepSpeed: optimizer, schedule, ZeRO, collectives and its checkpoints."""
+"""The one place that trains with DeepSpeed: optimizer, schedule, ZeRO and collectives."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -18,13 +17,14 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-from agentrl.errors import SettingsError, WorldError
+from agentrl.errors import WorldError
 from agentrl.kernels import TokenStatistics
 from agentrl.models.attention import choose_attention
 from agentrl.models.loading import read_model
 from agentrl.models.lora import with_adapter
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import ModelSettings
+from agentrl.training.engine.parts import Part, restore, take_part
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl.weights.sharded import read_sharded
 
@@ -205,7 +205,7 @@ class TrainingEngine(Generic[_Module_co]):
             distributed_c10d._set_pg_timeout(timedelta(seconds=training.collective_deadline), group)
         self.module = module
         self.device = self._engine.device
-        self._partly_frozen = any(not item.requires_grad for item in module.parameters())
+        self._schedule: torch.optim.lr_scheduler.LambdaLR = self._engine.lr_scheduler
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
@@ -258,29 +258,19 @@ class TrainingEngine(Generic[_Module_co]):
         """Bring back what :meth:`offload` moved."""
         self._engine.reload_states()
 
-    def save(self, directory: Path) -> None:
-        """Write parameters, optimizer, schedule and each rank's random state. Collective; ``directory`` exists.
+    def part(self) -> Part:
+        """A copy of this rank's part of parameters, optimizer, schedule and random state, for a checkpoint."""
+        return take_part(self.module, self._engine.optimizer, updates=self._schedule.last_epoch, rank=self.rank)
 
-        Frozen parameters, which come from the model's own files, are left out.
-        Raises WorldError on every rank where one of them cannot write.
-        """
-        failures: list[Exception] = []
-        with _recording(self._engine.checkpoint_engine, failures):
-            self._engine.save_checkpoint(
-                str(directory), tag="engine", save_latest=False, exclude_frozen_parameters=self._partly_frozen
-            )
-            self._engine.checkpoint_engine.save(_random_state(), str(directory / f"random-{self.rank}.pt"))
-        on_every_rank(partial(_raise_first, failures, directory))
-
-    def load(self, directory: Path) -> None:
-        """Restore what :meth:`save` wrote. Collective."""
-        path, _ = self._engine.load_checkpoint(str(directory), tag="engine", load_module_strict=not self._partly_frozen)
-        if path is None:
-            raise SettingsError(f"no DeepSpeed checkpoint in {directory}")
-        state = torch.load(directory / f"random-{self.rank}.pt")
-        torch.set_rng_state(state["cpu"])
-        if "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"])
+    def load(self, folder: Path) -> None:
+        """Restore what the ranks of any run of this model wrote, at any ZeRO stage. Collective."""
+        updates = restore(folder, self.module, self._engine.optimizer, rank=self.rank)
+        rates = [rate * self._schedule.lr_lambdas[0](updates) for rate in self._schedule.base_lrs]
+        self._schedule.load_state_dict(
+            self._schedule.state_dict() | {"last_epoch": updates, "_step_count": updates + 1, "_last_lr": rates}
+        )
+        for group, rate in zip(self._schedule.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def read_for_training(path: str | Path, model: ModelSettings, training: TrainingSettings) -> PreTrainedModel:
@@ -325,30 +315,6 @@ def frozen(module: nn.Module, training: TrainingSettings, *, bfloat16: bool) -> 
 
 
 @contextmanager
-def _recording(writer: Any, failures: list[Exception]) -> Iterator[None]:
-    """Keep what ``writer.save`` raises: a rank that leaves DeepSpeed's collectives early lets the others wait there."""
-    save = writer.save
-
-    def keep(*args: Any, **kwargs: Any) -> None:
-        try:
-            save(*args, **kwargs)
-        except (OSError, RuntimeError) as error:  # torch turns some failed writes into a RuntimeError
-            failures.append(error)
-
-    writer.save = keep
-    try:
-        yield
-    finally:
-        writer.save = save
-
-
-def _raise_first(failures: Sequence[Exception], directory: Path) -> None:
-    for error in failures:
-        why = (error.strerror if isinstance(error, OSError) else None) or str(error).splitlines()[0]
-        raise WorldError(f"cannot write a checkpoint to {directory}: {why}; free space there and go on with --resume")
-
-
-@contextmanager
 def _visible_statistics(module: nn.Module) -> Iterator[None]:
     """Make the head's output a dictionary between two hooks of ours, around those that DeepSpeed's set-up adds.
 
@@ -367,8 +333,3 @@ def _statistics_as_dictionary(head: nn.Module, inputs: object, output: Any) -> A
 
 def _statistics_from_dictionary(head: nn.Module, inputs: object, output: Any) -> Any:
     return TokenStatistics(**output) if isinstance(output, dict) else output
-
-
-def _random_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})

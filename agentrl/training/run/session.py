@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.table import engine_facts
@@ -18,7 +18,7 @@ from agentrl.telemetry.records import EvaluationRecord, Metrics
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.coldstart.policy import starting_policy
 from agentrl.training.engine.adapter import adapter_record, check_adapter, describe_size, policy_optimizer
-from agentrl.training.engine.checkpoint import RunState, check_reference, open_newest, save_checkpoint
+from agentrl.training.engine.checkpoint import CheckpointWriter, RunState, check_reference, open_newest
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_policy
 from agentrl.training.run.best import BestPolicy, best_evaluation
 from agentrl.training.run.outcome import Export, evaluation_record, finish_run
@@ -98,6 +98,12 @@ class Session:
             if self._reference_path is None
             else open_reference(self._reference_path, settings, self._engine, start=path),
             critic=self._critic,
+        )
+        self._engines: dict[str, TrainingEngine[nn.Module]] = {"engine": self._engine}
+        if self._critic is not None:
+            self._engines["critic"] = self._critic.engine
+        self._writer = CheckpointWriter(
+            self._checkpoints, self._engine, settings.checkpoint, published=self._settle_best_of
         )
         self._shares_gpus = engine_facts(settings.rollout).shares_gpus
         self._make_room()
@@ -217,6 +223,7 @@ class Session:
         self._done.step, self._done.updates = step, updates
         if self._run is not None:
             self._run.append_metrics(metrics)
+        self._writer.settle(wait=False)
 
     def _warn_of_empty_steps(self, step: int, metrics: Metrics) -> None:
         if metrics["policy/updates"]:
@@ -286,38 +293,38 @@ class Session:
             reference=self._reference_path,
             adapter=self._adapter,
         )
-        also = [] if self._critic is None else [self._critic]
-        save_checkpoint(self._checkpoints, self._engine, state, keep=self._settings.checkpoint.keep, also=also)
+        self._writer.save(self._engines, state)
         self._saved = (self._done.step, len(self._done.evaluations))
-        self._settle_best()
 
-    def _settle_best(self) -> None:
-        """Call this once a checkpoint holds the evaluations so far."""
-        if self.rank == 0 and self._settings.checkpoint.best:
+    def _settle_best_of(self, saved: RunState) -> None:
+        """Call this once a checkpoint holds the evaluations so far; later ones wait for the next."""
+        if self.rank == 0 and self._settings.checkpoint.best and len(saved.evaluations) == len(self._done.evaluations):
             self._best.settle(best_evaluation(self._done.evaluations))
 
     def _restore(self) -> None:
         """Load the newest checkpoint, if there is one."""
-        keep, rows = self._settings.checkpoint.keep, 0
+        keep, rows, others = self._settings.checkpoint.keep, 0, ""
         newest = open_newest(self._checkpoints, self._engine, keep=keep, warn=self._console.warning)
         if newest is not None:
             folder, state = newest
             check_reference(folder, state, self._reference_path)
             check_adapter(folder, state.adapter, self._adapter)
-            self._engine.load(folder)
-            if self._critic is not None:
-                self._critic.load(folder)
+            for name, engine in self._engines.items():
+                engine.load(folder / name)
             self._trainer.load_state_dict(state.trainer)
             self._service.load_state_dict(state.worker)
             self._done = _Progress(step=state.step, updates=state.updates, evaluations=state.evaluations)
             self._saved = (state.step, len(state.evaluations))
             rows = state.rows
+            if state.ranks != self._world:
+                others = f", written by {_ranks(state.ranks)}, with {_ranks(self._world)}"
             self._make_room()
             self._sender.send(state.updates)
         if self._run is not None:
             self._run.truncate_after(self._done.step, rows=rows)
-        self._settle_best()
-        self._console.note(f"resumed after step {self._done.step}")
+        if self.rank == 0 and self._settings.checkpoint.best:
+            self._best.settle(best_evaluation(self._done.evaluations))
+        self._console.note(f"resumed after step {self._done.step}{others}")
 
     def _warn_of_damaged_trajectories(self) -> None:
         found = [] if self._run is None else self._run.damaged_trajectories()
@@ -331,6 +338,7 @@ class Session:
     def _stopped(self) -> int:
         if self._saved != (self._done.step, len(self._done.evaluations)):
             self._save()
+        self._writer.settle()
         self._console.note(
             f"stopped after step {self._done.step}; checkpoint saved. To continue: "
             f"agentrl train --resume name={self._settings.name} runs_dir={self._settings.runs_dir}"
@@ -342,6 +350,7 @@ class Session:
 
     def _finish(self) -> None:
         self._save()
+        self._writer.settle()
         export = self._export()
         if self._run is not None:
             finish_run(
@@ -371,6 +380,10 @@ class Session:
     def _held(self, parameters: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Copies on rank 0; every rank iterates."""
         return {name: value.to("cpu", copy=True) for name, value in parameters if self.rank == 0}
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"
 
 
 _WHY_DROPPED = {

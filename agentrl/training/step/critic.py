@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,8 +17,6 @@ from agentrl.trajectory import Batch
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
-
-_FOLDER = "critic"
 
 
 def open_critic(settings: Settings, *, start: str, updates: int) -> Critic:
@@ -59,16 +56,6 @@ class Critic:
         value = aggregate(loss.per_token, mask, "token_mean", normalizer=tokens)
         self.engine.backward(value * self.engine.world_size)
         return loss.metrics | {"loss": torch.where(mask, loss.per_token.detach(), 0.0).sum() / mask.sum().clamp(min=1)}
-
-    def save(self, directory: Path) -> None:
-        """Write its engine into a folder of its own. Collective."""
-        folder = directory / _FOLDER
-        folder.mkdir(exist_ok=True)
-        self.engine.save(folder)
-
-    def load(self, directory: Path) -> None:
-        """Restore what :meth:`save` wrote. Collective."""
-        self.engine.load(directory / _FOLDER)
 
     def _forward(self, batch: Batch) -> Tensor:
         values: Tensor = self.engine(batch.input_ids, batch.prompt_lengths, batch.response_lengths)
