@@ -118,6 +118,11 @@ def _missing(settings: Settings, command: Command) -> Iterator[str]:
 
 def _model_problems(settings: Settings) -> Iterator[str]:
     model = settings.model
+    training, bfloat16 = settings.training, model.dtype == "bfloat16"
+    if training.offload == "all" and training.zero_stage < 3:
+        yield f"training.offload=all needs training.zero_stage=3; it is {training.zero_stage}"
+    if training.offload == "optimizer" and training.zero_stage == 0 and not bfloat16:
+        yield "training.offload=optimizer needs training.zero_stage=1, 2 or 3; it is 0"
     if model.path is None:
         return
     folder, given = Path(model.path), f"model.path={model.path!r}"

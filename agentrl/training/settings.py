@@ -210,6 +210,9 @@ class TrainingSettings(_Settings):
     zero_stage: int = Field(2, ge=0, le=3)
     """DeepSpeed ZeRO stage, which sets what is sharded over the ranks: 0 nothing, 1 optimizer state, 2 also gradients,
     3 also weights. In bfloat16, stages 0 and 1 run as 2, which accumulates gradients in float32"""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """what stays in host memory and visits the GPU only in use. optimizer: its state, which is also updated there
+    (zero_stage 1 to 3); all: the weights too (zero_stage=3). Slower; without a GPU the memory is the same"""
     persistence_threshold: int = Field(100_000, ge=0)
     """at zero_stage=3, parameters with at most this many elements stay whole on every rank"""
     micro_batch_tokens: int = Field(16384, ge=64)

@@ -17,6 +17,7 @@ from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl.weights.sources import full_parameters
 
 OTHER = {"0": "2", "2": "0", "1": "3", "3": "1", "2 bfloat16": "3 bfloat16", "3 bfloat16": "2 bfloat16"}
+OTHER |= {"2 offload": "3 offload", "3 offload": "2 offload"}
 """ZeRO stages, each with the other one that goes on from it. At 3 all parameters are small enough to stay whole."""
 UPDATES = 3
 Results = dict[str, Any]
@@ -39,10 +40,13 @@ class Small(nn.Module):
 
 def make(kind: str, *, width: int = 5) -> TrainingEngine[Small]:
     stage, bfloat16 = kind[0], kind.endswith("bfloat16")
+    offload = "none" if not kind.endswith("offload") else "all" if stage == "3" else "optimizer"
     return TrainingEngine(
         Small(torch.bfloat16 if bfloat16 else torch.float32, width),
         optimizer=OptimizerSettings(learning_rate=0.05, schedule="cosine", warmup_steps=2),
-        training=TrainingSettings(zero_stage=int(stage), persistence_threshold=0 if bfloat16 else 10**6),
+        training=TrainingSettings(
+            zero_stage=int(stage), persistence_threshold=0 if " " in kind else 10**6, offload=offload
+        ),
         bfloat16=bfloat16,
         updates=2 * UPDATES,
     )

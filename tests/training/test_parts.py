@@ -61,6 +61,14 @@ def test_other_ranks_go_on_alike_to_rounding(results: dict[str, Results], saved:
     torch.testing.assert_close(resumed["end"], whole["end"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["2 offload", "3 offload"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_offloading_changes_no_result(results: dict[str, Results], ranks: int, kind: str) -> None:
+    plain, offloaded = results[f"{ranks} {kind[0]}"], results[f"{ranks} {kind}"]
+    assert offloaded["norms"] == pytest.approx(plain["norms"], rel=1e-6)
+    torch.testing.assert_close(offloaded["end"], plain["end"], rtol=1e-6, atol=1e-7)
+
+
 def test_a_rank_that_was_not_there_draws_its_own_numbers(results: dict[str, Results]) -> None:
     drawn = results["1 2 -> 2 2"]["random"]
     assert drawn[0] == results["1 2"]["random"][0]

@@ -43,6 +43,19 @@ def test_every_estimator_has_its_defaults(name: str) -> None:
         }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["training.offload=all"], r"training\.offload=all needs training\.zero_stage=3; it is 2"),
+        (["training.offload=optimizer", "training.zero_stage=0"], r"needs training\.zero_stage=1, 2 or 3; it is 0"),
+    ],
+)
+def test_what_cannot_be_offloaded_is_said(given: list[str], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        load_settings(overrides=given)
+    load_settings(overrides=["training.offload=all", "training.zero_stage=3"])
+
+
 @pytest.mark.parametrize("name", LOSSES.names())
 def test_every_loss_has_its_defaults(name: str) -> None:
     settings = objective(loss=name, estimator="rloo")

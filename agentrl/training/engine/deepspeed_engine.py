@@ -63,6 +63,16 @@ def deepspeed_config(
     Gradients are added up in float32 over micro-batches and ranks, whatever the dtype of the weights: in bfloat16 256
     equal ones plus another are still 256.
     """
+    zero: dict[str, Any] = {
+        "stage": deepspeed_stage(training.zero_stage, bfloat16=bfloat16),
+        "overlap_comm": False,
+        "stage3_param_persistence_threshold": training.persistence_threshold,
+    }
+    on_the_host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if training.offload != "none":
+        zero["offload_optimizer"] = on_the_host
+    if training.offload == "all":
+        zero["offload_param"] = on_the_host
     return {
         "train_micro_batch_size_per_gpu": 1,
         "train_batch_size": world_size,
@@ -73,11 +83,8 @@ def deepspeed_config(
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {
-            "stage": deepspeed_stage(training.zero_stage, bfloat16=bfloat16),
-            "overlap_comm": False,
-            "stage3_param_persistence_threshold": training.persistence_threshold,
-        },
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW runs on CPUs as it does on GPUs
+        "zero_optimization": zero,
         "steps_per_print": 10**12,
     }
 

@@ -105,7 +105,7 @@ class Session:
         self._writer = CheckpointWriter(
             self._checkpoints, self._engine, settings.checkpoint, published=self._settle_best_of
         )
-        self._shares_gpus = engine_facts(settings.rollout).shares_gpus
+        self._moves_state = engine_facts(settings.rollout).shares_gpus and settings.training.offload == "none"
         self._make_room()
         self._service = self._open_service(path)
         self._sender = WeightSender(
@@ -162,7 +162,7 @@ class Session:
 
     def _make_room(self) -> None:
         """Move the optimizer state off the GPUs on which servers generate."""
-        if self._shares_gpus:
+        if self._moves_state:
             self._engine.offload()
 
     def request_stop(self) -> None:
@@ -192,7 +192,7 @@ class Session:
         began = time.monotonic()
         plan = self._service.plan(step)
         planned = time.monotonic()
-        if self._shares_gpus:
+        if self._moves_state:
             self._engine.reload()  # the servers sleep
         metrics = self._trainer.train(plan)
         updates = self._done.updates + int(metrics["policy/updates"])
