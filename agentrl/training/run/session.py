@@ -20,6 +20,7 @@ from agentrl.training.coldstart.policy import starting_policy
 from agentrl.training.engine.adapter import adapter_record, check_adapter, describe_size, policy_optimizer
 from agentrl.training.engine.checkpoint import CheckpointWriter, RunState, check_reference, open_newest
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_policy
+from agentrl.training.engine.memory import shortages_named
 from agentrl.training.run.best import BestPolicy, best_evaluation
 from agentrl.training.run.outcome import Export, evaluation_record, finish_run
 from agentrl.training.run.signals import INTERRUPTED
@@ -194,7 +195,8 @@ class Session:
         planned = time.monotonic()
         if self._moves_state:
             self._engine.reload()  # the servers sleep
-        metrics = self._trainer.train(plan)
+        with shortages_named(self._settings.training, step=step):
+            metrics = self._trainer.train(plan)
         updates = self._done.updates + int(metrics["policy/updates"])
         self._make_room()
         trained = time.monotonic()
