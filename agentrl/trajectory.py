@@ -83,9 +83,10 @@ class Trajectory:
     ``group`` identifies the trajectories that share a baseline: the request number of their problem, unique in a run.
 
     A rollout of an agent program may have several ``branches``, each a trajectory of the same ``group`` and ``sample``.
-    Every sampled token is a model token of one of them. ``weight`` is a branch's share of the rollout's model tokens,
-    and the last branch carries the rollout's reward. ``reward_parts`` are the values of users' reward functions, each
-    over all turns and without its weight.
+    Every sampled token is a model token of one of them. A branch whose prompt continues another one's conversation
+    names it as its ``parent``, with its ``fork``: how many of that one's model tokens the prompt holds. ``weight`` is a
+    branch's share of the rollout's model tokens, and the last branch carries the rollout's reward. ``reward_parts`` are
+    the values of users' reward functions, each over all turns and without its weight.
     """
 
     problem: Problem
@@ -102,11 +103,15 @@ class Trajectory:
     reward_parts: Mapping[str, float] = field(default_factory=dict, hash=False)
     branch: int = 0
     branches: int = 1
+    parent: int = -1  # -1: it begins a conversation
+    fork: int = 0
     weight: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.branch < self.branches:
             raise TrajectoryError(f"branch {self.branch} of {self.branches}")
+        if not -1 <= self.parent < self.branches or self.parent == self.branch or (self.parent >= 0) != (self.fork > 0):
+            raise TrajectoryError(f"branch {self.branch} forks behind {self.fork} tokens of branch {self.parent}")
         if self.no_data:
             return
         if not self.prompt_ids:
@@ -168,6 +173,10 @@ class Trajectory:
         """True when it failed for reasons outside the policy: in no reward, no baseline, no average."""
         return self.ended.is_no_data or (self.verdict is not None and self.verdict.is_no_data)
 
+    def alone(self) -> Trajectory:
+        """A copy that is the whole of its rollout."""
+        return replace(self, branch=0, branches=1, parent=-1, fork=0, weight=1.0)
+
     def with_rewards(self, turns: Sequence[float], parts: Mapping[str, float]) -> Trajectory:
         """A copy with these rewards, one for each turn of the model, and the functions' values that they come from."""
         given = iter(turns)
@@ -221,7 +230,7 @@ def one_after_another(branches: Sequence[Trajectory]) -> Trajectory:
     """The branches of one rollout as one trajectory to read, not to train: their segments in order."""
     *_, last = branches
     segments = tuple(segment for item in branches for segment in item.segments)
-    return replace(last, prompt_ids=branches[0].prompt_ids, segments=segments, branch=0, branches=1, weight=1.0)
+    return replace(last.alone(), prompt_ids=branches[0].prompt_ids, segments=segments)
 
 
 def _fields_of(record: Trajectory | Segment) -> dict[str, Any]:
@@ -267,6 +276,8 @@ class Row:
     group: int
     sample: int
     branch: int
+    parent: int  # the branch that it forks from; -1: none
+    fork: int  # model tokens of that one before the fork
     weight: float  # of the branch in its rollout, 1 for a rollout of one branch
     truncated: bool  # a limit ended it
     prompt_length: int  # P
@@ -285,6 +296,8 @@ class Row:
             group=item.group,
             sample=item.sample,
             branch=item.branch,
+            parent=item.parent,
+            fork=item.fork,
             weight=item.weight,
             truncated=item.ended.is_truncation,
             prompt_length=len(item.prompt_ids),
@@ -328,6 +341,8 @@ class Batch:
     groups: Tensor  # [B] int64
     samples: Tensor  # [B] int64, the rollout's number in its group
     branches: Tensor  # [B] int64, the row's number in its rollout
+    parents: Tensor  # [B] int64, the number of the row that it forks from, -1 if none
+    forks: Tensor  # [B] int64, model tokens of that row before the fork
     weights: Tensor  # [B] float32, the row's share of its rollout's model tokens
     truncated: Tensor  # [B] bool, a limit ended the row
     versions: Tensor  # [B, T] int64, the policy version that sampled the token, -1 off model tokens
@@ -373,6 +388,8 @@ class Batch:
             groups=torch.tensor([item.group for item in items]),
             samples=torch.tensor([item.sample for item in items]),
             branches=torch.tensor([item.branch for item in items]),
+            parents=torch.tensor([item.parent for item in items]),
+            forks=torch.tensor([item.fork for item in items]),
             weights=torch.tensor([item.weight for item in items], dtype=torch.float32),
             truncated=torch.tensor([item.truncated for item in items]),
             versions=torch.from_numpy(versions),

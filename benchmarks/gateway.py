@@ -47,7 +47,7 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "Add two 
     "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}}}
 
 async def play(number, access, turns):
-    async with openai.AsyncOpenAI(base_url=access["base_url"], api_key=access["api_key"]) as policy:
+    async with openai.AsyncOpenAI(base_url=access["base_url"], api_key=access["api_key"], timeout=600) as policy:
         messages = [{"role": "system", "content": f"You are agent {number}. " + "Be careful. " * 50},
                     {"role": "user", "content": "Add one and two, again and again."}]
         for turn in range(turns):

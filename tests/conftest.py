@@ -26,8 +26,8 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# How long an example takes depends on who else uses the machine.
-hypothesis.settings.register_profile("agentrl", deadline=None)
+# How long an example takes, also to make, depends on who else uses the machine.
+hypothesis.settings.register_profile("agentrl", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("agentrl")
 
 GROUP = "xdist_group"

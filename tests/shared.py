@@ -1,8 +1,9 @@
-"""What the workers of pytest-xdist share."""
+"""What tests share: folders of the workers of pytest-xdist, and Pythons of other libraries."""
 
 from __future__ import annotations
 
 import fcntl
+import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -23,3 +24,23 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callabl
             make(folder)
             done.touch()
     return folder
+
+
+def python_with(package: str) -> str:
+    """The Python that has ``package``, whose dependencies differ from ours; in CI there must be one."""
+    variable = f"AGENTRL_{package.upper()}_PYTHON"
+    python = os.environ.get(variable)
+    if python:
+        return python
+    reason = f"{variable} names no Python with {package}"
+    if os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def needed(package: str, install: str) -> None:
+    """Skip the test or the module where ``package`` is not installed; in CI it must be."""
+    if os.environ.get("CI") == "true":
+        importlib.import_module(package)
+    else:
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install '{install}'")

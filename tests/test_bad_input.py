@@ -161,6 +161,49 @@ def test_problem_files(refused: Refused, lines: list[object], expected: str, spl
     assert "\n" not in message
 
 
+SHOP = """
+class Shop:
+    def reset(self, **columns):
+        return None
+
+    def query(self, sql{type}):
+        {docstring}
+        return "x"
+"""
+DOCSTRING = "'''Runs it.\\n\\n        Args:\\n            sql: a statement\\n        '''"
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (SHOP.format(type="", docstring=DOCSTRING), "Shop.query cannot be a tool: its parameter 'sql' has no type."),
+        (SHOP.format(type=": str", docstring="pass"), "Shop.query cannot be a tool: it has no docstring."),
+        (SHOP.format(type=": 'Gone'", docstring=DOCSTRING), "its annotations cannot be read (name 'Gone' is not"),
+        ("import nowhere_to_be_found", "raised ModuleNotFoundError: No module named 'nowhere_to_be_found' ("),
+        ("1 / 0", "importing module 'bad_shop' raised ZeroDivisionError: division by zero ("),
+    ],
+)
+def test_an_environment_of_ones_own(
+    refused: Refused, program: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("bad_shop.py").write_text(program)
+    monkeypatch.delitem(sys.modules, "bad_shop", raising=False)
+    rows("d.jsonl", {"problem": "?", "answer": "1", "turns": [{"model": "1"}]})
+    message = refused("train", "--env", "bad_shop:Shop", "coldstart.demonstrations=d.jsonl")
+    assert message.startswith("environment 'bad_shop:Shop': ")
+    assert expected in message
+    assert "\n" not in message
+
+
+def test_a_column_that_is_not_json(refused: Refused) -> None:
+    Path("p.jsonl").write_text('{"problem": "?", "answer": "1", "level": NaN}\n')
+    message = refused("train", "data.train=[{path: p.jsonl}]")
+    assert "p.jsonl:1: column level is nan, which is not JSON" in message
+    assert message.endswith("or leave it out with fields.level=null")
+    said = refused("eval", "--model", "a/model", "--benchmarks", "p.jsonl")
+    assert said.endswith("null: data.eval.0.path=p.jsonl data.eval.0.fields.level=null in place of --benchmarks")
+
+
 def test_a_missing_problem_file_is_answered_with_those_in_its_folder(refused: Refused) -> None:
     rows("problems.jsonl", GOOD)
     assert "problem.jsonl: no such file; in that folder: problems.jsonl" in refused(

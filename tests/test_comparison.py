@@ -6,10 +6,12 @@ import ast
 import json
 import re
 import sqlite3
+import subprocess
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from shared import python_with
 
 from agentrl.config import load_settings
 from agentrl.rollout.environment import build_environment
@@ -81,3 +83,20 @@ async def test_the_class_for_trl_runs_unchanged() -> None:
     shown, refused = await play("trl:their_sql:Sql", [call("select number from stock"), call("delete from stock")])
     assert "[[3]]" in shown.observation
     assert "readonly" in refused.observation
+
+
+VERIFIERS = """
+import my_sql
+import verifiers.v1 as vf
+
+(task,) = my_sql.SqlTaskset(vf.TasksetConfig())
+print(task.data.prompt, task.data.db, task.data.answer, *(type(one).__name__ for one in task.toolsets(None)))
+"""
+
+
+@pytest.mark.slow
+def test_the_task_set_of_verifiers_is_one() -> None:
+    Path("my_sql.py").write_text(code("verifiers"))
+    Path("questions.jsonl").write_text(json.dumps({"question": "How many?", "answer": "3", "db": "shop.sqlite"}))
+    said = subprocess.run([python_with("verifiers"), "-c", VERIFIERS], capture_output=True, text=True, check=True)
+    assert said.stdout == "How many? shop.sqlite 3 SqlTools\n"

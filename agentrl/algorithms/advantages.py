@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.errors import InvalidInputError
-from agentrl.algorithms.estimators.inputs import EstimatorInputs, blocks_of_groups, take_rows
+from agentrl.algorithms.estimators.inputs import EstimatorInputs, blocks_of_rows, take_rows
 from agentrl.algorithms.estimators.normalization import Moments, normalize_by_group
 from agentrl.algorithms.estimators.registry import ESTIMATORS, EstimatorEntry
 from agentrl.algorithms.estimators.rollouts import RolloutRows
@@ -53,7 +53,7 @@ def _in_blocks(
     shape, device = inputs.rewards.shape, inputs.rewards.device
     raw = torch.empty(shape, dtype=torch.float64 if normalize == "whiten" else dtype, device=device)
     returns, baselines = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-    blocks = list(blocks_of_groups(inputs.groups, shape[1]))
+    blocks = list(blocks_of_rows(inputs))
     whole = entry.function(EstimatorInputs.of(inputs), record) if entry.step_wide and blocks else None
     moments = Moments.nothing(raw)
     for rows in blocks:

@@ -24,7 +24,8 @@ class AdvantageInputs:
     Values at positions outside the response mask reach no result, whatever they are.
 
     Rows with the same group and sample are the branches of one rollout: to every estimator they are one row, with the
-    model tokens of the branches one after the other (`agentrl.algorithms.estimators.rollouts`).
+    model tokens of the branches one after the other (`agentrl.algorithms.estimators.rollouts`). Baselines of tokens
+    follow `parents` and `forks`, from the root of the conversation to the token.
 
     Energies count a token with `(importance_weights * loss_mask)^2`; a missing one of the two counts as 1 on every
     model token. So a token rejected by a zero weight and one rejected by the loss mask give the same baseline. Rewards,
@@ -48,6 +49,10 @@ class AdvantageInputs:
     greedy_returns: Tensor | None = None  # [B] return of the problem's greedy rollout
     samples: Tensor | None = None  # [B] int64 rollout of the group; rows of one rollout count as one
     branches: Tensor | None = None  # [B] int64 the row's place in its rollout; the last one carries the reward
+    parents: Tensor | None = (
+        None  # [B] int64 the branch of the same rollout that it forks from; -1, or None for all: none
+    )
+    forks: Tensor | None = None  # [B] int64 model tokens of that branch before the fork, at least 1
 
 
 @dataclass(frozen=True, kw_only=True)

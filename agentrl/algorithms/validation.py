@@ -13,8 +13,9 @@ from torch import Tensor
 from agentrl.algorithms.errors import InvalidInputError, InvalidOptionError
 from agentrl.algorithms.records import AdvantageInputs
 
-_PER_TRAJECTORY = ("groups", "trajectory_energy", "bootstrap_values", "greedy_returns", "samples", "branches")
-_NOT_FLOATING = ("response_mask", "loss_mask", "groups", "samples", "branches")
+_OF_ROLLOUTS = ("groups", "samples", "branches", "parents", "forks")
+_PER_TRAJECTORY = (*_OF_ROLLOUTS, "trajectory_energy", "bootstrap_values", "greedy_returns")
+_NOT_FLOATING = (*_OF_ROLLOUTS, "response_mask", "loss_mask")
 
 
 def check_shapes(inputs: AdvantageInputs) -> None:

@@ -15,6 +15,7 @@ from agentrl.api.child import run_command
 from agentrl.api.inputs import Names, problem_file
 from agentrl.api.run import EvaluationRun, Run
 from agentrl.config import load_settings
+from agentrl.errors import SettingsError
 from agentrl_envs.types import Problem
 
 Problems = Iterable[Mapping[str, object] | Problem]
@@ -61,8 +62,6 @@ def train(
         given["data.eval"] = []
     if eval_problems is not None:
         given["data.eval"] = [{"path": _path_of(eval_problems, folder)}]
-    if reward is not None:
-        given["reward.functions"] = {names.of(reward): 1.0}
     environment = None if env is None else names.of(env)
     rewards = _rewards(reward, names)
     overrides = overrides_from(_with_plugins(given, names)) + rewards
@@ -126,12 +125,14 @@ def evaluate(
 def overrides_from(settings: Mapping[str, object], prefix: str = "") -> list[str]:
     """Settings as ``key=value``: mappings become dotted keys, values become JSON, which YAML reads.
 
+    A mapping whose keys are no names of settings, such as the functions of a reward, is a value as a whole.
+
     >>> overrides_from({"training": {"steps": 5}, "rollout.group_size": 8, "name": "first"})
     ['training.steps=5', 'rollout.group_size=8', 'name="first"']
     """
     found = []
     for key, value in settings.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and all(name.isidentifier() for name in value):
             found += overrides_from(value, f"{prefix}{key}.")
         else:
             found.append(f"{prefix}{key}={json.dumps(str(value) if isinstance(value, Path) else value)}")
@@ -151,7 +152,8 @@ def _rewards(reward: object, names: Names) -> list[str]:
 
 def _with_plugins(settings: Mapping[str, object], names: Names) -> Mapping[str, object]:
     given = settings.get("plugins") or ()
-    assert isinstance(given, list | tuple)
+    if not isinstance(given, list | tuple):
+        raise SettingsError(f"plugins={given!r}: valid is a list of modules or files")
     return {**settings, "plugins": [*given, *names.plugins]} if names.plugins else settings
 
 

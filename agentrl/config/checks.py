@@ -235,7 +235,12 @@ def _server_problems(settings: Settings, command: Command) -> Iterator[str]:
 
 def settings_warnings(settings: Settings) -> list[str]:
     """One sentence for each setting that is valid but has a surprising effect."""
-    return [*_group_warnings(settings), *_schedule_warnings(settings), *_objective_warnings(settings)]
+    return [
+        *_group_warnings(settings),
+        *_branch_warnings(settings),
+        *_schedule_warnings(settings),
+        *_objective_warnings(settings),
+    ]
 
 
 def _group_warnings(settings: Settings) -> Iterator[str]:
@@ -252,6 +257,21 @@ def _group_warnings(settings: Settings) -> Iterator[str]:
     if drops:
         effect = "it has no variance, so algorithm.drop_zero_variance=true drops it and nothing is trained"
     yield f"rollout.group_size=1{estimator}: every group is a single trajectory; {effect}; 8 or 16 are usual"
+
+
+def _branch_warnings(settings: Settings) -> Iterator[str]:
+    environment, name = settings.environment, settings.algorithm.estimator
+    shown = (environment.model_dump() | (environment.model_extra or {})).get("history") == "template"
+    if not shown and not is_agent(settings.env):
+        return
+    from agentrl.algorithms import ESTIMATORS  # needs torch, see above
+
+    if name in ESTIMATORS.names() and ESTIMATORS[name].by_column:
+        yield (
+            f"algorithm.estimator={name}: its baselines are not defined over the branches of a rollout; groups with a "
+            "branched rollout get one baseline for each rollout. algorithm.estimator=tir_otb has baselines of tokens "
+            "there too"
+        )
 
 
 def _schedule_warnings(settings: Settings) -> Iterator[str]:

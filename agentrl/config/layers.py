@@ -2,8 +2,9 @@
 
 The layers, in increasing precedence: the defaults of the settings models (the published values for large models); the
 ``tiny`` preset if ``model.path`` is not set; ``--config FILE`` with its ``base`` chain; ``key=value`` from the command
-line. Mappings are merged key by key; all other values are replaced. On resume, the run's own ``config.yaml`` replaces
-the defaults and the preset, so a bare ``--resume`` continues with exactly the settings that the run was started with.
+line. Mappings are merged key by key, ``plugins`` add up, and all other values are replaced. On resume, the run's own
+``config.yaml`` replaces the defaults and the preset, so a bare ``--resume`` continues with exactly the settings that
+the run was started with.
 """
 
 from __future__ import annotations
@@ -152,10 +153,18 @@ def _merge_all(env: str, layers: Sequence[Layer], top: Sequence[Override]) -> di
     """The defaults of ``env``, overridden by ``layers`` and then by ``top``."""
     merged: dict[str, object] = settings_model(env)().model_dump(mode="json")
     for layer in layers:
-        merged = _merge(merged, layer.values)
+        plugins = _added(merged["plugins"], layer.values.get("plugins", []))
+        merged = _merge(merged, layer.values) | {"plugins": plugins}
     for keys, value in top:
-        _assign(merged, keys, value)
+        _assign(merged, keys, _added(merged["plugins"], value) if keys == ["plugins"] else value)
     return merged
+
+
+def _added(below: object, above: object) -> object:
+    """The plug-ins of two layers: what one loads, the settings of the other may name."""
+    if not isinstance(below, list) or not isinstance(above, list):
+        return above
+    return [*below, *(name for name in above if name not in below)]
 
 
 def _merge(below: dict[str, object], above: Mapping[str, object]) -> dict[str, object]:

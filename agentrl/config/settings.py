@@ -52,7 +52,8 @@ class Settings(BaseModel):
     plugins: tuple[str, ...] = Field(
         default=(),
         description="modules or files (ending in .py) that every command and process loads first: what they register, "
-        "such as environments, tools, rewards, estimators and losses, can be named in other settings",
+        "such as environments, tools, rewards, estimators and losses, can be named in other settings. "
+        "Those of config files and of the command line add up",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="random seed of problems, sampling, cold start and evaluation")
     runs_dir: str = Field("runs", min_length=1, description="directory for run directories")

@@ -122,8 +122,15 @@ function render(problem, rollout) {
   head.append(element("span", "soft", "  " + facts.join(" · ")));
   const answer = element("div", "facts");
   answer.append(element("span", "label", "extracted answer "), element("code", "", rollout.answer === null ? "none" : rollout.answer));
-  answer.append(element("span", "label", "  gold answer "), element("code", "", problem.answer));
-  box.append(head, answer, labelled("prompt", "prompt", written(problem.prompt, problem.formulas)));
+  answer.append(element("span", "label", "  gold answer "), element("code", "", problem.answer === null ? "none" : problem.answer));
+  box.append(head, answer);
+  if (problem.columns) {
+    const columns = element("details");
+    columns.open = problem.columns.length <= 500;
+    columns.append(element("summary", "label", "columns of the problem"), element("pre", "output", problem.columns));
+    box.append(columns);
+  }
+  box.append(labelled("prompt", "prompt", written(problem.prompt, problem.formulas)));
   let number = 0;
   for (const [origin, text] of rollout.turns) {
     if (origin === "model") box.append(labelled("model", `turn ${++number}`, written(text, problem.formulas)));
@@ -202,7 +209,7 @@ async function search() {
     const content = await conversations(place);
     if (mine !== searches) return; // something else is searched for by now
     const holds = (text) => text !== null && text.toLowerCase().includes(wanted);
-    if ([problem.id, content.statement, content.answer].some(holds)) found.set(place, new Set(problem.kinds.keys()));
+    if ([problem.id, content.statement, content.answer, content.columns].some(holds)) found.set(place, new Set(problem.kinds.keys()));
     else {
       const samples = content.rollouts.filter((one) => holds(one.answer) || one.turns.some(([, text]) => holds(text)));
       if (samples.length) found.set(place, new Set(samples.map((one) => one.sample)));

@@ -342,7 +342,7 @@ class Driver:
             )
         self.last_failure = failure or self.last_failure
         last = await self._rewarded(branches[-1], running, earlier=branches[:-1])
-        return (replace(last, branch=0, branches=1),) if last.no_data else (*branches[:-1], last)
+        return (last.alone(),) if last.no_data else (*branches[:-1], last)
 
     def _name(self, job: Job) -> str:
         # Zero-padded, so that names sort in the order of requests, samples and turns.

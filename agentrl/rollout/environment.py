@@ -34,11 +34,13 @@ Chat = ChatFormat | ChatRenderer | DeployedChat
 
 
 def check_environment(settings: EnvironmentSections) -> None:
-    """Import what an environment's name stands for. Raises PluginError if that is no environment."""
+    """Import what an environment's name stands for. Raises PluginError if that is no environment, or has a bad tool."""
     if is_agent(settings.env):
         load_program(settings.env, settings.environment.model_extra or {})
-    else:
-        resolve_environment(settings.env)
+        return
+    factory = resolve_environment(settings.env)
+    if isinstance(factory, ClassEnvironmentFactory):
+        factory.check()
 
 
 def class_factory(env: str) -> ClassEnvironmentFactory | None:

@@ -158,9 +158,9 @@ def import_attribute(path: str, kind: str) -> object:
         raise PluginError(f"{kind} {path!r} is not written module:attribute")
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise PluginError(f"{kind} {path!r}: there is no module {error.name!r}") from error
     except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            raise PluginError(f"{kind} {path!r}: there is no module {error.name!r}") from error
         raise PluginError(
             f"{kind} {path!r}: importing module {module_name!r} raised {describe_error(error)}"
         ) from error

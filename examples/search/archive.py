@@ -4,69 +4,20 @@ from __future__ import annotations
 
 import functools
 import json
-import math
-import re
-from collections import Counter, defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 
-_WORD = re.compile(r"\w+")
-
-
-class Index:
-    """BM25 (Robertson and Zaragoza, 2009) over documents.
-
-    A document scores ``idf(w) * f * (k + 1) / (f + k * (1 - b + b * l / mean))`` for each word ``w`` of the query that
-    stands in it ``f`` times; ``l`` is its number of words. ``idf(w) = log(1 + (N - n + 0.5) / (n + 0.5))`` for a word
-    in ``n`` of ``N`` documents.
-
-    >>> Index(["a cat sleeps", "a dog barks", "the dog sleeps"]).search("dog sleeps", 2)
-    ['the dog sleeps', 'a cat sleeps']
-    """
-
-    def __init__(self, documents: Sequence[str], *, k: float = 1.2, b: float = 0.75) -> None:
-        self._documents = documents
-        counts = [Counter(words(document)) for document in documents]
-        lengths = [count.total() for count in counts]
-        mean = sum(lengths) / len(lengths)
-        found: dict[str, list[int]] = defaultdict(list)
-        for number, count in enumerate(counts):
-            for word in count:
-                found[word].append(number)
-        self.scores: dict[str, list[tuple[int, float]]] = {}
-        for word, numbers in found.items():
-            rare = math.log(1 + (len(documents) - len(numbers) + 0.5) / (len(numbers) + 0.5))
-            self.scores[word] = [
-                (n, rare * counts[n][word] * (k + 1) / (counts[n][word] + k * (1 - b + b * lengths[n] / mean)))
-                for n in numbers
-            ]
-
-    def search(self, query: str, most: int) -> list[str]:
-        """The best documents that hold a word of the query, best first; the earlier one where two are as good."""
-        totals: dict[int, float] = defaultdict(float)
-        for word in words(query):
-            for number, score in self.scores.get(word, ()):
-                totals[number] += score
-        best = sorted(totals, key=lambda number: (-totals[number], number))
-        return [self._documents[number] for number in best[:most]]
-
-
-def words(text: str) -> list[str]:
-    """The words of a text, in small letters."""
-    return _WORD.findall(text.lower())
+from bm25 import Index
 
 
 @functools.cache
-def index_of(corpus: str) -> Index:
-    """The index of a file with one document a line, built once a process."""
-    return Index([json.loads(line)["text"] for line in Path(corpus).read_text(encoding="utf-8").splitlines()])
+def index() -> Index:
+    """The corpus has one document a line. Its index is built once a process."""
+    lines = Path("data/corpus.jsonl").read_text(encoding="utf-8").splitlines()
+    return Index([json.loads(line)["text"] for line in lines])
 
 
 class Archive:
-    """A corpus and a question about it, which one document answers, or two."""
-
-    def __init__(self, corpus: str = "data/corpus.jsonl") -> None:
-        self._corpus = corpus
+    """A corpus and a question about it, which takes one search or two."""
 
     def reset(self, answer: str) -> None:
         """Begin with the gold answer."""
@@ -74,16 +25,17 @@ class Archive:
         self._right = False
 
     def search(self, query: str) -> str:
-        """Searches the archive and returns the two best documents.
+        """Searches the archive and returns the best document.
 
         Args:
             query: words to look for
         """
-        return "\n".join(index_of(self._corpus).search(query, 2)) or "nothing found"
+        found = index().search(query, 1)
+        return found[0] if found else "nothing found"
 
     def step(self, text: str) -> None:
-        """Read the answer, which is a turn without a call: ``Answer: Farland``."""
-        self._right = text.removeprefix("Answer:").strip().lower() == self._gold.lower()
+        """Read the reply, which is a turn without a call. Its last word is the answer."""
+        self._right = text.split()[-1:] == [self._gold]
 
     def get_reward(self) -> float:
         """1 for the right answer."""

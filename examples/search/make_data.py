@@ -28,7 +28,7 @@ class Town:
 
     @property
     def document(self) -> str:
-        return f"{self.name} is a town in {self.land} on the {self.river}."
+        return f"{self.name} lies in {self.land} on the {self.river}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,40 +41,45 @@ class Person:
 
     @property
     def document(self) -> str:
-        return f"{self.name} is a {self.work} and was born in {self.town.name}."
+        return f"{self.name} works as {self.work} and was born in the town {self.town.name}."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked, what is searched for in turn, and the answer."""
+    """What is asked, what is searched for in turn, and the reply, whose last word is the answer."""
 
     text: str
     searches: tuple[str, ...]
-    answer: str
+    reply: str
+
+    @property
+    def answer(self) -> str:
+        return self.reply.split()[-1]
 
 
 def make_world(random: Random) -> tuple[list[Town], list[Person]]:
     """Towns and people, no two of one name."""
     names = [(start + end).capitalize() for start in STARTS.split() for end in ENDS.split()]
     random.shuffle(names)
-    of_towns, of_families = names[:40], names[40:100]
+    of_towns, of_families = names[:30], names[30:60]
     towns = [Town(name=name, land=random.choice(LANDS), river=random.choice(RIVERS)) for name in of_towns]
-    called = random.sample([f"{first} {family}" for first in FIRST.split() for family in of_families], 600)
+    called = random.sample([f"{first} {family}" for first in FIRST.split() for family in of_families], 500)
     return towns, [Person(name=name, work=random.choice(WORKS), town=random.choice(towns)) for name in called]
 
 
 def question(person: Person, random: Random) -> Question:
     """A question that the document about a person answers, or that about the town where they were born."""
     name, town = person.name, person.town
-    first, second = f"person {name}", f"town {town.name}"
-    return random.choice(
+    text, reply = random.choice(
         (
-            Question(text=f"What is the work of {name}?", searches=(first,), answer=person.work),
-            Question(text=f"In which town was {name} born?", searches=(first,), answer=town.name),
-            Question(text=f"In which land was {name} born?", searches=(first, second), answer=town.land),
-            Question(text=f"On which river was {name} born?", searches=(first, second), answer=town.river),
+            (f"What is the work of {name}?", f"{name} works as {person.work}"),
+            (f"In which town was {name} born?", f"{name} was born in the town {town.name}"),
+            (f"In which land was {name} born?", f"{town.name} lies in {town.land}"),
+            (f"On which river was {name} born?", f"{town.name} lies on the {town.river}"),
         )
     )
+    further = () if reply.startswith(name) else (f"where lies the town {town.name}",)
+    return Question(text=text, searches=(text, *further), reply=reply)
 
 
 def problem(people: Sequence[Person], random: Random) -> Row:
@@ -86,7 +91,7 @@ def problem(people: Sequence[Person], random: Random) -> Row:
 def demonstration(people: Sequence[Person], random: Random) -> Row:
     """A row with the model's turns; the environment writes the observations when it plays them."""
     asked = question(random.choice(people), random)
-    turns = [*map(call, asked.searches), f"Answer: {asked.answer}"]
+    turns = [*map(call, asked.searches), asked.reply]
     return {"problem": asked.text, "answer": asked.answer, "turns": [{"model": turn} for turn in turns]}
 
 
@@ -107,7 +112,7 @@ def main() -> None:
     random, folder = Random(0), Path("data")
     folder.mkdir(exist_ok=True)
     towns, people = make_world(random)
-    seen, unseen = people[:480], people[480:]
+    seen, unseen = people[:400], people[400:]
     write(folder / "corpus.jsonl", [{"text": item.document} for item in (*towns, *people)])
     write(folder / "train.jsonl", [problem(seen, random) for _ in range(3000)])
     write(folder / "heldout.jsonl", [problem(unseen, random) for _ in range(200)])

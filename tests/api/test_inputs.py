@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.api.commands import overrides_from
+from agentrl.api.commands import _rewards, _with_plugins, overrides_from
 from agentrl.api.inputs import Names, problem_file
 from agentrl.errors import SettingsError
 from agentrl_envs.plugins import load_plugins
@@ -88,3 +88,24 @@ def test_settings_become_overrides() -> None:
         'data.train=[{"path": "a b.jsonl"}]',
         'name="it\'s"',
     ]
+
+
+def test_a_mapping_of_other_names_is_one_value() -> None:
+    given = {"reward": {"functions": {"my.rewards:short": 0.5}}, "environment": {"kwargs": {"tries": 2}}}
+    assert overrides_from(given) == [
+        'reward.functions={"my.rewards:short": 0.5}',
+        "environment.kwargs.tries=2",
+    ]
+
+
+def test_a_reward_of_ones_own_is_pickled_once(tmp_path: Path) -> None:
+    names = Names(tmp_path)
+    rewards = [lambda problem, conversation, verdict: 1.0, module_reward]
+    (override,) = _rewards(rewards, names)
+    assert json.loads(override.partition("=")[2]) == {names.of(reward): 1.0 for reward in rewards}
+    assert len(set(names.plugins)) == 1
+
+
+def test_plugins_are_a_list(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"plugins='mine.py': valid is a list of modules or files"):
+        _with_plugins({"plugins": "mine.py"}, Names(tmp_path))

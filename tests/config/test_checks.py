@@ -107,6 +107,23 @@ def test_a_group_of_one_without_a_baseline_of_its_group() -> None:
     assert settings_warnings(load_settings(overrides=["rollout.group_size=1", "algorithm.estimator=remax"])) == []
 
 
+DEPLOYED = [
+    "environment.protocol=hermes",
+    "environment.history=template",
+    "evaluation.falsified=false",
+    "model.path=some/model",
+    "data.train.0.path=builtin:toy",
+]
+
+
+@pytest.mark.parametrize("env", [["env=agent:true"], DEPLOYED])
+def test_a_baseline_that_branches_do_not_have_is_said(env: list[str]) -> None:
+    (said,) = settings_warnings(load_settings(overrides=[*env, "algorithm.estimator=otb"]))
+    assert "algorithm.estimator=otb: its baselines are not defined over the branches" in said
+    assert settings_warnings(load_settings(overrides=[*env, "algorithm.estimator=tir_otb"])) == []
+    assert settings_warnings(load_settings(overrides=["algorithm.estimator=otb"])) == []
+
+
 def test_an_inexact_penalty_in_the_reward_is_said() -> None:
     given = ["kl.coefficient=0.1", "kl.placement=reward"]
     assert settings_warnings(load_settings(overrides=given)) == []

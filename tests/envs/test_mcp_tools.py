@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from envs_chat import CHAT
+from shared import needed
 
 from agentrl_envs.grading import GraderSettings
 from agentrl_envs.registry import PluginError
@@ -22,7 +23,7 @@ from agentrl_envs.tools import load_tools
 from agentrl_envs.tools.mcp_tools import server_tools
 from agentrl_envs.types import Ended, Problem
 
-pytest.importorskip("mcp", reason="mcp is not installed: pip install 'agentrl[mcp]'")
+needed("mcp", "agentrl[mcp]")
 
 SERVER = '''
 import os, sys, time

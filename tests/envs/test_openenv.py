@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 from envs.openenv_server import SCHEMAS, GuessServer, guess_server
+from shared import python_with
 
 from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.adapters.openenv import OpenEnvEnvironment, find_fields
@@ -239,10 +239,9 @@ uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([listener])
 
 @pytest.fixture
 def real_server() -> Iterator[str]:
-    python = os.environ.get("AGENTRL_OPENENV_PYTHON")
-    if not python:
-        pytest.skip("AGENTRL_OPENENV_PYTHON names no Python with openenv==0.10")
-    process = subprocess.Popen([python, "-c", REAL], stdout=subprocess.PIPE, stderr=sys.stderr, text=True)
+    process = subprocess.Popen(
+        [python_with("openenv"), "-c", REAL], stdout=subprocess.PIPE, stderr=sys.stderr, text=True
+    )
     assert process.stdout is not None
     try:
         yield process.stdout.readline().strip()

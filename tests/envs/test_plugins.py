@@ -51,6 +51,14 @@ def test_other_settings_name_what_a_file_registers(tmp_path: Path) -> None:
     assert import_attribute("my_agents:Mine", "environment") is ENVIRONMENTS["mine"]
 
 
+def test_plugins_of_files_and_of_the_command_line_add_up(tmp_path: Path) -> None:
+    first, second, third = (write(tmp_path / f"plugin_{name}.py", "") for name in ("one", "two", "three"))
+    base = write(tmp_path / "base.yaml", f"plugins: [{first}]\n")
+    file = write(tmp_path / "mine.yaml", f"base: {base}\nplugins: [{second}, {first}]\n")
+    assert load_settings(config_file=file).plugins == (first, second)
+    assert load_settings(config_file=file, overrides=[f"plugins=[{third}]"]).plugins == (first, second, third)
+
+
 def test_a_module_and_an_entry_point_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "my_package_plugin.py", REGISTERS)
     monkeypatch.syspath_prepend(tmp_path)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from shared import needed
 
 from agentrl.config import load_settings
+from agentrl.problems.demonstrations.demonstration import read_demonstrations
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import load_source
 from agentrl_envs.adapters.reasoning_gym import ReasoningGymSource, score
 from agentrl_envs.registry import PluginError
 
-pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install 'agentrl[reasoning-gym]'")
+needed("reasoning_gym", "agentrl[reasoning-gym]")
 
 SMALL = {"max_terms": 2, "max_digits": 1}
 
@@ -43,6 +47,20 @@ def test_answers_are_scored_by_the_rules_of_their_data_set(name: str) -> None:
     stored = replace(problem, info=json.loads(json.dumps(problem.info)))  # as a trajectory file gives it back
     assert problem.answer is not None
     assert score(problem.answer, stored) == 1.0
+
+
+def test_the_pages_demonstrations_earn_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
+    (script,) = (one for one in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) if "ReasoningGymSource" in one)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(script.replace("range(6144)", "range(8)"), "environments.md", "exec"), {})
+    source = ReasoningGymSource("chain_sum", seed=1, options={"max_terms": 2, "max_digits": 2})
+    demonstrations = read_demonstrations(tmp_path / "chain_sum.jsonl")
+    assert len(demonstrations) == 8
+    for index, shown in enumerate(demonstrations):
+        (turn,) = shown.turns
+        program = turn.model.removeprefix("```py\nfinal_answer(").removesuffix(")\n```")
+        assert score(str(eval(program)), source.problem(index)) == 1.0
 
 
 def test_the_environment_stands_for_settings() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from shared import needed
 
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import load_source
@@ -11,7 +12,7 @@ from agentrl_envs.registry import PluginError
 from agentrl_envs.settings import GymnasiumSettings
 from agentrl_envs.types import Ended, Verdict
 
-pytest.importorskip("textarena", reason="TextArena is not installed: pip install 'agentrl[textarena]'")
+needed("textarena", "agentrl[textarena]")
 
 GAME = "textarena:GuessTheNumber-v0"
 

@@ -19,6 +19,8 @@ from agentrl.evaluation.records.transcript import Sample, Turn
 from agentrl.evaluation.results import report
 from agentrl.evaluation.results.formulas import formulas_of
 
+COLUMNS = {"db": HOSTILE, "rows": [1, {"a": None}], "long": "x" * 3000}
+
 
 class Page(HTMLParser):
     """The elements and scripts of a page."""
@@ -54,7 +56,7 @@ def hostile(sample: Sample) -> Any:
 
 @pytest.fixture
 async def page(tmp_path: Path) -> str:
-    sets = [problem_set(2, name=HOSTILE, statement=HOSTILE, answer=HOSTILE)]
+    sets = [problem_set(2, name=HOSTILE, statement=HOSTILE, answer=HOSTILE, info=COLUMNS)]
     overrides = ("rollout.retries=0", "telemetry.plots=true")
     await play(WrittenEngine(hostile), tmp_path, sets, *overrides)
     await asyncio.to_thread(results, tmp_path, sets, *overrides, conversations=2)
@@ -71,6 +73,7 @@ async def test_hostile_text_is_data(page: str) -> None:
     found = parsed.conversations(0)
     assert found["answer"] == HOSTILE
     assert found["prompt"] == f"Solve: {HOSTILE}"
+    assert found["columns"] == f'db: {HOSTILE}\nrows: [1, {{"a": null}}]\nlong: {"x" * 2000} …'
     assert found["rollouts"][0]["turns"] == [["model", HOSTILE], ["observation", HOSTILE]]
     index = json.loads(parsed.scripts["index"])
     assert index["problems"][0]["kinds"] == ["incorrect", "correct", "incorrect", "no_data"]

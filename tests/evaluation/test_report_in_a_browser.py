@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 import subprocess
@@ -19,7 +20,8 @@ from agentrl.evaluation.records.transcript import Sample, Turn
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")]
+HERE = CHROMIUM is not None or os.environ.get("CI") == "true"  # in CI there must be one
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HERE, reason="no chromium here")]
 
 
 def dom(page: str, folder: Path) -> str:
@@ -45,13 +47,14 @@ def test_the_page_draws_its_problems_and_opens_a_conversation(tmp_path: Path) ->
         text = f"I am sample {sample.number} of {sample.problem.id} <b>not bold</b>."
         return transcript(sample, correct=sample.number > 1, turns=(Turn(origin="model", text=text, tokens=9),))
 
-    drawn = dom(report(tmp_path, write, [problem_set(2)]) + "#p1s3", tmp_path)
+    drawn = dom(report(tmp_path, write, [problem_set(2, info={"db": "<i>shop</i>"})]) + "#p1s3", tmp_path)
     assert drawn.count('class="cell correct open') == 4
     assert drawn.count('class="cell incorrect open') == 4
     assert [name in drawn for name in ("correct 4", "incorrect 4", "void turn 0")] == [True, True, True]
     # The address's end opens one conversation, whose text is no markup.
     assert drawn.count('class="conversation"') == 1
     assert "I am sample 3 of p1 &lt;b&gt;not bold&lt;/b&gt;." in drawn
+    assert '<pre class="output">db: &lt;i&gt;shop&lt;/i&gt;</pre>' in drawn
     assert "2 problems, 8 rollouts" in drawn
 
 

@@ -33,6 +33,8 @@ def scored_rows(
         groups=numbers if groups is None else groups,
         samples=numbers,
         branches=none,
+        parents=none - 1,
+        forks=none,
         weights=torch.ones(len(log_probs)),
         truncated=none.bool(),
         versions=zeros.long(),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -56,3 +58,12 @@ def test_an_agent_learns_in_twenty_steps_and_its_policy_is_evaluated(command_lin
     policy = command_line.folder / "runs" / "agents" / "policy"
     found = ["eval", "--env", "agent:solver:run", "--model", str(policy), "--n", "1"]
     assert "avg@1" in command_line.run(*found)
+
+
+def test_the_agents_sdk_trains_as_in_the_benchmark() -> None:
+    """Two steps of ``benchmarks/agents.py``; it ends with 1 where an agent failed."""
+    script = Path(__file__).parents[2] / "benchmarks" / "agents.py"
+    command = [sys.executable, str(script), "--clients", "agents_sdk", "--steps", "2"]
+    made = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert made.returncode == 0, made.stdout + made.stderr
+    assert "| agents_sdk | " in made.stdout

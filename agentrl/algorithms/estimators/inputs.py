@@ -9,7 +9,8 @@ from torch import Tensor
 
 from agentrl.algorithms.errors import InvalidInputError, MissingInputError
 from agentrl.algorithms.estimators.groups import Groups
-from agentrl.algorithms.estimators.segments import Compact, reward_to_go
+from agentrl.algorithms.estimators.rollouts import MergedInputs
+from agentrl.algorithms.estimators.segments import BranchPaths, Compact, reward_to_go
 from agentrl.algorithms.records import AdvantageInputs
 from agentrl.algorithms.validation import check_finite, check_not_negative, check_rewards_placed, check_rows
 from agentrl.kernels.backends.running import running_sum
@@ -70,6 +71,14 @@ class EstimatorInputs:
         return Compact.of(self.mask)
 
     @cached_property
+    def paths(self) -> BranchPaths | None:
+        """The ways from the roots of branched rollouts to their tokens; None if no rollout has branches."""
+        given = self.given
+        if not isinstance(given, MergedInputs) or not bool(given.branched.any()):
+            return None
+        return BranchPaths(self.mask, given.previous)
+
+    @cached_property
     def loss_ratio(self) -> Tensor | None:
         """rho * loss_mask, [B, T]; None if it is 1 on every model token."""
         ratio = None
@@ -121,6 +130,17 @@ def take_rows(inputs: AdvantageInputs, rows: Tensor) -> AdvantageInputs:
     """Some rows of the inputs."""
     given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
     return replace(inputs, **{name: tensor[rows] for name, tensor in given.items() if tensor is not None})
+
+
+def blocks_of_rows(inputs: AdvantageInputs) -> Iterator[Tensor]:
+    """Rows in blocks of whole groups; groups with branched rollouts have blocks of their own."""
+    width = inputs.rewards.shape[1]
+    if not isinstance(inputs, MergedInputs):
+        yield from blocks_of_groups(inputs.groups, width)
+        return
+    for kind in (~inputs.branched, inputs.branched):
+        (rows,) = kind.nonzero(as_tuple=True)
+        yield from (rows[block] for block in blocks_of_groups(inputs.groups[rows], width))
 
 
 def blocks_of_groups(ids: Tensor, width: int) -> Iterator[Tensor]:

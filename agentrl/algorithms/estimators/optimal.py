@@ -28,9 +28,7 @@ def ogb(inputs: EstimatorInputs, options: GlobalBaselineOptions) -> Advantages:
 
     The Optimal Global Baseline with the proxy energy (arXiv 2602.07078, Eq. 21). A group of one: A = R.
     """
-    energies = weighed_energy(inputs, options.energy).sum(-1, keepdim=True)
-    weights = _weights(inputs, energies, options).squeeze(-1)
-    return scalar_estimate(inputs.totals, weighted_means(inputs, weights, leave_one_out=options.leave_one_out))
+    return _of_rollouts(inputs, weighed_energy(inputs, options.energy), options)
 
 
 @register_estimator("eob", options=ExactEnergyOptions, requires=("trajectory_energy",), group_based=True)
@@ -46,14 +44,17 @@ def eob(inputs: EstimatorInputs, options: ExactEnergyOptions) -> Advantages:
     return scalar_estimate(inputs.totals, weighted_means(inputs, weights, leave_one_out=options.leave_one_out))
 
 
-@register_estimator("otb", options=TokenBaselineOptions, group_based=True)
+@register_estimator("otb", options=TokenBaselineOptions, group_based=True, by_column=True)
 def otb(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
     """A_t = G_t - b_t, b_t = sum (W_t + eps) G_t / sum (W_t + eps) over the group's model tokens in *column* t.
 
     The Optimal Token Baseline (arXiv 2602.07078, Theorem 4.1) for left-aligned answers without observations. With
-    observations a column mixes model tokens of some trajectories with gaps of others: use `tir_otb`.
+    observations a column mixes model tokens of some trajectories with gaps of others: use `tir_otb`. The branches of a
+    rollout have no columns in common: groups with a branched rollout get the baseline of `ogb`.
     """
     groups = inputs.groups
+    if inputs.paths is not None:
+        return _of_rollouts(inputs, weighed_energy(inputs, options.energy), options)
     returns = inputs.returns(options.gamma)
     energies = running_sum(weighed_energy(inputs, options.energy))
     columns = Columns(
@@ -71,10 +72,13 @@ def tir_otb(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantage
     """A_k = G_k - b_k, b_k = sum (W_k + eps) G_k / sum (W_k + eps) over the group's trajectories with K > k.
 
     The Optimal Token Baseline (arXiv 2602.07078) for tool-integrated reasoning: k counts model tokens, observations are
-    taken out before and put back after. Equals `otb` on contiguous, left-aligned masks.
+    taken out before and put back after. Equals `otb` on contiguous, left-aligned masks. In branched rollouts k and W_k
+    run from the root of the conversation to the token, and a rollout's tokens with one k weigh as one, by the mean of
+    their W_k.
     """
-    energies = running_sum(weighed_energy(inputs, options.energy))
-    return _by_compact_index(inputs, energies, options)
+    energies = weighed_energy(inputs, options.energy)
+    sums = running_sum(energies) if inputs.paths is None else inputs.paths.sums(energies)
+    return _by_compact_index(inputs, sums, options)
 
 
 @register_estimator("otb_isolated", options=TokenBaselineOptions, group_based=True)
@@ -90,24 +94,37 @@ def otb_total(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advanta
     return _by_compact_index(inputs, energies.expand(inputs.mask.shape), options)
 
 
-@register_estimator("otb_cross", options=CrossBaselineOptions, requires=("cross_energy",), group_based=True)
+@register_estimator(
+    "otb_cross", options=CrossBaselineOptions, requires=("cross_energy",), group_based=True, by_column=True
+)
 def otb_cross(inputs: EstimatorInputs, options: CrossBaselineOptions) -> Advantages:
     """As `tir_otb` with sum_{j<=k} rho_j rho_k max(0, <delta_j, delta_k>) (arXiv 2602.07078, Eq. 46 and 48).
 
     `cross_energy` holds that whole sum, the importance weights inside (`agentrl.algorithms.cross_energy` forms it):
-    `importance_weights` and `loss_mask` do not enter again.
+    `importance_weights` and `loss_mask` do not enter again. Those of branches do not follow from their tokens': groups
+    with a branched rollout get one baseline, weighted by the sums of the rollouts' cross energies.
     """
-    return _by_compact_index(inputs, inputs.read("cross_energy", negative=False), options)
+    energies = inputs.read("cross_energy", negative=False)
+    return (_by_compact_index if inputs.paths is None else _of_rollouts)(inputs, energies, options)
+
+
+def _of_rollouts(
+    inputs: EstimatorInputs, energies: Tensor, options: CrossBaselineOptions | GlobalBaselineOptions
+) -> Advantages:
+    """R - b with the sums over the rollouts of the energies [B, T]."""
+    weights = _weights(inputs, energies.sum(-1, keepdim=True), options).squeeze(-1)
+    return scalar_estimate(inputs.totals, weighted_means(inputs, weights, leave_one_out=options.leave_one_out))
 
 
 def _by_compact_index(inputs: EstimatorInputs, energies: Tensor, options: CrossBaselineOptions) -> Advantages:
     """G_k - b_k with the energies [B, T] of the model tokens, shared by compact index."""
-    layout, groups = inputs.layout, inputs.groups
+    layout, groups = inputs.paths or inputs.layout, inputs.groups
     returns = inputs.returns(options.gamma)
+    column_returns, weights, valid = layout.columns(returns, _weights(inputs, energies, options))
     columns = Columns(
-        returns=groups.stack(layout.gather(returns)),
-        weights=groups.stack(layout.gather(_weights(inputs, energies, options))),
-        valid=groups.stack(layout.valid) & groups.present.unsqueeze(-1),
+        returns=groups.stack(column_returns),
+        weights=groups.stack(weights),
+        valid=groups.stack(valid) & groups.present.unsqueeze(-1),
         sizes=groups.sizes,
     )
     shared = column_baselines(columns, tail=options.tail, leave_one_out=options.leave_one_out)

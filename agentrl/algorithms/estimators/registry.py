@@ -53,6 +53,7 @@ class EstimatorEntry(Entry[EstimatorFunction]):
     requires: frozenset[str] = frozenset()  # inputs that it needs whatever its options
     step_wide: bool = False  # its rule looks beyond a trajectory's own group
     group_based: bool = False  # its baseline comes from the group's trajectories: groups of one have baseline 0
+    by_column: bool = False  # baselines of tokens that branches do not share: branched rollouts get one of the rollout
 
     def needs(self, record: object) -> EstimatorNeeds:
         """With options as `make_options` gives them."""
@@ -81,6 +82,7 @@ class EstimatorRegistry(OptionsRegistry[EstimatorEntry]):
         requires: Iterable[str] = (),
         step_wide: bool = False,
         group_based: bool = False,
+        by_column: bool = False,
     ) -> Callable[[EstimatorFunction], EstimatorFunction]:
         """Decorator: add an estimator under `name`.
 
@@ -94,7 +96,14 @@ class EstimatorRegistry(OptionsRegistry[EstimatorEntry]):
                 raise UnknownNameError("input", each, _INPUTS, owner=f"AdvantageInputs, required by estimator {name!r}")
 
         def register(function: EstimatorFunction) -> EstimatorFunction:
-            entry = EstimatorEntry(function, options, requires=needed, step_wide=step_wide, group_based=group_based)
+            entry = EstimatorEntry(
+                function,
+                options,
+                requires=needed,
+                step_wide=step_wide,
+                group_based=group_based,
+                by_column=by_column,
+            )
             self.add(name, entry)
             return function
 

@@ -1,6 +1,7 @@
-"""The compact layout and reward-to-go, without a loop over rows."""
+"""The index of tokens in a row or along the branches of a rollout, and reward-to-go, without a loop over rows."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -44,11 +45,75 @@ class Compact:
         """[B, T] -> [B, K]; entries that do not exist are 0."""
         return tensor.gather(-1, self.position).masked_fill_(~self.valid, 0)
 
+    def columns(self, returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of values [B, T] a row's return, weight and existence at every compact index, each [B, K]."""
+        return self.gather(returns), self.gather(weights), self.valid
+
     def scatter(self, tensor: Tensor) -> Tensor:
         """[B, K] -> [B, T]; 0 off the mask."""
         if not tensor.shape[-1]:
             return tensor.new_zeros(self.mask.shape)
         return tensor.gather(-1, self.index).masked_fill_(~self.mask, 0)
+
+
+@dataclass(frozen=True)
+class BranchPaths:
+    """R rollouts, a row [W] of model tokens each, by their index on the way from the root of the conversation.
+
+    The sequences of a rollout form trees: a branch begins behind a token of another one. Tokens that several ways share
+    stand in the row once.
+
+    >>> mask = torch.tensor([[True, True, True]])
+    >>> paths = BranchPaths(mask, torch.tensor([[-1, 0, 0]]))  # the third token forks behind the first
+    >>> paths.sums(torch.tensor([[1., 2., 4.]])).tolist()
+    [[1.0, 3.0, 5.0]]
+    >>> paths.index.tolist()
+    [[0, 1, 1]]
+    """
+
+    mask: Tensor  # [R, W] bool: model tokens
+    previous: Tensor  # [R, W] int64: the token before; -1: none
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Of values [R, W], 0 off the mask: the sum over the tokens of the way from the root, the own one included.
+
+        In each round the stretch over which every token has summed doubles.
+        """
+        back = self.previous.masked_fill(~self.mask, -1)
+        sums = values.clone()
+        while bool((back >= 0).any()):
+            place = back.clamp(min=0)
+            sums += sums.gather(-1, place).masked_fill_(back < 0, 0)
+            back = back.gather(-1, place).masked_fill_(back < 0, -1)
+        return sums
+
+    @cached_property
+    def index(self) -> Tensor:
+        """[R, W] model tokens before each one on its way from the root; 0 off the mask."""
+        return (self.sums(self.mask.long()) - 1).clamp_(min=0)
+
+    def columns(self, returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of values [R, W] a rollout's return, weight and existence at every index, each [R, C].
+
+        Where several of its tokens have an index, they count as one with the mean of their weights, and of their
+        returns by these weights.
+        """
+        none = ~self.mask
+        count = self._sums(self.mask.to(weights.dtype))
+        total = self._sums(weights.masked_fill(none, 0.0))
+        lowest = torch.full_like(total, torch.inf)
+        lowest.scatter_reduce_(-1, self.index, returns.masked_fill(none, torch.inf), "amin")
+        lowest.masked_fill_(count == 0, 0.0)
+        above = (returns - self.scatter(lowest)).mul_(weights)  # so equal returns give exactly themselves
+        mean = lowest + self._sums(above.masked_fill_(none, 0.0)) / total.masked_fill(count == 0, 1.0)
+        return mean, total / count.clamp(min=1), count > 0
+
+    def scatter(self, columns: Tensor) -> Tensor:
+        """[R, C] -> [R, W]; 0 off the mask."""
+        return columns.gather(-1, self.index).masked_fill_(~self.mask, 0)
+
+    def _sums(self, values: Tensor) -> Tensor:
+        return values.new_zeros(len(values), int(self.index.max()) + 1).scatter_add_(-1, self.index, values)
 
 
 def reward_to_go(rewards: Tensor, gamma: float) -> Tensor:

@@ -7,6 +7,7 @@ an error. No benchmark is pinned to a Hugging Face commit: results record a hash
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -138,8 +139,9 @@ def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBe
                 problems.append(problem)
                 places.append(place)
     except ProblemFieldError as error:
-        keys = (f"path={settings.path}", "fields.problem=FIELD", "fields.answer=FIELD")
-        given = " ".join(f"data.eval.0.{key}" for key in keys)
+        left_out = re.search(r"fields\.\S+=null$", str(error))
+        fields = [left_out[0]] if left_out else ["fields.problem=FIELD", "fields.answer=FIELD"]
+        given = " ".join(f"data.eval.0.{key}" for key in (f"path={settings.path}", *fields))
         raise ProblemFieldError(f"{error}: {given} in place of --benchmarks") from error
     rows = len(problems) + len(unanswered)
     return LoadedBenchmark(

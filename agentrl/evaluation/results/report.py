@@ -25,6 +25,7 @@ from agentrl.evaluation.results.tables import Table, result_tables
 from agentrl_envs.types import Problem
 
 _EXCERPT = 120  # characters of a statement in the list of problems
+_COLUMN = 2_000  # characters of a problem's column; problems.jsonl has all of them
 _MOST = 9_500_000  # bytes of conversations if their number is not given, so that the page opens at once
 _PLACES = ("scores.png", "pass_at_k.png", "problems.png", "endings.png")
 
@@ -161,10 +162,27 @@ def _packed_problems(
 def _packed(place: int, problem: Problem, prompt: str, rollouts: Sequence[JSONObject]) -> str:
     shown = [text for rollout in rollouts for _, text in rollout["turns"]]
     formulas = formulas_of([problem.statement, prompt, *shown])
-    content = {"prompt": prompt, "statement": problem.statement, "answer": problem.answer, "rollouts": rollouts}
-    data = json.dumps(content | {"formulas": formulas}, ensure_ascii=False, separators=(",", ":")).encode()
+    content: JSONObject = {"prompt": prompt, "statement": problem.statement, "answer": problem.answer}
+    content |= {"rollouts": rollouts, "formulas": formulas, "columns": _columns(problem)}
+    data = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
     packed = base64.b64encode(gzip.compress(data, 9, mtime=0)).decode()
     return f'<script type="text/plain" id="c{place}">{packed}</script>\n'
+
+
+def _columns(problem: Problem) -> str:
+    """A problem's further columns, one below the other.
+
+    >>> print(_columns(Problem(id="a", statement="?", answer=None, source="s", info={"db": "shop", "rows": [1, 2]})))
+    db: shop
+    rows: [1, 2]
+    """
+    texts = {
+        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for name, value in problem.info.items()
+    }
+    return "\n".join(
+        f"{name}: {text if len(text) <= _COLUMN else text[:_COLUMN] + ' …'}" for name, text in texts.items()
+    )
 
 
 def _inert(value: JSONObject) -> str:

@@ -129,7 +129,7 @@ class AgentEnvironment:
         return [
             f"{self._program.describe()}; up to {settings.max_generations} generations in {settings.deadline:g} s",
             f"gateway: model {settings.model!r}, earlier replies {kept}; a rollout's sequences weigh as one, and "
-            "token-level baselines count the tokens of a rollout in the order of its sequences",
+            "token-level baselines count tokens from the beginning of their conversation",
         ]
 
     async def play(

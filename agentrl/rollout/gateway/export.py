@@ -40,7 +40,8 @@ def export(
     if not lines:
         failed = ended if ended.is_no_data else Ended.INFRASTRUCTURE_FAILURE
         return (made(prompt_ids=(), segments=(), ended=failed),)
-    counts = [sum(len(one.completion.token_ids) for one in line if one.counts) for line in lines]
+    counts = [_sampled(line) for line in lines]
+    forks = _forks(lines)
     return tuple(
         made(
             prompt_ids=_prompt(line),
@@ -48,10 +49,31 @@ def export(
             ended=ended,
             branch=number,
             branches=len(lines),
+            parent=forks[number][0],
+            fork=forks[number][1],
             weight=count / sum(counts),
         )
         for number, (line, count) in enumerate(zip(lines, counts, strict=True))
     )
+
+
+def _sampled(line: Sequence[Generation]) -> int:
+    """How many tokens are to be trained."""
+    return sum(len(one.completion.token_ids) for one in line if one.counts)
+
+
+def _forks(lines: Sequence[Sequence[Generation]]) -> list[tuple[int, int]]:
+    """The line behind whose tokens each one begins, and how many of these it trains; (-1, 0) if there are none."""
+    line_of = {one.id: number for number, line in enumerate(lines) for one in line}
+    found = []
+    for line in lines:
+        parent, number, fork = line[0].parent, -1, 0
+        while parent is not None and not fork:  # a line that trains nothing before the fork passes its own fork on
+            number = line_of[parent.id]
+            shared = [one for one in lines[number] if one.id <= parent.id]
+            fork, parent = _sampled(shared), lines[number][0].parent
+        found.append((number, fork) if fork else (-1, 0))
+    return found
 
 
 def _prompt(line: Sequence[Generation]) -> tuple[int, ...]:

@@ -11,11 +11,12 @@ import os
 import re
 import shlex
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Protocol, cast
 
+from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import AGENT
 from agentrl.rollout.gateway.wire import Access
 from agentrl_envs.adapters.blocking import BlockingCalls
@@ -31,23 +32,10 @@ class AgentFailureError(Exception):
     """The agent crashed or gave no reward: its rollout is no data."""
 
 
-class AgentServer(Protocol):
-    """The gateway as workers need it."""
-
-    @property
-    def url(self) -> str: ...
-    @property
-    def key(self) -> str: ...
-
-    async def taken(self, access: Access) -> None: ...
-
-    async def finished(self, access: Access) -> None: ...
-
-
 class AgentProgram(Protocol):
     """Plays problems through the gateway."""
 
-    async def open(self, server: AgentServer) -> None: ...
+    async def open(self, server: AgentGateway) -> None: ...
 
     async def ready(self, access: Access) -> None:
         """Return when the program begins with a rollout, whose deadline counts from then."""
@@ -65,7 +53,7 @@ class AgentProgram(Protocol):
 class _OneForEach:
     """A program that is started for each rollout, at once."""
 
-    async def open(self, server: AgentServer) -> None:
+    async def open(self, server: AgentGateway) -> None:
         """Nothing to prepare."""
 
     async def ready(self, access: Access) -> None:
@@ -95,6 +83,29 @@ def split_command(named: str) -> list[str]:
         return shlex.split(named)
     except ValueError as error:
         raise PluginError(f"agent {named!r} is no command: {error}") from error
+
+
+async def start_process(
+    words: Sequence[str], variables: Mapping[str, str], *, stdout: int, stderr: int | None = None
+) -> asyncio.subprocess.Process:
+    """A process in a session of its own, told where the policy is. Raises AgentFailureError if it cannot be started."""
+    try:
+        return await asyncio.create_subprocess_exec(
+            *words,
+            env={**os.environ, **variables},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise AgentFailureError(f"{words[0]}: {error.strerror}") from error
+
+
+def kill(process: asyncio.subprocess.Process) -> None:
+    """End a process with what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _check_signature(name: str, function: Callable[..., object]) -> None:
@@ -158,22 +169,11 @@ class _Command(_OneForEach):
             "AGENTRL_PROBLEM": json.dumps(asdict(problem)),
         }
         pipe = asyncio.subprocess.PIPE
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *self._words,
-                env={**os.environ, **variables},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=pipe,
-                stderr=pipe,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise AgentFailureError(f"{self._words[0]}: {error.strerror}") from error
+        process = await start_process(self._words, variables, stdout=pipe, stderr=pipe)
         try:
             out, err = await process.communicate()
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+            kill(process)
         if process.returncode:
             said = err.decode(errors="replace")[-_TAIL:].strip()
             raise AgentFailureError(f"{self._words[0]} ended with exit code {process.returncode}: {said}")

@@ -185,7 +185,6 @@ class AgentRollout:
             lead=prompt.lead,
             line=line,
             trainable=request.trainable,
-            asked=request.asked,
         )
         self.tree.add(generation, request.digest)
         return generation
@@ -255,8 +254,6 @@ class AgentRollout:
         try:
             layout = self.renderer.layout(messages, request, sampled=replies.keys())
         except WireError:
-            if self.gateway.history == "keep":
-                raise
             return None  # a template that wants calls before their responses: it writes them anew
         before = layout.before(max(replies))
         if before is None or before[:-1] != parent.lead[:-1] or not parent.lead[-1].startswith(before[-1]):

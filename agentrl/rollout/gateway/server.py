@@ -15,12 +15,12 @@ import math
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass, field
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -33,8 +33,6 @@ from agentrl.rollout.gateway.wire import FROZEN, Access, ChatRequest, WireError,
 _KEEP_ALIVE = 15.0  # seconds between comments in a stream that waits for the engine
 _BACKLOG = 2048
 _LONGEST_WAIT = 60.0  # seconds for which a worker may wait for a rollout
-
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,17 +113,17 @@ class AgentGateway:
 
     def app(self) -> Starlette:
         """The application."""
-        chat, models = _answered(self._chat), _answered(self._models)
         return Starlette(
             routes=[
-                Route("/v1/chat/completions", chat, methods=["POST"]),
-                Route("/rollouts/{name}/v1/chat/completions", chat, methods=["POST"]),
-                Route("/rollouts/{name}/v1/models", models, methods=["GET"]),
-                Route("/rollouts", _answered(self._take), methods=["POST"]),
-                Route("/rollouts/{name}/reward", _answered(self._reward), methods=["POST"]),
-                Route("/rollouts/{name}/finish", _answered(self._finish), methods=["POST"]),
-                Route("/rollouts/{name}", _answered(self._state), methods=["GET"]),
-            ]
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/rollouts/{name}/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/rollouts/{name}/v1/models", self._models, methods=["GET"]),
+                Route("/rollouts", self._take, methods=["POST"]),
+                Route("/rollouts/{name}/reward", self._reward, methods=["POST"]),
+                Route("/rollouts/{name}/finish", self._finish, methods=["POST"]),
+                Route("/rollouts/{name}", self._state, methods=["GET"]),
+            ],
+            exception_handlers={WireError: _refused, ClientDisconnect: _gone},
         )
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -272,13 +270,12 @@ def _lost(rollout: AgentRollout, task: asyncio.Future[Generation]) -> None:
         rollout.sent(task.result(), received=False)
 
 
-def _answered(handler: Handler) -> Handler:
-    """The handler, with an error as OpenAI writes it for each WireError."""
+async def _gone(http: Request, error: Exception) -> Response:
+    """Nobody reads the answer to a request whose client went away before it was whole."""
+    return Response(status_code=499)
 
-    async def answer(http: Request) -> Response:
-        try:
-            return await handler(http)
-        except WireError as error:
-            return JSONResponse(error.body(), status_code=error.status)
 
-    return answer
+async def _refused(http: Request, error: Exception) -> Response:
+    """A WireError as OpenAI writes it."""
+    assert isinstance(error, WireError), "it is registered for no other"
+    return JSONResponse(error.body(), status_code=error.status)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from agentrl.rollout.engines.base import Completion
-from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest, Json
+from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest
 
 Miss = Literal["edited", "tools", "reasoning", "template"]
 MISSES: tuple[Miss, ...] = ("edited", "tools", "reasoning", "template")
@@ -38,7 +38,6 @@ class Generation:
     lead: tuple[str, ...]
     line: str
     trainable: bool
-    asked: Json
     delivered: bool = True
     received: bool = False  # a client surely has it, whatever became of other deliveries
     children: list[Generation] = field(default_factory=list)

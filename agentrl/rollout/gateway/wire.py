@@ -18,7 +18,7 @@ Json = Mapping[str, object]
 _SAID_NOTHING: tuple[object, ...] = (None, "", 0, 0.0, False, [], {})
 _READ = ("model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "stream")
 _READ_TOO = ("stream_options", "logprobs", "chat_template_kwargs")
-# Recorded or without effect on what is sampled: sampling belongs to the run.
+# Without effect on what is sampled: sampling belongs to the run.
 _NOTED = ("temperature", "top_p", "seed", "user", "metadata", "store", "service_tier", "safety_identifier")
 _NOTED_TOO = ("prompt_cache_key", "prompt_cache_retention", "verbosity", "reasoning_effort")
 _TAKEN = frozenset((*_READ, *_READ_TOO, *_NOTED, *_NOTED_TOO))
@@ -30,7 +30,7 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
 }
-_ROLES = frozenset(("system", "developer", "user", "assistant", "tool"))
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 FROZEN = ":frozen"
 """What follows the model's name in calls that are not to be trained."""
@@ -116,7 +116,6 @@ class ChatRequest:
     usage_event: bool = False
     logprobs: bool = False
     trainable: bool = True
-    asked: Json = field(default_factory=dict)  # the sampling that the client asked for, for the record
 
     @property
     def digest(self) -> str:
@@ -155,7 +154,6 @@ def read_request(body: bytes, *, model: str, header_train: str | None = None) ->
         usage_event=_object(stream_options, "stream_options").get("include_usage") is True,
         logprobs=values.get("logprobs") is True,
         trainable=named == model and header_train != "0",
-        asked={name: values[name] for name in ("temperature", "top_p", "seed") if values.get(name) is not None},
     )
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shlex
-import signal
 from collections.abc import Coroutine
 from pathlib import Path
 
-from agentrl.rollout.gateway.programs import AgentFailureError, AgentServer, split_command
+from agentrl.rollout.gateway.programs import AgentFailureError, kill, split_command, start_process
+from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import KEY_VARIABLE, VERIFIERS
 from agentrl.rollout.gateway.wire import Access
 from agentrl_envs.adapters import verifiers_worker
@@ -29,12 +28,12 @@ class Workers:
         self._words = words
         self._name = name or shlex.join(words)
         self._variables = variables or {}
-        self._server: AgentServer | None = None
+        self._server: AgentGateway | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
         self._players: dict[str, asyncio.subprocess.Process | None] = {}
 
-    async def open(self, server: AgentServer) -> None:
+    async def open(self, server: AgentGateway) -> None:
         self._server = server
 
     async def ready(self, access: Access) -> None:
@@ -55,11 +54,10 @@ class Workers:
     async def close(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+            kill(process)
             await process.wait()
 
-    def _serving(self) -> AgentServer:
+    def _serving(self) -> AgentGateway:
         assert self._server is not None, "the environment is not open"
         return self._server
 
@@ -85,16 +83,7 @@ class Workers:
             if self._process is None or self._process.returncode is not None:
                 server = self._serving()
                 told = {"AGENTRL_GATEWAY_URL": server.url, KEY_VARIABLE: server.key, **self._variables}
-                try:
-                    self._process = await asyncio.create_subprocess_exec(
-                        *self._words,
-                        env={**os.environ, **told},
-                        stdin=asyncio.subprocess.DEVNULL,
-                        stdout=_STDERR,
-                        start_new_session=True,
-                    )
-                except OSError as error:
-                    raise AgentFailureError(f"{self._words[0]}: {error.strerror}") from error
+                self._process = await start_process(self._words, told, stdout=_STDERR)
             return self._process
 
 

@@ -125,6 +125,8 @@ class LossRowMaker:
             greedy_returns=scored.greedy_returns,
             samples=batch.samples,
             branches=batch.branches,
+            parents=batch.parents,
+            forks=batch.forks,
         )
 
     def _with_length_penalty(self, scored: ScoredRows, meter: Meter) -> Tensor:

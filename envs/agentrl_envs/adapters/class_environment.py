@@ -69,6 +69,10 @@ class ClassEnvironmentFactory:
             tuple(methods_as_tools(self.found, f"environment {self.name!r}: {self.found.__name__}", reserved))
         )
 
+    def check(self) -> None:
+        """Read the class's tools. Raises `PluginError`."""
+        _ = self.tools
+
     @property
     def reset(self) -> Callable[..., object]:
         """The class's own ``reset``."""

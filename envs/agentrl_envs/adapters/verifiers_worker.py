@@ -82,7 +82,10 @@ class Worker:
         async with self._environment.serving(), asyncio.TaskGroup() as playing:
             while True:
                 await self._free.acquire()
-                given = await self._post("", {"wait": _WAIT})
+                try:
+                    given = await self._post("", {"wait": _WAIT})
+                except TimeoutError:
+                    given = None  # a gateway inside the training process does not answer while a step trains
                 if given is None:
                     self._free.release()
                 else:

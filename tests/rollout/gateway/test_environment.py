@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +15,7 @@ from rollout.fakes import tiny_model
 from rollout.gateway.agents import client
 from rollout.gateway.chat import chat_codec, speaking
 from rollout.templates import QWEN, chat_tokenizer
+from shared import python_with
 
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.driver import Driver
@@ -25,6 +26,7 @@ from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group, Trajectory
+from agentrl_envs.adapters import verifiers_worker
 from agentrl_envs.protocols.marked_text import Mark, MarkedText
 from agentrl_envs.registry import PluginError
 from agentrl_envs.rewards import Conversation, Rewards
@@ -177,9 +179,7 @@ __all__ = ["AddTaskset"]
 
 
 async def test_a_task_set_of_verifiers_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    python = os.environ.get("AGENTRL_VERIFIERS_PYTHON")
-    if not python:
-        pytest.skip("AGENTRL_VERIFIERS_PYTHON names no Python with verifiers==0.4")
+    python = python_with("verifiers")
     (tmp_path / "adding.py").write_text(TASKS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     engine = saying("It is 4.")
@@ -188,6 +188,24 @@ async def test_a_task_set_of_verifiers_is_played(tmp_path: Path, monkeypatch: py
     assert [[item.reward for item in group.trajectories] for group in groups] == [[0.0, 0.0], [1.0, 1.0]]
     codec = chat_codec()[1]
     assert all("0 + 3?" in codec.decode(item.prompt_ids) for item in groups[0].trajectories)
+
+
+async def test_a_worker_of_verifiers_asks_again_where_the_gateway_does_not_answer() -> None:
+    answers: list[Exception | None] = [TimeoutError("timed out"), None, ConnectionRefusedError("gone")]
+
+    class Asking(verifiers_worker.Worker):
+        async def _post(self, path: str, body: Any) -> None:
+            if (answer := answers.pop(0)) is not None:
+                raise answer
+
+    class Tasks:
+        taskset = ()
+        serving = contextlib.nullcontext
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await Asking(Tasks(), "http://127.0.0.1", 1).work()  # type: ignore[arg-type]
+    assert raised.group_contains(ConnectionRefusedError)
+    assert answers == []
 
 
 async def test_a_policy_that_uses_up_its_turns_is_truncated_and_not_a_failure() -> None:

@@ -15,6 +15,7 @@ from agentrl.rollout.gateway.export import RolloutPlace
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
+from agentrl_envs.types import Ended
 
 CALLS = {
     "llama": 'Let me see.\n{"name": "add", "parameters": {"a": 1}}',
@@ -49,8 +50,8 @@ def test_calls_are_read_in_the_form_of_the_template(family: str) -> None:
     assert made.read(unknown, asked, before="", prefix="call_0").content == unknown
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen_coder"])
-async def test_a_call_and_its_response_continue_the_sequence(family: str) -> None:
+def conversation(family: str) -> tuple[AgentRollout, ScriptedEngine]:
+    """A rollout in which the model calls, and then answers."""
     made = renderer(FAMILIES[family])
     turns = iter([CALLS[family], "Five."])
     end = next(iter(made.codec.end_ids - {made.codec.eos_id}))
@@ -66,7 +67,13 @@ async def test_a_call_and_its_response_continue_the_sequence(family: str) -> Non
 
     engine = ScriptedEngine(script)
     place = RolloutPlace(problem=PROBLEM, step=1, group=0, sample=0, name="r", seed=0)
-    one = AgentRollout(place=place, settings=SETTINGS, gateway=AgentGatewaySettings(), engine=engine, renderer=made)
+    limits = AgentGatewaySettings()
+    return AgentRollout(place=place, settings=SETTINGS, gateway=limits, engine=engine, renderer=made), engine
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen_coder"])
+async def test_a_call_and_its_response_continue_the_sequence(family: str) -> None:
+    one, engine = conversation(family)
     first = await say(one, [user("2 + 3?")], tools=[TYPED])
     (call,) = first.reply.calls
     told = {"role": "tool", "content": 'It is "5"', "tool_call_id": call.id}
@@ -74,7 +81,21 @@ async def test_a_call_and_its_response_continue_the_sequence(family: str) -> Non
     assert last.parent is first
     assert engine.requests[1][1][: len(first.context)] == first.context
     shown = 'It is \\"5\\"' if family == "llama" else 'It is "5"'  # as the template writes it
-    assert shown in made.codec.decode(engine.requests[1][1][len(first.context) :])
+    assert shown in one.renderer.codec.decode(engine.requests[1][1][len(first.context) :])
+
+
+async def test_a_template_that_wants_the_call_before_its_response_writes_it_anew() -> None:
+    one, engine = conversation("mistral")
+    first = await say(one, [user("2 + 3?")], tools=[TYPED])
+    told = {"role": "tool", "content": "5", "tool_call_id": first.reply.calls[0].id}
+    last = await say(one, [user("2 + 3?"), heard(first), told], tools=[TYPED])
+    assert (last.parent, one.counts) == (None, {"miss_template": 1})
+    shown = one.renderer.codec.decode(engine.requests[1][1])
+    assert shown.endswith(
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}] {"content": 5, "call_id": "call00000"}'
+    )
+    rows = one.trajectories(Ended.ANSWERED)
+    assert [row.turns for row in rows] == [1, 1]
 
 
 def test_the_form_of_hermes_is_read_where_a_template_writes_no_calls() -> None:

@@ -9,6 +9,7 @@ import pytest
 from rollout.fakes import tiny_model
 from rollout.gateway.chat import chat_codec
 from rollout.gateway.test_environment import play, saying
+from shared import needed
 
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.settings import RolloutSettings
@@ -50,7 +51,7 @@ def trained(rows: tuple[Trajectory, ...]) -> list[tuple[tuple[int, ...], tuple[i
 
 
 async def rollout_of(name: str, engine: Any, *, turn_tokens: int = 200) -> tuple[tuple[Trajectory, ...], Any, Any]:
-    pytest.importorskip(PACKAGES[name], reason="the framework is not installed: pip install 'agentrl[dev]'")
+    needed(PACKAGES[name], "agentrl[dev]")
     recorded = Recorded(engine)
     limits = RolloutSettings(
         max_turn_tokens=turn_tokens, max_prompt_tokens=100_000, max_response_tokens=100_000, retries=0

@@ -134,6 +134,43 @@ async def test_a_request_that_cannot_be_answered_gets_one_clear_error(change: di
     assert one.tree.generations == []
 
 
+GARBAGE: list[tuple[bytes, str]] = [
+    (b"", "the body is not JSON"),
+    (b'{"model": "policy"', "the body is not JSON"),
+    (b"\xff\xfe\xfa", "the body is not JSON"),
+    (b"[" * 100_000, "the body is not JSON"),
+    (b'["policy"]', "the body must be a JSON object"),
+    (b'{"model": "policy", "messages": "hello"}', "messages must be a list with at least one message"),
+    (b'{"model": "policy", "messages": ["hello"]}', "messages[0] must be a JSON object"),
+    (b'{"model": "policy", "messages": [{"role": "user", "content": [1, 2]}]}', "this model reads text alone"),
+    (b'{"model": "policy", "messages": [{"role": ["user"]}]}', 'messages[0].role=["user"]'),
+    (b'{"model": ["policy"], "messages": [{"role": "user"}]}', "this gateway serves 'policy', not ['policy']"),
+    (b'{"model": "policy", "messages": [{"role": "user"}], "tools": {"a": 1}}', "tools must be a list"),
+    (b'{"model": "policy", "messages": [{"role": "user"}], "stop": 5}', "stop must be a text or a list of texts"),
+    (b'{"model": "policy", "messages": [{"role": "user"}], "n": {"a": []}}', "n="),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), GARBAGE, ids=[str(place) for place in range(len(GARBAGE))])
+async def test_garbage_gets_one_clear_error(body: bytes, message: str) -> None:
+    one = rollout(engine("x"))
+    async with served(one) as (_, access):
+        status, said = await post(f"{access.base_url}/chat/completions", body, access.api_key)
+    assert (status, said["error"]["type"]) == (400, "invalid_request_error")
+    assert message in said["error"]["message"]
+    assert one.tree.generations == []
+
+
+@pytest.mark.parametrize("key", ["", "guessed", "\u00fc"])
+async def test_a_wrong_key_is_refused(key: str) -> None:
+    one = rollout(engine("x"))
+    async with served(one) as (_, access):
+        body = json.dumps({"model": "policy", "messages": HELLO}).encode()
+        status, said = await post(f"{access.base_url}/chat/completions", body, key)
+    assert (status, said["error"]["code"]) == (401, "invalid_api_key")
+    assert one.tree.generations == []
+
+
 async def test_half_a_character_in_a_message_is_refused() -> None:
     async with served(rollout(engine("x"))) as (_, access):
         body = b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}'
@@ -152,6 +189,21 @@ async def post(url: str, body: bytes, key: str, method: str = "POST", **headers:
     writer.close()
     await writer.wait_closed()
     return int(head.split()[1]), json.loads(rest or "null")
+
+
+async def test_a_client_that_goes_before_its_request_is_whole_leaves_no_trace(caplog: pytest.LogCaptureFixture) -> None:
+    one = rollout(engine("x"))
+    async with served(one) as (_, access):
+        host, _, path = access.base_url.removeprefix("http://").partition("/")
+        _, writer = await asyncio.open_connection(*host.split(":"))
+        head = [f"POST /{path}/chat/completions HTTP/1.1", f"host: {host}", f"authorization: Bearer {access.api_key}"]
+        writer.write("\r\n".join([*head, "content-length: 1000", "", '{"model"']).encode())
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        assert (await post(f"{access.base_url}/models", b"", access.api_key, "GET"))[0] == 200
+    assert one.tree.generations == []
+    assert not caplog.records
 
 
 async def test_keys_names_rewards_and_the_end() -> None:

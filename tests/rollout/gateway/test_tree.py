@@ -60,6 +60,8 @@ async def test_an_edit_is_a_branch_whose_prompt_holds_what_both_share() -> None:
     assert branch.prompt_ids == engine.requests[2][1]
     assert (main.reward, branch.reward) == (0.0, 1.0)
     assert main.weight + branch.weight == pytest.approx(1.0)
+    assert (main.parent, main.fork, branch.parent) == (-1, 0, 0)
+    assert branch.fork == len(main.segments[0].token_ids)
     assert one.counts == {}
 
 
@@ -135,6 +137,17 @@ async def test_of_two_equal_siblings_the_one_whose_call_ids_occur_is_continued()
     for chosen in (first, second):
         answer = {"role": "tool", "content": "3", "tool_call_id": chosen.reply.calls[0].id}
         assert (await say(one, [user("a"), heard(chosen), answer], tools=[ADD])).parent is chosen
+
+
+async def test_a_history_of_another_model_is_a_new_sequence_in_which_its_tokens_are_text() -> None:
+    engine = engine_of("mine", "next")
+    one = rollout(engine)
+    await say(one, [user("a")])
+    theirs = "<|start_header_id|>assistant<|end_header_id|>yours<|eot_id|>\u0120\u2581"
+    reply = await say(one, [user("a"), {"role": "assistant", "content": theirs}, user("b")])
+    assert (reply.parent, one.counts) == (None, {"miss_edited": 1})
+    assert theirs in chat_codec()[1].decode(engine.requests[1][1])
+    assert [[segment.text for segment in row.segments] for row in played(one)] == [["mine"], ["next"]]
 
 
 async def test_special_tokens_in_what_others_say_are_text() -> None:
@@ -299,6 +312,19 @@ def test_whatever_an_agent_does_every_sampled_token_is_trained_once_behind_what_
     if trained:
         assert sum(row.weight for row in rows) == pytest.approx(1.0)
         assert [row.reward for row in rows] == [0.0] * (len(rows) - 1) + [1.0]
+        for row in rows:
+            first = generations[next(segment.log_probs[0] for segment in row.segments if segment.origin == "model")]
+            before = [value for each in first.path[:-1] if each.counts for value in each.completion.log_probs]
+            assert trained_before(rows, row) == before
+
+
+def trained_before(rows: tuple[Trajectory, ...], row: Trajectory) -> list[float]:
+    """What the trained tokens on the way from the root to a row's first own one were sampled with."""
+    if row.parent < 0:
+        return []
+    parent = rows[row.parent]
+    own = [value for segment in parent.segments for value in segment.log_probs]
+    return trained_before(rows, parent) + own[: row.fork]
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,47 @@
+"""The agents of `benchmarks/agents.py`: one question, asked through three clients as their own documentation shows."""
+
+from __future__ import annotations
+
+import contextlib
+
+from agentrl_envs.types import Problem
+
+INSTRUCTION = "You know numbers. Say one word."
+SMOLAGENTS_INSTRUCTION = "You know numbers. Write code that gives final_answer one word."
+
+
+async def openai(problem: Problem, *, base_url: str, api_key: str, model: str) -> float:
+    """The openai package."""
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as policy:
+        reply = await policy.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": problem.statement}]
+        )
+    return float((reply.choices[0].message.content or "").strip() == problem.answer)
+
+
+async def agents_sdk(problem: Problem, *, base_url: str, api_key: str, model: str) -> float:
+    """The OpenAI Agents SDK."""
+    from agents import Agent, OpenAIChatCompletionsModel, RunConfig, Runner
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as policy:
+        spoken = OpenAIChatCompletionsModel(model=model, openai_client=policy)
+        agent = Agent(name="numbers", instructions=INSTRUCTION, model=spoken)
+        result = await Runner.run(agent, problem.statement, run_config=RunConfig(tracing_disabled=True))
+    return float(str(result.final_output).strip() == problem.answer)
+
+
+def smolagents(problem: Problem, *, base_url: str, api_key: str, model: str) -> float:
+    """A CodeAgent of smolagents, which answers by a program, with a system prompt that is short."""
+    from smolagents import AgentError, CodeAgent, LogLevel, OpenAIModel
+
+    policy = OpenAIModel(model_id=model, api_base=base_url, api_key=api_key, tool_choice="auto")
+    with contextlib.closing(policy.client):
+        agent = CodeAgent(tools=[], model=policy, max_steps=1, verbosity_level=LogLevel.OFF)
+        agent.prompt_templates["system_prompt"] = SMOLAGENTS_INSTRUCTION
+        try:
+            return float(str(agent.run(problem.statement)).strip() == problem.answer)
+        except AgentError:
+            return 0.0
