@@ -131,6 +131,7 @@ class Session:
         """Report the environment, engine and problems; restore the newest checkpoint of a resumed run."""
         for line in self._service.describe():
             self._console.note(line)
+        self._console.note(f"training: attention by {self._policy.attention} over packed trajectories")
         self._sender.begin()  # before a checkpoint is loaded, while both sides hold the start policy's weights
         if resume:
             self._restore()
