@@ -18,13 +18,13 @@ from agentrl_envs.settings import ChatSettings, SimpleTIRSettings, ToolChatSetti
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-Command = Literal["train", "coldstart", "eval", "variance", "check-data", "regrade"]
+Command = Literal["train", "coldstart", "eval", "variance", "check-data", "regrade", "plan"]
 
 
 def check_settings(settings: Settings, command: Command = "train") -> None:
     """Raise a SettingsError that lists, one per line, every contradiction and every setting that ``command`` lacks."""
-    if command in ("check-data", "regrade"):
-        return  # no model, no rollouts
+    if command in ("check-data", "regrade", "plan"):
+        return  # no model, no rollouts, or both are still open
     found = [*_missing(settings, command)]
     if command != "eval":  # an evaluation does not train, and it checks its prompts and its model before it samples
         found += [*_length_contradictions(settings), *_objective_contradictions(settings)]
