@@ -8,15 +8,17 @@ counted, and go on linearly with the number of layers. Attention stands in by wh
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from agentrl.models.lora import with_adapter
+from agentrl.models.settings import LoRASettings
 from agentrl.planning.live_bytes import LiveBytes
-from agentrl.planning.records import ModelShape, TrainingSetup
+from agentrl.planning.memory import ModelShape, TrainingSetup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -32,36 +34,44 @@ class BackboneBytes:
     peak: int  # of forward and backward
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """A model to count, equal to another one by the text of its configuration."""
+
+    config: PreTrainedConfig = field(compare=False)
+    text: str
+    layers: int
+    bfloat16: bool
+    checkpointing: bool
+    lora_rank: int
+
+
 def backbone_bytes(shape: ModelShape, setup: TrainingSetup) -> BackboneBytes:
     """Of ``setup.local_tokens`` tokens, one row."""
     depths = (shape.layers,) if shape.layers <= 4 else (2, 4)
-    found = [_counted(_Key(shape), depth, setup.local_tokens, setup.bfloat16, setup.checkpointing) for depth in depths]
+    found = [_counted(_case(shape, setup, depth), setup.local_tokens) for depth in depths]
     first, last = found[0], found[-1]
     more = (shape.layers - depths[-1]) / max(1, depths[-1] - depths[0])
-    mask = setup.tokens**2 if setup.masked_attention else 0
     return BackboneBytes(
-        saved=round(last.saved + more * (last.saved - first.saved)) + mask,
-        peak=round(last.peak + more * (last.peak - first.peak)) + mask,
+        saved=round(last.saved + more * (last.saved - first.saved)),
+        peak=round(last.peak + more * (last.peak - first.peak)),
     )
 
 
-class _Key:
-    """A shape that is equal by the configuration it came with."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        self.config = shape.config
-        self._text = shape.config.to_json_string()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._text == other._text
-
-    def __hash__(self) -> int:
-        return hash(self._text)
+def _case(shape: ModelShape, setup: TrainingSetup, layers: int) -> _Case:
+    return _Case(
+        config=shape.config,
+        text=shape.config.to_json_string(),
+        layers=layers,
+        bfloat16=setup.bfloat16,
+        checkpointing=setup.checkpointing,
+        lora_rank=setup.lora_rank,
+    )
 
 
 @lru_cache(maxsize=4096)
-def _counted(key: _Key, layers: int, tokens: int, bfloat16: bool, checkpointing: bool) -> BackboneBytes:
-    model = _shrunk(key, layers, bfloat16, checkpointing)
+def _counted(case: _Case, tokens: int) -> BackboneBytes:
+    model = _shrunk(case)
     with torch.device("meta"), LiveBytes("meta") as counted:
         counted.leave_out([*model.parameters(), *model.buffers()])
         hidden = model.get_decoder()(
@@ -74,20 +84,22 @@ def _counted(key: _Key, layers: int, tokens: int, bfloat16: bool, checkpointing:
 
 
 @lru_cache(maxsize=16)
-def _shrunk(key: _Key, layers: int, bfloat16: bool, checkpointing: bool) -> PreTrainedModel:
-    """A model of the first ``layers`` layers, without memory; it drops each gradient when it is there."""
+def _shrunk(case: _Case) -> PreTrainedModel:
+    """A model of the first layers, without memory; it drops each gradient when it is there."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(_ATTENTION, _attention)
-    config = _with_layers(key.config, layers)
+    config = _with_layers(case.config, case.layers)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16 if bfloat16 else torch.float32, attn_implementation=_ATTENTION
+            config, dtype=torch.bfloat16 if case.bfloat16 else torch.float32, attn_implementation=_ATTENTION
         )
-    if checkpointing:
+        with_adapter(model, LoRASettings(rank=case.lora_rank))
+    if case.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for parameter in model.train().parameters():
-        parameter.register_post_accumulate_grad_hook(_drop)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_drop)
     return model
 
 

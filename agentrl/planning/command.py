@@ -9,10 +9,10 @@ import torch
 
 from agentrl.config import Settings
 from agentrl.errors import SettingsError
-from agentrl.planning.overlay import Values, overlay_text, plan_values, wish_of
-from agentrl.planning.records import GB, ModelShape
+from agentrl.planning.memory import GB, ModelShape
+from agentrl.planning.overlay import Values, may_adapt, overlay_text, plan_values, wish_of
 from agentrl.planning.report import plan_lines
-from agentrl.planning.search import Machine, Plan, Wish, find_plan, nearest_that_fits, smallest_need
+from agentrl.planning.search import Hardware, Plan, Wish, find_plan, nearest_that_fits, smallest_need
 from agentrl.planning.shapes import read_shape
 
 _SHORTEST = 64
@@ -30,7 +30,7 @@ class PlanRequest:
     write: Path | None = None
 
 
-def machine_of(request: PlanRequest, settings: Settings) -> Machine:
+def machine_of(request: PlanRequest, settings: Settings) -> Hardware:
     """The GPUs that are named, else those that are here."""
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = request.gpus if request.gpus is not None else here or settings.training.num_processes
@@ -41,13 +41,13 @@ def machine_of(request: PlanRequest, settings: Settings) -> Machine:
             raise SettingsError(
                 f"--memory {request.memory:g}: the memory of one GPU in GB; valid: a number above 0, for example 80"
             )
-        return Machine(gpus=gpus, memory=int(request.memory * GB))
+        return Hardware(gpus=gpus, memory=int(request.memory * GB))
     if not here:
         raise SettingsError("there is no GPU here: say how much memory one has, for example --gpus 8 --memory 80")
-    return Machine(gpus=gpus, memory=torch.cuda.get_device_properties(0).total_memory)
+    return Hardware(gpus=gpus, memory=torch.cuda.get_device_properties(0).total_memory)
 
 
-def plan_for(shape: ModelShape, machine: Machine, wish: Wish) -> Plan:
+def plan_for(shape: ModelShape, machine: Hardware, wish: Wish) -> Plan:
     """The cheapest plan that fits. Raises SettingsError that says what would."""
     found = find_plan(shape, machine, wish)
     if found is not None:
@@ -89,8 +89,11 @@ def plan_command(settings: Settings, request: PlanRequest, *, critic: bool) -> l
     given: Values = {"model.path": settings.model.path} | own
     shape = read_shape(settings.model)
     wish = wish_of(settings, critic=critic, only_adapt=request.lora)
-    if request.lora and not wish.may_adapt:
-        raise SettingsError("--lora: this version trains no adapters; leave it out")
+    if wish.only_adapt and not may_adapt():
+        raise SettingsError(
+            "adapters cannot be planned for: vLLM servers serve none in this version, or the package peft is missing "
+            "(pip install 'agentrl[lora]'); leave out --lora, and set model.lora.rank=0"
+        )
     plan = plan_for(shape, machine, wish)
     title = f"{shape.name} on {machine}, {wish.context} tokens: written by agentrl plan"
     text = overlay_text(given | plan_values(plan), base=request.base, title=title)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from agentrl.planning.activations import backbone_bytes
 from agentrl.planning.head import head_bytes
-from agentrl.planning.records import GIB, Bytes, ModelShape, RankMemory, ServerMemory, TrainingSetup
+from agentrl.planning.memory import GIB, Bytes, ModelShape, RankMemory, ServerMemory, TrainingSetup
 from agentrl.planning.states import (
     bucket_bytes,
     gathered_bytes,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from agentrl.planning.records import ModelShape, TrainingSetup
+from agentrl.planning.memory import ModelShape, TrainingSetup
 
 _FLOAT32 = 4
 _BLOCK = 1 << 23  # elements of a block of rows (chunked)

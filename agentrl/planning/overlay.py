@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Literal, get_args
 
 import yaml
 from pydantic import BaseModel
 
 from agentrl.config import Settings
-from agentrl.planning.records import Offload, TrainingSetup
-from agentrl.planning.search import Plan, Wish
+from agentrl.planning.memory import Offload, TrainingSetup
+from agentrl.planning.search import LORA_RANK, Plan, Wish
 from agentrl.rollout.engines.vllm.servers import longest_request
 
 Values = dict[str, object]
@@ -55,11 +56,16 @@ def setup_of(
         checkpointing=settings.model.gradient_checkpointing,
         offload=_offload(settings),
         sequence_parallel=_number(settings, "training.sequence_parallel") or 1,
-        lora_rank=_number(settings, "model.lora.rank"),
+        lora_rank=settings.model.lora.rank,
         head_backend=backend if training.head_backend == "auto" else training.head_backend,
         reference=settings.kl.coefficient > 0,
         critic=critic,
     )
+
+
+def may_adapt() -> bool:
+    """Whether servers can serve adapters, and peft, which makes them, is here."""
+    return has_setting("rollout.vllm.lora") and importlib.util.find_spec("peft") is not None
 
 
 def wish_of(settings: Settings, *, critic: bool, only_adapt: bool = False) -> Wish:
@@ -75,8 +81,9 @@ def wish_of(settings: Settings, *, critic: bool, only_adapt: bool = False) -> Wi
         tensor_parallel=given if given > 1 else None,
         may_offload=has_setting("training.offload"),
         may_split_sequences=has_setting("training.sequence_parallel"),
-        may_adapt=has_setting("model.lora.rank"),
-        only_adapt=only_adapt,
+        may_adapt=may_adapt(),
+        only_adapt=only_adapt or settings.model.lora.rank > 0,
+        lora_rank=settings.model.lora.rank or LORA_RANK,
     )
 
 

@@ -9,10 +9,10 @@ import torch
 
 from agentrl.config import Settings
 from agentrl.planning.estimate import CONTEXT, largest_micro_batch, rank_memory, server_memory, usable
+from agentrl.planning.memory import GB, ModelShape, RankMemory, TrainingSetup
 from agentrl.planning.overlay import changed_values, plan_values, setup_of, wish_of
-from agentrl.planning.records import GB, ModelShape, RankMemory, TrainingSetup
 from agentrl.planning.report import rank_lines
-from agentrl.planning.search import Machine, contexts, find_plan, server_share
+from agentrl.planning.search import Hardware, contexts, find_plan, server_share
 from agentrl.rollout.engines.table import engine_facts
 
 SIZES = (80, 48)
@@ -51,7 +51,7 @@ def _verdict(
     vllm = settings.rollout.vllm
     colocated = vllm.placement == "colocated"
     servers = vllm.replicas * vllm.tensor_parallel_size
-    machine = Machine(gpus=setup.ranks if colocated else setup.ranks + servers, memory=memory)
+    machine = Hardware(gpus=setup.ranks if colocated else setup.ranks + servers, memory=memory)
     wish = wish_of(settings, critic=critic)
     share = vllm.gpu_memory_utilization or (server_share(rank, memory) if colocated else 0.85)
     server = server_memory(shape, memory=memory, share=share, tensor_parallel=vllm.tensor_parallel_size)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from agentrl.planning.estimate import usable
-from agentrl.planning.records import GB, GIB, ModelShape, RankMemory, ServerMemory
-from agentrl.planning.search import Machine, Plan
+from agentrl.planning.memory import GB, GIB, ModelShape, RankMemory, ServerMemory
+from agentrl.planning.search import Hardware, Plan
 
 
 def rank_lines(rank: RankMemory) -> list[str]:
@@ -26,11 +26,12 @@ def server_lines(server: ServerMemory) -> list[str]:
     ]
 
 
-def plan_lines(shape: ModelShape, machine: Machine, plan: Plan) -> Iterator[str]:
+def plan_lines(shape: ModelShape, machine: Hardware, plan: Plan) -> Iterator[str]:
     """What the plan does, and what each part needs."""
     yield f"model: {shape.name}, {shape.parameters / 1e6:,.2f}M parameters"
     yield f"on {machine}: {_does(plan)}"
-    yield f"one rank, estimated ({plan.rank.total / GB:.1f} of {usable(machine.memory) / GB:.1f} GB that may be filled):"
+    may = usable(machine.memory)
+    yield f"one rank, estimated ({plan.rank.total / GB:.1f} of {may / GB:.1f} GB that may be filled):"
     yield from rank_lines(plan.rank)
     servers = "1 server" if plan.replicas == 1 else f"{plan.replicas} servers"
     yield f"one GPU of {servers} of {plan.tensor_parallel}, estimated:"

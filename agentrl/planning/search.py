@@ -17,7 +17,7 @@ from agentrl.planning.estimate import (
     static_bytes,
     usable,
 )
-from agentrl.planning.records import GB, OFFLOADS, ModelShape, Offload, RankMemory, ServerMemory, TrainingSetup
+from agentrl.planning.memory import GB, OFFLOADS, ModelShape, Offload, RankMemory, ServerMemory, TrainingSetup
 
 Placement = Literal["colocated", "dedicated"]
 
@@ -28,7 +28,7 @@ _SHARE_STEP = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class Hardware:
     """The GPUs of a run."""
 
     gpus: int
@@ -52,6 +52,7 @@ class Wish:
     may_split_sequences: bool = False
     may_adapt: bool = False  # train adapters where nothing else fits
     only_adapt: bool = False
+    lora_rank: int = LORA_RANK  # of the adapters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ class _Candidate:
         return self.lora_rank > 0, math.prod(factors)
 
 
-def find_plan(shape: ModelShape, machine: Machine, wish: Wish) -> Plan | None:
+def find_plan(shape: ModelShape, machine: Hardware, wish: Wish) -> Plan | None:
     """The cheapest setting that fits; None if none does."""
     for candidate in sorted(_candidates(shape, machine, wish), key=lambda item: item.cost):
         found = _fitted(shape, machine, wish, candidate)
@@ -103,17 +104,17 @@ def find_plan(shape: ModelShape, machine: Machine, wish: Wish) -> Plan | None:
     return None
 
 
-def smallest_need(shape: ModelShape, machine: Machine, wish: Wish) -> int:
+def smallest_need(shape: ModelShape, machine: Hardware, wish: Wish) -> int:
     """Bytes of a rank under the most thrifty candidate."""
     return min(
         _rank(shape, _setup(machine, wish, item), item.placement).total for item in _candidates(shape, machine, wish)
     )
 
 
-def _candidates(shape: ModelShape, machine: Machine, wish: Wish) -> Iterator[_Candidate]:
+def _candidates(shape: ModelShape, machine: Hardware, wish: Wish) -> Iterator[_Candidate]:
     """DeepSpeed frees the GPU for a colocated server at stages 1 and 2 alone, and offloads weights at stage 3 alone."""
     splits = (1, 2, 4, 8) if wish.may_split_sequences else (1,)
-    adapters = (LORA_RANK,) if wish.only_adapt else (0, LORA_RANK) if wish.may_adapt else (0,)
+    adapters = (wish.lora_rank,) if wish.only_adapt else (0, wish.lora_rank) if wish.may_adapt else (0,)
     placements: tuple[Placement, ...] = ("colocated", "dedicated") if machine.gpus > 1 else ("colocated",)
     for stage, checkpointing, offload, split, placement, lora in itertools.product(
         (2, 3), (False, True), OFFLOADS if wish.may_offload else OFFLOADS[:1], splits, placements, adapters
@@ -139,11 +140,11 @@ def divides_heads(shape: ModelShape, ranks: int) -> bool:
     return shape.heads % ranks == 0 and (kv % ranks == 0 or ranks % kv == 0)
 
 
-def _training_gpus(machine: Machine, placement: Placement) -> int:
+def _training_gpus(machine: Hardware, placement: Placement) -> int:
     return machine.gpus if placement == "colocated" else machine.gpus - machine.gpus // 2
 
 
-def _setup(machine: Machine, wish: Wish, candidate: _Candidate) -> TrainingSetup:
+def _setup(machine: Hardware, wish: Wish, candidate: _Candidate) -> TrainingSetup:
     return TrainingSetup(
         ranks=_training_gpus(machine, candidate.placement),
         stage=candidate.stage,
@@ -168,7 +169,7 @@ def contexts(placement: str) -> int:
     return 2 * CONTEXT if placement == "colocated" else CONTEXT
 
 
-def _fitted(shape: ModelShape, machine: Machine, wish: Wish, candidate: _Candidate) -> Plan | None:
+def _fitted(shape: ModelShape, machine: Hardware, wish: Wish, candidate: _Candidate) -> Plan | None:
     setup, placement = _setup(machine, wish, candidate), candidate.placement
     if static_bytes(shape, setup) > usable(machine.memory):  # before its activations are counted
         return None
@@ -201,7 +202,7 @@ def server_share(rank: RankMemory, memory: int) -> float:
     return max(0.0, round(math.floor(share / _SHARE_STEP + 1e-9) * _SHARE_STEP, 2))
 
 
-def _tensor_parallel(shape: ModelShape, machine: Machine, wish: Wish, *, share: float, gpus: int) -> int | None:
+def _tensor_parallel(shape: ModelShape, machine: Hardware, wish: Wish, *, share: float, gpus: int) -> int | None:
     """GPUs of a server: the smallest number that holds the weights and the longest request; None if none does."""
     options = (1, 2, 4, 8) if wish.tensor_parallel is None else (wish.tensor_parallel,)
     for parallel in options:
@@ -213,7 +214,7 @@ def _tensor_parallel(shape: ModelShape, machine: Machine, wish: Wish, *, share: 
     return None
 
 
-def nearest_that_fits(shape: ModelShape, machine: Machine, wish: Wish) -> list[str]:
+def nearest_that_fits(shape: ModelShape, machine: Hardware, wish: Wish) -> list[str]:
     """What would work where nothing fits: more GPUs, larger ones, a shorter context, adapters."""
     found = []
     for gpus in (machine.gpus * 2**power for power in range(1, 8)):

@@ -12,12 +12,15 @@ import torch
 
 from agentrl.errors import SettingsError
 from agentrl.models.loading import read_config
-from agentrl.models.settings import ModelSettings
-from agentrl.planning.records import ModelShape
+from agentrl.models.lora import target_layers
+from agentrl.models.settings import LoRASettings, ModelSettings
+from agentrl.planning.memory import ModelShape
 from agentrl_envs.registry import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+_ALL_LAYERS = LoRASettings()
 
 
 def read_shape(model: ModelSettings) -> ModelShape:
@@ -27,19 +30,18 @@ def read_shape(model: ModelSettings) -> ModelShape:
     Raises SettingsError for what is none of these.
     """
     config = _config(model)
-    return shape_of(model.path or "the embedded tiny policy", config)
+    return shape_of(model.path or "the embedded tiny policy", config, model.lora)
 
 
-def shape_of(name: str, config: PreTrainedConfig) -> ModelShape:
-    """Counted on a model without memory, by the code that will also run it."""
-    from torch import nn
+def shape_of(name: str, config: PreTrainedConfig, lora: LoRASettings = _ALL_LAYERS) -> ModelShape:
+    """Counted on a model without memory, by the code that will also run it. ``lora`` names the adapted layers."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     sizes = [item.numel() for item in model.parameters()]
     head = model.get_output_embeddings()
-    linear = [item for item in model.modules() if isinstance(item, nn.Linear) and item is not head]
+    adapted = [model.get_submodule(name) for name in target_layers(model, lora)]
     text = config.get_text_config()
     heads = text.num_attention_heads
     return ModelShape(
@@ -47,7 +49,7 @@ def shape_of(name: str, config: PreTrainedConfig) -> ModelShape:
         config=config,
         parameters=sum(sizes),
         largest_parameter=max(sizes),
-        adapted=sum(item.in_features + item.out_features for item in linear),
+        adapted=sum(item.in_features + item.out_features for item in adapted),
         vocabulary=head.weight.shape[0],
         hidden=head.weight.shape[1],
         layers=text.num_hidden_layers,

@@ -6,7 +6,7 @@ paper (arXiv 1910.02054, section 5) for what each stage shards, and DeepSpeed 0.
 
 from __future__ import annotations
 
-from agentrl.planning.records import ModelShape, TrainingSetup
+from agentrl.planning.memory import ModelShape, TrainingSetup
 
 _BUCKET = 500_000_000
 """Elements that DeepSpeed collects before it reduces gradients (reduce_bucket_size)."""

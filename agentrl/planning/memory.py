@@ -46,7 +46,6 @@ class TrainingSetup:
     sequence_parallel: int = 1
     lora_rank: int = 0
     head_backend: Literal["reference", "chunked", "triton"] = "triton"
-    masked_attention: bool = False  # the attention holds a mask of [tokens, tokens]
     reference: bool = False
     critic: bool = False
 
