@@ -28,8 +28,6 @@ def memory_lines(settings: Settings, shape: ModelShape, *, critic: bool) -> Iter
     rank = rank_memory(shape, setup, kv_tokens=_kv_tokens(settings), context=context)
     yield f"model: {shape.parameters / 1e6:,.2f}M parameters; memory of one rank, estimated:"
     yield from rank_lines(rank)
-    if settings.model.attention == "eager":
-        yield "  not counted: the attention scores of model.attention=eager, which grow with the square of the length"
     if not facts.starts_servers:
         return
     here = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None

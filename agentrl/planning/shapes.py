@@ -106,4 +106,6 @@ def shipped_shapes() -> dict[str, dict[str, object]]:
 def _shipped(name: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(**shipped_shapes()[name])
+    shape = dict(shipped_shapes()[name])
+    kind = str(shape.pop("model_type"))
+    return AutoConfig.for_model(kind, **shape)
