@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from agentrl.models.lora import with_adapter
 from agentrl.models.settings import LoRASettings
@@ -121,7 +122,7 @@ class _FusedAttention(torch.autograd.Function):
     """(query [B, H, T, D], key [B, K, T, D], value [B, K, T, E]) -> [B, T, H, E]; nothing is computed."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         batch, heads, tokens, _ = query.shape
         result = query.new_empty(batch, tokens, heads, value.shape[-1])
         normalizers = query.new_empty(batch, heads, tokens, dtype=torch.float32)
