@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -118,6 +118,12 @@ def _with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     return changed
 
 
+class _Saved(Protocol):
+    """The context of a backward."""
+
+    saved_tensors: tuple[Tensor, ...]
+
+
 class _FusedAttention(torch.autograd.Function):
     """(query [B, H, T, D], key [B, K, T, D], value [B, K, T, E]) -> [B, T, H, E]; nothing is computed."""
 
@@ -130,7 +136,7 @@ class _FusedAttention(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: _Saved, gradient: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
 
 
