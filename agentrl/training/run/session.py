@@ -114,6 +114,8 @@ class Session:
             self._engine,
             folder=self._checkpoints.parent / ".weights",
             console=console,
+            lora=settings.model.lora,
+            base=path,
             host=socket.gethostname() if settings.rollout.vllm.placement == "external" else "127.0.0.1",
         )
 
