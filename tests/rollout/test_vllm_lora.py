@@ -74,7 +74,8 @@ def difference(one: tuple[float, ...], other: tuple[float, ...]) -> float:
 
 
 async def test_adapters_and_merged_weights_give_the_trainers_log_probabilities(policy: Path, tmp_path: Path) -> None:
-    with serving(policy, tmp_path / "said", f"model.lora.rank={LORA.rank}") as address:
+    small = "rollout.vllm.extra_args=[--kv-cache-memory-bytes, 64M]"
+    with serving(policy, tmp_path / "said", f"model.lora.rank={LORA.rank}", small) as address:
         host = managed(policy, address)
         target = host.target()
         await host.open()
