@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rollout.test_vllm_server import FLOAT32, LENGTHS, PROBE, codec_of, policy, serving, turn
+from rollout.test_vllm_server import FLOAT32, LENGTHS, codec_of, policy, serving, turn
 
 from agentrl.config import load_settings
 from agentrl.models.loading import read_model
@@ -27,6 +28,7 @@ __all__ = ["policy"]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("vllm_here"), pytest.mark.xdist_group("vllm")]
 
 LORA = LoRASettings(rank=3, alpha=12)
+PROBE = tuple(random.Random(1).choices(range(300), k=64))  # tokens that differ, or queries and keys would not count
 KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -86,7 +88,7 @@ async def test_adapters_and_merged_weights_give_the_trainers_log_probabilities(p
             for version, kinds in enumerate([*((kind,) for kind in KINDS), KINDS], 1):
                 model = adapted(policy, *kinds)
                 probe = await probe_of(model, policy)
-                assert difference(probe.log_probs, start.log_probs) > 1e-2, kinds
+                assert difference(probe.log_probs, start.log_probs) > 1e-3, kinds
                 folder = tmp_path / str(version)
                 write_adapter(folder, dict(adapter_parameters(model)), LORA, base=str(policy))
                 running = asyncio.create_task(turn(host.engine, (3, 4), f"over-{version}", max_tokens=500))
@@ -94,7 +96,7 @@ async def test_adapters_and_merged_weights_give_the_trainers_log_probabilities(p
                 await host.pause(zero_weights=False)
                 assert await host.install(str(folder), version, probe) is None, kinds
                 answer = await running  # with the adapter that it began with, or the one after
-                assert answer.version_spans in (((version - 1, 500),), ((version, 500),))
+                assert answer.version_spans in [((one, len(answer.token_ids)),) for one in (version - 1, version)]
                 assert difference(await host.engine.score(PROBE), probe.log_probs) < 1e-4, kinds
                 # The scores of the version before are noticed.
                 assert await host._compare(last) is not None

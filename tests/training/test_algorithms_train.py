@@ -29,7 +29,6 @@ NAMES = (
     "adapters",
     "adapters_in_two",
     "ppo_adapters",
-    "learning_adapters",
 )
 TIMINGS = ("time/", "tokens_per_s", "rollout/seconds")
 
@@ -38,16 +37,21 @@ TIMINGS = ("time/", "tokens_per_s", "rollout/seconds")
 def runs(tmp_path_factory: pytest.TempPathFactory, random_policy: Path) -> Path:
     """The folder of all runs."""
     folder = tmp_path_factory.mktemp("algorithms")
+    play(random_policy, folder, *NAMES)
+    return folder
+
+
+def play(policy: Path, folder: Path, *names: str) -> None:
+    """The runs ``names`` of a policy, in ``folder``."""
     paths = [str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")]
     done = run_warm(
-        [sys.executable, str(SCRIPT), str(random_policy), str(folder), *NAMES],
+        [sys.executable, str(SCRIPT), str(policy), str(folder), *names],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         cwd=folder,
         timeout=900,
     )
     assert done.returncode == 0, done.stdout
     assert "Warning" not in done.stdout
-    return folder
 
 
 def steps(run: Path) -> list[dict[str, Any]]:
@@ -144,9 +148,10 @@ def test_a_critic_learns_with_adapters_of_its_own(runs: Path) -> None:
     assert rows[1]["kl/mean"] != 0.0
 
 
-def test_adapters_alone_learn_in_twenty_steps(runs: Path) -> None:
+def test_adapters_learn_from_a_cold_start_in_twenty_steps(cold_policy: Path, tmp_path: Path) -> None:
     """Letters pay; the learning rate is ten times the setting."""
-    rows = steps(runs / "learning_adapters")
-    assert {row["optimizer/learning_rate"] for row in rows[5:]} == {1e-2}
+    play(cold_policy, tmp_path, "learning_adapters")
+    rows = steps(tmp_path / "learning_adapters")
+    assert {row["optimizer/learning_rate"] for row in rows} == {1e-2}
     rewards = [row["reward/mean"] for row in rows]
-    assert fmean(rewards[-4:]) > fmean(rewards[:4]) + 0.2
+    assert fmean(rewards[-8:]) > fmean(rewards[:2]) + 0.15
