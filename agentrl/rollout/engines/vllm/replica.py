@@ -228,7 +228,7 @@ class Replica:
                 f"rollout or evaluation together are {needed}: start it with --max-model-len {needed}, or lower them"
             )
 
-    def _check_adapters(self, config: Mapping[str, Any], rank: int) -> None:
+    def _check_adapters(self, config: Mapping[str, object], rank: int) -> None:
         lora = config.get("lora_config")
         most = int(lora.get("max_lora_rank", 0)) if isinstance(lora, Mapping) else 0
         if most < rank:
