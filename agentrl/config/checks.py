@@ -18,13 +18,13 @@ from agentrl_envs.settings import ChatSettings, SimpleTIRSettings, ToolChatSetti
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-Command = Literal["train", "coldstart", "eval", "variance", "check-data", "regrade"]
+Command = Literal["train", "coldstart", "eval", "variance", "check-data", "regrade", "plan"]
 
 
 def check_settings(settings: Settings, command: Command = "train") -> None:
     """Raise a SettingsError that lists, one per line, every contradiction and every setting that ``command`` lacks."""
-    if command in ("check-data", "regrade"):
-        return  # no model, no rollouts
+    if command in ("check-data", "regrade", "plan"):
+        return  # no model, no rollouts, or both are still open
     found = [*_missing(settings, command)]
     if command != "eval":  # an evaluation does not train, and it checks its prompts and its model before it samples
         found += [*_length_contradictions(settings), *_objective_contradictions(settings)]
@@ -155,8 +155,14 @@ def _adapter_problems(settings: Settings, command: Command) -> Iterator[str]:
             f"{_given(settings, 'model.lora.rank')}: agentrl variance measures the gradient of all weights; set "
             "model.lora.rank=0"
         )
-    elif settings.rollout.engine == "vllm":
-        yield f"{_given(settings, 'model.lora.rank')} with rollout.engine=vllm is not supported; valid: transformers"
+    vllm = settings.rollout.vllm
+    if lora.rank == 0 and vllm.lora != type(vllm).model_fields["lora"].default:
+        yield f"{_given(settings, 'rollout.vllm.lora')} with model.lora.rank=0: there is no adapter"
+    if lora.rank and settings.rollout.engine == "vllm" and vllm.lora == "adapter" and vllm.transfer in ("nccl", "ipc"):
+        yield (
+            f"{_given(settings, 'rollout.vllm.transfer')} with rollout.vllm.lora=adapter: servers load adapters from "
+            "files; valid: auto, file, or rollout.vllm.lora=merged"
+        )
 
 
 def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:

@@ -42,7 +42,7 @@ class PolicyModel(nn.Module):
             head = FusedHead.from_linear(parts.head, backend=backend, logit_map=parts.logit_map)
             causal_lm.set_output_embeddings(head)
         self.causal_lm = causal_lm
-        self._attention: AttentionBackend = attention
+        self.attention: AttentionBackend = attention
 
     @property
     def head(self) -> FusedHead:
@@ -74,7 +74,7 @@ class PolicyModel(nn.Module):
         # What the last model token is followed by, and that token itself, predict nothing that is asked for.
         steps = torch.arange(response_mask.shape[1], device=response_mask.device)
         read = prompt_lengths + torch.where(response_mask, steps, 0).amax(-1)  # [B]
-        row = pack_row(input_ids, prompt_lengths.tolist(), read.tolist(), backend=self._attention)
+        row = pack_row(input_ids, prompt_lengths.tolist(), read.tolist(), backend=self.attention)
         layers = self.causal_lm.config.get_text_config().num_hidden_layers
         # The statistics of the token at position t come from the state at t - 1.
         selected = row.states(self.backbone, layers=layers)[

@@ -233,6 +233,10 @@ class TrainingSettings(_Settings):
     """seconds a rank waits for another one in a collective. Ranks never wait there for rollouts, but while another rank
     loads kernels, trains longer micro-batches or writes its part of a large checkpoint"""
 
+    def stage_that_runs(self, *, bfloat16: bool) -> int:
+        """DeepSpeed's stage: below 2, bfloat16 would accumulate in bfloat16 (0) or stay on its GPU (1)."""
+        return max(self.zero_stage, 2) if bfloat16 else self.zero_stage
+
 
 class CheckpointSettings(_Settings):
     """When state is saved and how much is kept."""

@@ -13,8 +13,12 @@ from agentrl.config import load_settings
     [
         (["model.lora.alpha=8"], "model.lora.alpha=8 with model.lora.rank=0, which trains all weights"),
         (["model.lora.targets=[q_proj]"], 'model.lora.targets=["q_proj"] with model.lora.rank=0'),
+        (["rollout.vllm.lora=merged"], "rollout.vllm.lora=merged with model.lora.rank=0: there is no adapter"),
         (["model.lora.rank=-1"], "model.lora.rank"),
-        (["model.lora.rank=4", "rollout.engine=vllm"], "model.lora.rank=4 with rollout.engine=vllm is not supported"),
+        (
+            ["model.lora.rank=4", "rollout.engine=vllm", "rollout.vllm.transfer=nccl"],
+            "rollout.vllm.transfer=nccl with rollout.vllm.lora=adapter: servers load adapters from files",
+        ),
     ],
 )
 def test_contradictions(overrides: list[str], said: str) -> None:

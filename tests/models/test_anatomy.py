@@ -158,7 +158,7 @@ async def test_what_the_engine_says_is_what_training_says(kind: str, attention: 
 def test_a_critic_stands_on_any_of_them(kind: str) -> None:
     data = batch()
     critic = ValueModel(build_tiny(kind))
-    values = critic(data.input_ids, data.prompt_lengths, data.response_ids.shape[1])
+    values = critic(data.input_ids, data.prompt_lengths, data.response_lengths)
     assert values.shape == (3, 6)
     values.sum().backward()
 

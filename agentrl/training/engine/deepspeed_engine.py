@@ -50,11 +50,6 @@ def learning_rate_factor(step: int, settings: OptimizerSettings, total: int) -> 
     return settings.final_fraction + (1 - settings.final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def deepspeed_stage(zero_stage: int, *, bfloat16: bool) -> int:
-    """The stage that DeepSpeed runs: below 2, bfloat16 would accumulate in bfloat16 (0) or stay on its GPU (1)."""
-    return max(zero_stage, 2) if bfloat16 else zero_stage
-
-
 def deepspeed_config(
     training: TrainingSettings, *, bfloat16: bool, gradient_clip: float = 0.0, world_size: int = 1
 ) -> dict[str, Any]:
@@ -64,7 +59,7 @@ def deepspeed_config(
     equal ones plus another are still 256.
     """
     zero: dict[str, Any] = {
-        "stage": deepspeed_stage(training.zero_stage, bfloat16=bfloat16),
+        "stage": training.stage_that_runs(bfloat16=bfloat16),
         "overlap_comm": False,
         "stage3_param_persistence_threshold": training.persistence_threshold,
     }
@@ -189,7 +184,7 @@ class TrainingEngine(Generic[_Module_co]):
             fused=True,
         )
         # Without ZeRO DeepSpeed clips but does not tell the norm: there it is done here.
-        self._clips_here = deepspeed_stage(training.zero_stage, bfloat16=bfloat16) == 0
+        self._clips_here = training.stage_that_runs(bfloat16=bfloat16) == 0
         self._norm = math.nan
         if self._clips_here:
             adamw.register_step_pre_hook(self._clip(decayed + others, optimizer.gradient_clip))

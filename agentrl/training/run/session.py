@@ -114,6 +114,8 @@ class Session:
             self._engine,
             folder=self._checkpoints.parent / ".weights",
             console=console,
+            lora=settings.model.lora,
+            base=path,
             host=socket.gethostname() if settings.rollout.vllm.placement == "external" else "127.0.0.1",
         )
 
@@ -131,6 +133,7 @@ class Session:
         """Report the environment, engine and problems; restore the newest checkpoint of a resumed run."""
         for line in self._service.describe():
             self._console.note(line)
+        self._console.note(f"training: attention by {self._policy.attention} over packed trajectories")
         self._sender.begin()  # before a checkpoint is loaded, while both sides hold the start policy's weights
         if resume:
             self._restore()
