@@ -25,7 +25,7 @@ from agentrl.config.messages import settings_error, show, unknown_key
 from agentrl.config.overlays import Layer, interpolate, overlay_chain, parse_yaml
 from agentrl.config.settings import SIMPLETIR, Settings, settings_model
 from agentrl.errors import SettingsError
-from agentrl.problems.settings import REASONING_GYM
+from agentrl.problems.settings import BUILTIN, FORMULA, REASONING_GYM
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl_envs.plugins import load_plugins
 from agentrl_envs.registry import ADAPTERS, ENVIRONMENTS, UnknownNameError, did_you_mean
@@ -34,7 +34,8 @@ PRESET = "tiny"
 COMMAND_LINE = "command line"
 _ENV_OPTION = "--env"
 
-_BASICS = ("env", "plugins", "name", "runs_dir", "model")
+_BASICS = ("env", "plugins", "name", "runs_dir", "model", "coldstart")
+_DIRECT = ("direct_share", "direct_steps")
 
 Override = tuple[list[str], object]
 """The parts of a dotted key, and its new value."""
@@ -61,7 +62,7 @@ def load_settings(
     if str(asked["env"]).startswith(REASONING_GYM):
         files, top = [_reasoning_gym(str(asked["env"])), *files], [*top, (["env"], SIMPLETIR)]
         asked = _basics(files, top)
-    files = _fitting(files, asked["env"])
+    files = _fitting(files, asked)
     if resume:
         return _resumed(find_run(asked), _evaluated(files, top), top)
     # An evaluation names its model or uses an endpoint; it never uses the embedded policy.
@@ -130,18 +131,27 @@ def _preset(asked: Mapping[str, object], named: set[str]) -> list[Layer]:
     model = asked["model"]
     if not isinstance(model, dict) or model.get("path") is not None:
         return []
-    return _fitting([layer for layer in overlay_chain(PRESET) if layer.origin not in named], asked["env"])
+    return _fitting([layer for layer in overlay_chain(PRESET) if layer.origin not in named], asked)
 
 
-def _fitting(layers: list[Layer], env: object) -> list[Layer]:
-    """The layers; if ``env`` is not SimpleTIR, without the tiny preset's settings for SimpleTIR's environment."""
-    preset = set() if env == SIMPLETIR else {layer.origin for layer in overlay_chain(PRESET)}
+def _fitting(layers: list[Layer], asked: Mapping[str, object]) -> list[Layer]:
+    """The layers, where the tiny preset has no settings for SimpleTIR's environment if another one is asked for.
+
+    Nor does it replace demonstrations by direct answers unless they are generated: a user's own stay as they are.
+    """
+    preset = {layer.origin for layer in overlay_chain(PRESET)}
     return [
-        replace(layer, values={key: value for key, value in layer.values.items() if key != "environment"})
-        if layer.origin in preset
-        else layer
-        for layer in layers
+        replace(layer, values=_suitable(layer.values, asked)) if layer.origin in preset else layer for layer in layers
     ]
+
+
+def _suitable(values: Mapping[str, object], asked: Mapping[str, object]) -> dict[str, object]:
+    kept = {key: value for key, value in values.items() if key != "environment" or asked["env"] == SIMPLETIR}
+    shown, own = asked["coldstart"], kept.get("coldstart")
+    named = shown.get("demonstrations") if isinstance(shown, dict) else None
+    if isinstance(own, dict) and isinstance(named, str) and not named.startswith((BUILTIN, FORMULA)):
+        kept["coldstart"] = {key: value for key, value in own.items() if key not in _DIRECT}
+    return kept
 
 
 def _basics(layers: Sequence[Layer], top: Sequence[Override]) -> dict[str, object]:

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 BUILTIN = "builtin:"
+FORMULA = "formula:"
 REASONING_GYM = "reasoning_gym:"
 DEFAULT_SPLIT = "train"
 

@@ -263,7 +263,8 @@ class ColdstartSettings(_Settings):
     """copies of each formula problem, each with other numbers"""
     direct_share: float = Field(0.0, ge=0, le=1)
     """share of the demonstrations that state the answer at once: in a box, or, where the environment is a class, by
-    their last turn. A policy that imitates them guesses, and reinforcement learning finds that the tool pays"""
+    their last turn. A policy that imitates them guesses, and reinforcement learning finds that the tool pays. The tiny
+    preset sets it for generated demonstrations only"""
     direct_steps: int | None = Field(None, ge=1)
     """number of final steps that show direct answers; null: all steps"""
     steps: int = Field(200, ge=1)

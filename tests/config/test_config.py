@@ -122,6 +122,17 @@ def test_the_tiny_preset_speaks_of_simpletir_alone() -> None:
     assert (torl.protocol, torl.max_turns, torl.shown_instruction) == ("torl", 4, "Solve with Python.")
 
 
+def test_the_tiny_preset_replaces_no_demonstration_of_the_user() -> None:
+    def direct(given: str | None, *overrides: str) -> tuple[float, int | None]:
+        cold = load_settings(config_file=given, overrides=overrides).coldstart
+        return cold.direct_share, cold.direct_steps
+
+    for given in (None, "tiny"):
+        assert direct(given) == direct(given, "coldstart.demonstrations=formula:mine.jsonl") == (0.5, 50)
+        assert direct(given, "coldstart.demonstrations=mine.jsonl") == (0.0, None)
+        assert direct(given, "coldstart.demonstrations=mine.jsonl", "coldstart.direct_share=0.3") == (0.3, None)
+
+
 def test_variables_are_replaced_and_a_missing_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings(config_file="word_problems")
     assert settings.data.train[0].path == f"{tmp_path}/data/mawps.jsonl"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from envs_chat import CHAT
 
+from agentrl_envs.adapters import blocking
 from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory, ClassEpisode
 from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.chat.chat_format import plain_format
@@ -116,6 +118,21 @@ class Odd(Guess):
         return 3
 
 
+class Stuck(Shop):
+    """A tool that never returns, until the test lets it go."""
+
+    let_go = threading.Event()
+    closed = threading.Event()
+
+    def wait(self) -> str:
+        """Waits."""
+        self.let_go.wait()
+        return "late"
+
+    def close(self) -> None:
+        self.closed.set()
+
+
 @asynccontextmanager
 async def playing(name: str, *, plain: bool = False, **options: Any) -> AsyncIterator[tuple[ClassEpisode, str]]:
     ENVIRONMENTS.check(name)
@@ -161,6 +178,33 @@ async def test_a_bug_of_a_tool_names_it() -> None:
     async with playing(f"{HERE}:Shop") as (episode, _):
         with pytest.raises(ToolError, match=r"the tool 'bug' raised AttributeError: oops"):
             await episode.step(call("bug"))
+
+
+@pytest.mark.parametrize("then", [call("wait"), "I give up."])
+async def test_a_tool_that_never_returns_ends_its_trajectory_by_name(
+    then: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(blocking, "STUCK_SECONDS", 0.05)
+    monkeypatch.setattr(Stuck, "let_go", threading.Event())
+    monkeypatch.setattr(Stuck, "closed", threading.Event())
+    async with playing(f"{HERE}:Stuck", execution_timeout=0.5) as (episode, _):
+        step = await episode.step(call("wait"))
+        assert ("TimeoutError" in step.observation, step.ended) == (True, None)
+        last = await episode.step(then)
+        assert last.ended is Ended.INFRASTRUCTURE_FAILURE
+    (record,) = caplog.records
+    assert "problem toy: the tool 'wait' still blocks its instance" in record.getMessage()
+    assert not Stuck.closed.is_set()
+    Stuck.let_go.set()
+    assert Stuck.closed.wait(60.0)  # the instance is closed when the call has ended after all
+
+
+async def test_a_tool_that_is_only_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stuck, "let_go", threading.Event())
+    async with playing(f"{HERE}:Stuck", execution_timeout=0.5) as (episode, _):
+        assert "TimeoutError" in (await episode.step(call("wait"))).observation
+        Stuck.let_go.set()
+        assert (await episode.step("I give up.")).ended is Ended.ANSWERED
 
 
 async def test_free_text_goes_to_step() -> None:

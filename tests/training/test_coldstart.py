@@ -122,6 +122,26 @@ def test_generated_demonstrations_do_not_show_the_tools_of_a_class(
     check_template(load_settings(), "{{ messages }}")
 
 
+def test_a_demonstration_calls_only_the_tools_of_its_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    tool = "    def look(self) -> str:\n        'Look around.'\n        return 'a box'\n"
+    Path("called.py").write_text("class Keeper:\n    def reset(self): ...\n\n" + tool)
+
+    def call(name: str) -> str:
+        return f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
+
+    settings = load_settings("called:Keeper", overrides=["coldstart.demonstrations=shown.jsonl"])
+    good = {"id": "one", "problem": "?", "turns": [{"model": call("look")}, {"model": "5"}]}
+    Path("shown.jsonl").write_text(json.dumps(good))
+    assert len(read_cold_demonstrations(settings).demonstrations) == 1
+    bad = {"problem": "?", "turns": [{"model": call("look")}, {"model": call("lok")}, {"model": "5"}]}
+    Path("shown.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(bad))
+    message = r"shown\.jsonl:2: turn 2 calls 'lok', which is no tool of env=called:Keeper; did you mean 'look'\?"
+    with pytest.raises(SettingsError, match=message):
+        read_cold_demonstrations(settings)
+
+
 def test_the_cache_knows_the_class_and_its_columns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)

@@ -43,6 +43,8 @@ class Demonstration:
 
     problem: Problem
     turns: tuple[ShownTurn, ...]
+    place: str = ""
+    """File and line, where it was read from one."""
 
     @property
     def is_played(self) -> bool:
@@ -105,4 +107,5 @@ def _from_row(row: dict[str, Any], place: str, source: str) -> Demonstration:
     return Demonstration(
         problem=problem,
         turns=tuple(ShownTurn(model=turn["model"], observation=turn.get("observation", "")) for turn in turns),
+        place=place,
     )

@@ -10,10 +10,8 @@ from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
 from agentrl.problems.demonstrations.demonstration import Demonstration, read_demonstrations
 from agentrl.problems.demonstrations.word_problems import formula_demonstrations
 from agentrl.problems.problem_errors import ProblemFileError
-from agentrl.problems.settings import BUILTIN
+from agentrl.problems.settings import BUILTIN, FORMULA
 from agentrl.problems.sources import check_builtin, expand
-
-FORMULA = "formula:"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

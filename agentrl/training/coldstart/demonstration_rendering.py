@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError
 from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn
+from agentrl.problems.settings import BUILTIN, FORMULA
 from agentrl.rollout.environment import class_factory
 from agentrl.rollout.gateway.settings import is_agent
+from agentrl.training.coldstart.playing import check_calls
 from agentrl_envs.protocols.base import Protocol
 from agentrl_envs.protocols.factory import make_protocol
 from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
@@ -20,7 +22,6 @@ from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
 if TYPE_CHECKING:
     from agentrl.config import Settings
 
-_GENERATED = ("builtin:", "formula:")
 _SIMPLETIR = SimpleTIRProtocol(instruction="", observation_limit=1 << 20)
 _BEFORE_OUTPUT, _AFTER_OUTPUT = _SIMPLETIR.observation("", ["\0"]).split("\0")
 _PROGRAMS = {"retool": "<code>\n```python\n{}\n```\n</code>", "torl": "```python\n{}\n```\n```output"}
@@ -30,10 +31,12 @@ _ANSWERS = {"retool": "<answer>\n\\boxed{{{}}}\n</answer>", "torl": "\\boxed{{{}
 def in_protocol(demonstrations: Sequence[Demonstration], settings: Settings) -> tuple[Demonstration, ...]:
     """The demonstrations of ``settings`` as their environment's protocol writes them.
 
-    Raises SettingsError where a user's class would get demonstrations that were generated for other tools.
+    Raises SettingsError where a user's class would get demonstrations that were generated for other tools, and where
+    the user's own call a tool that it does not have.
     """
     environment = settings.environment
-    if not (settings.coldstart.demonstrations or "").startswith(_GENERATED):
+    if not (settings.coldstart.demonstrations or "").startswith((BUILTIN, FORMULA)):
+        check_calls(demonstrations, settings)
         return tuple(demonstrations)
     if isinstance(environment, ReasoningSettings) or is_agent(settings.env):
         return tuple(_answered(item) for item in demonstrations)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, cast
 from agentrl.errors import SettingsError
 from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn
 from agentrl.rollout.environment import class_factory
+from agentrl_envs.chat.chat_format import plain_format
 from agentrl_envs.episode import Environment
+from agentrl_envs.registry import did_you_mean
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -49,6 +52,24 @@ def check_template(settings: Settings, template: object) -> None:
             f"coldstart.demonstrations={settings.coldstart.demonstrations} are plain text, but env={settings.env} "
             f"speaks the chat template of model.path={settings.model.path}: set coldstart.demonstrations=null"
         )
+
+
+def check_calls(demonstrations: Sequence[Demonstration], settings: Settings) -> None:
+    """Raise SettingsError where a demonstration calls a tool that the user's class does not have."""
+    factory = class_factory(settings.env)
+    if factory is None:
+        return
+    known = [schema.name for schema in factory.tools.schemas]
+    find = plain_format([]).calls.find
+    for item in demonstrations:
+        for number, turn in enumerate(item.turns, start=1):
+            unknown = [call.name for call in find(turn.model) if not call.error and call.name not in known]
+            if unknown:
+                hint = did_you_mean(unknown[0], known) or f"; its tools: {', '.join(known) or 'none'}"
+                raise SettingsError(
+                    f"{item.place or item.problem.id}: turn {number} calls {unknown[0]!r}, which is no tool of "
+                    f"env={settings.env}{hint}"
+                )
 
 
 def environment_key(settings: Settings) -> dict[str, str]:

@@ -16,6 +16,7 @@ from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import usable_cores
 from agentrl.training.coldstart.train import cached_policy, cold_start, read_cold_demonstrations
 from agentrl.training.engine.determinism import set_determinism
+from agentrl.training.settings import ColdstartSettings
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -32,6 +33,8 @@ def starting_policy(settings: Settings, console: Console, *, say_found: bool = T
             console.note(f"policy: {path} (cold start of an earlier run)")
         return str(path)
     console.note(f"cold start: {settings.coldstart.steps} steps on {loaded.description}")
+    if settings.coldstart.direct_share:
+        console.note(_direct_answers(settings.coldstart))
     make_policy(settings, path, console)
     return str(path)
 
@@ -49,6 +52,11 @@ def make_policy(settings: Settings, output: Path, console: Console) -> None:
         asyncio.run(cold_start(settings, output, report))
     perplexity = math.exp(min(sum(losses[-10:]) / len(losses[-10:]), 50.0))
     console.note(f"policy: {output}, made in {time.monotonic() - began:.0f} s, last perplexity {perplexity:.3f}")
+
+
+def _direct_answers(cold: ColdstartSettings) -> str:
+    last = "all steps" if cold.direct_steps is None else f"the last {cold.direct_steps} steps"
+    return f"cold start: in {last}, {cold.direct_share:.0%} of the demonstrations show only their answer (direct_share)"
 
 
 def coldstart_command(settings: Settings, output: Path) -> None:

@@ -8,9 +8,14 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+from agentrl_envs.episode import UnavailableError
 
 Result = TypeVar("Result")
+
+STUCK_SECONDS = 30.0
+"""How long an object's thread may stay in a call whose deadline has passed before its trajectory is given up."""
 
 
 class BlockingCalls:
@@ -25,20 +30,20 @@ class BlockingCalls:
         self._name = name
         self._numbers = itertools.count()
 
-    async def run(self, call: Callable[[], Result], *, deadline: float | None = None) -> Result:
+    async def run(self, call: Callable[[], Result], *, deadline: float | None = None, what: str = "") -> Result:
         """Return or raise what ``call`` does. TimeoutError after ``deadline`` seconds, waiting for a slot included."""
         async with asyncio.timeout(deadline):
             await self._places.acquire()
-            return await self._started(call)
+            return await self._started(call, what or self._name)
 
-    def _started(self, call: Callable[[], Result]) -> asyncio.Future[Result]:
+    def _started(self, call: Callable[[], Result], what: str) -> asyncio.Future[Result]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
         # Not a pool of the standard library: Python waits for those threads before it ends.
         threading.Thread(
             target=_settled,
             args=(call, future, loop, self._places.release),
-            name=f"{self._name}-{next(self._numbers)}",
+            name=f"{what}-{next(self._numbers)}",
             daemon=True,
         ).start()
         return future
@@ -55,20 +60,49 @@ class OwnThread:
         self._name = name
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._started = False
+        self._current: tuple[str, asyncio.Future[Any]] | None = None  # the call that runs
 
-    async def run(self, call: Callable[[], Result], *, deadline: float | None = None) -> Result:
-        """What ``call`` returns or raises. TimeoutError after ``deadline`` seconds, those of waiting included."""
+    @property
+    def overdue(self) -> str:
+        """The name of the call that still runs though nobody waits for it any more; empty if there is none."""
+        current = self._current
+        return current[0] if current is not None and current[1].cancelled() else ""
+
+    async def run(self, call: Callable[[], Result], *, deadline: float | None = None, what: str = "") -> Result:
+        """What ``call`` returns or raises. TimeoutError after ``deadline`` seconds, those of waiting included.
+
+        ``what``: the call's name for messages.
+        """
         if not self._started:
             self._started = True
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
-        self._calls.put(lambda: _settled(call, future, loop))
+
+        def work() -> None:
+            self._current = (what or self._name, future)
+            _settled(call, future, loop)
+            self._current = None
+
+        self._calls.put(work)
         async with asyncio.timeout(deadline):
             return await future
 
-    def close(self) -> None:
-        """End the thread after the calls that were given before."""
+    async def recover(self) -> None:
+        """Wait for a call that is overdue. Raises `UnavailableError`, which names it, after ``STUCK_SECONDS``."""
+        late = self.overdue
+        if not late:
+            return
+        try:
+            await self.run(lambda: None, deadline=STUCK_SECONDS)
+        except TimeoutError:
+            message = f"{late} still blocks its instance {STUCK_SECONDS:g} s after its time was up"
+            raise UnavailableError(message, seconds=STUCK_SECONDS) from None
+
+    def close(self, last: Callable[[], object] | None = None) -> None:
+        """End the thread after the calls that were given before, and ``last``, whose errors nobody hears of."""
+        if last is not None:
+            self._calls.put(lambda: _unheard(last))
         self._calls.put(None)
 
     def _work(self) -> None:
@@ -79,7 +113,12 @@ class OwnThread:
 class RunsBlocking(Protocol):
     """Where blocking calls run: `BlockingCalls` or `OwnThread`."""
 
-    async def run(self, call: Callable[[], Result], *, deadline: float | None = None) -> Result: ...
+    async def run(self, call: Callable[[], Result], *, deadline: float | None = None, what: str = "") -> Result: ...
+
+
+def _unheard(call: Callable[[], object]) -> None:
+    with contextlib.suppress(Exception):
+        call()
 
 
 def _settled(

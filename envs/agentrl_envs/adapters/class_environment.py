@@ -293,7 +293,8 @@ class ClassEpisode:
         try:
             if inspect.iscoroutinefunction(function):
                 return await cast("Callable[..., asyncio.Future[object]]", function)(*given, **named)
-            return await thread.run(partial(function, *given, **named))
+            await thread.recover()
+            return await thread.run(partial(function, *given, **named), what=self._say(method))
         except UnavailableError:
             raise
         except (Exception, SystemExit) as error:

@@ -66,6 +66,8 @@ class EpisodeTools:
         entry = self._tools.entry(name)
         assert entry is not None  # the protocol has checked it
         function, threads = await self._bound(entry)
+        if isinstance(threads, OwnThread):
+            await threads.recover()  # what an earlier call still takes is not this call's time
         given = {one: self._given[one] for one in entry.given}
         began = time.monotonic()
         outcome = "ok"
@@ -106,6 +108,9 @@ class EpisodeTools:
         instances, self._instances = self._instances, {}
         for instance, thread in instances.values():
             close = getattr(instance, "close", None)
+            if close is not None and thread.overdue and not inspect.iscoroutinefunction(close):
+                thread.close(close)  # it is not waited for: the call before it may never end
+                continue
             try:
                 if close is not None:
                     done = close() if inspect.iscoroutinefunction(close) else thread.run(close, deadline=self._timeout)
