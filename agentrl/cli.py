@@ -71,6 +71,30 @@ def train(
 
 
 @app.command()
+def plan(
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None, _option("MODEL", "directory, config.json or Hugging Face id; no weights are read")
+    ] = None,
+    config: Config = None,
+    gpus: Annotated[int | None, _option("N", "GPUs for training and servers; default: those of this machine")] = None,
+    memory: Annotated[float | None, _option("GB", "memory of one GPU; default: that of this machine's")] = None,
+    context: Annotated[int | None, _option("TOKENS", "longest prompt and response together; default: as set")] = None,
+    lora: Annotated[bool, typer.Option("--lora", help="plan for adapters, instead of all weights")] = False,
+    write: Annotated[Path | None, _option("FILE", "write the overlay there, for agentrl train --config FILE")] = None,
+) -> None:
+    """Estimate the memory of a model on GPUs, and print the cheapest settings that fit as a YAML overlay."""
+    settings = _load("plan", overrides, config=config, options={"model.path": model})
+    from agentrl.planning.command import PlanRequest, plan_command
+    from agentrl.training.step.objective_settings import ObjectiveSettings, needs
+
+    request = PlanRequest(gpus=gpus, memory=memory, context=context, lora=lora, base=config, write=write)
+    critic = "values" in needs(ObjectiveSettings.of(settings)).inputs
+    for line in plan_command(settings, request, critic=critic):
+        typer.echo(line)
+
+
+@app.command()
 def coldstart(
     output: Annotated[Path, _option("DIR", "directory for the model (Hugging Face format)")],
     overrides: Overrides = None,

@@ -326,8 +326,8 @@ class Row:
 class Batch:
     """Trajectories as padded tensors. ``B`` rows, ``S`` tokens of prompt and response, ``T`` response positions.
 
-    Rows are left aligned (prompt, response, padding), so a causal model needs no attention mask. ``loss_mask`` is the
-    response mask without the rows that the filters reject.
+    Rows are left aligned (prompt, response, padding); models read them packed, without the padding. ``loss_mask`` is
+    the response mask without the rows that the filters reject.
     """
 
     input_ids: Tensor  # [B, S] int64

@@ -156,7 +156,6 @@ def settings_of(task: Task, runs: str) -> Settings:
             f"training.threads={task.threads}",
             f"checkpoint.every={task.steps + 1}",
             f"training.micro_batch_tokens={_micro_batch_tokens(task)}",
-            "training.share_prompts=true",
             "telemetry.plots=false",
             *task.overrides,
         ],

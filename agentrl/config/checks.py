@@ -10,6 +10,7 @@ from typing import Literal
 
 from agentrl.config.settings import Settings
 from agentrl.errors import SettingsError
+from agentrl.models.settings import LoRASettings
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl_envs.settings import ChatSettings, SimpleTIRSettings, ToolChatSettings
@@ -17,19 +18,20 @@ from agentrl_envs.settings import ChatSettings, SimpleTIRSettings, ToolChatSetti
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-Command = Literal["train", "coldstart", "eval", "variance", "check-data", "regrade"]
+Command = Literal["train", "coldstart", "eval", "variance", "check-data", "regrade", "plan"]
 
 
 def check_settings(settings: Settings, command: Command = "train") -> None:
     """Raise a SettingsError that lists, one per line, every contradiction and every setting that ``command`` lacks."""
-    if command in ("check-data", "regrade"):
-        return  # no model, no rollouts
+    if command in ("check-data", "regrade", "plan"):
+        return  # no model, no rollouts, or both are still open
     found = [*_missing(settings, command)]
     if command != "eval":  # an evaluation does not train, and it checks its prompts and its model before it samples
         found += [*_length_contradictions(settings), *_objective_contradictions(settings)]
     if command == "train":
         found += _schedule_contradictions(settings)
     found += [*_model_problems(settings), *_server_problems(settings, command), *_protocol_problems(settings, command)]
+    found += _adapter_problems(settings, command)
     found += _session_problems(settings)
     found += _agent_problems(settings, command)
     if found:
@@ -116,12 +118,11 @@ def _missing(settings: Settings, command: Command) -> Iterator[str]:
 
 def _model_problems(settings: Settings) -> Iterator[str]:
     model = settings.model
-    if settings.training.share_prompts and (model.gradient_checkpointing or model.attention != "sdpa"):
-        yield (
-            "training.share_prompts=true reads prompts from a cache, which requires model.attention=sdpa and "
-            "model.gradient_checkpointing=false; they are "
-            f"{model.attention} and {json.dumps(model.gradient_checkpointing)}"
-        )
+    training, bfloat16 = settings.training, model.dtype == "bfloat16"
+    if training.offload == "all" and training.zero_stage < 3:
+        yield f"training.offload=all needs training.zero_stage=3; it is {training.zero_stage}"
+    if training.offload == "optimizer" and training.zero_stage == 0 and not bfloat16:
+        yield "training.offload=optimizer needs training.zero_stage=1, 2 or 3; it is 0"
     if model.path is None:
         return
     folder, given = Path(model.path), f"model.path={model.path!r}"
@@ -137,6 +138,31 @@ def _model_problems(settings: Settings) -> Iterator[str]:
         yield f"{given} is a file; valid: a model directory or a Hugging Face id such as Qwen/Qwen2.5-7B"
     elif model.path.startswith(("/", ".", "~")) or model.path.count("/") != 1:
         yield f"{given}: there is no such directory, and it is not a Hugging Face id (OWNER/NAME)"
+
+
+def _adapter_problems(settings: Settings, command: Command) -> Iterator[str]:
+    """Adapters that are off, with settings for them, and commands and engines that have none."""
+    lora, off = settings.model.lora, LoRASettings()
+    if lora.rank == 0:
+        for name in ("alpha", "targets", "learning_rate_factor"):
+            if getattr(lora, name) != getattr(off, name):
+                yield (
+                    f"{_given(settings, f'model.lora.{name}')} with model.lora.rank=0, which trains all weights and no "
+                    "adapter; valid ranks for adapters: 1 to 512"
+                )
+    elif command == "variance":
+        yield (
+            f"{_given(settings, 'model.lora.rank')}: agentrl variance measures the gradient of all weights; set "
+            "model.lora.rank=0"
+        )
+    vllm = settings.rollout.vllm
+    if lora.rank == 0 and vllm.lora != type(vllm).model_fields["lora"].default:
+        yield f"{_given(settings, 'rollout.vllm.lora')} with model.lora.rank=0: there is no adapter"
+    if lora.rank and settings.rollout.engine == "vllm" and vllm.lora == "adapter" and vllm.transfer in ("nccl", "ipc"):
+        yield (
+            f"{_given(settings, 'rollout.vllm.transfer')} with rollout.vllm.lora=adapter: servers load adapters from "
+            "files; valid: auto, file, or rollout.vllm.lora=merged"
+        )
 
 
 def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:

@@ -13,8 +13,9 @@ _MAY_CHANGE = """
     grader.workers grader.start_deadline grader.cache_size
     rollout.engine rollout.concurrency rollout.kv_high_watermark rollout.environment_deadline rollout.step_deadline
     rollout.retries rollout.max_batch_tokens rollout.kv_cache_tokens rollout.vllm. reward.deadline
-    training.steps training.micro_batch_tokens training.head_backend training.share_prompts training.threads
+    training.steps training.micro_batch_tokens training.head_backend training.threads
     training.worker_timeout training.collective_deadline
+    training.num_processes training.zero_stage training.persistence_threshold training.offload
     checkpoint. evaluation. telemetry.
 """
 RESUME_MAY_CHANGE = tuple(_MAY_CHANGE.split())

@@ -16,6 +16,7 @@ from agentrl.lab.plots import draw_all
 from agentrl.lab.sample import look_at, usable
 from agentrl.lab.settings import LabSettings
 from agentrl.lab.summary import Line, as_records, energy_correlations, summarise, verdicts
+from agentrl.models.attention import choose_attention
 from agentrl.models.loading import read_model
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
@@ -104,7 +105,8 @@ def variance_command(
     causal_lm = read_model(model, settings.model).eval()
     played, greedy = asyncio.run(_play(settings, causal_lm, environment, codec, lab, problems))
     groups = _measurable(played, lab, console)
-    policy = PolicyModel(causal_lm, backend=head_backend)
+    attention = choose_attention(settings.model.attention, causal_lm.config, dtype=settings.model.dtype)
+    policy = PolicyModel(causal_lm, backend=head_backend, attention=attention)
     temperature = settings.rollout.temperature
     samples = [
         look_at(policy, group, pad_id=codec.pad_id, temperature=temperature, budget=lab.micro_batch_tokens,

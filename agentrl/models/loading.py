@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from agentrl.errors import SettingsError
+from agentrl.models.attention import register_attention
 from agentrl.models.dropout import switch_off_dropout
 from agentrl.models.settings import ModelSettings
 from agentrl.models.tiny import tiny_config
@@ -31,15 +31,12 @@ tags: [agentrl, reinforcement-learning, tool-use]
 
 
 def read_model(path: str | Path, settings: ModelSettings) -> Any:
-    """The causal language model in a directory or of a Hugging Face id, in the dtype that is set, without dropout.
-
-    Raises SettingsError where the attention that is set would compute another model.
-    """
+    """The causal language model in a directory or of a Hugging Face id, in the dtype that is set, without dropout."""
     from transformers import AutoModelForCausalLM
 
     _show_no_progress_bars()
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=_DTYPES[settings.dtype], attn_implementation=settings.attention
+        path, dtype=_DTYPES[settings.dtype], attn_implementation=register_attention()
     )
     return finish_model(model, settings)
 
@@ -50,13 +47,12 @@ def empty_model(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
 
     config = AutoConfig.from_pretrained(path)
     return AutoModelForCausalLM.from_config(
-        config, dtype=_DTYPES[settings.dtype], attn_implementation=settings.attention
+        config, dtype=_DTYPES[settings.dtype], attn_implementation=register_attention()
     )
 
 
 def finish_model(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
     """Prepare a model for training and sampling; every new model passes here. Returns it."""
-    check_attention_cap(model.config)
     switch_off_dropout(model)
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -73,17 +69,6 @@ def read_config(settings: ModelSettings) -> PreTrainedConfig | None:
         return AutoConfig.from_pretrained(settings.path)
     except OSError:
         return None
-
-
-def check_attention_cap(config: PreTrainedConfig) -> None:
-    """Raise SettingsError for capped attention scores under `sdpa`, which silently leaves the cap out."""
-    # Not every architecture's configuration has it.
-    cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    if cap is not None and config._attn_implementation == "sdpa":
-        raise SettingsError(
-            f"model.attention=sdpa cannot cap attention scores (attn_logit_softcapping={cap}) as {config.model_type} "
-            "does: training would use a different policy; choose eager or flash_attention_2"
-        )
 
 
 def attends_to_everything(config: PreTrainedConfig) -> bool:

@@ -9,22 +9,27 @@ from torch import Tensor, nn
 
 from agentrl.errors import SettingsError
 from agentrl.kernels import Backend, TokenStatistics, trajectory_energies, triton_obstacle
+from agentrl.kernels.attention import AttentionBackend, pack_row
 from agentrl.models.anatomy import take_apart
+from agentrl.models.attention import use_packed_attention
 from agentrl.models.head import FusedHead, ReferenceHead
-from agentrl.models.loading import attends_to_everything
-from agentrl.models.shared_prompts import response_hidden
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 class PolicyModel(nn.Module):
-    """A causal language model of `transformers` whose head is a :class:`FusedHead`."""
+    """A causal language model of `transformers` whose head is a :class:`FusedHead`.
 
-    def __init__(self, causal_lm: PreTrainedModel, *, backend: Backend = "auto", share_prompts: bool = False) -> None:
-        """``share_prompts`` computes equal prompts of a batch once; see :func:`.shared_prompts.response_hidden`.
+    It reads a batch as one row without padding, in which equal prompts stand once.
+    """
 
-        Raises SettingsError for a model that cannot do that, run ``backend`` or pass :func:`.anatomy.take_apart`.
+    def __init__(
+        self, causal_lm: PreTrainedModel, *, backend: Backend = "auto", attention: AttentionBackend = "sdpa"
+    ) -> None:
+        """``backend`` is that of the head.
+
+        Raises SettingsError for a model that cannot run it, read packed rows or pass :func:`.anatomy.take_apart`.
         """
         super().__init__()
         if backend == "triton":
@@ -32,16 +37,12 @@ class PolicyModel(nn.Module):
         parts = take_apart(causal_lm)
         if backend == "triton" and parts.logit_map.cap is not None:
             _check_triton(f"knows no capped logits, as {type(causal_lm).__name__} has them")
-        if share_prompts and not attends_to_everything(causal_lm.config):
-            raise SettingsError(
-                "training.share_prompts needs a model whose layers all attend to the whole context; "
-                "set training.share_prompts=false"
-            )
+        use_packed_attention(causal_lm)
         if not isinstance(parts.head, FusedHead):
             head = FusedHead.from_linear(parts.head, backend=backend, logit_map=parts.logit_map)
             causal_lm.set_output_embeddings(head)
         self.causal_lm = causal_lm
-        self._share_prompts = share_prompts
+        self.attention: AttentionBackend = attention
 
     @property
     def head(self) -> FusedHead:
@@ -70,12 +71,15 @@ class PolicyModel(nn.Module):
         ``reference``, of the same tokens, the statistics hold the divergence from it.
         """
         rows, columns = response_mask.nonzero(as_tuple=True)
-        # The statistics of the token at position t come from the hidden state at t - 1.
-        if self._share_prompts:
-            selected = response_hidden(self.backbone, input_ids, prompt_lengths, response_ids)[rows, columns]
-        else:
-            hidden = self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, S, D]
-            selected = hidden[rows, prompt_lengths[rows] + columns - 1]  # [N, D]
+        # What the last model token is followed by, and that token itself, predict nothing that is asked for.
+        steps = torch.arange(response_mask.shape[1], device=response_mask.device)
+        read = prompt_lengths + torch.where(response_mask, steps, 0).amax(-1)  # [B]
+        row = pack_row(input_ids, prompt_lengths.tolist(), read.tolist(), backend=self.attention)
+        layers = self.causal_lm.config.get_text_config().num_hidden_layers
+        # The statistics of the token at position t come from the state at t - 1.
+        selected = row.states(self.backbone, layers=layers)[
+            row.places[rows, prompt_lengths[rows] + columns - 1]
+        ]  # [N, D]
         statistics = self.head(selected, response_ids[rows, columns], temperature, reference)
         return statistics, selected.detach() if keep_hidden else None
 

@@ -26,6 +26,21 @@ class TinyModelSettings(BaseModel):
     """longest sequence, prompt and response together"""
 
 
+class LoRASettings(BaseModel):
+    """Low-rank adapters on a frozen model."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    rank: int = Field(0, ge=0, le=512)
+    """rank of the adapters that are trained in place of the model's own weights; 0: no adapters, all weights"""
+    alpha: int = Field(32, ge=1)
+    """an adapter's product is multiplied by alpha / rank"""
+    targets: list[str] = []
+    """ends of the names of the linear layers with an adapter, such as q_proj; empty: all but the head"""
+    learning_rate_factor: float = Field(10.0, gt=0)
+    """multiplies optimizer.learning_rate for the policy's adapters, which need about ten times that of all weights"""
+
+
 class ModelSettings(BaseModel):
     """The policy to train."""
 
@@ -37,6 +52,9 @@ class ModelSettings(BaseModel):
     """dtype of the weights in training and sampling"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, slower; enable where activations do not fit"""
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """attention implementation of transformers; eager for models that cap attention scores"""
+    attention: Literal["auto", "sdpa", "flex", "flash"] = "auto"
+    """how training computes attention over packed trajectories: sdpa on any machine; flex on GPUs; flash on GPUs with
+    the package flash-attn, in bfloat16; auto: flash if it can run, else flex on GPUs for models with sliding windows or
+    capped scores, else sdpa"""
+    lora: LoRASettings = LoRASettings()
     tiny: TinyModelSettings = TinyModelSettings()

@@ -47,6 +47,12 @@ class VLLMSettings(BaseModel):
         "auto",
         description="how weights are sent to servers; auto: ipc if colocated, nccl to other GPUs, file without GPUs",
     )
+    lora: Literal["adapter", "merged"] = Field(
+        "adapter",
+        description="what servers are sent of a policy with adapters (model.lora.rank): adapter: the adapters, as "
+        "files under a new name for each version; merged: the model with the adapters merged into it, rounded to its "
+        "dtype",
+    )
     seeded: bool = Field(True, description="give each request its own seed; makes sampling by vLLM slightly slower")
     probe_bound: float | None = Field(
         None,

@@ -210,15 +210,16 @@ class TrainingSettings(_Settings):
     zero_stage: int = Field(2, ge=0, le=3)
     """DeepSpeed ZeRO stage, which sets what is sharded over the ranks: 0 nothing, 1 optimizer state, 2 also gradients,
     3 also weights. In bfloat16, stages 0 and 1 run as 2, which accumulates gradients in float32"""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """what stays in host memory and visits the GPU only in use. optimizer: its state, which is also updated there
+    (zero_stage 1 to 3); all: the weights too (zero_stage=3). Slower; without a GPU the memory is the same"""
     persistence_threshold: int = Field(100_000, ge=0)
     """at zero_stage=3, parameters with at most this many elements stay whole on every rank"""
     micro_batch_tokens: int = Field(16384, ge=64)
-    """tokens of one micro-batch: prompts, responses and padding. Lower it when training runs out of memory"""
+    """tokens of one micro-batch, in which the prompt of a group counts once; there is no padding. Lower it when
+    training runs out of memory"""
     head_backend: Literal["auto", "reference", "chunked", "triton"] = "auto"
     """how token statistics are computed; chunked and triton (GPUs) never hold all logits in memory"""
-    share_prompts: bool = False
-    """compute equal prompts of a micro-batch only once. Worthwhile for prompts that are long relative to their
-    responses and groups that fit one micro-batch; needs model.attention=sdpa without gradient checkpointing"""
     num_processes: int = Field(1, ge=1)
     """number of training ranks on this machine"""
     threads: int = Field(0, ge=0)
@@ -232,6 +233,10 @@ class TrainingSettings(_Settings):
     """seconds a rank waits for another one in a collective. Ranks never wait there for rollouts, but while another rank
     loads kernels, trains longer micro-batches or writes its part of a large checkpoint"""
 
+    def stage_that_runs(self, *, bfloat16: bool) -> int:
+        """DeepSpeed's stage: below 2, bfloat16 would accumulate in bfloat16 (0) or stay on its GPU (1)."""
+        return max(self.zero_stage, 2) if bfloat16 else self.zero_stage
+
 
 class CheckpointSettings(_Settings):
     """When state is saved and how much is kept."""
@@ -240,6 +245,9 @@ class CheckpointSettings(_Settings):
     """steps between checkpoints; the last step is always saved"""
     keep: int = Field(2, ge=1)
     """number of checkpoints to keep; older ones are deleted"""
+    asynchronous: bool = False
+    """write checkpoints beside training: a step waits only for a copy of the state in the machine's memory, 12 bytes a
+    trained parameter over all ranks. A checkpoint counts at the end of the step in which its files are written"""
     best: bool = True
     """export the policy with the best score on held-out problems to checkpoints/best"""
 

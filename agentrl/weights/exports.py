@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from safetensors import safe_open
@@ -56,13 +56,18 @@ def write_untied_copy(model: Path, target: Path) -> Path:
 
 def write_export(folder: Path, tensors: Iterable[tuple[str, Tensor]], version: int) -> Path:
     """Write one version's weights to a directory of its own. The one before is kept: an engine may be reading it."""
+    return write_version(folder, version, lambda partial: write_shards(partial, untied(tensors)))
+
+
+def write_version(folder: Path, version: int, write: Callable[[Path], None], *, kept: int = 1) -> Path:
+    """Have ``write`` fill a directory for ``version``. ``kept`` older ones stay: engines may be reading them."""
     target = folder / f"version-{version:09d}"
     partial = folder / f"{target.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    write_shards(partial, untied(tensors))
+    write(partial)
     shutil.rmtree(target, ignore_errors=True)
     os.replace(partial, target)
-    for old in sorted(item for item in folder.glob("version-*") if item.name < target.name)[:-1]:
+    for old in sorted(item for item in folder.glob("version-*") if item.name < target.name)[:-kept]:
         shutil.rmtree(old, ignore_errors=True)
     return target
 

@@ -25,9 +25,15 @@ _SMALLEST_BUFFER = 4 * GROUP_ELEMENTS
 @dataclass(frozen=True, kw_only=True)
 class TransferTarget:
     """The destination of weights and the way there: a directory that the engine reads (``file``), or servers and
-    their GPU workers."""
+    their GPU workers.
+
+    ``form``: whether it takes all parameters, or of a policy with adapters the merged model or the adapters alone.
+    ``kept``: how many versions before the newest one keep their files.
+    """
 
     backend: Literal["file", "nccl", "ipc"]
+    form: Literal["full", "merged", "adapter"] = "full"
+    kept: int = 1
     addresses: tuple[str, ...] = ()
     world_sizes: tuple[int, ...] = ()
 

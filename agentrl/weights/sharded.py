@@ -33,7 +33,7 @@ def read_sharded(path: str | Path, settings: ModelSettings, config: dict[str, An
 def _fill(model: Any, whole: Any | None) -> None:
     """Fill ``model`` with the parameters and buffers of ``whole``, which only rank 0 has."""
     values = {} if whole is None else dict(whole.named_parameters())
-    for group in gathered_groups(model, group_elements=GROUP_ELEMENTS, modifier_rank=0):
+    for group in gathered_groups(list(model.named_parameters()), group_elements=GROUP_ELEMENTS, modifier_rank=0):
         for name, parameter in group:
             if whole is not None:
                 parameter.copy_(values[name])

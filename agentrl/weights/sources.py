@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -52,31 +52,38 @@ class ParameterSource:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         found: dict[str, Checksum] = {}
-        for name, tensor in full_parameters(self._module, group_elements=self._group_elements):
+        for name, tensor in self._values():
             if self._summed:
                 found[name] = checksum(tensor)
             yield name, tensor
         self.checksums = with_head(found)
 
+    def _values(self) -> Iterator[tuple[str, Tensor]]:
+        return full_parameters(self._module, group_elements=self._group_elements)
 
-def full_parameters(module: nn.Module, *, group_elements: int = GROUP_ELEMENTS) -> Iterator[tuple[str, Tensor]]:
+
+def full_parameters(
+    module: nn.Module, *, group_elements: int = GROUP_ELEMENTS, wanted: Callable[[str], bool] = bool
+) -> Iterator[tuple[str, Tensor]]:
     """Name and whole value of every parameter, in the same order on all ranks; tied parameters once.
+
+    ``wanted`` tells by name which ones; by default all.
 
     Collective under ZeRO-3, where every rank must run it to the end: parameters are gathered in groups of at most
     ``group_elements``. A value is valid until the next one is requested.
     """
-    parameters = list(module.named_parameters())
+    parameters = [(name, parameter) for name, parameter in module.named_parameters() if wanted(name)]
     if not any(hasattr(parameter, "ds_id") for _, parameter in parameters):
         yield from ((name, parameter.detach()) for name, parameter in parameters)
         return
-    for group in gathered_groups(module, group_elements=group_elements):
+    for group in gathered_groups(parameters, group_elements=group_elements):
         yield from ((name, parameter.detach()) for name, parameter in group)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the receiver of a value may still be copying it on another stream
 
 
 def gathered_groups(
-    module: nn.Module, *, group_elements: int, modifier_rank: int | None = None
+    parameters: list[tuple[str, nn.Parameter]], *, group_elements: int, modifier_rank: int | None = None
 ) -> Iterator[list[tuple[str, nn.Parameter]]]:
     """Groups of sharded parameters with their names, gathered until the next group. Collective.
 
@@ -84,7 +91,7 @@ def gathered_groups(
     """
     import deepspeed
 
-    for group in _grouped(list(module.named_parameters()), group_elements):
+    for group in _grouped(parameters, group_elements):
         with deepspeed.zero.GatheredParameters([parameter for _, parameter in group], modifier_rank=modifier_rank):
             yield group
 

@@ -189,7 +189,7 @@ def test_a_recipe_for_a_large_model_says_where_everything_runs(name: str) -> Non
         return
     assert (rollout.engine, rollout.vllm.placement) == ("vllm", "colocated")
     assert rollout.vllm.replicas * rollout.vllm.tensor_parallel_size == training.num_processes == 8
-    assert (settings.model.attention, settings.model.gradient_checkpointing) == ("flash_attention_2", True)
+    assert (settings.model.attention, settings.model.gradient_checkpointing) == ("auto", True)
     assert (training.zero_stage, settings.checkpoint.every) == (2, 20)
 
 
@@ -372,7 +372,6 @@ def test_diff_names_key_and_both_values() -> None:
 OPERATIONAL: dict[str, Any] = {
     "training.micro_batch_tokens": 512,
     "training.worker_timeout": 60.0,
-    "training.share_prompts": False,
     "model.gradient_checkpointing": True,
     "rollout.concurrency": 7,
     "rollout.vllm.placement": "external",
@@ -385,7 +384,7 @@ OPERATIONAL: dict[str, Any] = {
 def test_what_may_change_on_resume() -> None:
     assert all(map(may_change_on_resume, ["training.steps", "telemetry.plots", "checkpoint.keep", "evaluation.every"]))
     assert all(map(may_change_on_resume, OPERATIONAL))
-    assert not any(map(may_change_on_resume, ["training.zero_stage", "seed", "rollout.group_size", "optimizer.betas"]))
+    assert not any(map(may_change_on_resume, ["seed", "rollout.group_size", "optimizer.betas"]))
     assert not any(map(may_change_on_resume, ["sandbox.timeout", "rollout.max_turn_tokens", "model.dtype"]))
 
 

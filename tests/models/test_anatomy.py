@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kernels.cases import needs_triton
-from models.architectures import SHAPES, build_tiny, write_tiny
+from models.architectures import SHAPES, build_tiny
 from rollout.fakes import byte_codec, played
 
 from agentrl.algorithms import HeadVarianceAccumulator
 from agentrl.errors import SettingsError
 from agentrl.models.anatomy import LogitMap, take_apart
 from agentrl.models.head import ReferenceHead
-from agentrl.models.loading import read_model
 from agentrl.models.policy import PolicyModel
-from agentrl.models.settings import ModelSettings
 from agentrl.models.value import ValueModel
 from agentrl.rollout.engines.base import Sampling
 from agentrl.rollout.engines.transformers import TransformersEngine
@@ -69,7 +66,7 @@ def test_statistics_and_gradients_are_those_of_the_models_own_softmax(kind: str,
     weights = torch.arange(len(targets)) % 3 - 1.2
     wanted = gradients((own * weights + 0.3 * entropy).sum(), model)
 
-    policy = PolicyModel(model, backend=backend, share_prompts=kind != "opt")
+    policy = PolicyModel(model, backend=backend)
     statistics, _ = policy(*forward_inputs(), temperature=TEMPERATURE)
     torch.testing.assert_close(statistics.log_probs, own, rtol=0, atol=1e-5)
     torch.testing.assert_close(statistics.entropy, entropy, rtol=0, atol=1e-5)
@@ -161,7 +158,7 @@ async def test_what_the_engine_says_is_what_training_says(kind: str, attention: 
 def test_a_critic_stands_on_any_of_them(kind: str) -> None:
     data = batch()
     critic = ValueModel(build_tiny(kind))
-    values = critic(data.input_ids, data.prompt_lengths, data.response_ids.shape[1])
+    values = critic(data.input_ids, data.prompt_lengths, data.response_lengths)
     assert values.shape == (3, 6)
     values.sum().backward()
 
@@ -219,14 +216,6 @@ def test_what_else_a_model_does_is_refused_by_name(half: bool) -> None:
         take_apart(build_tiny("gpt2").transformer)
     with pytest.raises(SettingsError, match=r"multiplies its head's output by -0\.5"):
         take_apart(build_tiny("cohere", logit_scale=-0.5))
-
-
-def test_capped_attention_is_refused_where_it_would_be_left_out(tmp_path: Path) -> None:
-    write_tiny(tmp_path, "gemma2", attn_logit_softcapping=2.0)
-    with pytest.raises(SettingsError, match=r"attn_logit_softcapping=2\.0.*gemma2.*choose eager"):
-        read_model(tmp_path, ModelSettings(dtype="float32"))
-    eager = read_model(tmp_path, ModelSettings(dtype="float32", attention="eager"))
-    assert take_apart(eager).logit_map == LogitMap(cap=5.0)
 
 
 @needs_triton

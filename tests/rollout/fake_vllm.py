@@ -29,6 +29,7 @@ class FakeVLLM:
         self.version = "default"
         self.checksums: dict[str, tuple[int, int]] | None = None  # None: a server without our extension
         self.loaded: list[str] = []
+        self.adapters: dict[str, str] | None = None  # None: a server that takes none
         self.calls: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.broken = 0
@@ -134,9 +135,20 @@ class FakeVLLM:
                         "cache_config": {"enable_prefix_caching": self.caching},
                         "scheduler_config": {"enable_chunked_prefill": self.chunks},
                         "device_config": {"device": self.device},
+                        "lora_config": None if self.adapters is None else {"max_lora_rank": 8},
                         "parallel_config": {"worker_extension_cls": "" if self.checksums is None else WITNESS},
                     }
                 }
+            case "/v1/models":
+                return 200, {"data": [{"id": name} for name in ("policy", *(self.adapters or ()))]}
+            case "/v1/load_lora_adapter" if self.adapters is not None and body["lora_name"] not in self.adapters:
+                self.adapters[body["lora_name"]] = body["lora_path"]
+                return 200, b"Success"
+            case "/v1/unload_lora_adapter" if self.adapters is not None:
+                del self.adapters[body["lora_name"]]
+                return 200, b"Success"
+            case "/v1/load_lora_adapter":
+                return 404, {"detail": "Not Found"}
             case "/get_world_size":
                 return 200, {"world_size": 2}
             case "/pause" | "/sleep":

@@ -19,7 +19,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: tiny_model(heads=4, kv_heads=4),
     "grouped-query": lambda: tiny_model(heads=4, kv_heads=1),
     "qwen3": lambda: tiny_model(kind="qwen3"),
-    "eager": lambda: tiny_model(attention="eager"),
 }
 
 

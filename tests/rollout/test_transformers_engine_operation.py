@@ -14,8 +14,8 @@ import torch
 from rollout.engine_requests import CODEC, ask, assert_exact, prompts, serving
 from rollout.fakes import EOS, byte_codec, tiny_model
 
-from agentrl.errors import SettingsError
 from agentrl.models.anatomy import take_apart
+from agentrl.models.attention import ATTENTION
 from agentrl.rollout.engines.base import CacheUse, EngineError, Sampling
 from agentrl.rollout.engines.batcher import Batcher, Request
 from agentrl.rollout.engines.transformers import TransformersEngine
@@ -79,12 +79,10 @@ async def test_closing_cancels_what_runs() -> None:
         await task
 
 
-@pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
-def test_an_attention_that_ignores_the_mask_is_refused(attention: str) -> None:
-    model = tiny_model()
-    model.config._attn_implementation_internal = attention
-    with pytest.raises(SettingsError, match=f"model.attention={attention}"):
-        TransformersEngine(model, CODEC, RolloutSettings())
+def test_the_engine_computes_attention_as_training_does() -> None:
+    model = tiny_model(attention="eager")
+    TransformersEngine(model, CODEC, RolloutSettings())
+    assert model.config._attn_implementation == ATTENTION
 
 
 async def _round(order: list[int]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:

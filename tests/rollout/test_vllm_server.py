@@ -17,6 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -61,11 +62,10 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def address(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where ``agentrl serve-policy`` serves the policy."""
-    said = tmp_path_factory.mktemp("serve") / "said"
-    command = [sys.executable, "-m", "agentrl.cli", "serve-policy", "--model", str(policy), *LENGTHS]
+@contextmanager
+def serving(policy: Path, said: Path, *overrides: str) -> Iterator[str]:
+    """Where ``agentrl serve-policy`` serves the policy; ``said``: the file of its output."""
+    command = [sys.executable, "-m", "agentrl.cli", "serve-policy", "--model", str(policy), *LENGTHS, *overrides]
     with said.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:
@@ -78,6 +78,12 @@ def address(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     finally:
         process.terminate()
         process.wait(60)
+
+
+@pytest.fixture(scope="session")
+def address(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(policy, tmp_path_factory.mktemp("serve") / "said") as found:
+        yield found
 
 
 def codec_of(policy: Path) -> TextCodec:

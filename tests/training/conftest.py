@@ -141,12 +141,12 @@ def random_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_once(tmp_path_factory, "random-policy", write_random_policy) / "policy"
 
 
-def write_random_policy(folder: Path) -> None:
+def write_random_policy(folder: Path, *, hidden_size: int = 32) -> None:
     from agentrl.models.loading import write_model
     from agentrl.models.settings import TinyModelSettings
     from agentrl.models.tiny import build_tiny_model, train_tokenizer
 
-    settings = TinyModelSettings(vocabulary_size=300, hidden_size=32, layers=2, heads=2, intermediate_size=48)
+    settings = TinyModelSettings(vocabulary_size=300, hidden_size=hidden_size, layers=2, heads=2, intermediate_size=48)
     tokenizer = train_tokenizer(["1 + 1 = 2\n"], vocabulary_size=settings.vocabulary_size)
     model = build_tiny_model(settings, tokenizer, seed=5)
     write_model(folder / "policy", model=model, tokenizer=tokenizer, title="random", body="Untrained.")

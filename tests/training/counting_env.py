@@ -25,7 +25,7 @@ class CountingEnv(gymnasium.Env[str, str]):
     """Each step appends a byte to ``tally`` and takes ``seconds``.
 
     A turn that ends while the tally holds as many bytes as ``right`` says, its end left out, is worth 1. ``graded``:
-    a last turn of even length is called correct, whatever it is worth.
+    a last turn of even length is called correct, whatever it is worth. ``letters``: a turn is worth its share of them.
     """
 
     metadata = {"render_modes": [], "stop": ("\n",)}  # noqa: RUF012
@@ -33,12 +33,19 @@ class CountingEnv(gymnasium.Env[str, str]):
     observation_space = UnicodeText(1000)
 
     def __init__(
-        self, tally: str = "", seconds: float = 0.0, right: tuple[int, int] = (0, 0), *, graded: bool = False
+        self,
+        tally: str = "",
+        seconds: float = 0.0,
+        right: tuple[int, int] = (0, 0),
+        *,
+        graded: bool = False,
+        letters: bool = False,
     ) -> None:
         self._tally = tally
         self._right = range(*right)
         self._seconds = seconds
         self._graded = graded
+        self._letters = letters
         self._turn = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
@@ -55,5 +62,7 @@ class CountingEnv(gymnasium.Env[str, str]):
         self._turn += 1
         lucky = bool(self._right) and Path(self._tally).stat().st_size in self._right
         reward = 1.0 if lucky else 0.5 / (1 + len(action))
+        if self._letters:
+            reward = sum(character.isalpha() for character in action) / max(1, len(action))
         verdict = {"verdict": "incorrect" if len(action) % 2 else "correct"} if self._graded else {}
         return "go on\n", reward, self._turn == 2, False, verdict

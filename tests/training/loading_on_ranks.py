@@ -53,7 +53,7 @@ def criticise(model: Any) -> dict[str, torch.Tensor]:
     engine = TrainingEngine(critic, optimizer=OPTIMIZER, training=TRAINING, bfloat16=False, updates=3)
     ids, lengths, *_ = inputs()
     for _ in range(2):  # the head starts at zero, and what lies below it moves at the second update
-        engine.backward((engine(ids, lengths, 6) - 1).square().mean())
+        engine.backward((engine(ids, lengths, torch.full_like(lengths, 6)) - 1).square().mean())
         engine.step()
     return whole(critic)
 

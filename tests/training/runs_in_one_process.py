@@ -38,7 +38,19 @@ _PPO = [
     "kl.horizon=100",
     "training.steps=3",
 ]
+_ADAPTERS = ["model.lora.rank=4", "algorithm.estimator=eob", "kl.coefficient=0.05", "training.steps=3"]
 RUNS = {
+    "adapters": _ADAPTERS,
+    "adapters_in_two": [*_ADAPTERS, "training.steps=2"],
+    "learning_adapters": [
+        "model.lora.rank=4",
+        "environment.kwargs.letters=true",
+        "rollout.problems_per_step=6",
+        "rollout.group_size=6",
+        "rollout.max_turn_tokens=8",
+        "training.steps=20",
+    ],
+    "ppo_adapters": [*_PPO, "model.lora.rank=4", "training.steps=2"],
     "ppo": _PPO,
     "ppo_in_two": [*_PPO, "training.steps=2"],
     "dapo": [
@@ -65,8 +77,10 @@ def main() -> None:
     for name in names:
         settings = load_settings("counting_env:CountingEnv", overrides=[*place, *_SHORT, *RUNS[name], f"name={name}"])
         assert train(settings, resume=False) == 0
-    resumed = load_settings(overrides=["name=ppo_in_two", f"runs_dir={folder}", "training.steps=3"], resume=True)
-    assert train(resumed, resume=True) == 0
+    for name in names:
+        if name.endswith("_in_two"):
+            more = [f"name={name}", f"runs_dir={folder}", "training.steps=3"]
+            assert train(load_settings(overrides=more, resume=True), resume=True) == 0
 
 
 if __name__ == "__main__":

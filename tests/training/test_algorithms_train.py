@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -18,7 +19,17 @@ from agentrl.telemetry.run_directory import RunDirectory
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("runs_in_one_process.py")
-NAMES = ("ppo", "ppo_in_two", "dapo", "remax", "eob", "kl_cov")
+NAMES = (
+    "ppo",
+    "ppo_in_two",
+    "dapo",
+    "remax",
+    "eob",
+    "kl_cov",
+    "adapters",
+    "adapters_in_two",
+    "ppo_adapters",
+)
 TIMINGS = ("time/", "tokens_per_s", "rollout/seconds")
 
 
@@ -26,16 +37,21 @@ TIMINGS = ("time/", "tokens_per_s", "rollout/seconds")
 def runs(tmp_path_factory: pytest.TempPathFactory, random_policy: Path) -> Path:
     """The folder of all runs."""
     folder = tmp_path_factory.mktemp("algorithms")
+    play(random_policy, folder, *NAMES)
+    return folder
+
+
+def play(policy: Path, folder: Path, *names: str) -> None:
+    """The runs ``names`` of a policy, in ``folder``."""
     paths = [str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")]
     done = run_warm(
-        [sys.executable, str(SCRIPT), str(random_policy), str(folder), *NAMES],
+        [sys.executable, str(SCRIPT), str(policy), str(folder), *names],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         cwd=folder,
         timeout=900,
     )
     assert done.returncode == 0, done.stdout
     assert "Warning" not in done.stdout
-    return folder
 
 
 def steps(run: Path) -> list[dict[str, Any]]:
@@ -105,3 +121,37 @@ def test_exact_energies_and_step_wide_losses_train(runs: Path) -> None:
     assert last["policy/selected_fraction"] > 0
     assert last["kl/mean"] != 0
     assert last["correction/masked_fraction"] == 0
+
+
+def test_adapters_train_against_the_model_beneath_and_resume_to_the_same(runs: Path, random_policy: Path) -> None:
+    rows = steps(runs / "adapters")
+    assert rows[0]["kl/mean"] == 0.0  # the adapters start as nothing
+    assert all(row["kl/mean"] > 0 for row in rows[1:])
+    assert untimed(steps(runs / "adapters_in_two")) == untimed(rows)
+    start, trained, again = (
+        load_file(random_policy / "model.safetensors"),
+        *map(weights, (runs / "adapters", runs / "adapters_in_two")),
+    )
+    assert all(torch.equal(trained[name], again[name]) for name in trained)
+    moved = {name for name in start if not torch.equal(start[name], trained[name])}
+    assert moved == {name for name in start if "_proj.weight" in name}
+    exported = load_file(runs / "adapters" / "policy" / "adapter" / "adapter_model.safetensors")
+    for name in moved:
+        first, second = (exported[f"base_model.model.{name.replace('.weight', f'.lora_{one}.weight')}"] for one in "AB")
+        torch.testing.assert_close(trained[name], start[name] + 8 * second @ first)
+
+
+def test_a_critic_learns_with_adapters_of_its_own(runs: Path) -> None:
+    rows = steps(runs / "ppo_adapters")
+    assert all(row["critic/gradient_norm"] > 0 for row in rows)
+    assert rows[0]["kl/mean"] == 0.0
+    assert rows[1]["kl/mean"] != 0.0
+
+
+def test_adapters_learn_from_a_cold_start_in_twenty_steps(cold_policy: Path, tmp_path: Path) -> None:
+    """Letters pay; the learning rate is ten times the setting."""
+    play(cold_policy, tmp_path, "learning_adapters")
+    rows = steps(tmp_path / "learning_adapters")
+    assert {row["optimizer/learning_rate"] for row in rows} == {1e-2}
+    rewards = [row["reward/mean"] for row in rows]
+    assert fmean(rewards[-8:]) > fmean(rewards[:2]) + 0.15

@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from agentrl.rollout.worker import RolloutBatch
 from agentrl.training.settings import AlgorithmSettings, CorrectionSettings
-from agentrl.training.step.batching import MicroBatch, pack, plan_passes, plan_step, split_updates
+from agentrl.training.step.batching import (
+    MicroBatch,
+    pack,
+    packed_tokens,
+    pieces,
+    plan_passes,
+    plan_step,
+    split_updates,
+)
 from agentrl.training.step.objective_settings import ObjectiveSettings
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
@@ -51,22 +59,36 @@ def shape(plan: list[list[MicroBatch]]) -> list[list[tuple[list[int], bool]]]:
     return [[([item.length for item in micro.rows], micro.dummy) for micro in rank] for rank in plan]
 
 
-def test_long_rows_come_first_and_fill_the_budget() -> None:
+def test_the_fewest_micro_batches_within_the_budget_cost_nearly_the_same() -> None:
     units = [[row(length)] for length in (3, 10, 4, 9, 5)]
-    # 10 and 9 padded to 10 are 20 tokens; 5, 4 and 3 padded to 5 are 15.
-    assert shape(pack(units, 20, ranks=1)) == [[([10, 9], False), ([5, 4, 3], False)]]
+    assert shape(pack(units, 18, ranks=1)) == [[([10, 4, 3], False), ([9, 5], False)]]
+
+
+def test_equal_prompts_count_once() -> None:
+    rows = [row(5), row(4), row(3)]  # one prompt token each, the same
+    assert packed_tokens(rows) == 1 + 4 + 3 + 2
+    assert [[item.length for item in piece] for piece in pieces(rows, 8)] == [[5, 4], [3]]
+    assert [[item.length for item in piece] for piece in pieces(rows, 1)] == [[5], [4], [3]]
+
+
+def test_attention_makes_one_long_trajectory_as_costly_as_many_short_ones() -> None:
+    units = [[row(length)] for length in (12, 8, 4, 4)]
+    assert shape(pack(units, 32, ranks=2)) == [[([12, 4], False)], [([8, 4], False)]]
+    # 12 + 12 * 12 / 4 = 48 against 24, 8 and 8.
+    by_cost = shape(pack(units, 32, ranks=2, attention_length=4))
+    assert by_cost == [[([12], False)], [([8, 4, 4], False)]]
 
 
 def test_a_unit_larger_than_the_budget_gets_a_micro_batch_of_its_own() -> None:
     assert shape(pack([[row(6), row(6)], [row(2)]], 8, ranks=1)) == [[([6, 6], False), ([2], False)]]
 
 
-def test_a_bin_goes_to_the_rank_with_least_work_and_dummies_make_the_numbers_equal() -> None:
-    units = [[row(length)] for length in (9, 4, 4)]
-    # 9 tokens to rank 0, 4 to rank 1 and 4 more to it; the shortest row of all is rank 0's dummy.
-    assert shape(pack(units, 7, ranks=2)) == [
+def test_costly_micro_batches_meet_on_all_ranks_and_dummies_make_the_numbers_equal() -> None:
+    units = [[row(length)] for length in (9, 8, 4)]
+    # The shortest row of all is rank 0's dummy.
+    assert shape(pack(units, 9, ranks=2)) == [
         [([9], False), ([4], True)],
-        [([4], False), ([4], False)],
+        [([8], False), ([4], False)],
     ]
 
 
@@ -74,11 +96,10 @@ def test_a_single_unit_on_two_ranks_leaves_the_other_a_dummy() -> None:
     assert shape(pack([[row(5), row(3)]], 100, ranks=2)) == [[([5, 3], False)], [([3], True)]]
 
 
-def test_few_bins_are_cut_until_every_rank_has_one() -> None:
+def test_few_units_are_spread_over_the_ranks() -> None:
     units = [[row(4)] for _ in range(6)]
     plan = shape(pack(units, 1000, ranks=3))
-    assert [len(rank) for rank in plan] == [1, 1, 1]
-    assert [length for rank in plan for rows, _ in rank for length in rows] == [4] * 6
+    assert [[lengths for lengths, _ in rank] for rank in plan] == [[[4, 4]]] * 3
     assert not any(dummy for rank in plan for _, dummy in rank)
 
 
@@ -101,7 +122,8 @@ def test_every_row_is_once_in_the_plan_whole_within_the_budget(
     for micro in real:
         inside = {item.group for item in micro.rows}
         assert len(micro.rows) == sum(len(units[index]) for index in inside)
-        size = len(micro.rows) * max(item.length for item in micro.rows)
+        # Every row has the same prompt of one token, which counts once for each unit.
+        size = len(inside) + sum(item.length - 1 for item in micro.rows)
         assert size <= budget or len(inside) == 1
     if len(units) >= ranks:
         assert all(any(not micro.dummy for micro in rank) for rank in plan)
@@ -118,7 +140,7 @@ def test_tokens_and_sequences_are_those_of_all_ranks_and_of_the_loss() -> None:
 
 def test_a_group_over_the_budget_needs_a_statistics_pass_and_no_head_exact_diagnostic() -> None:
     settings = objective(head_exact_every=1)
-    fits, split = (plan_step(rollout_batch(group(0, 5, 5)), settings, budget=size, ranks=1)[0] for size in (10, 9))
+    fits, split = (plan_step(rollout_batch(group(0, 5, 5)), settings, budget=size, ranks=1)[0] for size in (9, 8))
     assert (fits.passes.one_forward, fits.head_exact, len(fits.updates[0].micro_batches)) == (True, True, 1)
     assert (split.passes.one_forward, split.head_exact, len(split.updates[0].micro_batches)) == (False, False, 2)
 

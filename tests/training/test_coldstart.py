@@ -21,7 +21,6 @@ from agentrl.training.coldstart.train import (
     cached_policy,
     collate,
     encode_demonstration,
-    halves,
     read_cold_demonstrations,
     reserved,
     with_direct_answers,
@@ -185,14 +184,6 @@ def test_every_demonstration_comes_once_an_epoch() -> None:
     assert drawn != list(itertools.islice(batches(5, 2, seed=2), 5))
 
 
-def test_halves_hold_the_shorter_and_the_longer_rows() -> None:
-    rows = [
-        EncodedDemonstration(prompt_ids=(1,) * length, response_ids=(2,), response_mask=(True,)) for length in (5, 1, 3)
-    ]
-    assert [[len(row.prompt_ids) for row in half] for half in halves(rows)] == [[1], [3, 5]]
-    assert [len(half) for half in halves(rows[:1])] == [1]
-
-
 def test_direct_answers_replace_a_share() -> None:
     shown = [Demonstration(problem=PROBLEM, turns=(ShownTurn(model=program("x")),))] * 400
     direct = [item for item in with_direct_answers(shown, share=0.25, seed=0) if item.turns[0].model == "\\boxed{5}"]
@@ -218,7 +209,7 @@ def test_the_cache_knows_what_makes_another_policy(monkeypatch: pytest.MonkeyPat
     here = place()
     assert here.is_relative_to(tmp_path / "agentrl" / "coldstart")
     assert place("rollout.group_size=4", "training.steps=7") == here
-    assert place("training.share_prompts=false", "model.gradient_checkpointing=true", "model.attention=eager") == here
+    assert place("model.gradient_checkpointing=true", "model.attention=sdpa") == here
     others = ("coldstart.steps=3", "seed=9", "model.tiny.layers=2", "environment.instruction=Go", "coldstart.count=17")
     assert len({here, *map(place, others)}) == 1 + len(others)
 

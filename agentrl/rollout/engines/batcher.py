@@ -92,10 +92,7 @@ class Batcher:
         self.kv_cache_tokens = kv_cache_tokens
         self._keep_prefixes = keep_prefixes
         self._device = next(model.parameters()).device
-        self._additive_mask = model.config._attn_implementation == "eager"
-        self._decoding = (
-            decoding if self._device.type == "cpu" and model.config._attn_implementation == "sdpa" else nullcontext
-        )
+        self._decoding = decoding if self._device.type == "cpu" else nullcontext
         self._cache = SlotCache(model.config.num_hidden_layers)
         self._rows: list[_Row] = []
         self._owner: dict[str, int] = {}  # trajectory -> row
@@ -358,10 +355,6 @@ class Batcher:
 
     def _forward(self, ids: Tensor, positions: Tensor, rows: Tensor | int, width: int) -> Tensor:
         mask = self._cache.select(rows, positions, width)
-        if self._additive_mask:
-            mask = torch.zeros(mask.shape, dtype=self._model.dtype, device=mask.device).masked_fill_(
-                ~mask, torch.finfo(self._model.dtype).min
-            )
         return self._parts.backbone(
             input_ids=ids,
             attention_mask=mask,

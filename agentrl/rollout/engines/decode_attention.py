@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from agentrl.models.attention import attention
 
 _NAME = "agentrl_decode"
 
@@ -31,11 +32,12 @@ def decode_attention(
 
     ``query`` [m, heads, 1, dim], ``key`` and ``value`` [m, kv_heads, width, dim], ``attention_mask`` [m, 1, 1, width]
     True where a query attends. Returns [m, 1, heads, dim] and no weights. Any other forward, which another thread may
-    run while the model decodes, uses ``scaled_dot_product_attention``.
+    run while the model decodes, and any layer that caps its scores
+    uses :func:`.attention`.
     """
     rows, heads, queries, dim = query.shape
-    if queries != 1 or attention_mask is None or torch.is_grad_enabled():
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if queries != 1 or attention_mask is None or torch.is_grad_enabled() or _asks_for_more(kwargs):
+        return attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     groups, width = key.shape[1], key.shape[2]
     scale = dim**-0.5 if scaling is None else scaling
     grouped = (query * scale).reshape(rows * groups, heads // groups, dim)  # heads of one group share keys and values
@@ -43,6 +45,10 @@ def decode_attention(
     scores.view(rows, heads, width).masked_fill_(~attention_mask[:, 0], float("-inf"))
     weights = torch.softmax(scores, dim=-1)
     return torch.bmm(weights, value.flatten(0, 1)).view(rows, 1, heads, value.shape[-1]), None
+
+
+def _asks_for_more(given: dict[str, Any]) -> bool:
+    return any(given.get(name) is not None for name in ("packed_row", "softcap", "s_aux", "position_bias"))
 
 
 AttentionInterface.register(_NAME, decode_attention)

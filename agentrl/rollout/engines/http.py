@@ -75,6 +75,10 @@ class JSONClient:
         """
         return await self._call("POST", path, body, seconds)
 
+    async def command(self, path: str, body: object, *, seconds: float | None) -> None:
+        """As :meth:`post`, for an answer that says nothing but that it worked."""
+        await self._content("POST", path, body, seconds)
+
     async def close(self) -> None:
         await self._client.aclose()
 

@@ -12,13 +12,14 @@ from typing import Any, Literal, Protocol
 import torch
 
 from agentrl.errors import SettingsError
-from agentrl.models.settings import ModelSettings
+from agentrl.models.settings import LoRASettings, ModelSettings
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import Engine
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.engines.vllm.replica import Replica
-from agentrl.rollout.engines.vllm.servers import server_engine, server_gpus
+from agentrl.rollout.engines.vllm.server import adapters_in_use
+from agentrl.rollout.engines.vllm.servers import adapter_rank, server_engine, server_gpus
 from agentrl.rollout.settings import RolloutSettings, VLLMSettings
 from agentrl.weights.checksums import checksums, with_head
 from agentrl.weights.exports import read_export, write_untied_copy
@@ -163,21 +164,25 @@ class ManagedVLLM:
         """Raises SettingsError if the servers cannot be placed."""
         rollout = request.rollout if request.trained else _awake(request.rollout)
         vllm = rollout.vllm
+        # What does not train has no adapters.
+        policy = request.policy if request.trained else request.policy.model_copy(update={"lora": LoRASettings()})
+        self._adapters = adapters_in_use(rollout) if adapter_rank(rollout, policy) else 0
+        self._form: Literal["full", "merged", "adapter"] = "full" if policy.lora.rank == 0 else vllm.lora
         self._trained = request.trained
         self._external = vllm.placement == "external"
         self._colocated = vllm.placement == "colocated"
-        self._backend = transfer_backend(vllm) if request.trained else "file"
+        self._backend = transfer_backend(vllm) if request.trained and not self._adapters else "file"
         self._dtype = request.policy.dtype
         self.verifier = Verifier(request.policy.dtype, bound=vllm.probe_bound)
         if self._backend != "file" and not torch.cuda.is_available():
             raise SettingsError(f"rollout.vllm.transfer={vllm.transfer} needs a GPU here; set it to file")
         # Weights that never change can stay tied, even on a CPU.
-        copied = request.trained and not self._external
+        copied = request.trained and not self._external and not self._adapters
         start = request.folder / ".weights" / "start"
         self.engine = server_engine(
             rollout,
             request.codec,
-            request.policy,
+            policy,
             request.policy_path,
             served=changeable_policy(request.policy_path, start) if copied else request.policy_path,
             longest=request.longest,
@@ -204,6 +209,8 @@ class ManagedVLLM:
         targets = self.engine.targets()
         return TransferTarget(
             backend=self._backend,
+            form=self._form,
+            kept=max(1, self._adapters),
             addresses=tuple(address for address, _ in targets),
             world_sizes=tuple(workers for _, workers in targets),
         )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from agentrl.errors import SettingsError
 from agentrl.models.anatomy import take_apart
+from agentrl.models.attention import use_attention
 from agentrl.models.loading import attends_to_everything, model_fingerprint
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, Sampling
@@ -63,7 +64,11 @@ class TransformersEngine:
         deterministic: bool = False,
     ) -> None:
         """Raises SettingsError for a model whose attention the engine's cache cannot serve."""
-        _check_attention(model.config)
+        if not attends_to_everything(model.config):
+            raise SettingsError(
+                "rollout.engine=transformers serves models whose layers all attend to the whole context"
+            )
+        use_attention(model)
         if is_too_large(sum(item.numel() for item in model.parameters()), model.device.type):
             logger.warning(TOO_LARGE)
         self._model, self._parts = model, take_apart(model)
@@ -278,13 +283,3 @@ class TransformersEngine:
             logits = self._parts.logits(self._parts.backbone(input_ids=ids, use_cache=False).last_hidden_state[0, :-1])
             log_probs = torch.log_softmax(logits.float(), dim=-1)
             return tuple(log_probs.gather(1, ids[0, 1:, None])[:, 0].tolist())
-
-
-def _check_attention(config: Any) -> None:
-    if config._attn_implementation not in ("sdpa", "eager"):
-        raise SettingsError(
-            f"model.attention={config._attn_implementation} does not work with rollout.engine=transformers: "
-            "choose sdpa or eager"
-        )
-    if not attends_to_everything(config):
-        raise SettingsError("rollout.engine=transformers serves models whose layers all attend to the whole context")

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import agentrl
 from agentrl.errors import SettingsError
+from agentrl.models.attention import choose_attention
 from agentrl.models.loading import read_model, write_model
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tiny import build_tiny_model, train_tokenizer
@@ -89,13 +90,6 @@ def batches(count: int, size: int, *, seed: int) -> Iterator[list[int]]:
         queue = queue[size:]
 
 
-def halves(rows: Sequence[EncodedDemonstration]) -> list[Sequence[EncodedDemonstration]]:
-    """The shorter and the longer half of a batch: padded separately, they need fewer positions."""
-    ordered = sorted(rows, key=lambda row: len(row.prompt_ids) + len(row.response_ids))
-    middle = len(ordered) // 2
-    return [part for part in (ordered[:middle], ordered[middle:]) if part]
-
-
 def fine_tune(
     model: Any,
     rows: Sequence[EncodedDemonstration],
@@ -116,7 +110,11 @@ def fine_tune(
     if world > 1:
         raise SettingsError("the cold start runs on one process; give training.num_processes=1 or a model.path")
     engine = TrainingEngine(
-        PolicyModel(model, backend=settings.training.head_backend),
+        PolicyModel(
+            model,
+            backend=settings.training.head_backend,
+            attention=choose_attention(settings.model.attention, model.config, dtype=settings.model.dtype),
+        ),
         optimizer=OptimizerSettings(
             learning_rate=cold.learning_rate,
             schedule="cosine",
@@ -135,14 +133,11 @@ def fine_tune(
         shown = rows if step <= early else late_rows
         chosen = [shown[index] for index in next(stream)]
         tokens = sum(sum(row.response_mask) for row in chosen)
-        total = 0.0
-        for half in halves(chosen):
-            statistics, _ = engine(*(tensor.to(engine.device) for tensor in collate(half, pad_id=pad_id)))
-            loss = -statistics.log_probs.sum() / tokens
-            engine.backward(loss)
-            total += float(loss.detach())
+        statistics, _ = engine(*(tensor.to(engine.device) for tensor in collate(chosen, pad_id=pad_id)))
+        loss = -statistics.log_probs.sum() / tokens
+        engine.backward(loss)
         engine.step()
-        report(step, total)
+        report(step, float(loss.detach()))
     model.eval()
 
 
@@ -264,8 +259,8 @@ def cached_policy(settings: Settings, demonstrations: Sequence[Demonstration]) -
     """The cache directory of the policy that these settings and demonstrations make."""
     key = {
         "version": agentrl.__version__,
-        # Without settings that a resumed run may change, or it would start from another policy.
-        "model": settings.model.model_dump(mode="json", exclude={"attention", "gradient_checkpointing"}),
+        # Without adapters, and without settings that a resumed run may change: it must start from the same policy.
+        "model": settings.model.model_dump(mode="json", exclude={"attention", "gradient_checkpointing", "lora"}),
         "coldstart": settings.coldstart.model_dump(mode="json"),
         "environment": settings.environment.model_dump(mode="json"),
         "seed": _seed(settings),

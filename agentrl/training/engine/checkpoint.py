@@ -1,8 +1,8 @@
-"""Checkpoints: everything a run needs to resume as if it had never stopped.
+"""Checkpoints: everything a run needs to resume as if it had never stopped, on as many ranks as there are then.
 
 ::
 
-    step-000050/        engine/ (DeepSpeed), critic/, random-RANK.pt, and state.json with every file's checksum
+    step-000050/        engine/ and critic/ with a part of each rank, and state.json with every file's checksum
     step-000100.damaged/   its files had changed when a run tried to resume from it
 
 A checkpoint is complete once it has state.json, even before it is renamed: a kill at any moment leaves a complete one.
@@ -15,20 +15,22 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from torch import nn
-
 from agentrl.errors import SettingsError, WorldError
 from agentrl.rollout.work_queue import QueueState
 from agentrl.telemetry.files import atomic_write, world_errors
 from agentrl.telemetry.records import EvaluationRecord
-from agentrl.training.engine.checksums import checksums, damaged
-from agentrl.training.engine.deepspeed_engine import TrainingEngine, from_rank_zero, on_every_rank
+from agentrl.training.engine.adapter import AdapterRecord
+from agentrl.training.engine.checksums import checksum, damaged
+from agentrl.training.engine.deepspeed_engine import from_rank_zero, gather_from_ranks, on_every_rank
+from agentrl.training.engine.parts import Part
+from agentrl.training.settings import CheckpointSettings
 
 _Value = TypeVar("_Value")
 _STATE = "state.json"
@@ -41,64 +43,108 @@ class RunState:
 
     step: int
     updates: int  # of the optimizer
-    ranks: int
+    ranks: int  # that wrote it
     worker: QueueState
     evaluations: list[EvaluationRecord]
     rows: int  # of metrics.jsonl
     trainer: dict[str, Any] = field(default_factory=dict)
     reference: str | None = None  # the reference policy's path
+    adapter: AdapterRecord | None = None
     files: dict[str, str] = field(default_factory=dict)  # checksums of all other files
 
 
+class Ranked(Protocol):
+    """What knows this process's place among the ranks."""
+
+    rank: int
+    world_size: int
+
+
 class Saved(Protocol):
-    """An object that writes itself into an existing directory, on all ranks at once."""
+    """What has a part on every rank."""
 
-    def save(self, directory: Path) -> None: ...
+    def part(self) -> Part: ...
 
 
-def save_checkpoint(
-    root: Path, engine: TrainingEngine[nn.Module], state: RunState, *, keep: int, also: Sequence[Saved] = ()
-) -> Path:
-    """Write ``root/step-N``, complete or not at all, and delete all but the newest ``keep``. Collective.
+@dataclass(frozen=True, kw_only=True)
+class _Write:
+    """A checkpoint that is being written: this rank's files, to their checksums."""
 
-    Raises WorldError on every rank where one of them cannot write.
+    state: RunState
+    folder: Path
+    files: Future[dict[str, str]]
+
+
+class CheckpointWriter:
+    """Writes checkpoints, beside training if the settings say so: then a copy of the state waits in memory.
+
+    All methods are collective. A failure to write is a WorldError on every rank, at the latest when the writer is asked
+    to :meth:`settle`. What a process writes when it is killed is never resumed from.
     """
-    final = root / f"step-{state.step:06d}"
-    unfinished = root / f".{final.name}.partial"
 
-    def prepare() -> None:
-        if engine.rank == 0:
-            settle(root)
-            unfinished.mkdir(parents=True)
+    def __init__(
+        self, root: Path, ranks: Ranked, settings: CheckpointSettings, *, published: Callable[[RunState], None]
+    ) -> None:
+        """``published`` learns of each checkpoint from which a run can resume."""
+        self._root = root
+        self._rank = ranks.rank
+        self._settings = settings
+        self._published = published
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._under_way: _Write | None = None
 
-    def publish(files: Mapping[str, str]) -> None:
-        if engine.rank == 0:
-            _write_state(unfinished / _STATE, replace(state, files=dict(files)))
-            settle(root)
-            prune(root, keep)
+    def save(self, saved: Mapping[str, Saved], state: RunState) -> None:
+        """Write ``root/step-N``, complete or not at all, a folder for each of ``saved``; first end the one before."""
+        self.settle()
+        folder = self._root / f".step-{state.step:06d}.partial"
+        _on_disk(folder, lambda: self._prepare(folder))
+        own = {f"{name}/part-{self._rank:05d}.safetensors": item.part() for name, item in saved.items()}
+        files = self._thread.submit(_write_parts, folder, own)
+        self._under_way = _Write(state=_as_read(state), folder=folder, files=files)
+        if not self._settings.asynchronous:
+            self.settle()
 
-    try:
-        _writing(root, prepare)
-        with world_errors(unfinished, "write a checkpoint to"):
-            engine.save(unfinished)
-            for other in also:
-                other.save(unfinished)
-        parts = _writing(root, lambda: checksums(unfinished, part=engine.rank, parts=engine.world_size))
-        _writing(root, lambda: publish({name: digest for part in parts for name, digest in part.items()}))
-    except WorldError:
-        if engine.rank == 0 and not (unfinished / _STATE).is_file():
-            shutil.rmtree(unfinished, ignore_errors=True)  # a full disk needs the room
-        raise
-    return final
+    def settle(self, *, wait: bool = True) -> None:
+        """Put the checkpoint under way in its place as soon as every rank has written its part; ``wait`` for that."""
+        if self._under_way is None:
+            return
+        write = self._under_way
+        if not wait and not all(gather_from_ranks(write.files.done())):
+            return
+        self._under_way = None
+        try:
+            parts = _on_disk(write.folder, write.files.result)
+            _on_disk(write.folder, lambda: self._publish(write, parts))
+        except WorldError:
+            if self._rank == 0 and not (write.folder / _STATE).is_file():
+                shutil.rmtree(write.folder, ignore_errors=True)  # a full disk needs the room
+            raise
+        self._published(write.state)
+
+    def _prepare(self, folder: Path) -> None:
+        if self._rank == 0:
+            settle(self._root)
+            folder.mkdir(parents=True)
+
+    def _publish(self, write: _Write, parts: list[dict[str, str]]) -> None:
+        if self._rank == 0:
+            files = {name: digest for part in parts for name, digest in part.items()}
+            _write_state(write.folder / _STATE, replace(write.state, files=files))
+            settle(self._root)
+            prune(self._root, self._settings.keep)
 
 
-def open_newest(
-    root: Path, engine: TrainingEngine[nn.Module], *, keep: int, warn: Callable[[str], None]
-) -> tuple[Path, RunState] | None:
+def _write_parts(folder: Path, parts: Mapping[str, Part]) -> dict[str, str]:
+    for name, part in parts.items():
+        part.write(folder / name)
+    return {name: checksum(folder / name) for name in parts}
+
+
+def open_newest(root: Path, ranks: Ranked, *, keep: int, warn: Callable[[str], None]) -> tuple[Path, RunState] | None:
     """The newest checkpoint whose files are as they were written, and its state; None where there is none. Collective.
 
     Newer ones that are damaged get another name and a warning; of older ones ``keep`` in all stay. Raises WorldError
-    if none is whole, SettingsError if other ranks wrote it.
+    if none is whole.
     """
 
     def tidied() -> list[str]:
@@ -108,13 +154,13 @@ def open_newest(
 
     spoiled: dict[str, str] = {}
     for name in from_rank_zero(tidied):
-        found = on_every_rank(partial(_damage, root / name, engine.rank, engine.world_size))
+        found = on_every_rank(partial(_damage, root / name, ranks.rank, ranks.world_size))
         problems = [problem for part in found for problem in part]
         if problems:
             spoiled[name] = problems[0]
             continue
-        state = read_state(root / name, ranks=engine.world_size)
-        if engine.rank == 0:
+        state = read_state(root / name)
+        if ranks.rank == 0:
             with world_errors(root, "tidy"):
                 _set_aside(root, spoiled, used=name, warn=warn)
                 prune(root, keep)
@@ -145,18 +191,12 @@ def settle(root: Path) -> None:
         left.rename(final)
 
 
-def read_state(checkpoint: Path, *, ranks: int) -> RunState:
-    """The run's state beside the engine's. Raises SettingsError if other than ``ranks`` ranks wrote it."""
+def read_state(checkpoint: Path) -> RunState:
+    """The run's state beside the engine's."""
     try:
-        state = RunState(**json.loads((checkpoint / _STATE).read_text())["state"])
+        return RunState(**json.loads((checkpoint / _STATE).read_text())["state"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise WorldError(f"the checkpoint {checkpoint} cannot be read: {error}") from error
-    if state.ranks != ranks:
-        raise SettingsError(
-            f"the checkpoint {checkpoint} was written by {state.ranks} training ranks and cannot be read by {ranks}: "
-            f"resume with training.num_processes={state.ranks}"
-        )
-    return state
 
 
 def check_reference(checkpoint: Path, state: RunState, path: str | None) -> None:
@@ -168,18 +208,23 @@ def check_reference(checkpoint: Path, state: RunState, path: str | None) -> None
         )
 
 
-def _writing(root: Path, work: Callable[[], _Value]) -> list[_Value]:
-    """The results of ``work`` on every rank; an OSError on one rank is a WorldError on all."""
+def _on_disk(folder: Path, work: Callable[[], _Value]) -> list[_Value]:
+    """The results of ``work`` on every rank; a failure to write on one rank is a WorldError on all. Collective."""
 
     def guarded() -> _Value:
-        with world_errors(root, "write a checkpoint to"):
+        with world_errors(folder, "write a checkpoint to"):
             return work()
 
     return on_every_rank(guarded)
 
 
+def _as_read(state: RunState) -> RunState:
+    """A copy that later changes of the run do not reach, as :func:`read_state` will give it."""
+    return RunState(**json.loads(json.dumps(asdict(state))))
+
+
 def _write_state(path: Path, state: RunState) -> None:
-    body = json.loads(json.dumps(asdict(state)))  # as it will be read
+    body = asdict(state)
     text = json.dumps({"state": body, "sha256": _digest(body)})
     atomic_write(path, lambda out: out.write(text.encode()))
 

@@ -1,4 +1,4 @@
-"""The one place that trains with DeepSpeed: optimizer, schedule, ZeRO, collectives and its checkpoints."""
+"""The one place that trains with DeepSpeed: optimizer, schedule, ZeRO and collectives."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -18,11 +17,14 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-from agentrl.errors import SettingsError, WorldError
+from agentrl.errors import WorldError
 from agentrl.kernels import TokenStatistics
+from agentrl.models.attention import choose_attention
 from agentrl.models.loading import read_model
+from agentrl.models.lora import with_adapter
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import ModelSettings
+from agentrl.training.engine.parts import Part, restore, take_part
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl.weights.sharded import read_sharded
 
@@ -48,11 +50,6 @@ def learning_rate_factor(step: int, settings: OptimizerSettings, total: int) -> 
     return settings.final_fraction + (1 - settings.final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def deepspeed_stage(zero_stage: int, *, bfloat16: bool) -> int:
-    """The stage that DeepSpeed runs: below 2, bfloat16 would accumulate in bfloat16 (0) or stay on its GPU (1)."""
-    return max(zero_stage, 2) if bfloat16 else zero_stage
-
-
 def deepspeed_config(
     training: TrainingSettings, *, bfloat16: bool, gradient_clip: float = 0.0, world_size: int = 1
 ) -> dict[str, Any]:
@@ -61,6 +58,16 @@ def deepspeed_config(
     Gradients are added up in float32 over micro-batches and ranks, whatever the dtype of the weights: in bfloat16 256
     equal ones plus another are still 256.
     """
+    zero: dict[str, Any] = {
+        "stage": training.stage_that_runs(bfloat16=bfloat16),
+        "overlap_comm": False,
+        "stage3_param_persistence_threshold": training.persistence_threshold,
+    }
+    on_the_host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if training.offload != "none":
+        zero["offload_optimizer"] = on_the_host
+    if training.offload == "all":
+        zero["offload_param"] = on_the_host
     return {
         "train_micro_batch_size_per_gpu": 1,
         "train_batch_size": world_size,
@@ -71,11 +78,8 @@ def deepspeed_config(
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {
-            "stage": deepspeed_stage(training.zero_stage, bfloat16=bfloat16),
-            "overlap_comm": False,
-            "stage3_param_persistence_threshold": training.persistence_threshold,
-        },
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW runs on CPUs as it does on GPUs
+        "zero_optimization": zero,
         "steps_per_print": 10**12,
     }
 
@@ -171,15 +175,16 @@ class TrainingEngine(Generic[_Module_co]):
         trained = [item for item in module.parameters() if item.requires_grad]
         decayed = [item for item in trained if _dimensions(item) >= 2]
         others = [item for item in trained if _dimensions(item) < 2]
+        groups = [(decayed, optimizer.weight_decay), (others, 0.0)]
         adamw = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            [{"params": group, "weight_decay": decay} for group, decay in groups if group],
             lr=optimizer.learning_rate,
             betas=optimizer.betas,
             eps=optimizer.epsilon,
             fused=True,
         )
         # Without ZeRO DeepSpeed clips but does not tell the norm: there it is done here.
-        self._clips_here = deepspeed_stage(training.zero_stage, bfloat16=bfloat16) == 0
+        self._clips_here = training.stage_that_runs(bfloat16=bfloat16) == 0
         self._norm = math.nan
         if self._clips_here:
             adamw.register_step_pre_hook(self._clip(decayed + others, optimizer.gradient_clip))
@@ -202,6 +207,7 @@ class TrainingEngine(Generic[_Module_co]):
             distributed_c10d._set_pg_timeout(timedelta(seconds=training.collective_deadline), group)
         self.module = module
         self.device = self._engine.device
+        self._schedule: torch.optim.lr_scheduler.LambdaLR = self._engine.lr_scheduler
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
@@ -254,41 +260,38 @@ class TrainingEngine(Generic[_Module_co]):
         """Bring back what :meth:`offload` moved."""
         self._engine.reload_states()
 
-    def save(self, directory: Path) -> None:
-        """Write parameters, optimizer, schedule and each rank's random state. Collective; ``directory`` exists.
+    def part(self) -> Part:
+        """A copy of this rank's part of parameters, optimizer, schedule and random state, for a checkpoint."""
+        return take_part(self.module, self._engine.optimizer, updates=self._schedule.last_epoch, rank=self.rank)
 
-        Raises WorldError on every rank where one of them cannot write.
-        """
-        failures: list[Exception] = []
-        with _recording(self._engine.checkpoint_engine, failures):
-            self._engine.save_checkpoint(str(directory), tag="engine", save_latest=False)
-            self._engine.checkpoint_engine.save(_random_state(), str(directory / f"random-{self.rank}.pt"))
-        on_every_rank(partial(_raise_first, failures, directory))
-
-    def load(self, directory: Path) -> None:
-        """Restore what :meth:`save` wrote. Collective."""
-        path, _ = self._engine.load_checkpoint(str(directory), tag="engine")
-        if path is None:
-            raise SettingsError(f"no DeepSpeed checkpoint in {directory}")
-        state = torch.load(directory / f"random-{self.rank}.pt")
-        torch.set_rng_state(state["cpu"])
-        if "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"])
+    def load(self, folder: Path) -> None:
+        """Restore what the ranks of any run of this model wrote, at any ZeRO stage. Collective."""
+        updates = restore(folder, self.module, self._engine.optimizer, rank=self.rank)
+        rates = [rate * self._schedule.lr_lambdas[0](updates) for rate in self._schedule.base_lrs]
+        self._schedule.load_state_dict(
+            self._schedule.state_dict() | {"last_epoch": updates, "_step_count": updates + 1, "_last_lr": rates}
+        )
+        for group, rate in zip(self._schedule.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def read_for_training(path: str | Path, model: ModelSettings, training: TrainingSettings) -> PreTrainedModel:
-    """A causal language model for this rank: at ZeRO-3 its shard alone. Collective there."""
+    """A causal language model for this rank: at ZeRO-3 its shard alone. Collective there.
+
+    With ``model.lora.rank`` its own weights are frozen under adapters.
+    """
     world_size = torch.distributed.get_world_size()
     if training.zero_stage < 3 or world_size == 1:
-        return read_model(path, model)
+        return with_adapter(read_model(path, model), model.lora)
     config = deepspeed_config(training, bfloat16=model.dtype == "bfloat16", world_size=world_size)
-    return read_sharded(path, model, config)
+    return with_adapter(read_sharded(path, model, config), model.lora)
 
 
 def read_policy(path: str | Path, model: ModelSettings, training: TrainingSettings) -> PolicyModel:
     """A policy for this rank, as :func:`read_for_training`."""
     causal_lm = read_for_training(path, model, training)
-    return PolicyModel(causal_lm, backend=training.head_backend, share_prompts=training.share_prompts)
+    attention = choose_attention(model.attention, causal_lm.config, dtype=model.dtype)
+    return PolicyModel(causal_lm, backend=training.head_backend, attention=attention)
 
 
 def _dimensions(parameter: nn.Parameter) -> int:
@@ -314,30 +317,6 @@ def frozen(module: nn.Module, training: TrainingSettings, *, bfloat16: bool) -> 
 
 
 @contextmanager
-def _recording(writer: Any, failures: list[Exception]) -> Iterator[None]:
-    """Keep what ``writer.save`` raises: a rank that leaves DeepSpeed's collectives early lets the others wait there."""
-    save = writer.save
-
-    def keep(*args: Any, **kwargs: Any) -> None:
-        try:
-            save(*args, **kwargs)
-        except (OSError, RuntimeError) as error:  # torch turns some failed writes into a RuntimeError
-            failures.append(error)
-
-    writer.save = keep
-    try:
-        yield
-    finally:
-        writer.save = save
-
-
-def _raise_first(failures: Sequence[Exception], directory: Path) -> None:
-    for error in failures:
-        why = (error.strerror if isinstance(error, OSError) else None) or str(error).splitlines()[0]
-        raise WorldError(f"cannot write a checkpoint to {directory}: {why}; free space there and go on with --resume")
-
-
-@contextmanager
 def _visible_statistics(module: nn.Module) -> Iterator[None]:
     """Make the head's output a dictionary between two hooks of ours, around those that DeepSpeed's set-up adds.
 
@@ -356,8 +335,3 @@ def _statistics_as_dictionary(head: nn.Module, inputs: object, output: Any) -> A
 
 def _statistics_from_dictionary(head: nn.Module, inputs: object, output: Any) -> Any:
     return TokenStatistics(**output) if isinstance(output, dict) else output
-
-
-def _random_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})

@@ -11,6 +11,7 @@ from torch import Tensor
 import agentrl
 from agentrl.evaluation.play.during_training import EvaluationReport
 from agentrl.models.loading import write_model
+from agentrl.models.lora import write_adapter
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.plots import draw_plots
 from agentrl.telemetry.records import EvaluationRecord
@@ -19,6 +20,9 @@ from agentrl.training.run.best import BestPolicy
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
+
+ADAPTER = "adapter"
+"""The folder of an exported policy with its adapters alone."""
 
 
 def evaluation_record(report: EvaluationReport) -> EvaluationRecord:
@@ -39,16 +43,24 @@ def evaluation_record(report: EvaluationReport) -> EvaluationRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """A policy to write: ``state`` holds all parameters of ``model`` after ``steps`` steps."""
+    """A policy to write: ``state`` holds all parameters of ``model`` after ``steps`` steps.
+
+    ``adapter`` holds those of its adapters, if it has any, on the model ``base``; in ``state`` they are merged.
+    """
 
     settings: Settings
     model: Any
     tokenizer: Any
     state: dict[str, Tensor]
+    adapter: dict[str, Tensor]
+    base: str
     steps: int
 
     def write(self, folder: Path, remark: str) -> None:
-        """Write the policy in the `transformers` format; ``remark`` ends the model card."""
+        """Write the policy in the `transformers` format; ``remark`` ends the model card.
+
+        An adapter is also written on its own, to ``adapter/`` in the format of peft.
+        """
         settings = self.settings
         write_model(
             folder,
@@ -59,6 +71,8 @@ class Export:
             body=f"Trained by agentrl {agentrl.__version__} for {self.steps} steps with {settings.algorithm.estimator} "
             f"on `{settings.env}`. {remark}",
         )
+        if self.adapter:
+            write_adapter(folder / ADAPTER, self.adapter, settings.model.lora, base=self.base)
 
 
 def finish_run(

@@ -5,10 +5,10 @@ Not checked: data sets given by Hugging Face id, which may need a download, and 
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError
+from agentrl.models.attention import attention_obstacle
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.problems.sources import FILE_KINDS, load_source
 from agentrl.rollout.engines.table import engine_facts
@@ -61,11 +61,10 @@ def check_inputs(settings: Settings) -> list[str]:
 def machine_problems(settings: Settings) -> list[str]:
     """The requirements of the settings that this machine does not meet, one message each."""
     found = []
-    if settings.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
-        found.append(
-            "model.attention=flash_attention_2 needs the package flash-attn, which is not installed: pip install "
-            "flash-attn, or set model.attention=sdpa"
-        )
+    attention = settings.model.attention
+    obstacle = None if attention == "auto" else attention_obstacle(attention, dtype=settings.model.dtype)
+    if obstacle is not None:
+        found.append(obstacle)
     if engine_facts(settings.rollout).starts_servers:
         path = str(settings.model.path)
         try:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
 
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.table import engine_facts
@@ -14,8 +17,10 @@ from agentrl.telemetry.console import Console, RunProgress
 from agentrl.telemetry.records import EvaluationRecord, Metrics
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.coldstart.policy import starting_policy
-from agentrl.training.engine.checkpoint import RunState, check_reference, open_newest, save_checkpoint
+from agentrl.training.engine.adapter import adapter_record, check_adapter, describe_size, policy_optimizer
+from agentrl.training.engine.checkpoint import CheckpointWriter, RunState, check_reference, open_newest
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_policy
+from agentrl.training.engine.memory import shortages_named
 from agentrl.training.run.best import BestPolicy, best_evaluation
 from agentrl.training.run.outcome import Export, evaluation_record, finish_run
 from agentrl.training.run.signals import INTERRUPTED
@@ -23,12 +28,12 @@ from agentrl.training.step.batching import due
 from agentrl.training.step.critic import open_critic
 from agentrl.training.step.diagnostics import FIDELITY_BOUNDS
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
-from agentrl.training.step.reference import read_reference, reference_path
+from agentrl.training.step.reference import open_reference, reference_path
 from agentrl.training.step.trainer import Trainer
 from agentrl.training.worker.local import LocalService
 from agentrl.training.worker.service import InterruptedRunError, RolloutService
 from agentrl.training.worker.transfer import WeightSender
-from agentrl.weights.sources import full_parameters
+from agentrl.weights.adapters import adapter_parameters, policy_parameters
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -68,18 +73,19 @@ class Session:
         self._empty_steps = 0
         self._checkpoints = Path(settings.runs_dir) / str(settings.name) / "checkpoints"
         self._best = BestPolicy(self._checkpoints.parent)
-        path = starting_policy(settings, console)
+        self._start = path = starting_policy(settings, console)
         self._tokenizer = read_tokenizer(path)
         self._policy = read_policy(path, settings.model, settings.training)
         objective = ObjectiveSettings.of(settings)
         updates = settings.training.steps * settings.algorithm.updates_per_step
         self._engine = TrainingEngine(
             self._policy,
-            optimizer=settings.optimizer,
+            optimizer=policy_optimizer(settings.optimizer, settings.model.lora),
             training=settings.training,
             bfloat16=settings.model.dtype == "bfloat16",
             updates=updates,
         )
+        self._adapter = adapter_record(settings.model.lora, base=path)
         self._reference_path = reference_path(settings.kl, path)
         has_critic = "values" in needs(objective).inputs
         self._critic = open_critic(settings, start=path, updates=updates) if has_critic else None
@@ -89,10 +95,18 @@ class Session:
             temperature=settings.rollout.temperature,
             pad_id=TextCodec(self._tokenizer).pad_id,
             fidelity_bound=FIDELITY_BOUNDS[settings.model.dtype],
-            reference=None if self._reference_path is None else read_reference(self._reference_path, settings),
+            reference=None
+            if self._reference_path is None
+            else open_reference(self._reference_path, settings, self._engine, start=path),
             critic=self._critic,
         )
-        self._shares_gpus = engine_facts(settings.rollout).shares_gpus
+        self._engines: dict[str, TrainingEngine[nn.Module]] = {"engine": self._engine}
+        if self._critic is not None:
+            self._engines["critic"] = self._critic.engine
+        self._writer = CheckpointWriter(
+            self._checkpoints, self._engine, settings.checkpoint, published=self._settle_best_of
+        )
+        self._moves_state = engine_facts(settings.rollout).shares_gpus and settings.training.offload == "none"
         self._make_room()
         self._service = self._open_service(path)
         self._sender = WeightSender(
@@ -100,6 +114,8 @@ class Session:
             self._engine,
             folder=self._checkpoints.parent / ".weights",
             console=console,
+            lora=settings.model.lora,
+            base=path,
             host=socket.gethostname() if settings.rollout.vllm.placement == "external" else "127.0.0.1",
         )
 
@@ -117,14 +133,14 @@ class Session:
         """Report the environment, engine and problems; restore the newest checkpoint of a resumed run."""
         for line in self._service.describe():
             self._console.note(line)
+        self._console.note(f"training: attention by {self._policy.attention} over packed trajectories")
         self._sender.begin()  # before a checkpoint is loaded, while both sides hold the start policy's weights
         if resume:
             self._restore()
         self._warn_of_damaged_trajectories()
         settings = self._settings
-        size = sum(getattr(item, "ds_numel", item.numel()) for item in self._policy.parameters())
         self._console.note(
-            f"training: {size / 1e6:.2f}M parameters, {settings.algorithm.estimator} with {settings.algorithm.loss}, "
+            f"training: {describe_size(self._policy)}, {settings.algorithm.estimator} with {settings.algorithm.loss}, "
             f"{settings.rollout.problems_per_step} problems x {settings.rollout.group_size} a step, "
             f"steps {self._done.step + 1} to {settings.training.steps}, "
             f"run directory {self._checkpoints.parent}"
@@ -150,7 +166,7 @@ class Session:
 
     def _make_room(self) -> None:
         """Move the optimizer state off the GPUs on which servers generate."""
-        if self._shares_gpus:
+        if self._moves_state:
             self._engine.offload()
 
     def request_stop(self) -> None:
@@ -180,9 +196,10 @@ class Session:
         began = time.monotonic()
         plan = self._service.plan(step)
         planned = time.monotonic()
-        if self._shares_gpus:
+        if self._moves_state:
             self._engine.reload()  # the servers sleep
-        metrics = self._trainer.train(plan)
+        with shortages_named(self._settings.training, step=step):
+            metrics = self._trainer.train(plan)
         updates = self._done.updates + int(metrics["policy/updates"])
         self._make_room()
         trained = time.monotonic()
@@ -211,6 +228,7 @@ class Session:
         self._done.step, self._done.updates = step, updates
         if self._run is not None:
             self._run.append_metrics(metrics)
+        self._writer.settle(wait=False)
 
     def _warn_of_empty_steps(self, step: int, metrics: Metrics) -> None:
         if metrics["policy/updates"]:
@@ -278,38 +296,40 @@ class Session:
             rows=0 if self._run is None else sum(1 for _ in self._run.metrics()),
             trainer=self._trainer.state_dict(),
             reference=self._reference_path,
+            adapter=self._adapter,
         )
-        also = [] if self._critic is None else [self._critic]
-        save_checkpoint(self._checkpoints, self._engine, state, keep=self._settings.checkpoint.keep, also=also)
+        self._writer.save(self._engines, state)
         self._saved = (self._done.step, len(self._done.evaluations))
-        self._settle_best()
 
-    def _settle_best(self) -> None:
-        """Call this once a checkpoint holds the evaluations so far."""
-        if self.rank == 0 and self._settings.checkpoint.best:
+    def _settle_best_of(self, saved: RunState) -> None:
+        """Call this once a checkpoint holds the evaluations so far; later ones wait for the next."""
+        if self.rank == 0 and self._settings.checkpoint.best and len(saved.evaluations) == len(self._done.evaluations):
             self._best.settle(best_evaluation(self._done.evaluations))
 
     def _restore(self) -> None:
         """Load the newest checkpoint, if there is one."""
-        keep, rows = self._settings.checkpoint.keep, 0
+        keep, rows, others = self._settings.checkpoint.keep, 0, ""
         newest = open_newest(self._checkpoints, self._engine, keep=keep, warn=self._console.warning)
         if newest is not None:
             folder, state = newest
             check_reference(folder, state, self._reference_path)
-            self._engine.load(folder)
-            if self._critic is not None:
-                self._critic.load(folder)
+            check_adapter(folder, state.adapter, self._adapter)
+            for name, engine in self._engines.items():
+                engine.load(folder / name)
             self._trainer.load_state_dict(state.trainer)
             self._service.load_state_dict(state.worker)
             self._done = _Progress(step=state.step, updates=state.updates, evaluations=state.evaluations)
             self._saved = (state.step, len(state.evaluations))
             rows = state.rows
+            if state.ranks != self._world:
+                others = f", written by {_ranks(state.ranks)}, with {_ranks(self._world)}"
             self._make_room()
             self._sender.send(state.updates)
         if self._run is not None:
             self._run.truncate_after(self._done.step, rows=rows)
-        self._settle_best()
-        self._console.note(f"resumed after step {self._done.step}")
+        if self.rank == 0 and self._settings.checkpoint.best:
+            self._best.settle(best_evaluation(self._done.evaluations))
+        self._console.note(f"resumed after step {self._done.step}{others}")
 
     def _warn_of_damaged_trajectories(self) -> None:
         found = [] if self._run is None else self._run.damaged_trajectories()
@@ -323,6 +343,7 @@ class Session:
     def _stopped(self) -> int:
         if self._saved != (self._done.step, len(self._done.evaluations)):
             self._save()
+        self._writer.settle()
         self._console.note(
             f"stopped after step {self._done.step}; checkpoint saved. To continue: "
             f"agentrl train --resume name={self._settings.name} runs_dir={self._settings.runs_dir}"
@@ -334,6 +355,7 @@ class Session:
 
     def _finish(self) -> None:
         self._save()
+        self._writer.settle()
         export = self._export()
         if self._run is not None:
             finish_run(
@@ -349,17 +371,24 @@ class Session:
 
     def _export(self) -> Export:
         """The current policy. Every rank takes part in gathering the parameters; rank 0 keeps them."""
+        lora = self._settings.model.lora
         return Export(
             settings=self._settings,
             model=self._policy.causal_lm,
             tokenizer=self._tokenizer,
-            state={
-                name: value.to("cpu", copy=True)
-                for name, value in full_parameters(self._policy.causal_lm)
-                if self.rank == 0
-            },
+            state=self._held(policy_parameters(self._policy.causal_lm, lora)),
+            adapter=self._held(adapter_parameters(self._policy.causal_lm)) if lora.rank else {},
+            base=self._start,
             steps=self._done.step,
         )
+
+    def _held(self, parameters: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Copies on rank 0; every rank iterates."""
+        return {name: value.to("cpu", copy=True) for name, value in parameters if self.rank == 0}
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"
 
 
 _WHY_DROPPED = {

@@ -68,46 +68,100 @@ class RankPlan:
     metrics: dict[str, float]
 
 
-def pack(units: Sequence[Sequence[Trajectory]], budget: int, *, ranks: int) -> list[list[MicroBatch]]:
-    """Micro-batches for each rank: units stay whole, padded size is at most ``budget``, numbers are equal.
+def pack(
+    units: Sequence[Sequence[Trajectory]], budget: int, *, ranks: int, attention_length: float = math.inf
+) -> list[list[MicroBatch]]:
+    """Micro-batches for each rank: units stay whole, tokens are at most ``budget``, numbers are equal.
 
-    Units (a group, or a single trajectory) are sorted by length to limit padding; each bin goes to the rank with the
-    least work so far. A unit larger than the budget gets a bin of its own.
+    Units (a group, or some of its trajectories) go from the costliest to the cheapest, each to the micro-batch with the
+    least cost that has room for it; there are as few micro-batches as that allows. So all cost nearly the same, and
+    ranks seldom wait for each other. A unit larger than the budget gets a micro-batch of its own. Attention over a
+    trajectory of ``attention_length`` tokens costs as much as everything else.
     """
-    bins: list[list[Sequence[Trajectory]]] = []
-    rows_inside = width = 0
-    for unit in sorted(units, key=_width, reverse=True):
-        if bins and (rows_inside + len(unit)) * width <= budget:
-            bins[-1].append(unit)
-            rows_inside += len(unit)
-            continue
-        bins.append([unit])
-        rows_inside, width = len(unit), _width(unit)
+    costs = {id(unit): _cost(unit, attention_length) for unit in units}
+    ordered = sorted(units, key=lambda unit: costs[id(unit)], reverse=True)
+    bins = _fill(ordered, [costs[id(unit)] for unit in ordered], budget, ranks=ranks)
     plans: list[list[MicroBatch]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for rows in [[row for unit in one for row in unit] for one in _at_least(bins, ranks)]:
-        rank = loads.index(min(loads))
+    for number, rows in enumerate(bins):
+        turn, place = divmod(number, ranks)
+        rank = place if turn % 2 == 0 else ranks - 1 - place  # who got the costliest of one turn gets the cheapest
         plans[rank].append(MicroBatch(rows=tuple(map(Row.of, rows))))
-        loads[rank] += len(rows) * _width(rows)
     most = max(len(plan) for plan in plans)
     shortest = min((row for unit in units for row in unit), key=lambda item: item.length)
     filler = MicroBatch(rows=(Row.of(shortest),), dummy=True)
     return [plan + [filler] * (most - len(plan)) for plan in plans]
 
 
-def plan_step(rollouts: RolloutBatch, settings: ObjectiveSettings, *, budget: int, ranks: int) -> list[RankPlan]:
-    """The plan of every rank for one rollout batch; no updates if no group is left to train."""
+def packed_tokens(rows: Sequence[Trajectory]) -> int:
+    """Tokens of these trajectories in one row, where each distinct prompt stands once."""
+    prompts = {row.prompt_ids for row in rows}
+    return sum(map(len, prompts)) + sum(row.length - len(row.prompt_ids) for row in rows)
+
+
+def pieces(group: Sequence[Trajectory], most: int) -> list[Sequence[Trajectory]]:
+    """A group in parts of at most ``most`` tokens, or of one trajectory each: as many as possible share its prompt."""
+    parts: list[list[Trajectory]] = []
+    for row in sorted(group, key=lambda item: item.length, reverse=True):
+        if parts and packed_tokens([*parts[-1], row]) <= most:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    return [*parts]
+
+
+def _cost(rows: Sequence[Trajectory], attention_length: float) -> float:
+    return packed_tokens(rows) + sum(row.length**2 for row in rows) / attention_length
+
+
+def _fill(
+    units: Sequence[Sequence[Trajectory]], costs: Sequence[float], budget: int, *, ranks: int
+) -> list[list[Trajectory]]:
+    """The rows of every micro-batch, the costliest first."""
+    sizes = [packed_tokens(unit) for unit in units]
+    count = max(1, math.ceil(sum(sizes) / budget / ranks)) * ranks
+    while True:
+        bins: list[list[Trajectory]] = [[] for _ in range(count)]
+        spent, tokens = [0.0] * count, [0] * count
+        for unit, cost, size in zip(units, costs, sizes, strict=True):
+            open_ones = [place for place in range(count) if not tokens[place] or tokens[place] + size <= budget]
+            if not open_ones:
+                break
+            place = min(open_ones, key=lambda place: spent[place])
+            bins[place] += unit
+            spent[place] += cost
+            tokens[place] += size
+        else:
+            order = sorted(range(count), key=lambda place: -spent[place])
+            return [bins[place] for place in order if bins[place]]
+        count += ranks
+
+
+def plan_step(
+    rollouts: RolloutBatch,
+    settings: ObjectiveSettings,
+    *,
+    budget: int,
+    ranks: int,
+    attention_length: float = math.inf,
+) -> list[RankPlan]:
+    """The plan of every rank for one rollout batch; no updates if no group is left to train.
+
+    ``attention_length`` as in :func:`pack`.
+    """
     groups, algorithm = rollouts.groups, settings.algorithm
-    largest = max((len(group.trajectories) * _width(group.trajectories) for group in groups), default=0)
+    largest = max((packed_tokens(group.trajectories) for group in groups), default=0)
     passes = plan_passes(settings, group_tokens=largest, budget=budget)
     # The head-exact diagnostic also needs whole groups; if they do not fit, the step goes without it.
     head_exact = due(rollouts.step, algorithm.head_exact_every) and largest <= budget
     updates: list[list[UpdatePlan]] = [[] for _ in range(ranks)]
     for part in split_updates(groups, algorithm.updates_per_step):
         rows = [item for group in part for item in group.trajectories]
-        units = [group.trajectories for group in part] if passes.one_forward or head_exact else [(row,) for row in rows]
+        units: list[Sequence[Trajectory]] = [group.trajectories for group in part]
+        if not (passes.one_forward or head_exact):
+            units = [piece for unit in units for piece in pieces(unit, budget // 4)]
         trained = [row for row in rows if (row.group, row.sample) not in rollouts.no_loss]
-        for rank, micro_batches in enumerate(pack(units, budget, ranks=ranks)):
+        packed = pack(units, budget, ranks=ranks, attention_length=attention_length)
+        for rank, micro_batches in enumerate(packed):
             updates[rank].append(
                 UpdatePlan(
                     micro_batches=tuple(micro_batches),
@@ -172,22 +226,8 @@ def split_updates(groups: Sequence[Group], updates: int) -> list[Sequence[Group]
     return [groups[low:high] for low, high in itertools.pairwise(bounds)]
 
 
-def _width(unit: Sequence[Trajectory]) -> int:
-    return max(item.length for item in unit)
-
-
-def _at_least(bins: list[list[Sequence[Trajectory]]], ranks: int) -> list[list[Sequence[Trajectory]]]:
-    """The largest bins are cut in two until every rank has one or no bin has two units."""
-    while len(bins) < ranks and any(len(units) > 1 for units in bins):
-        largest = max(bins, key=lambda units: (len(units) > 1, sum(map(len, units)) * max(map(_width, units))))
-        place = bins.index(largest)
-        half = (len(largest) + 1) // 2
-        bins[place : place + 1] = [largest[:half], largest[half:]]
-    return bins
-
-
 def plan_passes(settings: ObjectiveSettings, *, group_tokens: int, budget: int) -> PassPlan:
-    """Decide from the settings; ``group_tokens`` is the largest group's padded size, ``budget`` a micro-batch's."""
+    """Decide from the settings; ``group_tokens`` are those of the largest group, ``budget`` a micro-batch's."""
     return PassPlan(reasons=tuple(_reasons(settings, group_tokens, budget)))
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from agentrl.algorithms import aggregate, value_loss
+from agentrl.models.attention import choose_attention
 from agentrl.models.value import ValueModel
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_for_training
 from agentrl.training.settings import CriticSettings
@@ -18,13 +18,13 @@ from agentrl.trajectory import Batch
 if TYPE_CHECKING:
     from agentrl.config import Settings
 
-_FOLDER = "critic"
-
 
 def open_critic(settings: Settings, *, start: str, updates: int) -> Critic:
     """A critic on this rank, its transformer that of ``critic.path`` or of the policy ``start``."""
+    causal_lm = read_for_training(settings.critic.path or start, settings.model, settings.training)
+    attention = choose_attention(settings.model.attention, causal_lm.config, dtype=settings.model.dtype)
     engine = TrainingEngine(
-        ValueModel(read_for_training(settings.critic.path or start, settings.model, settings.training)),
+        ValueModel(causal_lm, attention=attention),
         optimizer=settings.optimizer.model_copy(update={"learning_rate": settings.critic.learning_rate}),
         training=settings.training,
         bfloat16=settings.model.dtype == "bfloat16",
@@ -57,16 +57,6 @@ class Critic:
         self.engine.backward(value * self.engine.world_size)
         return loss.metrics | {"loss": torch.where(mask, loss.per_token.detach(), 0.0).sum() / mask.sum().clamp(min=1)}
 
-    def save(self, directory: Path) -> None:
-        """Write its engine into a folder of its own. Collective."""
-        folder = directory / _FOLDER
-        folder.mkdir(exist_ok=True)
-        self.engine.save(folder)
-
-    def load(self, directory: Path) -> None:
-        """Restore what :meth:`save` wrote. Collective."""
-        self.engine.load(directory / _FOLDER)
-
     def _forward(self, batch: Batch) -> Tensor:
-        values: Tensor = self.engine(batch.input_ids, batch.prompt_lengths, batch.response_ids.shape[1])
+        values: Tensor = self.engine(batch.input_ids, batch.prompt_lengths, batch.response_lengths)
         return values

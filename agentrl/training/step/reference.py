@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 
 from agentrl.algorithms import AdaptiveKL, FixedKL, KLController
 from agentrl.models.head import ReferenceHead
+from agentrl.models.lora import adapter_off
 from agentrl.models.policy import PolicyModel, scatter_tokens
-from agentrl.training.engine.deepspeed_engine import frozen, read_policy
+from agentrl.models.settings import LoRASettings
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, read_policy
 from agentrl.training.settings import KLSettings
 from agentrl.trajectory import Batch
 from agentrl.weights.sources import gathered
@@ -28,7 +31,7 @@ def kl_controller(settings: KLSettings) -> KLController:
 
 
 class Reference:
-    """A policy that is never updated."""
+    """A policy that is never updated: one of its own, or the model under a trained policy's adapters."""
 
     def __init__(
         self,
@@ -40,11 +43,12 @@ class Reference:
     ) -> None:
         """``freeze`` gives the policy's forward on this rank's device, perhaps with its parameters sharded.
 
-        ``over_vocabulary`` enables the divergence over the whole vocabulary, for a copy of the head on every rank.
+        ``over_vocabulary`` enables the divergence over the whole vocabulary, for a copy of the head on every rank
+        unless it is frozen here.
         """
         self._logit_map = policy.head.logit_map
         nothing: tuple[Tensor | None, Tensor | None] = (None, None)
-        self._weight, self._bias = _copied(policy.head) if over_vocabulary else nothing
+        self._weight, self._bias = _head_values(policy.head) if over_vocabulary else nothing
         self._forward = freeze(policy)
         self._temperature = temperature
         self.over_vocabulary = over_vocabulary
@@ -71,8 +75,10 @@ class Reference:
         return log_probs, ReferenceHead(hidden=hidden, weight=self._weight, bias=self._bias, logit_map=self._logit_map)
 
 
-def _copied(head: nn.Linear) -> tuple[Tensor, Tensor | None]:
+def _head_values(head: nn.Linear) -> tuple[Tensor, Tensor | None]:
     with gathered(head) as (weight, bias):
+        if not head.weight.requires_grad:
+            return weight, bias  # of an adapted policy: they stay as they are
         return weight.clone(), None if bias is None else bias.clone()
 
 
@@ -81,12 +87,30 @@ def reference_path(settings: KLSettings, start: str) -> str | None:
     return None if settings.coefficient == 0.0 else settings.reference or start
 
 
-def read_reference(path: str, settings: Settings) -> Reference:
-    """The reference policy on this rank. Raises SettingsError as reading a model does."""
+def open_reference(path: str, settings: Settings, engine: TrainingEngine[PolicyModel], *, start: str) -> Reference:
+    """The reference policy on this rank. Raises SettingsError as reading a model does.
+
+    The model ``start`` that the policy under ``engine`` adapts is that policy with its adapters off.
+    """
     training = settings.training
+    if settings.model.lora.rank and path == start:
+        return Reference(
+            engine.module,
+            partial(_without_adapters, engine),
+            temperature=settings.rollout.temperature,
+            over_vocabulary=settings.kl.over_vocabulary,
+        )
     return Reference(
-        read_policy(path, settings.model, training),
+        read_policy(path, settings.model.model_copy(update={"lora": LoRASettings()}), training),
         lambda module: frozen(module, training, bfloat16=settings.model.dtype == "bfloat16"),
         temperature=settings.rollout.temperature,
         over_vocabulary=settings.kl.over_vocabulary,
     )
+
+
+def _without_adapters(engine: TrainingEngine[PolicyModel], policy: PolicyModel) -> Callable[..., object]:
+    def forward(*args: object, **kwargs: object) -> object:
+        with adapter_off(policy.causal_lm):
+            return engine(*args, **kwargs)
+
+    return forward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,9 @@ import torch
 from agentrl.evaluation.data.problem_sets import held_out_problems
 from agentrl.evaluation.play.during_training import EvaluationReport, evaluate_policy
 from agentrl.evaluation.play.limits import evaluation_environment, evaluation_rollout
-from agentrl.models.loading import read_model
+from agentrl.models.attention import attention_length
+from agentrl.models.loading import read_config, read_model
+from agentrl.models.lora import with_adapter
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.problems.sources import load_mixture
@@ -85,6 +88,8 @@ class LocalService:
         )
         self._held_out = held_out_problems(settings)
         self._objective = ObjectiveSettings.of(settings)
+        config = read_config(settings.model)
+        self._attention_length = math.inf if config is None else attention_length(config)
         algorithm = settings.algorithm
         self._worker = RolloutWorker(
             driver=self._driver,
@@ -103,7 +108,8 @@ class LocalService:
         settings = self._settings
         model = trained
         if model is None and engine_facts(settings.rollout).in_process:
-            model = read_model(policy_path, settings.model).to("cuda" if torch.cuda.is_available() else "cpu")
+            model = with_adapter(read_model(policy_path, settings.model), settings.model.lora)
+            model = model.to("cuda" if torch.cuda.is_available() else "cpu")
         return EngineRequest(
             rollout=settings.rollout,
             policy=settings.model,
@@ -134,7 +140,9 @@ class LocalService:
         self._batch = self._run(self._worker.next_batch(step))
         self._finish(self._managed.end_rollouts())
         budget = self._settings.training.micro_batch_tokens
-        return plan_step(self._batch, self._objective, budget=budget, ranks=self._ranks)
+        return plan_step(
+            self._batch, self._objective, budget=budget, ranks=self._ranks, attention_length=self._attention_length
+        )
 
     def settle(self) -> None:
         with contextlib.suppress(InterruptedRunError):

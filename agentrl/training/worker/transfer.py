@@ -10,11 +10,14 @@ from pathlib import Path
 import torch
 
 from agentrl.errors import AgentRLError
+from agentrl.models.lora import write_adapter
+from agentrl.models.settings import LoRASettings
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import world_errors
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, on_every_rank
 from agentrl.training.worker.service import RolloutService
-from agentrl.weights.exports import write_export
+from agentrl.weights.adapters import AdapterSource, MergedSource
+from agentrl.weights.exports import held, write_export, write_version
 from agentrl.weights.native import NativeTransfer, TransferTarget, open_native
 from agentrl.weights.sources import ParameterSource
 from agentrl.weights.verify import Probe
@@ -36,12 +39,19 @@ class WeightSender:
         *,
         folder: Path,
         console: Console,
+        lora: LoRASettings,
+        base: str,
         host: str = "127.0.0.1",
     ) -> None:
-        """``folder`` holds files of weights; ``host`` is the address at which servers reach rank 0."""
+        """``folder`` holds files of weights; ``host`` is the address at which servers reach rank 0.
+
+        ``lora``: the policy's adapters, on the model ``base``.
+        """
         self._service = service
         self._engine = engine
         self._source = ParameterSource(engine.module.causal_lm, summed=engine.rank == 0)
+        self._lora = lora
+        self._base = base
         self._probe: tuple[int, ...] = ()
         self._folder = folder
         self._console = console
@@ -53,8 +63,10 @@ class WeightSender:
 
         The noise between trainer and engine is measured here, so the trainer must hold the start policy too.
         """
-        if self._service.transfer_target() is None:
+        target = self._service.transfer_target()
+        if target is None:
             return
+        self._source = self._source_of(target)
         self._probe = self._service.probe_tokens()
         for _ in self._source:
             pass  # iterating computes the checksums
@@ -90,20 +102,31 @@ class WeightSender:
 
     def _once(self, target: TransferTarget, version: int, probe: Probe, *, zero_weights: bool) -> str | None:
         native = target.backend != "file"
-        directory = None if native else on_every_rank(partial(self._export, version))[0]
+        directory = None if native else on_every_rank(partial(self._export, target, version))[0]
         self._service.pause(zero_weights=zero_weights)
         if native:
             self._native_to(target).send()
         return self._service.install(directory, version, self._with_checksums(probe))
 
-    def _export(self, version: int) -> str:
+    def _source_of(self, target: TransferTarget) -> ParameterSource:
+        module, summed = self._engine.module.causal_lm, self._engine.rank == 0
+        if target.form == "merged":
+            return MergedSource(module, self._lora, summed=summed)
+        return AdapterSource(module, summed=summed) if target.form == "adapter" else self._source
+
+    def _export(self, target: TransferTarget, version: int) -> str:
         """Rank 0 writes. Every rank takes part in the gathering to its end, even if writing fails."""
         tensors = iter(self._source)
         try:
             if self._engine.rank > 0:
                 return ""
             with world_errors(self._folder, "write weights to"):
-                return str(write_export(self._folder.absolute(), tensors, version))
+                folder = self._folder.absolute()
+                if target.form == "adapter":
+                    factors = {name: held(value) for name, value in tensors}
+                    write = partial(write_adapter, factors=factors, settings=self._lora, base=self._base)
+                    return str(write_version(folder, version, write, kept=target.kept))
+                return str(write_export(folder, tensors, version))
         finally:
             for _ in tensors:
                 pass

@@ -19,7 +19,7 @@ from agentrl.rollout.engines.http import GarbageError, ServerCallError, StatusEr
 from agentrl.rollout.engines.vllm.balancer import Balancer
 from agentrl.rollout.engines.vllm.member import LONGEST_LOOK, Member
 from agentrl.rollout.engines.vllm.replica import Replica
-from agentrl.rollout.engines.vllm.served_weights import Check, ServedWeights
+from agentrl.rollout.engines.vllm.served_weights import Check, ServedAdapters, ServedWeights
 from agentrl.rollout.engines.vllm.server import ServerProcess, says_out_of_memory
 from agentrl.rollout.settings import RolloutSettings
 
@@ -47,18 +47,22 @@ class VLLMEngine:
         max_tokens: int,
         version: int = 0,
         label: bool = True,
+        adapter_rank: int = 0,
     ) -> None:
         """``servers`` are processes to start or addresses. ``vocabulary`` is the policy's number of tokens,
         ``max_tokens`` the length of the longest sequence that will be requested.
 
         ``label``: label the weights of servers that have no version with ``version``; otherwise they keep ``default``.
+        ``adapter_rank``: of the adapters that the servers load in place of weights; 0 if they load weights.
         """
         self._codec = codec
         self._label = label
         self._vllm = settings.vllm
         self._vocabulary = vocabulary
         self._max_tokens = max_tokens
-        self._weights = ServedWeights(version, recompute=settings.kv_on_update == "recomputed")
+        self._adapter_rank = adapter_rank
+        served = ServedAdapters if adapter_rank else ServedWeights
+        self._weights = served(version, recompute=settings.kv_on_update == "recomputed")
         self._balancer = Balancer(len(servers))
         self._gate = asyncio.Event()  # closed while weights change
         self._members = [
@@ -82,7 +86,9 @@ class VLLMEngine:
         await asyncio.gather(*(member.close() for member in self._members))
 
     async def _open(self, member: Member) -> None:
-        identity = await member.open(self._codec, vocabulary=self._vocabulary, needed=self._max_tokens)
+        identity = await member.open(
+            self._codec, vocabulary=self._vocabulary, needed=self._max_tokens, rank=self._adapter_rank
+        )
         if identity.version != "default":
             self._weights.untouched = False
         elif self._label:
@@ -129,7 +135,7 @@ class VLLMEngine:
         size = {"context": len(token_ids), "reserved": sampling.max_tokens}
         self._balancer.take(member.place, trajectory_id, **size)
         try:
-            async with member.pulse.watched():
+            async with self._weights.used(member.replica, version) as adapter, member.pulse.watched():
                 completion = await member.replica.generate(
                     token_ids,
                     sampling,
@@ -137,9 +143,11 @@ class VLLMEngine:
                     seed=seed if self._vllm.seeded else None,
                     eos_ids=self._codec.end_ids,
                     salt=self._weights.salt(version),
+                    adapter=adapter,
                 )
         finally:
             self._balancer.give_back(member.place, trajectory_id, **size)
+        completion = self._weights.dated(completion, version)
         versions = {item for item, _ in completion.version_spans}
         if not all(version <= item <= self.version for item in versions):
             raise GarbageError(
@@ -245,10 +253,15 @@ class VLLMEngine:
         ]
 
     async def pause(self) -> None:
-        """Pause all requests, running and new, so that weights can change. Sleeping servers get room for weights."""
+        """Pause all requests, running and new, so that weights can change. Sleeping servers get room for weights.
+
+        Running requests go on where servers load adapters: each keeps its own.
+        """
         self._gate.clear()
-        asleep = self._asleep
-        await self._on_all(lambda replica: replica.wake("weights") if asleep else replica.pause())
+        if self._asleep:
+            await self._on_all(lambda replica: replica.wake("weights"))
+        elif self._weights.replaced:
+            await self._on_all(lambda replica: replica.pause())
 
     async def install(self, directory: Path | None, version: int) -> None:
         """Install the weights of ``version``: from ``directory``, or (None) those already transferred to the servers.
@@ -262,7 +275,8 @@ class VLLMEngine:
             if asleep:
                 await replica.wake("kv_cache")
             await self._weights.install(replica)
-            await replica.resume()
+            if self._weights.replaced:
+                await replica.resume()
 
         await self._on_all(take)
         self._balancer.forget_prefixes()
@@ -274,8 +288,10 @@ class VLLMEngine:
     async def zero_weights(self, *, all_of_them: bool) -> None:
         """Set parameters to zero before a transfer, so that missing parameters are detected.
 
-        ``all_of_them``: on all servers, otherwise only on those without checksums.
+        ``all_of_them``: on all servers, otherwise only on those without checksums. Not where servers load adapters.
         """
+        if not self._weights.replaced:
+            return
 
         async def zero(replica: Replica) -> None:
             if all_of_them or not replica.tells_checksums:
@@ -298,11 +314,11 @@ class VLLMEngine:
         self._weights.untouched = True
 
     async def sleep(self) -> None:
-        """Release the GPUs to the trainer; the weights are lost until the next :meth:`install`."""
+        """Release the GPUs to the trainer until the next :meth:`install`; weights that it replaces are lost."""
         self._gate.clear()
         self._asleep = True
         self._balancer.forget_prefixes()
-        await self._on_all(lambda replica: replica.sleep())
+        await self._on_all(lambda replica: replica.sleep(keep_weights=not self._weights.replaced))
 
     async def _on_all(self, call: Callable[[Replica], Awaitable[_Result]]) -> list[_Result]:
         """Call every server that answers; mark those that fail as down. Raises WorldError if none is left."""

@@ -50,12 +50,12 @@ class Member:
     def lost(self) -> str:
         return f"{self.address} ({self.failure or 'no error yet'})"
 
-    async def open(self, codec: TextCodec, *, vocabulary: int, needed: int) -> Identity:
+    async def open(self, codec: TextCodec, *, vocabulary: int, needed: int, rank: int = 0) -> Identity:
         """Wait until the server answers, and check it. Raises SettingsError or WorldError."""
         await self._await_start()
         try:
             self.identity = await self.replica.identify(
-                codec, vocabulary=vocabulary, needed=needed, seeded=self._settings.seeded
+                codec, vocabulary=vocabulary, needed=needed, seeded=self._settings.seeded, rank=rank
             )
         except ServerCallError as error:
             raise WorldError(f"the vLLM server {self.address} failed while it was being checked: {error}") from error

@@ -26,10 +26,12 @@ def generate_body(
     seed: int | None,
     eos_ids: Sequence[int],
     salt: str,
+    adapter: str | None = None,
 ) -> dict[str, object]:
     """The request for one turn. It ends only at ``eos_ids`` and stop strings, not at the server's own EOS tokens.
 
-    ``salt`` separates cached prefixes: only requests with the same salt share keys and values.
+    ``adapter``: the name of what samples; None for the model. ``salt`` separates cached prefixes: only requests with
+    the same salt share keys and values.
     """
     parameters: dict[str, object] = {
         "max_tokens": sampling.max_tokens,
@@ -44,7 +46,13 @@ def generate_body(
         parameters["top_p"] = sampling.top_p
     if seed is not None:
         parameters["seed"] = seed % _SEEDS
-    return {"request_id": request_id, "token_ids": list(token_ids), "sampling_params": parameters, "cache_salt": salt}
+    body: dict[str, object] = {
+        "request_id": request_id,
+        "token_ids": list(token_ids),
+        "sampling_params": parameters,
+        "cache_salt": salt,
+    }
+    return body if adapter is None else {**body, "model": adapter}
 
 
 def read_completion(answer: object, sampling: Sampling, eos_ids: frozenset[int]) -> Completion:
@@ -69,10 +77,11 @@ def read_completion(answer: object, sampling: Sampling, eos_ids: frozenset[int])
     )
 
 
-def score_body(token_ids: Sequence[int], *, salt: str) -> dict[str, object]:
+def score_body(token_ids: Sequence[int], *, salt: str, adapter: str | None = None) -> dict[str, object]:
     """The request for the log-probabilities of a prompt's own tokens. The one sampled token is discarded."""
     parameters = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-    return {"token_ids": list(token_ids), "sampling_params": parameters, "cache_salt": salt}
+    body: dict[str, object] = {"token_ids": list(token_ids), "sampling_params": parameters, "cache_salt": salt}
+    return body if adapter is None else {**body, "model": adapter}
 
 
 def read_scores(answer: object, token_ids: Sequence[int]) -> tuple[float, ...]:
@@ -127,6 +136,18 @@ def read_tokens(metrics: str) -> int | None:
     except ValueError as error:
         raise GarbageError(f"its metrics give no valid number of computed tokens: {error}") from error
     return int(sum(counts)) if counts else None
+
+
+def read_models(answer: object) -> frozenset[str]:
+    """The names of the model and its adapters.
+
+    >>> sorted(read_models({"data": [{"id": "policy"}, {"id": "policy-1"}]}))
+    ['policy', 'policy-1']
+    """
+    found = answer.get("data") if isinstance(answer, Mapping) else None
+    if not isinstance(found, list) or not all(isinstance(item, Mapping) and "id" in item for item in found):
+        raise GarbageError(f"no list of models: {_short(answer)}")
+    return frozenset(str(item["id"]) for item in found)
 
 
 def read_checksums(answer: object) -> list[dict[str, tuple[int, int]]]:

@@ -17,11 +17,12 @@ from agentrl.rollout.engines.vllm.messages import (
     read_cache_use,
     read_checksums,
     read_completion,
+    read_models,
     read_scores,
     read_tokens,
     score_body,
 )
-from agentrl.rollout.engines.vllm.server import WITNESS
+from agentrl.rollout.engines.vllm.server import WITNESS, served_rank
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Replica:
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
         self.tells_checksums = False  # until :meth:`identify` finds that it does
+        self.adapter: str | None = None  # whose scores :meth:`score` gives; None: the model's own
         self._http = JSONClient(self.address)
 
     async def close(self) -> None:
@@ -69,16 +71,24 @@ class Replica:
         seed: int | None,
         eos_ids: frozenset[int],
         salt: str,
+        adapter: str | None = None,
     ) -> Completion:
         """Sample one turn, without a time limit. Raises ServerCallError."""
-        body = generate_body(token_ids, sampling, request_id=request_id, seed=seed, eos_ids=sorted(eos_ids), salt=salt)
+        body = generate_body(
+            token_ids,
+            sampling,
+            request_id=request_id,
+            seed=seed,
+            eos_ids=sorted(eos_ids),
+            salt=salt,
+            adapter=adapter,
+        )
         return read_completion(await self._http.post(GENERATE, body, seconds=None), sampling, eos_ids)
 
     async def score(self, token_ids: tuple[int, ...], *, salt: str, seconds: float = _LONG) -> tuple[float, ...]:
         """Log-probabilities at temperature 1 of ``token_ids[1:]``. Raises ServerCallError."""
-        return read_scores(
-            await self._http.post(GENERATE, score_body(token_ids, salt=salt), seconds=seconds), token_ids
-        )
+        body = score_body(token_ids, salt=salt, adapter=self.adapter)
+        return read_scores(await self._http.post(GENERATE, body, seconds=seconds), token_ids)
 
     # -- control --------------------------------------------------------------------------------------------------
 
@@ -116,6 +126,19 @@ class Replica:
         body = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
         await self._http.post("/collective_rpc", body, seconds=_LONG)
 
+    async def adapters(self) -> frozenset[str]:
+        """The names of the adapters that are loaded, and of the model."""
+        return read_models(await self._http.get("/v1/models", seconds=_QUICK))
+
+    async def load_adapter(self, name: str, directory: str) -> None:
+        """Load an adapter from a directory that the server can read."""
+        body = {"lora_name": name, "lora_path": directory}
+        await self._http.command("/v1/load_lora_adapter", body, seconds=_LONG)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; no request may be running that names it."""
+        await self._http.command("/v1/unload_lora_adapter", {"lora_name": name}, seconds=_LONG)
+
     async def label(self, version: int) -> None:
         await self._http.post("/update_weight_version", {"new_version": str(version)}, seconds=_QUICK)
 
@@ -132,18 +155,22 @@ class Replica:
         """Set every parameter to zero, so that parameters missing from a transfer are detected."""
         await self._http.post("/weight_checker", {"action": "reset"}, seconds=_LONG)
 
-    async def sleep(self) -> None:
-        """Release its GPU memory, including the weights."""
-        await self._http.post("/sleep?level=2", seconds=_LONG)
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Release its GPU memory; the weights go to host memory or are lost."""
+        await self._http.post(f"/sleep?level={1 if keep_weights else 2}", seconds=_LONG)
 
     async def wake(self, tag: str) -> None:
-        """Allocate memory again: for ``weights`` (their values are lost) or for the ``kv_cache``."""
+        """Allocate memory again: for ``weights`` (whose values are back if they were kept) or for the ``kv_cache``."""
         await self._http.post(f"/wake_up?tags={tag}", seconds=_LONG)
 
     # -- what it is -----------------------------------------------------------------------------------------------
 
-    async def identify(self, codec: TextCodec, *, vocabulary: int, needed: int, seeded: bool) -> Identity:
+    async def identify(
+        self, codec: TextCodec, *, vocabulary: int, needed: int, seeded: bool, rank: int = 0
+    ) -> Identity:
         """Check the server's endpoints, settings, token limit, tokenizer and vocabulary size against the run's needs.
+
+        ``rank``: of the adapters that it will load; 0 for none.
 
         Raises SettingsError, which names the difference and how to start the server; ServerCallError if it is gone.
         """
@@ -155,6 +182,7 @@ class Replica:
         except StatusError as error:
             raise self._wrong(_CONTROLS) from error
         self._check_config(config, needed, seeded=seeded)
+        self._check_adapters(config, rank)
         self.tells_checksums = config.get("parallel_config", {}).get("worker_extension_cls") == WITNESS
         await self._check_generate()
         await self._check_tokenizer(codec)
@@ -198,6 +226,17 @@ class Replica:
             raise self._wrong(
                 f"its token limit is {model['max_model_len']}, rollout.max_prompt_tokens and max_response_tokens of "
                 f"rollout or evaluation together are {needed}: start it with --max-model-len {needed}, or lower them"
+            )
+
+    def _check_adapters(self, config: Mapping[str, object], rank: int) -> None:
+        lora = config.get("lora_config")
+        most = int(lora.get("max_lora_rank", 0)) if isinstance(lora, Mapping) else 0
+        if most < rank:
+            limit = f"at most rank {most}" if most else "none"
+            raise self._wrong(
+                f"of adapters it loads {limit}, and model.lora.rank={rank}: start it with the environment variable "
+                f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank {served_rank(rank)}, or set "
+                "rollout.vllm.lora=merged"
             )
 
     async def _check_generate(self) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
+from agentrl.rollout.engines.base import Completion
 from agentrl.rollout.engines.http import GarbageError
 from agentrl.rollout.engines.vllm.replica import Replica
 
@@ -28,6 +33,18 @@ class ServedWeights:
         self.check: Check | None = None
         self._recompute = recompute
         self._nonce = secrets.token_hex(4)
+
+    replaced = True
+    """Whether a new version replaces the weights that requests are running with."""
+
+    @asynccontextmanager
+    async def used(self, replica: Replica, version: int) -> AsyncIterator[str | None]:
+        """The adapter that a request for ``version`` names, which stays loaded meanwhile; None for the model itself."""
+        yield None
+
+    def dated(self, completion: Completion, version: int) -> Completion:
+        """The completion of a request for ``version``, with the versions of the weights that sampled it."""
+        return completion
 
     def salt(self, version: int) -> str:
         """The salt that separates a version's cached prefixes from all others, even those of running requests."""
@@ -65,3 +82,63 @@ class ServedWeights:
             if self.directory is not None:
                 await self.install(replica)
             raise GarbageError(f"after its return {problem}")
+
+
+class ServedAdapters(ServedWeights):
+    """Versions as adapters, each under a name of its own, on a model that never changes.
+
+    A request keeps the adapter that it began with. An adapter is unloaded after it is neither the newest nor named by a
+    running request. The first version is the model itself: its adapters are zero.
+    """
+
+    replaced = False
+
+    def __init__(self, version: int, *, recompute: bool) -> None:
+        super().__init__(version, recompute=recompute)
+        self._running: Counter[tuple[str, str]] = Counter()
+        self._names: dict[int, str] = {}
+        self._numbers = itertools.count(1)
+
+    @asynccontextmanager
+    async def used(self, replica: Replica, version: int) -> AsyncIterator[str | None]:
+        name = self._names.get(version)
+        if name is None:
+            yield None
+            return
+        self._running[replica.address, name] += 1
+        try:
+            yield name
+        finally:
+            self._running[replica.address, name] -= 1
+
+    def dated(self, completion: Completion, version: int) -> Completion:
+        """All tokens come from the adapter that the request named; the server's label is that of its model."""
+        return replace(completion, version_spans=((version, len(completion.token_ids)),))
+
+    def replace(self, directory: Path | None, version: int) -> None:
+        super().replace(directory, version)
+        # A version that is sent again gets another name: a server keeps what it has loaded under a name.
+        self._names[version] = f"{self._prefix}{version}-{next(self._numbers)}"
+
+    async def install(self, replica: Replica) -> None:
+        """Load the current version beside those that requests still name, and unload the others."""
+        name = self._names.get(self.version)
+        if name is None:
+            return
+        there = await replica.adapters()
+        if name not in there:
+            await replica.load_adapter(name, str(self.directory))
+        replica.adapter = name
+        for old in there - {name}:
+            if old.startswith(self._prefix) and not self._running[replica.address, old]:
+                await replica.unload_adapter(old)
+
+    async def held_by(self, replica: Replica) -> bool:
+        if await replica.version() == "default":
+            await replica.label(self.version)
+        await self.install(replica)
+        return True
+
+    @property
+    def _prefix(self) -> str:
+        return f"policy-{self._nonce}-"

@@ -33,6 +33,7 @@ _SHARE = 0.85
 _LEAST_SHARE = 0.05
 _MARGIN = 2 * 2**30  # of a colocated GPU: for the server's CUDA context and for training's memory other than tensors
 _TAIL_LINES = 12
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 takes
 _TELLING = re.compile(r"\b\w*(?:Error|Exception)\b|out of memory|Killed", re.IGNORECASE)
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory|bad_alloc|Cannot allocate memory", re.IGNORECASE)
 
@@ -44,6 +45,20 @@ def says_out_of_memory(text: str) -> bool:
     (True, False)
     """
     return _OUT_OF_MEMORY.search(text) is not None
+
+
+def served_rank(rank: int) -> int:
+    """The smallest rank of vLLM's ``--max-lora-rank`` that fits.
+
+    >>> served_rank(16), served_rank(17)
+    (16, 32)
+    """
+    return next(size for size in _RANKS if size >= rank)
+
+
+def adapters_in_use(settings: RolloutSettings) -> int:
+    """How many versions of an adapter requests can use at a time: the newest, and those of older tokens that count."""
+    return settings.staleness_bound + 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +75,8 @@ class ServerPlan:
     backend: str | None = None
     sleeps: bool = False
     memory: float = _SHARE
+    adapter_rank: int = 0  # of the adapters that it will load; 0: none
+    adapters: int = 1  # that may be in use at a time
     extra_args: tuple[str, ...] = ()
 
     @property
@@ -82,6 +99,9 @@ class ServerPlan:
             command += ["--no-enable-chunked-prefill"]
         if self.backend is not None:
             command += ["--weight-transfer-config", f'{{"backend": "{self.backend}"}}']
+        if self.adapter_rank:
+            command += ["--enable-lora", "--max-lora-rank", str(served_rank(self.adapter_rank))]
+            command += ["--max-loras", str(self.adapters), "--max-cpu-loras", str(self.adapters)]
         if self.sleeps:
             command += ["--enable-sleep-mode"]
         return [*command, *self.extra_args]
@@ -91,6 +111,8 @@ class ServerPlan:
         environment = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
         environment |= {"VLLM_SERVER_DEV_MODE": "1"}
         environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if self.adapter_rank:
+            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if self.backend == "ipc":
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # needed to send IPC handles over HTTP
         if self.gpus:
@@ -163,9 +185,11 @@ def plan_servers(
     host: str = "127.0.0.1",
     port: int | None = None,
     memory: tuple[int, int] | None = None,
+    adapter_rank: int = 0,
 ) -> list[ServerPlan]:
     """The servers that ``rollout.vllm`` requests, on the GPUs ``gpus`` of this machine (empty: on the CPU).
 
+    ``adapter_rank``: of the adapters that they will load, 0 for none.
     ``memory``: free and total bytes of the fullest GPU that colocated servers share with training.
 
     Raises SettingsError if they cannot be placed.
@@ -194,6 +218,8 @@ def plan_servers(
             backend=None if backend == "file" else backend,
             sleeps=vllm.placement == "colocated",
             memory=vllm.gpu_memory_utilization or default_share(memory),
+            adapter_rank=adapter_rank,
+            adapters=adapters_in_use(settings),
             extra_args=tuple(vllm.extra_args),
         )
         for place in range(vllm.replicas)

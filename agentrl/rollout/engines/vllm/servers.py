@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,14 +41,26 @@ def server_engine(
     ``served``: the directory or id that started servers load. ``folder``: the place of their logs. Raises SettingsError
     if they cannot be placed.
     """
-    vocabulary = vocabulary_of(policy_path)
+    engine = partial(
+        VLLMEngine,
+        codec=codec,
+        settings=rollout,
+        vocabulary=vocabulary_of(policy_path),
+        max_tokens=longest,
+        adapter_rank=adapter_rank(rollout, policy),
+    )
     if rollout.vllm.placement == "external":
-        return VLLMEngine(rollout.vllm.addresses, codec, rollout, vocabulary=vocabulary, max_tokens=longest)
+        return engine(rollout.vllm.addresses)
     plans = policy_servers(
         rollout, policy, policy_path, served=served, longest=longest, training_gpus=training_gpus, backend=backend
     )
     processes = [ServerProcess(plan, folder / f"{place}.log") for place, plan in enumerate(plans)]
-    return VLLMEngine(processes, codec, rollout, vocabulary=vocabulary, max_tokens=longest)
+    return engine(processes)
+
+
+def adapter_rank(rollout: RolloutSettings, policy: ModelSettings) -> int:
+    """The rank of the adapters that servers load; 0 if they load none."""
+    return policy.lora.rank if rollout.vllm.lora == "adapter" else 0
 
 
 def policy_servers(
@@ -86,6 +99,7 @@ def policy_servers(
         host=host,
         port=port,
         memory=fullest_gpu() if placement == "colocated" and server_gpus() else None,
+        adapter_rank=adapter_rank(rollout, policy),
     )
 
 

@@ -1,0 +1,207 @@
+"""Documents packed into one row of tokens without padding; documents with the same prompt share its tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.kernels.records import KernelInputError
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+AttentionBackend = Literal["sdpa", "flex", "flash"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch:
+    """Consecutive tokens of the row: each sees those before it in the segment, and all of the prefix if there is one.
+
+    A prefix is a segment of its own that has none: a prompt that several documents share.
+    """
+
+    start: int
+    stop: int
+    prefix: tuple[int, int] | None = None
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        return self.start, self.stop
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Reading:
+    """Tokens that attend to each other by their order, and the first of them whose states the row takes from here."""
+
+    places: Tensor  # [n] int64, on the CPU
+    first: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedRow:
+    """The tokens of B documents in one row of L, and where each document finds its own.
+
+    Two documents, the prompt (7, 8) and one token of response each:
+
+    >>> row = pack_row(torch.tensor([[7, 8, 1], [7, 8, 2]]), [2, 2], [3, 3])
+    >>> row.input_ids.tolist(), row.position_ids.tolist()
+    ([[7, 8, 1, 2]], [[0, 1, 2, 2]])
+    >>> row.places.tolist()
+    [[0, 1, 2], [0, 1, 3]]
+    """
+
+    input_ids: Tensor  # [1, L] int64
+    position_ids: Tensor  # [1, L] int64, from 0 in each document
+    places: Tensor  # [B, S] int64: where each document's tokens stand; past its end, where its last one stands
+    lengths: tuple[int, ...]  # [B] tokens of each document
+    segments: tuple[Stretch, ...]  # the row from its start to its end
+    readings: tuple[Reading, ...]  # every document, and every prompt that is shared
+    backend: AttentionBackend = "sdpa"
+    layers: set[int] = field(default_factory=set)  # ids of the attention modules that have read the row
+
+    def states(self, transformer: nn.Module, *, layers: int) -> Tensor:
+        """The states [L, D] that a transformer of `transformers` with ``layers`` gives for the row.
+
+        Its attention must be :func:`agentrl.models.attention.attention`. Raises KernelInputError where a layer did not
+        call it: that layer would have mixed the documents.
+        """
+        output = transformer(
+            input_ids=self.input_ids,
+            position_ids=self.position_ids,
+            attention_mask=self._nothing_to_mask,
+            use_cache=False,
+            packed_row=self,
+        )
+        if len(self.layers) != layers:
+            raise KernelInputError(
+                f"{type(transformer).__name__} cannot read packed documents: {layers - len(self.layers)} of its "
+                f"{layers} layers mix tokens otherwise than by the attention function that is set"
+            )
+        states: Tensor = output.last_hidden_state[0]
+        return states
+
+    @cached_property
+    def _nothing_to_mask(self) -> Tensor:
+        """Four-dimensional, so `transformers` makes no mask [L, L] of its own."""
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.input_ids.device)
+
+    @cached_property
+    def window_masks(self) -> dict[int | None, BlockMask]:
+        """The block masks that `flex` has made for this row, by window."""
+        return {}
+
+    @cached_property
+    def segment_of(self) -> tuple[Tensor, Tensor]:
+        """(number of the segment, number of its prefix or its own), both [L]: a token sees these two segments."""
+        counts = torch.tensor([one.stop - one.start for one in self.segments])
+        numbers = {one.bounds: number for number, one in enumerate(self.segments)}
+        seen = [numbers[one.prefix or one.bounds] for one in self.segments]
+        pair = torch.arange(len(counts)).repeat_interleave(counts), torch.tensor(seen).repeat_interleave(counts)
+        return pair[0].to(self.input_ids.device), pair[1].to(self.input_ids.device)
+
+    @cached_property
+    def key_places(self) -> tuple[Tensor | None, tuple[int, ...], tuple[int, ...]]:
+        """For kernels that take segments of several lengths: (where the keys stand, queries and keys a segment).
+
+        The keys of a segment are its prefix and its own. None where that is the row as it stands.
+        """
+        queries = [one.stop - one.start for one in self.segments]
+        if all(one.prefix is None for one in self.segments):
+            return None, tuple(queries), tuple(queries)
+        parts = [torch.cat([torch.arange(*(one.prefix or (0, 0))), _places(one)]) for one in self.segments]
+        return torch.cat(parts).to(self.input_ids.device), tuple(queries), tuple(len(part) for part in parts)
+
+    @cached_property
+    def calls(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        """(places [n, w] of readings of nearly equal lengths, for one call of attention each; [L] the number of each
+        token of the row in all of these)."""
+        tables: list[Tensor] = []
+        numbers, offset = torch.empty(self.input_ids.shape[1], dtype=torch.int64), 0
+        for part in _of_nearly_equal(sorted(self.readings, key=lambda reading: -len(reading.places))):
+            width = len(part[0].places)
+            columns = torch.arange(width)
+            tables.append(torch.stack([one.places[columns.clamp(max=len(one.places) - 1)] for one in part]))
+            for line, one in enumerate(part):
+                start = offset + line * width
+                numbers[one.places[one.first :]] = torch.arange(start + one.first, start + len(one.places))
+            offset += tables[-1].numel()
+        return tuple(table.to(self.input_ids.device) for table in tables), numbers.to(self.input_ids.device)
+
+
+def pack_row(
+    input_ids: Tensor,
+    prompt_lengths: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    backend: AttentionBackend = "sdpa",
+    share_prompts: bool = True,
+) -> PackedRow:
+    """Pack the first ``lengths`` [B] tokens of documents that stand left-aligned in ``input_ids`` [B, S].
+
+    With ``share_prompts`` equal prompts, the first ``prompt_lengths`` [B] tokens, stand in the row once. A document
+    has at least one token and is not shorter than its prompt.
+    """
+    device, ids = input_ids.device, input_ids.cpu()
+    prompts = [tuple(line[:count].tolist()) for line, count in zip(ids, prompt_lengths, strict=True)]
+    shared = {prompt for prompt, count in Counter(prompts).items() if count > 1 and share_prompts}
+    segments: list[Stretch] = []
+    tokens: list[Tensor] = []
+    found: dict[tuple[int, ...], Stretch] = {}
+    readings: list[Reading] = []
+    documents: list[Tensor] = []
+
+    def append(part: Tensor, prefix: tuple[int, int] | None = None) -> Stretch:
+        start = segments[-1].stop if segments else 0
+        segments.append(Stretch(start=start, stop=start + len(part), prefix=prefix))
+        tokens.append(part)
+        return segments[-1]
+
+    for line, prompt, count in zip(ids, prompts, lengths, strict=True):
+        first = len(prompt) if prompt in shared else 0
+        parts = []
+        if first:
+            if prompt not in found:
+                found[prompt] = append(line[:first])
+                readings.append(Reading(places=_places(found[prompt])))
+            parts.append(_places(found[prompt]))
+        if count > first:
+            parts.append(_places(append(line[first:count], found[prompt].bounds if first else None)))
+            readings.append(Reading(places=torch.cat(parts), first=first))
+        documents.append(torch.cat(parts))
+    columns = torch.arange(max(lengths))
+    places = torch.stack([one[columns.clamp(max=len(one) - 1)] for one in documents])
+    return PackedRow(
+        input_ids=torch.cat(tokens)[None].to(device),
+        position_ids=torch.cat([_positions(one) for one in segments])[None].to(device),
+        places=places.to(device),
+        lengths=tuple(lengths),
+        segments=tuple(segments),
+        readings=tuple(readings),
+        backend=backend,
+    )
+
+
+def _places(segment: Stretch) -> Tensor:
+    return torch.arange(segment.start, segment.stop)
+
+
+def _positions(segment: Stretch) -> Tensor:
+    before = 0 if segment.prefix is None else segment.prefix[1] - segment.prefix[0]
+    return torch.arange(before, before + segment.stop - segment.start)
+
+
+def _of_nearly_equal(readings: Sequence[Reading]) -> list[list[Reading]]:
+    """Readings, the longest first, in parts whose shortest has at least four fifths of its longest's tokens."""
+    parts: list[list[Reading]] = []
+    for one in readings:
+        if parts and 5 * len(one.places) >= 4 * len(parts[-1][0].places):
+            parts[-1].append(one)
+        else:
+            parts.append([one])
+    return parts

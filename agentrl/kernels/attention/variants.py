@@ -1,0 +1,109 @@
+"""Attention over a packed row by the two kernels of GPUs that know documents themselves."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import cache, partial
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from agentrl.kernels.attention.row import PackedRow
+
+
+def attend_by_blocks(
+    row: PackedRow,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None,
+    window: int | None,
+    cap: float | None,
+) -> Tensor:
+    """`flex`: one call with a block mask of the row. Compiled on GPUs; a CPU has no backward pass of it."""
+    if window not in row.window_masks:
+        row.window_masks[window] = _block_mask(row, window)
+
+    attended = _flex(compiled=query.is_cuda)(
+        query,
+        key,
+        value,
+        score_mod=None if cap is None else partial(_capped, cap),
+        block_mask=row.window_masks[window],
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return attended.transpose(1, 2)
+
+
+def _capped(cap: float, score: Tensor, *_: Tensor) -> Tensor:
+    return cap * torch.tanh(score / cap)
+
+
+@cache
+def _flex(*, compiled: bool) -> Callable[..., Tensor]:
+    return cast(Callable[..., Tensor], torch.compile(flex_attention) if compiled else flex_attention)
+
+
+def _block_mask(row: PackedRow, window: int | None) -> BlockMask:
+    segment, prefix = row.segment_of
+    positions = row.position_ids[0]
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = (segment[key] == segment[query]) | (segment[key] == prefix[query])
+        inside = same & (key <= query)
+        return inside if window is None else inside & (positions[query] - positions[key] < window)
+
+    length = row.input_ids.shape[1]
+    device = row.input_ids.device
+    return create_block_mask(seen, None, None, length, length, device=device, _compile=device.type == "cuda")
+
+
+def attend_by_segments(
+    row: PackedRow,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None,
+    window: int | None,
+    cap: float | None,
+) -> Tensor:
+    """`flash`: one call of flash-attn for segments of several lengths; a causal query sees the last keys of its own."""
+    places, queries, keys = row.key_places
+    if places is not None:
+        key, value = key.index_select(2, places), value.index_select(2, places)
+    attended = flash_varlen()(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu_seqlens_q=_bounds(queries, query.device),
+        cu_seqlens_k=_bounds(keys, query.device),
+        max_seqlen_q=max(queries),
+        max_seqlen_k=max(keys),
+        softmax_scale=scale,
+        causal=True,
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+        softcap=0.0 if cap is None else cap,
+    )
+    states = attended[0] if isinstance(attended, tuple) else attended
+    return states[None]
+
+
+def _bounds(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+@cache
+def flash_varlen() -> Callable[..., Tensor | tuple[Tensor, ...]]:
+    """The function of flash-attn 3 or 2. Raises ImportError where neither is installed."""
+    try:
+        from flash_attn_interface import flash_attn_varlen_func
+    except ImportError:
+        from flash_attn import flash_attn_varlen_func
+    varlen: Callable[..., Tensor | tuple[Tensor, ...]] = flash_attn_varlen_func
+    return varlen

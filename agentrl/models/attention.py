@@ -1,0 +1,156 @@
+"""The attention of every model here: one function registered with `transformers`, which also reads packed rows."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from agentrl.errors import SettingsError
+from agentrl.kernels.attention import AttentionBackend, PackedRow, attend
+from agentrl.kernels.attention.packed import capped_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+ATTENTION = "agentrl"
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed_row: PackedRow | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As `transformers` calls it. With a ``packed_row``, each of its documents attends to itself alone.
+
+    Without one the mask says everything, as under `sdpa`, but scores are capped by ``softcap``.
+    """
+    if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
+        raise SettingsError(f"model.path: {type(module).__name__} adds sinks or biases to its scores: not supported")
+    if packed_row is not None:
+        packed_row.layers.add(id(module))
+        window = _checked_window(module, sliding_window)
+        return attend(packed_row, query, key, value, scale=scaling, window=window, cap=softcap), None
+    if softcap is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if attention_mask is None and query.shape[2] > 1:
+        attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    capped = capped_attention(query, key, value, attention_mask, scale=scaling, cap=softcap)
+    return capped.transpose(1, 2).contiguous(), None
+
+
+def _checked_window(module: Any, window: int | None) -> int | None:
+    """The window that the layer was called with, which must be the one that its configuration gives it."""
+    config = module.config
+    kinds = getattr(config, "layer_types", None)  # not every architecture has these two
+    wanted = getattr(config, "sliding_window", None)
+    if kinds is not None and kinds[module.layer_idx] != "sliding_attention":
+        wanted = None
+    if window != wanted:
+        raise SettingsError(
+            f"model.path: {type(module).__name__} masks a window of {wanted} but calls attention with {window}: its "
+            "documents cannot be packed"
+        )
+    return window
+
+
+@cache
+def register_attention() -> str:
+    """Tell `transformers` of :func:`attention`; returns its name there."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(ATTENTION, attention)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    return ATTENTION
+
+
+def use_attention(model: PreTrainedModel) -> None:
+    """Make ``model`` compute attention with :func:`attention`."""
+    if model.config._attn_implementation != ATTENTION:
+        model.set_attn_implementation(register_attention())
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """As :func:`use_attention`. Raises SettingsError for a model that cannot read packed rows."""
+    obstacle = packing_obstacle(model.config)
+    if obstacle is not None:
+        raise SettingsError(f"model.path: {type(model).__name__} {obstacle}")
+    use_attention(model)
+
+
+def packing_obstacle(config: PreTrainedConfig) -> str | None:
+    """Why a model cannot read packed documents, as far as its configuration tells; None if it can."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    others = sorted({kind for kind in kinds if kind not in _KINDS})
+    if not others:
+        return None
+    return (
+        f"has layers of {', '.join(others)}, which would mix the documents of a packed row; supported: "
+        "full_attention and sliding_attention"
+    )
+
+
+def choose_attention(
+    wanted: Literal["auto", "sdpa", "flex", "flash"], config: PreTrainedConfig, *, dtype: str
+) -> AttentionBackend:
+    """``model.attention`` for this machine and model. Raises SettingsError where they cannot run what is ``wanted``."""
+    if wanted == "auto":
+        if attention_obstacle("flash", dtype=dtype) is None:
+            return "flash"
+        text = config.get_text_config()
+        masked = getattr(text, "sliding_window", None) or getattr(text, "attn_logit_softcapping", None)
+        return "flex" if masked and attention_obstacle("flex", dtype=dtype) is None else "sdpa"
+    obstacle = attention_obstacle(wanted, dtype=dtype)
+    if obstacle is not None:
+        raise SettingsError(obstacle)
+    return wanted
+
+
+def attention_obstacle(backend: AttentionBackend, *, dtype: str) -> str | None:
+    """Why this machine cannot train with ``backend`` in ``dtype``; None if it can."""
+    if backend == "sdpa":
+        return None
+    problem = None
+    if not torch.cuda.is_available():
+        problem = "needs a GPU"
+    elif backend == "flash" and not _has_flash():
+        problem = "needs the package flash-attn, which is not installed: pip install flash-attn"
+    elif backend == "flash" and dtype == "float32":
+        problem = "needs model.dtype=bfloat16"
+    return None if problem is None else f"model.attention={backend} {problem}; or set model.attention=auto"
+
+
+def attention_length(config: PreTrainedConfig) -> float:
+    """The length of a document at which its attention costs as much as the linear layers.
+
+    A layer of P weights takes 2 P operations a token; causal attention of H heads of E dimensions takes 2 H E l^2 for l
+    tokens, so l = P / (H E). A model that does not tell its sizes counts as one without attention.
+    """
+    text = config.get_text_config()
+    inner = getattr(text, "intermediate_size", None)
+    if inner is None:
+        return math.inf
+    heads, hidden = text.num_attention_heads, text.hidden_size
+    width = heads * (getattr(text, "head_dim", None) or hidden // heads)
+    kept = width * (getattr(text, "num_key_value_heads", None) or heads) // heads
+    return (2 * hidden * (width + kept) + 3 * hidden * inner) / width
+
+
+def _has_flash() -> bool:
+    return any(importlib.util.find_spec(name) is not None for name in ("flash_attn", "flash_attn_interface"))

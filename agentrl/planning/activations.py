@@ -1,0 +1,147 @@
+"""Activations of the transformer below the head: counted on tensors without memory, for any architecture.
+
+A model of two and one of four layers run forward and backward on torch's `meta` device; the bytes that live are
+counted, and go on linearly with the number of layers. Attention stands in by what a fused kernel keeps (arXiv
+2307.08691): queries, keys, values, the result, and a float32 number for each query and head.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from agentrl.models.lora import with_adapter
+from agentrl.models.settings import LoRASettings
+from agentrl.planning.live_bytes import LiveBytes
+from agentrl.planning.memory import ModelShape, TrainingSetup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_ATTENTION = "agentrl_planned"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneBytes:
+    """Bytes of one micro-batch. Gradients of weights count while they are computed, not afterwards."""
+
+    saved: int  # after the forward
+    peak: int  # of forward and backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """A model to count, equal to another one by the text of its configuration."""
+
+    config: PreTrainedConfig = field(compare=False)
+    text: str
+    layers: int
+    bfloat16: bool
+    checkpointing: bool
+    lora_rank: int
+
+
+def backbone_bytes(shape: ModelShape, setup: TrainingSetup) -> BackboneBytes:
+    """Of ``setup.local_tokens`` tokens, one row."""
+    depths = (shape.layers,) if shape.layers <= 4 else (2, 4)
+    found = [_counted(_case(shape, setup, depth), setup.local_tokens) for depth in depths]
+    first, last = found[0], found[-1]
+    more = (shape.layers - depths[-1]) / max(1, depths[-1] - depths[0])
+    return BackboneBytes(
+        saved=round(last.saved + more * (last.saved - first.saved)),
+        peak=round(last.peak + more * (last.peak - first.peak)),
+    )
+
+
+def _case(shape: ModelShape, setup: TrainingSetup, layers: int) -> _Case:
+    return _Case(
+        config=shape.config,
+        text=shape.config.to_json_string(),
+        layers=layers,
+        bfloat16=setup.bfloat16,
+        checkpointing=setup.checkpointing,
+        lora_rank=setup.lora_rank,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _counted(case: _Case, tokens: int) -> BackboneBytes:
+    model = _shrunk(case)
+    with torch.device("meta"), LiveBytes("meta") as counted:
+        counted.leave_out([*model.parameters(), *model.buffers()])
+        hidden = model.get_decoder()(
+            input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False
+        ).last_hidden_state
+        saved = counted.live
+        counted.restart()
+        hidden.backward(torch.empty_like(hidden))
+    return BackboneBytes(saved=saved, peak=counted.peak)
+
+
+@lru_cache(maxsize=16)
+def _shrunk(case: _Case) -> PreTrainedModel:
+    """A model of the first layers, without memory; it drops each gradient when it is there."""
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register(_ATTENTION, _attention)
+    config = _with_layers(case.config, case.layers)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16 if case.bfloat16 else torch.float32, attn_implementation=_ATTENTION
+        )
+        with_adapter(model, LoRASettings(rank=case.lora_rank))
+    if case.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for parameter in model.train().parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_drop)
+    return model
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    changed = copy.deepcopy(config)
+    text = changed.get_text_config()
+    text.num_hidden_layers = layers
+    kinds = getattr(text, "layer_types", None)  # not every architecture's configuration has it
+    if kinds is not None:
+        text.layer_types = list(kinds)[:layers]
+    return changed
+
+
+class _Saved(Protocol):
+    """The context of a backward."""
+
+    saved_tensors: tuple[Tensor, ...]
+
+
+class _FusedAttention(torch.autograd.Function):
+    """(query [B, H, T, D], key [B, K, T, D], value [B, K, T, E]) -> [B, T, H, E]; nothing is computed."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        batch, heads, tokens, _ = query.shape
+        result = query.new_empty(batch, tokens, heads, value.shape[-1])
+        normalizers = query.new_empty(batch, heads, tokens, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, result, normalizers)
+        return result
+
+    @staticmethod
+    def backward(ctx: _Saved, gradient: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **options: object
+) -> tuple[Tensor, None]:
+    result: Tensor = _FusedAttention.apply(query, key, value)
+    return result, None

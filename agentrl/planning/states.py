@@ -1,0 +1,101 @@
+"""Bytes of weights, gradients and optimizer on one rank: what ZeRO shares out, what offloading moves, what LoRA trains.
+
+``n`` ranks; ``P`` parameters of the model and ``A`` trained ones (``P``, or those of the adapters). Sources: the ZeRO
+paper (arXiv 1910.02054, section 5) for what each stage shards, and DeepSpeed 0.19's own code for its buffers.
+"""
+
+from __future__ import annotations
+
+from agentrl.planning.memory import ModelShape, TrainingSetup
+
+_BUCKET = 500_000_000
+"""Elements that DeepSpeed collects before it reduces gradients (reduce_bucket_size)."""
+_LIVE = 1_000_000_000
+"""Gathered elements that ZeRO-3 keeps at most (stage3_max_live_parameters)."""
+_FLOAT32 = 4
+
+
+def trained_parameters(shape: ModelShape, setup: TrainingSetup) -> int:
+    """``A``: all, or ``r (inputs + outputs)`` of each adapted layer with adapters of rank r (arXiv 2106.09685)."""
+    return setup.lora_rank * shape.adapted if setup.lora_rank else shape.parameters
+
+
+def weight_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
+    """``P`` times 2 or 4 bytes, over ``n`` at stage 3; adapters on top; none if all is offloaded."""
+    if setup.offload == "all":
+        return 0
+    adapters = trained_parameters(shape, setup) if setup.lora_rank else 0
+    return _shared(shape.parameters + adapters, setup, from_stage=3) * setup.size
+
+
+def master_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
+    """A float32 copy of the trained weights, over ``n`` (ZeRO's optimizer keeps one of float32 weights too)."""
+    needed = setup.stage >= 1 and setup.offload == "none"
+    return _shared(trained_parameters(shape, setup), setup, from_stage=1) * _FLOAT32 if needed else 0
+
+
+def moment_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
+    """AdamW's two float32 moments, ``8 A`` bytes, over ``n`` from stage 1 on."""
+    return 2 * _FLOAT32 * _shared(trained_parameters(shape, setup), setup, from_stage=1) * (setup.offload == "none")
+
+
+def gradient_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
+    """Gradients, added up in float32: ``4 A`` bytes, over ``n`` from stage 2 on; in the host's memory if offloaded."""
+    return _FLOAT32 * _shared(trained_parameters(shape, setup), setup, from_stage=2) * (setup.offload == "none")
+
+
+def gathered_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
+    """Stage 3: the weights that are gathered at a time, up to DeepSpeed's limit, but at least the largest tensor."""
+    if setup.stage < 3 or setup.ranks == 1:
+        return 0
+    return min(shape.parameters, max(_LIVE, shape.largest_parameter)) * setup.size
+
+
+def bucket_bytes(setup: TrainingSetup) -> int:
+    """The bucket that gradients wait in: float32 and always there at stage 3; in the weights' dtype and from the first
+    gradient of a backward on at stages 1 and 2."""
+    return 0 if setup.stage == 0 else _BUCKET * (_FLOAT32 if setup.stage == 3 else setup.size)
+
+
+def reduction_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
+    """Stages 1 and 2 in bfloat16: the float32 copy of the bucket that is reduced, or of one larger tensor."""
+    if setup.stage in (0, 3) or not setup.bfloat16:
+        return 0
+    return _FLOAT32 * max(min(_BUCKET, trained_parameters(shape, setup)), largest_trained(shape, setup))
+
+
+def reduces_early(shape: ModelShape, setup: TrainingSetup) -> bool:
+    """Whether the bucket fills up while the activations are still there."""
+    return trained_parameters(shape, setup) > _BUCKET
+
+
+def step_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
+    """What an optimizer step takes for a moment.
+
+    The norm is taken in float64 of one tensor after another. Stage 3, and float32 at stages 1 and 2, copy the gradients
+    of the rank. Without ZeRO, AdamW works in place.
+    """
+    if setup.stage == 0 or setup.offload != "none":
+        return 0
+    part = _shared(trained_parameters(shape, setup), setup, from_stage=1)
+    norm = 2 * _FLOAT32 * min(largest_trained(shape, setup), part)
+    return max(norm, _FLOAT32 * part if setup.stage == 3 or not setup.bfloat16 else 0)
+
+
+def largest_trained(shape: ModelShape, setup: TrainingSetup) -> int:
+    """Elements of the largest tensor that is trained; an adapter's are small."""
+    return 0 if setup.lora_rank else shape.largest_parameter
+
+
+def host_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
+    """In the host's memory for one rank: ``16 A / n`` with the optimizer offloaded, and the weights with all of it."""
+    if setup.offload == "none":
+        return 0
+    moved = 4 * _FLOAT32 * _shared(trained_parameters(shape, setup), setup, from_stage=1)
+    weights = _shared(shape.parameters, setup, from_stage=3) * setup.size if setup.offload == "all" else 0
+    return moved + weights
+
+
+def _shared(elements: int, setup: TrainingSetup, *, from_stage: int) -> int:
+    """Elements of one rank, divided from this stage on; the last rank's part is filled up."""
+    return -(-elements // setup.ranks) if setup.stage >= from_stage else elements

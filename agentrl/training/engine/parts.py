@@ -1,0 +1,223 @@
+"""A trained module's state in files that any number of ranks at any ZeRO stage can read.
+
+Each rank writes what it holds: pieces of the trained parameters and of their moments, flat and in float32, and where in
+the parameter each piece begins. A reader copies what overlaps its own pieces, bit by bit::
+
+    engine/part-00000.safetensors   rank 0's pieces: weight/NAME, exp_avg/NAME, exp_avg_sq/NAME, and random/DEVICE
+    engine/part-00001.safetensors   rank 1's
+
+Frozen parameters are not written: they are as they were read from ``model.path``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from agentrl.errors import SettingsError
+from agentrl.telemetry.files import world_errors
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_WEIGHT = "weight"
+Untyped: TypeAlias = Any  # DeepSpeed's optimizers, and the parameters to which it gives more attributes
+_FACTS = "agentrl"  # the one key of a file's metadata: safetensors writes several in any order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a part tells about itself and about the whole."""
+
+    starts: dict[str, int]  # of each piece in its flat parameter
+    shapes: dict[str, list[int]]  # of all parameters, whole, frozen ones too
+    adam_steps: float | None  # None before the first update: there are no moments yet
+    updates: int  # of the learning rate's schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One rank's part of a checkpoint, in memory."""
+
+    facts: Facts
+    tensors: dict[str, Tensor]
+
+    def write(self, path: Path) -> None:
+        """Write one file, always with the same bytes. Raises OSError or SafetensorError."""
+        path.parent.mkdir(exist_ok=True)
+        save_file(self.tensors, path, metadata={_FACTS: json.dumps(asdict(self.facts))})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """This rank's part of one trained parameter, as the optimizer holds it."""
+
+    name: str
+    start: int  # in the flat parameter
+    length: int
+    flat: nn.Parameter  # weights in float32; the optimizer's state has tensors of its shape
+    offset: int  # in these
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The piece of a tensor with the shape of ``flat``; a view."""
+        return whole.detach().view(-1).narrow(0, self.offset, self.length)
+
+
+def own_pieces(module: nn.Module, optimizer: Untyped) -> Iterator[Piece]:
+    """The pieces that this rank holds under DeepSpeed's ``optimizer``; without ZeRO all of them, on every rank."""
+    item: Untyped
+    for name, item in module.named_parameters():
+        if not item.requires_grad:
+            continue
+        if hasattr(item, "ds_id"):
+            group, offset, held = optimizer.grad_position[optimizer.get_param_id(item)]
+            start = torch.distributed.get_rank(item.ds_process_group) * held
+            length = min(held, item.ds_numel - start)  # the last shard is padded
+            flat = optimizer.fp32_partitioned_groups_flat[group]
+        elif hasattr(item, "_hp_mapping"):
+            if item._hp_mapping is None:
+                continue
+            place, inside = item._hp_mapping.hp_fragment_address, item._hp_mapping.lp_fragment_address
+            start, length, offset = inside.start, inside.numel, place.start
+            flat = optimizer.single_partition_of_fp32_groups[item._hp_mapping.param_group_index]
+        else:
+            start, length, offset, flat = 0, item.numel(), 0, item
+        if length > 0:
+            yield Piece(name=name, start=start, length=length, flat=flat, offset=offset)
+
+
+def take_part(module: nn.Module, optimizer: Untyped, *, updates: int, rank: int) -> Part:
+    """A copy of what this rank holds, on the CPU."""
+    adam: Untyped = getattr(optimizer, "optimizer", optimizer)
+    whole_everywhere = adam is optimizer
+    pieces = [] if whole_everywhere and rank else list(own_pieces(module, optimizer))
+    tensors = {f"random/{device}": state for device, state in _random_state().items()}
+    steps = None
+    for piece in pieces:
+        tensors[f"{_WEIGHT}/{piece.name}"] = _copied(piece.of(piece.flat))
+        if state := adam.state.get(piece.flat):
+            steps = float(state["step"])
+            tensors |= {f"{moment}/{piece.name}": _copied(piece.of(state[moment])) for moment in MOMENTS}
+    starts = {piece.name: piece.start for piece in pieces}
+    facts = Facts(starts=starts, shapes=_shapes(module), adam_steps=steps, updates=updates)
+    return Part(facts=facts, tensors=tensors)
+
+
+def restore(folder: Path, module: nn.Module, optimizer: Untyped, *, rank: int) -> int:
+    """Put a checkpoint's values in place, also in the trained module, and return its updates. Collective.
+
+    Raises SettingsError if it is of another model.
+    """
+    with world_errors(folder, "read the checkpoint"), ExitStack() as stack:
+        files = [
+            stack.enter_context(safe_open(path, framework="pt")) for path in sorted(folder.glob("part-*.safetensors"))
+        ]
+        if not files:
+            raise SettingsError(
+                f"the checkpoint {folder} has another format, which only the version of agentrl that wrote it can read"
+            )
+        facts = [Facts(**json.loads(file.metadata()[_FACTS])) for file in files]
+        _check_model(folder, facts[0].shapes, _shapes(module))
+        _read_pieces(_AllPieces(files, facts), module, optimizer)
+        _restore_random_state(files, rank)
+    return facts[0].updates
+
+
+class _AllPieces:
+    """The pieces of all files, by parameter."""
+
+    def __init__(self, files: Sequence[safe_open], facts: Sequence[Facts]) -> None:
+        self._at: dict[str, list[tuple[int, safe_open]]] = {}
+        for file, own in zip(files, facts, strict=True):
+            for name, start in own.starts.items():
+                self._at.setdefault(name, []).append((start, file))
+        self.steps = max((own.adam_steps for own in facts if own.adam_steps is not None), default=None)
+
+    def read(self, kind: str, piece: Piece, into: Tensor) -> None:
+        """Fill ``into`` with the entries of ``piece``."""
+        copied = 0
+        for start, file in self._at[piece.name]:
+            there = file.get_slice(f"{kind}/{piece.name}")
+            low = max(piece.start, start)
+            high = min(piece.start + piece.length, start + there.get_shape()[0])
+            if low < high:
+                into[low - piece.start : high - piece.start].copy_(there[low - start : high - start])
+                copied += high - low
+        if copied != piece.length:
+            raise RuntimeError(f"the parts hold {copied} of the {piece.length} entries of {kind}/{piece.name}")
+
+
+def _read_pieces(parts: _AllPieces, module: nn.Module, optimizer: Untyped) -> None:
+    adam: Untyped = getattr(optimizer, "optimizer", optimizer)
+    sharded = hasattr(optimizer, "fp32_partitioned_groups_flat")
+    parameters: dict[str, Untyped] = dict(module.named_parameters())
+    if sharded:
+        optimizer.checkpoint_event_prologue()  # also the small parameters, which every rank holds whole
+    for piece in own_pieces(module, optimizer):
+        weight = piece.of(piece.flat)
+        parts.read(_WEIGHT, piece, weight)
+        if parts.steps is not None:
+            state = _state(adam, piece.flat, parts.steps)
+            for moment in MOMENTS:
+                parts.read(moment, piece, piece.of(state[moment]))
+        if sharded:
+            parameters[piece.name].ds_tensor.data.view(-1)[: piece.length].copy_(weight)
+    if sharded:
+        optimizer.checkpoint_event_epilogue()
+    elif adam is not optimizer:
+        optimizer.update_lp_params()
+
+
+def _state(adam: torch.optim.Optimizer, flat: nn.Parameter, steps: float) -> dict[str, Tensor]:
+    """The optimizer's state of ``flat``, made if there was no update yet, after ``steps`` updates."""
+    state: dict[str, Tensor] = adam.state[flat]
+    for moment in MOMENTS:
+        if moment not in state:
+            state[moment] = torch.zeros_like(flat, memory_format=torch.preserve_format, requires_grad=False)
+    state["step"] = torch.tensor(steps, dtype=torch.float32, device=flat.device)
+    return state
+
+
+def _check_model(folder: Path, there: Mapping[str, list[int]], here: Mapping[str, list[int]]) -> None:
+    for name in [*there, *here]:
+        if there.get(name) == here.get(name):
+            continue
+        before, now = (f"the shape {shapes[name]}" if name in shapes else "no place" for shapes in (there, here))
+        raise SettingsError(
+            f"the checkpoint {folder} is of another model: {name} has {before} there and {now} here; resume with "
+            "the model that the run began with (model.path)"
+        )
+
+
+def _shapes(module: nn.Module) -> dict[str, list[int]]:
+    return {name: list(getattr(item, "ds_shape", item.shape)) for name, item in module.named_parameters()}
+
+
+def _copied(values: Tensor) -> Tensor:
+    return values.to("cpu", copy=True)
+
+
+def _random_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def _restore_random_state(files: Sequence[safe_open], rank: int) -> None:
+    """This rank's own state; a rank that was not there takes a seed from that of rank 0 and its own number."""
+    own = files[rank % len(files)]
+    states = {key: own.get_tensor(key) for key in own.keys() if key.startswith("random/")}  # noqa: SIM118
+    if rank >= len(files):
+        drawn = hashlib.sha256(states["random/cpu"].numpy().tobytes() + str(rank).encode()).digest()
+        torch.manual_seed(int.from_bytes(drawn[:8], "little", signed=True))
+        return
+    torch.set_rng_state(states["random/cpu"])
+    if torch.cuda.is_available() and "random/cuda" in states:
+        torch.cuda.set_rng_state(states["random/cuda"])

@@ -1,0 +1,164 @@
+"""A training forward and backward over packed trajectories against the same over padded rows. Goal: 1.5 times as fast.
+
+    python benchmarks/packing.py                          lengths of responses from a log-normal with sigma 1
+    python benchmarks/packing.py --run runs/NAME --step 9  the trajectories of a step of a run, packed and padded
+
+Both sides take the embedded tiny policy and the same whole groups in micro-batches of ``--budget`` tokens: the packed
+side by the trainer's planner, the padded side from the longest group to the shortest, padded to the longest trajectory
+of the micro-batch. They alternate; read the ratio of CPU seconds. Peak memory is what a process of its own needs beyond
+the model for one side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from agentrl.models.policy import PolicyModel
+from agentrl.models.settings import TinyModelSettings
+from agentrl.models.tiny import tiny_config
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.training.step.batching import pack
+from agentrl.trajectory import Batch, Row, Segment, Trajectory
+from agentrl_envs.types import Ended, Problem
+
+VOCABULARY = 512
+Side = Callable[[], None]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, help="a run's directory, whose trajectories are taken")
+    parser.add_argument("--step", type=int, default=1)
+    parser.add_argument("--groups", type=int, default=16)
+    parser.add_argument("--budget", type=int, default=4096)
+    parser.add_argument("--repetitions", type=int, default=7, help="pairs, after one to warm up")
+    parser.add_argument("--only", choices=("packed", "padded"), help="one side once: print its peak memory")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    groups = drawn(options.groups) if options.run is None else played(options.run, options.step)
+    sides = {"packed": packed(groups, options.budget), "padded": padded(groups, options.budget)}
+    if options.only is not None:
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far, which includes the parent's
+        before = memory("VmRSS")
+        sides[options.only]()
+        print(memory("VmHWM") - before)
+        return
+    rows = [row for group in groups for row in group]
+    tokens, longest = sum(row.length for row in rows), max(row.length for row in rows)
+    print(f"{len(rows)} trajectories of {tokens} tokens, the longest {longest}", flush=True)
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(options.repetitions + 1):
+        for name in sorted(sides, reverse=bool(turn % 2)):
+            began = time.process_time()
+            sides[name]()
+            times[name].append(time.process_time() - began)
+    ratios = [slow / fast for slow, fast in zip(times["padded"][1:], times["packed"][1:], strict=True)]
+    for name, taken in times.items():
+        said = subprocess.check_output([sys.executable, *sys.argv, "--only", name], text=True)
+        print(f"{name}: {statistics.median(taken[1:]):.3f} CPU seconds, peak memory {float(said):,.0f} MiB", flush=True)
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    print(f"padded over packed, median of {len(ratios)} pairs: {middle:.2f} (quartiles {low:.2f}, {high:.2f})")
+
+
+def memory(name: str) -> float:
+    """A number of this process in Linux's words, MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) / 1024
+
+
+def packed(groups: Sequence[Sequence[Trajectory]], budget: int) -> Side:
+    """All groups through the policy."""
+    policy = PolicyModel(tiny_model())
+    (micro_batches,) = pack(groups, budget, ranks=1)
+    batches = [Batch.from_rows(micro.rows, pad_id=0) for micro in micro_batches]
+
+    def step() -> None:
+        policy.zero_grad()
+        for batch in batches:
+            found, _ = policy(batch.input_ids, batch.prompt_lengths, batch.response_ids, batch.response_mask)
+            found.log_probs.sum().backward()
+
+    return step
+
+
+def padded(groups: Sequence[Sequence[Trajectory]], budget: int) -> Side:
+    """All groups through the same model and head, in padded rows."""
+    policy = PolicyModel(tiny_model())
+    bins: list[list[Trajectory]] = []
+    for group in sorted(groups, key=lambda rows: max(row.length for row in rows), reverse=True):
+        if bins and (len(bins[-1]) + len(group)) * max(row.length for row in bins[-1]) <= budget:
+            bins[-1] += group
+        else:
+            bins.append([*group])
+    batches = [Batch.from_rows([*map(Row.of, rows)], pad_id=0) for rows in bins]
+
+    def states(batch: Batch) -> Tensor:
+        hidden: Tensor = policy.backbone(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        rows, columns = batch.response_mask.nonzero(as_tuple=True)
+        return hidden[rows, batch.prompt_lengths[rows] + columns - 1]
+
+    def step() -> None:
+        policy.zero_grad()
+        for batch in batches:
+            policy.head(states(batch), batch.response_ids[batch.response_mask]).log_probs.sum().backward()
+
+    return step
+
+
+def tiny_model() -> object:
+    """The embedded policy, untrained."""
+    from transformers import Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(tiny_config(TinyModelSettings(vocabulary_size=VOCABULARY)))
+
+
+def played(run: Path, step: int) -> list[list[Trajectory]]:
+    """The groups of a step of a run."""
+    groups: dict[int, list[Trajectory]] = {}
+    for record in RunDirectory(run).read_trajectories(step):
+        item = Trajectory.from_record(record)
+        if not item.no_data:
+            groups.setdefault(item.group, []).append(item)
+    return [*groups.values()]
+
+
+def drawn(groups: int) -> list[list[Trajectory]]:
+    """Groups of eight: 32 prompt tokens, and responses whose length is log-normal with median 64 and sigma 1."""
+    draw = random.Random(1)
+
+    def trajectory(problem: Problem, group: int, sample: int, prompt: tuple[int, ...]) -> Trajectory:
+        count = min(900, max(1, round(64 * draw.lognormvariate(0, 1))))
+        tokens = tuple(draw.randrange(VOCABULARY) for _ in range(count))
+        spans, log_probs = ((0, count),), (-1.0,) * count
+        segment = Segment(origin="model", token_ids=tokens, text="", log_probs=log_probs, version_spans=spans)
+        return Trajectory(
+            problem=problem,
+            step=1,
+            group=group,
+            sample=sample,
+            prompt_ids=prompt,
+            segments=(segment,),
+            ended=Ended.ANSWERED,
+        )
+
+    made = []
+    for group in range(groups):
+        problem = Problem(id=f"random-{group}", statement="?", answer="1", source="random")
+        prompt = tuple(draw.randrange(VOCABULARY) for _ in range(32))
+        made.append([trajectory(problem, group, sample, prompt) for sample in range(8)])
+    return made
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""How documents are packed into a row, and attention over it by each backend."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from agentrl.kernels.attention import PackedRow, Stretch, attend, pack_row, variants
+
+
+def documents(draw: random.Random, count: int) -> tuple[Tensor, list[int], list[int]]:
+    """Padded documents over three prompts, their prompt lengths and their lengths."""
+    prompts = [[draw.randrange(50) for _ in range(draw.randint(1, 6))] for _ in range(3)]
+    made = [(draw.choice(prompts), [draw.randrange(50) for _ in range(draw.randint(0, 9))]) for _ in range(count)]
+    lengths = [len(prompt) + len(rest) for prompt, rest in made]
+    ids = torch.full((count, max(lengths)), 99)
+    for row, (prompt, rest) in enumerate(made):
+        ids[row, : lengths[row]] = torch.tensor(prompt + rest)
+    return ids, [len(prompt) for prompt, _ in made], lengths
+
+
+@given(st.integers(0, 10**6), st.integers(1, 9), st.booleans())
+def test_every_document_finds_its_tokens_and_positions(seed: int, count: int, share: bool) -> None:
+    ids, prompts, lengths = documents(random.Random(seed), count)
+    row = pack_row(ids, prompts, lengths, share_prompts=share)
+    for document, length in enumerate(lengths):
+        places = row.places[document]
+        assert torch.equal(row.input_ids[0, places[:length]], ids[document, :length])
+        assert row.position_ids[0, places[:length]].tolist() == list(range(length))
+        assert (places[length:] == places[length - 1]).all()
+    rests = sum(lengths) - sum(prompts)
+    distinct = {tuple(line[:count]) for line, count in zip(ids.tolist(), prompts, strict=True)}
+    assert row.input_ids.shape[1] == rests + (sum(map(len, distinct)) if share else sum(prompts))
+    assert [one.start for one in row.segments] == [0, *(one.stop for one in row.segments[:-1])]
+    tables, numbers = row.calls
+    assert torch.equal(torch.cat([one.flatten() for one in tables])[numbers], torch.arange(len(numbers)))
+
+
+def test_segments_name_the_prompt_that_they_follow() -> None:
+    ids = torch.tensor([[7, 8, 1], [7, 8, 2], [5, 6, 0]])
+    row = pack_row(ids, [2, 2, 1], [3, 3, 2])
+    assert row.segments == (
+        Stretch(start=0, stop=2),
+        Stretch(start=2, stop=3, prefix=(0, 2)),
+        Stretch(start=3, stop=4, prefix=(0, 2)),
+        Stretch(start=4, stop=6),
+    )
+    places, queries, keys = row.key_places
+    assert places is not None
+    assert (places.tolist(), queries, keys) == ([0, 1, 0, 1, 2, 0, 1, 3, 4, 5], (2, 1, 1, 2), (2, 3, 3, 2))
+
+
+def one_at_a_time(
+    row: PackedRow, query: Tensor, key: Tensor, value: Tensor, window: int | None, cap: float | None
+) -> Tensor:
+    """[1, L, H, E] by a product of each document alone."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    result = torch.zeros_like(query)
+    for places, length in zip(row.places, row.lengths, strict=True):
+        own = places[:length]
+        scores = 0.4 * query[:, :, own] @ key[:, :, own].mT
+        scores = scores if cap is None else cap * torch.tanh(scores / cap)
+        apart = torch.arange(length)[:, None] - torch.arange(length)
+        seen = (apart >= 0) & (apart < (window or length))
+        result[:, :, own] = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1) @ value[:, :, own]
+    return result.transpose(1, 2)
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+    """What flash-attn's function of that name computes, segment by segment: queries are the last of their keys."""
+    assert given["causal"]
+    groups, cap = q.shape[1] // k.shape[1], given["softcap"]
+    bounds = [given["cu_seqlens_q"].tolist(), given["cu_seqlens_k"].tolist()]
+    parts = []
+    for (start, stop), (first, last) in zip(*map(itertools.pairwise, bounds), strict=True):
+        queries, keys = stop - start, last - first
+        apart = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+        left = given["window_size"][0]
+        seen = (apart >= 0) & (apart <= (left if left >= 0 else keys))
+        own, other = k[first:last].repeat_interleave(groups, 1), v[first:last].repeat_interleave(groups, 1)
+        scores = given["softmax_scale"] * torch.einsum("qhe,khe->hqk", q[start:stop], own)
+        scores = cap * torch.tanh(scores / cap) if cap else scores
+        weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
+        parts.append(torch.einsum("hqk,khe->qhe", weights, other))
+    return torch.cat(parts)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (3, None), (None, 2.0), (3, 2.0)])
+@pytest.mark.parametrize("backend", ["sdpa", "flex", "flash"])
+@pytest.mark.parametrize("seed", range(3))
+def test_attention_is_that_of_each_document_alone(
+    monkeypatch: pytest.MonkeyPatch, backend: Any, window: int | None, cap: float | None, seed: int
+) -> None:
+    monkeypatch.setattr(variants, "flash_varlen", lambda: varlen)
+    ids, prompts, lengths = documents(random.Random(seed), 7)
+    row = pack_row(ids, prompts, lengths, backend=backend)
+    torch.manual_seed(seed)
+    query = torch.randn(1, 4, row.input_ids.shape[1], 8, dtype=torch.float64)
+    key, value = torch.randn(2, 1, 2, row.input_ids.shape[1], 8, dtype=torch.float64)
+    found = attend(row, query, key, value, scale=0.4, window=window, cap=cap)
+    torch.testing.assert_close(found, one_at_a_time(row, query, key, value, window, cap), rtol=1e-12, atol=1e-12)
+
+
+def test_a_change_in_one_document_changes_no_other_by_one_bit() -> None:
+    ids, prompts, lengths = documents(random.Random(4), 9)
+    row = pack_row(ids, prompts, lengths)
+    query, key, value = torch.randn(3, 1, 4, row.input_ids.shape[1], 8).unbind()
+    before = attend(row, query, key, value)
+    own = next(one for one in row.segments if one.prefix is not None)
+    changed = slice(own.start, own.stop)
+    for states in (query, key, value):
+        states[:, :, changed] = torch.nan
+    after = attend(row, query, key, value)
+    others = torch.ones(row.input_ids.shape[1], dtype=torch.bool)
+    others[changed] = False
+    assert torch.equal(after[:, others], before[:, others])
+    assert not torch.isfinite(after[:, changed]).any()

@@ -1,0 +1,193 @@
+"""A packed batch against the same rows padded, and against one row at a time, for each architecture."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.architectures import build_tiny, write_tiny
+from rollout.fakes import played
+from torch import Tensor
+
+from agentrl.errors import SettingsError
+from agentrl.kernels import KernelInputError
+from agentrl.models.attention import attention_length, choose_attention
+from agentrl.models.loading import read_config, read_model
+from agentrl.models.policy import PolicyModel
+from agentrl.models.settings import ModelSettings
+from agentrl.models.value import ValueModel
+from agentrl.trajectory import Batch, Segment
+
+WINDOWS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {},
+    "llama": {},
+    "mistral": {"sliding_window": 4},
+    "gemma2": WINDOWS,
+    "gemma3_text": WINDOWS,
+}
+
+
+def conversation(draw: random.Random, prompt: tuple[int, ...]) -> Any:
+    """Up to three turns with observations between, one of which may come last."""
+
+    def tokens(most: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(250) for _ in range(draw.randint(1, most)))
+
+    segments = []
+    for _ in range(draw.randint(1, 3)):
+        ids = tokens(6)
+        given = {"log_probs": (-1.0,) * len(ids), "version_spans": ((0, len(ids)),)}
+        segments.append(Segment(origin="model", token_ids=ids, text="", **given))
+        segments.append(Segment(origin="observation", token_ids=tokens(3), text=""))
+    return played(prompt_ids=prompt, segments=tuple(segments[: len(segments) - draw.randint(0, 1)]))
+
+
+def conversations(seed: int, rows: int = 7) -> Batch:
+    draw = random.Random(seed)
+    prompts = [tuple(draw.randrange(250) for _ in range(draw.randint(1, 9))) for _ in range(3)]
+    return Batch.from_trajectories([conversation(draw, draw.choice(prompts)) for _ in range(rows)], pad_id=0)
+
+
+def plain_states(model: Any, batch: Batch, rows: slice) -> Tensor:
+    """States before each model token of ``rows``, padded to the longest of them, without packing."""
+    width = int((batch.prompt_lengths + batch.response_lengths)[rows].max())
+    states = model.get_decoder()(input_ids=batch.input_ids[rows, :width], use_cache=False).last_hidden_state
+    places, columns = batch.response_mask[rows].nonzero(as_tuple=True)
+    return states[places, batch.prompt_lengths[rows][places] + columns - 1]
+
+
+def gradients(model: Any, log_probs: Tensor, entropy: Tensor) -> dict[str, Tensor]:
+    weights = torch.arange(len(log_probs)) % 5 - 2.0
+    model.zero_grad()
+    (log_probs * weights + 0.1 * entropy).sum().backward()
+    return {name: value.grad.clone() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", MODELS)
+def test_packed_is_padded_is_one_row_at_a_time(kind: str, checkpointing: bool) -> None:
+    batch = conversations(seed=len(kind))
+    model, plain = (build_tiny(kind, **MODELS[kind]).double().train() for _ in range(2))
+    policy = PolicyModel(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    inputs = (batch.input_ids, batch.prompt_lengths, batch.response_ids, batch.response_mask)
+    statistics, hidden = policy(*inputs, temperature=0.7, keep_hidden=True)
+    found = gradients(model, statistics.log_probs, statistics.entropy)
+    targets = batch.response_ids[batch.response_mask]
+    rows = len(batch.input_ids)
+    for parts in ([slice(0, rows)], [slice(row, row + 1) for row in range(rows)]):
+        states = torch.cat([plain_states(plain, batch, part) for part in parts])
+        table = torch.log_softmax(policy.head.logit_map(plain.get_output_embeddings()(states)) / 0.7, dim=-1)
+        log_probs = table.gather(1, targets[:, None])[:, 0]
+        entropy = -(table.exp() * table).sum(-1)
+        # Norms and rotations are computed in float32 whatever the model's dtype.
+        torch.testing.assert_close(hidden, states, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(statistics.log_probs, log_probs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(statistics.entropy, entropy, rtol=1e-5, atol=1e-5)
+        wanted = gradients(plain, log_probs, entropy)
+        for name, gradient in wanted.items():
+            own = found.get(name, found.get("lm_head.weight") if name.startswith("lm_head") else None)
+            assert own is not None, name
+            assert float((own - gradient).norm()) <= 1e-5 * float(gradient.norm()) + 1e-7, name
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_change_in_one_document_changes_no_other_by_one_bit(kind: str) -> None:
+    batch = conversations(seed=3)
+    policy = PolicyModel(build_tiny(kind, **MODELS[kind]))
+    changed = next(row for row, length in enumerate(batch.response_lengths.tolist()) if length > 2)
+    owner = batch.response_mask.nonzero()[:, 0]
+
+    def numbers(ids: Tensor) -> list[Tensor]:
+        policy.zero_grad()
+        statistics, hidden = policy(
+            ids, batch.prompt_lengths, batch.response_ids, batch.response_mask, temperature=0.7, keep_hidden=True
+        )
+        others = owner != changed
+        statistics.log_probs[others].sum().backward()
+        values = [statistics.log_probs, statistics.entropy, statistics.energy, hidden]
+        return [value.detach()[others] for value in values] + [item.grad.clone() for item in policy.parameters()]
+
+    before = numbers(batch.input_ids)
+    ids = batch.input_ids.clone()
+    start = int(batch.prompt_lengths[changed])
+    ids[changed, start : start + 2] = (ids[changed, start : start + 2] + 1) % 250
+    assert all(torch.equal(one, other) for one, other in zip(before, numbers(ids), strict=True))
+
+
+def test_values_are_those_of_one_row_at_a_time() -> None:
+    batch = conversations(seed=5)
+    critic = ValueModel(build_tiny("qwen2").double())
+    torch.nn.init.normal_(critic.value_head.weight)
+    plain = build_tiny("qwen2").double().get_decoder()
+    values = critic(batch.input_ids, batch.prompt_lengths, batch.response_lengths)
+    assert values.shape == (7, batch.response_ids.shape[1] + 1)
+    for row, (prompt, count) in enumerate(zip(batch.prompt_lengths, batch.response_lengths, strict=True)):
+        states = plain(input_ids=batch.input_ids[row : row + 1, : prompt + count]).last_hidden_state[0, prompt - 1 :]
+        wanted = critic.value_head(states).squeeze(-1)
+        torch.testing.assert_close(values[row, : count + 1], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_whose_layers_do_not_ask_for_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, policy = conversations(seed=1), PolicyModel(build_tiny("qwen2"))
+    monkeypatch.setattr(
+        policy.causal_lm.model.layers[1].self_attn, "forward", lambda hidden_states, **_: (hidden_states, None)
+    )
+    with pytest.raises(KernelInputError, match="Qwen2Model cannot read packed documents: 1 of its 2 layers"):
+        policy(batch.input_ids, batch.prompt_lengths, batch.response_ids, batch.response_mask)
+
+
+def test_a_window_that_only_the_mask_has_is_refused() -> None:
+    batch, policy = conversations(seed=1), PolicyModel(build_tiny("qwen2"))
+    policy.causal_lm.config.layer_types = ["full_attention", "sliding_attention"]
+    policy.causal_lm.config.sliding_window = 4
+    policy.causal_lm.model.has_sliding_layers = True
+    with pytest.raises(SettingsError, match="Qwen2Attention masks a window of 4 but calls attention with None"):
+        policy(batch.input_ids, batch.prompt_lengths, batch.response_ids, batch.response_mask)
+
+
+def test_capped_scores_are_those_of_the_model_itself(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "gemma2", attn_logit_softcapping=2.0)
+    model = read_model(tmp_path, ModelSettings(dtype="float32"))
+    eager = build_tiny("gemma2", attention="eager", attn_logit_softcapping=2.0)
+    batch = conversations(seed=2)
+    ids = batch.input_ids[:1, : int(batch.prompt_lengths[0] + batch.response_lengths[0])]
+    torch.testing.assert_close(model(input_ids=ids).logits, eager(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+    inputs = (batch.input_ids, batch.prompt_lengths, batch.response_ids, batch.response_mask)
+    _, hidden = PolicyModel(model)(*inputs, keep_hidden=True)
+    states = torch.cat([plain_states(eager, batch, slice(row, row + 1)) for row in range(7)])
+    torch.testing.assert_close(hidden, states, rtol=1e-4, atol=1e-4)
+
+
+def test_attention_is_chosen_by_machine_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, windows = build_tiny("qwen2").config, build_tiny("mistral", sliding_window=4).config
+
+    def chosen(wanted: Any, config: Any = plain, dtype: str = "bfloat16") -> str:
+        return choose_attention(wanted, config, dtype=dtype)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert (chosen("auto"), chosen("auto", windows), chosen("sdpa")) == ("sdpa", "sdpa", "sdpa")
+    for wanted in ("flex", "flash"):
+        with pytest.raises(SettingsError, match=f"model.attention={wanted} needs a GPU; or set model.attention=auto"):
+            chosen(wanted)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert (chosen("auto"), chosen("auto", windows), chosen("flex")) == ("sdpa", "flex", "flex")
+    with pytest.raises(SettingsError, match="needs the package flash-attn"):
+        chosen("flash")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert (chosen("auto"), chosen("auto", dtype="float32"), chosen("flash")) == ("flash", "sdpa", "flash")
+    with pytest.raises(SettingsError, match=r"needs model\.dtype=bfloat16"):
+        chosen("flash", dtype="float32")
+
+
+def test_attention_of_a_long_document_costs_as_much_as_everything_else() -> None:
+    config = read_config(ModelSettings())
+    # Four projections of 96 x 96 and three of 96 x 256 weights, attention over 96 dimensions.
+    assert attention_length(config) == (4 * 96 * 96 + 3 * 96 * 256) / 96

@@ -1,0 +1,38 @@
+"""Shapes of models whose memory can be computed by hand, or measured in a moment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig
+
+from agentrl.planning.memory import ModelShape, TrainingSetup
+from agentrl.planning.search import Hardware, Wish
+from agentrl.planning.shapes import shape_of
+
+_TINY = {
+    "vocab_size": 4000,
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+
+
+def tiny_shape(kind: str = "qwen2", **more: Any) -> ModelShape:
+    return shape_of(kind, AutoConfig.for_model(kind, **(_TINY | more)))
+
+
+def setup(**more: Any) -> TrainingSetup:
+    given: dict[str, Any] = {"ranks": 4, "stage": 2, "bfloat16": True, "tokens": 1024, "head_backend": "chunked"}
+    return TrainingSetup(**(given | more))
+
+
+def gpus(count: int, gigabytes: float) -> Hardware:
+    return Hardware(gpus=count, memory=int(gigabytes * 10**9))
+
+
+def wish(context: int = 18048, **more: Any) -> Wish:
+    return Wish(context=context, longest_request=context, **more)

@@ -1,0 +1,68 @@
+"""The estimate against the bytes of a real step, counted one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from planning.support import setup, tiny_shape
+from transformers import AutoModelForCausalLM
+
+from agentrl.models.policy import PolicyModel
+from agentrl.planning.estimate import rank_memory
+from agentrl.planning.live_bytes import LiveBytes
+from agentrl.planning.memory import ModelShape, TrainingSetup
+
+
+def measured_peak(shape: ModelShape, how: TrainingSetup) -> int:
+    """Bytes at the peak of two micro-batches and an AdamW step, in the second update."""
+    torch.manual_seed(0)
+    with LiveBytes() as counted:
+        model = AutoModelForCausalLM.from_config(shape.config, dtype=torch.float32, attn_implementation="sdpa")
+        if how.checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        policy = PolicyModel(model, backend="chunked").train()
+        adamw = torch.optim.AdamW(policy.parameters(), fused=True)
+        for _ in range(2):
+            counted.restart()
+            for _ in range(2):
+                micro_batch(policy, shape, how.tokens)
+            adamw.step()
+            adamw.zero_grad()
+        return counted.peak
+
+
+def micro_batch(policy: PolicyModel, shape: ModelShape, tokens: int) -> None:
+    ids = torch.randint(0, shape.vocabulary, (2, tokens // 2))
+    responses = ids[:, 1:].contiguous()
+    lengths = torch.ones(2, dtype=torch.int64)
+    statistics, _ = policy(ids, lengths, responses, torch.ones_like(responses, dtype=torch.bool))
+    statistics.log_probs.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "tokens", "checkpointing"),
+    [
+        ("qwen2", {}, 1024, False),
+        ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}, 2048, True),
+    ],
+)
+def test_the_estimate_is_within_15_percent_of_the_bytes_of_a_real_step(
+    kind: str, more: dict[str, object], tokens: int, checkpointing: bool
+) -> None:
+    shape = tiny_shape(kind, **more)
+    how = setup(ranks=1, stage=0, bfloat16=False, tokens=tokens, checkpointing=checkpointing)
+    assert rank_memory(shape, how).total == pytest.approx(measured_peak(shape, how), rel=0.15)
+
+
+def test_a_storage_counts_once_and_until_its_last_view_is_gone() -> None:
+    before = torch.ones(1000)
+    with LiveBytes() as counted:
+        counted.leave_out([before])
+        view = before.view(10, 100)
+        own = view + 1
+        other = own[:5]
+        assert counted.live == 4000
+        del own
+        assert counted.live == 4000
+        del other
+        assert (counted.live, counted.peak) == (0, 4000)

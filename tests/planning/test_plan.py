@@ -1,0 +1,115 @@
+"""The plan that is chosen, its overlay, and what is said where none fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from planning.support import gpus, tiny_shape, wish
+
+from agentrl.config import load_settings
+from agentrl.errors import SettingsError
+from agentrl.models.settings import ModelSettings
+from agentrl.planning.command import PlanRequest, plan_command, plan_for
+from agentrl.planning.memory import ModelShape
+from agentrl.planning.overlay import has_setting, plan_values
+from agentrl.planning.search import divides_heads, find_plan
+from agentrl.planning.shapes import read_shape
+
+EVERYTHING = {"may_offload": True, "may_split_sequences": True, "may_adapt": True}
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+@pytest.fixture(scope="module")
+def seven() -> ModelShape:
+    return read_shape(ModelSettings(path="Qwen/Qwen2.5-7B"))
+
+
+def test_the_cheapest_settings_that_fit_are_chosen(seven: ModelShape) -> None:
+    large = find_plan(seven, gpus(8, 80), wish(4096))
+    small = find_plan(seven, gpus(8, 48), wish())
+    tiny = find_plan(seven, gpus(8, 32), wish(**EVERYTHING))
+    assert large is not None
+    assert small is not None
+    assert tiny is not None
+    assert (large.setup.checkpointing, large.setup.offload, large.placement) == (False, "none", "colocated")
+    assert (small.setup.checkpointing, small.setup.offload, small.placement) == (True, "none", "colocated")
+    assert tiny.setup.lora_rank == 0  # adapters train something else: the last resort
+    assert tiny.setup.offload == "optimizer" or tiny.setup.sequence_parallel > 1
+    for plan, memory in ((large, 80), (small, 48), (tiny, 32)):
+        assert plan.rank.total <= 0.95 * memory * 10**9
+        assert plan.setup.tokens >= 4096
+        assert plan.server.kv_tokens >= 4096
+
+
+def test_sequences_are_divided_only_where_heads_can_be() -> None:
+    shape = tiny_shape()  # 4 heads, 2 of keys and values
+    assert [ranks for ranks in (1, 2, 3, 4, 8) if divides_heads(shape, ranks)] == [1, 2, 4]
+
+
+def test_a_plan_that_cannot_fit_says_what_would(seven: ModelShape) -> None:
+    with pytest.raises(SettingsError) as failure:
+        plan_for(seven, gpus(1, 40), wish(8192))
+    said = str(failure.value)
+    assert "no setting trains Qwen/Qwen2.5-7B (7.62B parameters) with 8192 tokens on 1 GPU of 40 GB" in said
+    assert "what would fit: 16 GPUs of this memory, or 192 GB a GPU" in said
+
+
+def test_the_overlay_holds_settings_that_exist_and_loads(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    tiny_shape().config.save_pretrained(model)
+    (model / "tokenizer.json").write_text("{}")
+    settings = load_settings(overrides=[f"model.path={model}"], command="plan")
+    request = PlanRequest(gpus=4, memory=24, context=4096, write=tmp_path / "plan.yaml")
+    lines = plan_command(settings, request, critic=False)
+    assert any("total, at the" in line for line in lines)
+    loaded = load_settings(config_file=tmp_path / "plan.yaml", overrides=["data.train=[{path: builtin:arithmetic}]"])
+    assert loaded.rollout.max_prompt_tokens + loaded.rollout.max_response_tokens == 4096
+    assert (loaded.training.num_processes, loaded.rollout.vllm.placement) == (4, "colocated")
+    found = find_plan(tiny_shape(), gpus(4, 24), wish(4096))
+    assert found is not None
+    assert all(map(has_setting, plan_values(found)))
+    assert not has_setting("training.zero_stages")
+
+
+@pytest.mark.parametrize("memory", [80, 48])
+def test_a_recipe_has_a_plan_that_loads(memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTRL_DATA_DIR", str(tmp_path))
+    settings = load_settings(config_file="simpletir_7b", command="plan")
+    request = PlanRequest(gpus=8, memory=memory, base="simpletir_7b", write=tmp_path / "plan.yaml")
+    plan_command(settings, request, critic=False)
+    loaded = load_settings(config_file=tmp_path / "plan.yaml")
+    assert loaded.algorithm == settings.algorithm
+    assert loaded.model.gradient_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("request_", "path", "message"),
+    [
+        ({"gpus": 8, "memory": -5}, "Qwen/Qwen2.5-7B", r"--memory -5: the memory of one GPU in GB; valid: a number"),
+        ({"gpus": 0, "memory": 80}, "Qwen/Qwen2.5-7B", r"--gpus 0: .*valid: 1 and more"),
+        ({"gpus": 8}, "Qwen/Qwen2.5-7B", r"there is no GPU here: say how much memory one has"),
+        ({"gpus": 8, "memory": 80, "context": 3}, "Qwen/Qwen2.5-7B", r"--context 3: .*valid: 64 and more"),
+        ({"gpus": 8, "memory": 80}, None, r"nothing to plan: give --model"),
+        ({"gpus": 8, "memory": 80}, "none.json", r"no configuration of a model .*No such file"),
+    ],
+)
+def test_bad_input_is_one_message_that_says_what_works(
+    request_: dict[str, int], path: str | None, message: str
+) -> None:
+    assert not torch.cuda.is_available()
+    settings = load_settings(overrides=[] if path is None else [f"model.path={path}"], command="plan")
+    with pytest.raises(SettingsError, match=message) as failure:
+        plan_command(settings, PlanRequest(**request_), critic=False)
+    assert "\n" not in str(failure.value)
+
+
+def test_an_unknown_model_comes_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.planning.shapes.read_config", lambda model: None)
+    with pytest.raises(SettingsError, match=r"Qwen/Qwen2\.5-7b.*did you mean.*Qwen/Qwen2\.5-7B"):
+        read_shape(ModelSettings(path="Qwen/Qwen2.5-7b"))

@@ -1,0 +1,46 @@
+"""Checkpoints of other adapters than the run's: one message each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import SettingsError
+from agentrl.models.settings import LoRASettings
+from agentrl.training.engine.adapter import adapter_record, check_adapter, policy_optimizer
+from agentrl.training.settings import OptimizerSettings
+
+WRITTEN = adapter_record(LoRASettings(rank=8, targets=["v_proj", "q_proj"]), base="base")
+
+
+@pytest.mark.parametrize(
+    ("written", "now", "said"),
+    [
+        (None, WRITTEN, "holds all weights of a model and no adapter: resume with model.lora.rank=0"),
+        (WRITTEN, None, "holds adapters with model.lora.rank=8 and no model: resume with model.lora.rank=8"),
+        (WRITTEN, adapter_record(LoRASettings(rank=4), base="base"), "model.lora.rank=8, model.lora.alpha=32 and mod"),
+        (
+            WRITTEN,
+            adapter_record(LoRASettings(rank=8), base="base"),
+            r"targets=\[q_proj, v_proj\]; resume with the same",
+        ),
+        (WRITTEN, adapter_record(LoRASettings(rank=8), base="other"), "on the model base, which would now be other"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(written: object, now: object, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        check_adapter(Path("step-1"), written, now)  # type: ignore[arg-type]
+
+
+def test_the_same_adapters_are_taken() -> None:
+    check_adapter(
+        Path("step-1"), WRITTEN, adapter_record(LoRASettings(rank=8, targets=["q_proj", "v_proj"]), base="base")
+    )
+    check_adapter(Path("step-1"), None, adapter_record(LoRASettings(), base="base"))
+
+
+def test_adapters_learn_at_their_own_rate() -> None:
+    settings = OptimizerSettings(learning_rate=1e-6)
+    assert policy_optimizer(settings, LoRASettings()) is settings
+    assert policy_optimizer(settings, LoRASettings(rank=8)).learning_rate == pytest.approx(1e-5)
