@@ -43,7 +43,13 @@ def _settings(example: str) -> ArgumentInfo:
 
 Overrides = Annotated[list[str] | None, _settings("rollout.group_size=8")]
 Config = Annotated[str | None, _option("FILE", "YAML file, or the name of a shipped one such as word_problems")]
-Env = Annotated[str | None, _option("NAME", "environment: simpletir, reasoning, or module:Class")]
+Env = Annotated[
+    str | None,
+    _option(
+        "NAME",
+        "simpletir, reasoning, module:Class, agent:module:function, reasoning_gym:NAME, textarena:NAME, openenv:URL",
+    ),
+]
 
 
 @app.command()
@@ -98,13 +104,14 @@ def plan(
 def coldstart(
     output: Annotated[Path, _option("DIR", "directory for the model (Hugging Face format)")],
     overrides: Overrides = None,
+    env: Env = None,
     demonstrations: Annotated[str | None, _option("FILE", "JSONL file, builtin:arithmetic or formula:FILE")] = None,
     model: Annotated[str | None, _option("PATH", "model to start from; default: a new tiny model")] = None,
     config: Config = None,
 ) -> None:
     """Teach a model the protocol by supervised training on demonstrations."""
     options = {"coldstart.demonstrations": demonstrations, "model.path": model}
-    settings = _load("coldstart", overrides, config=config, options=options)
+    settings = _load("coldstart", overrides, env=env, config=config, options=options)
     from agentrl.training.coldstart.policy import coldstart_command
 
     coldstart_command(settings, output)

@@ -90,6 +90,12 @@ def test_coldstart(monkeypatch: pytest.MonkeyPatch, work: Recorder) -> None:
     assert (settings.coldstart.demonstrations, settings.seed, settings.model.path) == ("it's: d.jsonl", 4, None)
 
 
+def test_coldstart_takes_an_environment(monkeypatch: pytest.MonkeyPatch, work: Recorder) -> None:
+    assert run(monkeypatch, "coldstart", "--env", "reasoning", "--demonstrations", "d.jsonl", "--output", "out") == 0
+    ((_, settings, _),) = work.calls
+    assert settings.env == "reasoning"
+
+
 def test_eval(monkeypatch: pytest.MonkeyPatch, work: Recorder, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()

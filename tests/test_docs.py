@@ -111,7 +111,7 @@ async def called(problem: Problem, *calls: tuple[str, dict[str, object]]) -> lis
 def test_a_tool_and_a_reward_of_ones_own_and_reasoning_are_as_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, tool, shop, reasoning, reward, judge, own, *_ = blocks("environments.md", "python")
+    _, tool, shop, _, reasoning, reward, judge, own, *_ = blocks("environments.md", "python")
     (tmp_path / "my_tools.py").write_text(f"{tool}\n\n{shop}")
     (tmp_path / "my_rewards.py").write_text(reward)
     (tmp_path / "my_shop.py").write_text(own)
@@ -164,6 +164,25 @@ def test_the_examples_of_chat_models_and_servers_have_valid_settings() -> None:
     (served,) = (shlex.split(line)[3:] for line in shown if "mcp:http" in line)
     settings = load_settings(overrides=served)
     assert settings.environment.tools == ("python", "mcp:python shop_server.py", "mcp:http://localhost:8000/mcp")
+
+
+def test_the_server_of_the_example_answers_as_shown(tmp_path: Path) -> None:
+    (server,) = (block for block in blocks("environments.md", "python") if "MCPServer" in block)
+    script = tmp_path / "shop_server.py"
+    script.write_text(server)
+
+    async def told() -> list[str]:
+        tools = load_tools((f"mcp:{sys.executable} {script}",))
+        problem = Problem(id="toy", statement="?", answer="5", source="toy")
+        episode = EpisodeTools(tools, problem, sandbox=None, threads=BlockingCalls(1, name="tool"), timeout=60.0)
+        await episode.open()
+        try:
+            return [(await episode.call("price", {"item": item}))[0] for item in ("pen", "moon")]
+        finally:
+            await episode.close()
+
+    pen, moon = asyncio.run(told())
+    assert (pen, "there is no moon; there are pen, book" in moon) == ("2", True)
 
 
 def test_every_ending_is_described() -> None:

@@ -13,6 +13,7 @@ import importlib
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from agentrl_envs.episode import AgentRLEnvError, Environment
@@ -181,8 +182,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+_CALLS_CODE = str(Path(__file__).parent / "adapters" / "blocking.py")
+"""Where users' code is called from."""
+
+
 def describe_error(error: BaseException) -> str:
-    """The error's type, message and place: an error that is reported without a traceback has no other."""
+    """The error's type, message and place: an error that is reported without a traceback has no other.
+
+    An error of the call itself, such as a missing argument, is of no place in the code that was called.
+    """
     last = traceback.extract_tb(error.__traceback__)[-1:]
-    place = "".join(f" ({frame.filename}:{frame.lineno})" for frame in last)
+    place = "".join(f" ({at.filename}:{at.lineno})" for at in last if at.filename != _CALLS_CODE)
     return f"{type(error).__name__}: {error}{place}"

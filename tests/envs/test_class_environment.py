@@ -122,6 +122,13 @@ class Odd(Guess):
         return 3
 
 
+class Needs(Shop):
+    """It cannot be made without an argument."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+
+
 class Stuck(Shop):
     """A tool that never returns, until the test lets it go."""
 
@@ -209,6 +216,18 @@ async def test_a_tool_that_is_only_late_is_waited_for(monkeypatch: pytest.Monkey
         assert "TimeoutError" in (await episode.step(call("wait"))).observation
         Stuck.let_go.set()
         assert (await episode.step("I give up.")).ended is Ended.ANSWERED
+
+
+async def test_a_missing_argument_is_said_with_the_setting_that_gives_it() -> None:
+    with pytest.raises(ToolError) as raised:
+        async with playing(f"{HERE}:Needs"):
+            pass
+    assert str(raised.value) == (
+        "making Needs raised TypeError: Needs.__init__() missing 1 required positional argument: 'size'; "
+        "environment.kwargs gives arguments to __init__"
+    )
+    async with playing(f"{HERE}:Needs", kwargs={"size": 3}):
+        pass
 
 
 async def test_free_text_goes_to_step() -> None:

@@ -38,7 +38,7 @@ from agentrl_envs.read_only import thawed
 from agentrl_envs.registry import PluginError, describe_error
 from agentrl_envs.settings import ClassEnvironmentSettings, read_options
 from agentrl_envs.tools import EpisodeTools, ToolSet
-from agentrl_envs.tools.calling import is_unreachable
+from agentrl_envs.tools.calling import ToolError, is_unreachable
 from agentrl_envs.tools.loading import methods_as_tools
 from agentrl_envs.tools.schema import given_parameters
 from agentrl_envs.types import MALFORMED, Ended, Problem, Step, ToolCall, Verdict
@@ -215,13 +215,22 @@ class ClassEpisode:
             more={"grade": _Grade(self._grader, asyncio.get_running_loop()), **self._settings.kwargs},
             lenient=self._factory.of_trl,
         )
-        await self._tools.adopt(cast("Callable[..., object]", self._factory.found))
+        await self._make()
         shown = await self._call("reset", **self._factory.columns(self.problem))
         if shown is not None and not isinstance(shown, str):
             raise EnvironmentContractError(f"{self._say('reset')} must return text or None, not {type(shown).__name__}")
         return self._protocol.chat.prompt(
             self.problem, lambda statement: "\n\n".join(filter(None, (self._protocol.message(statement), shown)))
         )
+
+    async def _make(self) -> None:
+        assert self._tools is not None
+        try:
+            await self._tools.adopt(cast("Callable[..., object]", self._factory.found))
+        except ToolError as error:
+            if isinstance(error.__cause__, TypeError):
+                raise ToolError(f"{error}; environment.kwargs gives arguments to __init__") from error.__cause__
+            raise
 
     async def step(self, action: str) -> Step:
         """Make the turn's calls, or hand its text to the class's own ``step``; without either the episode ends."""
