@@ -85,7 +85,7 @@ async def test_servers_sample_and_the_results_say_so(model: Path, servers: list[
     assert parameters["stop_token_ids"] == [256, 258]  # generation_config's are among them
     opened = await open_engine(settings(f"model.path={model}", "model.dtype=float32"), tmp_path)
     assert record["model"] == opened.model()  # read here, the same model has the same fingerprint
-    assert opened.sampler() == {"name": "transformers", "dtype": "float32", "attention": "sdpa"}
+    assert opened.sampler() == {"name": "transformers", "dtype": "float32"}
     await opened.close()
 
 

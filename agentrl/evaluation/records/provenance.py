@@ -144,8 +144,7 @@ def chosen_engine(settings: EvaluationSections) -> JSONObject:
     endpoint = settings.evaluation.endpoint
     if endpoint.url is not None:
         return {"name": "endpoint", "url": endpoint.url, "api": endpoint.api}
-    model = settings.model
-    return {"name": settings.rollout.engine, "dtype": model.dtype, "attention": model.attention}
+    return {"name": settings.rollout.engine, "dtype": settings.model.dtype}
 
 
 def _version(package: str) -> str:

@@ -143,7 +143,7 @@ class ManagedTransformers:
         return problem
 
     def record(self) -> Mapping[str, str]:
-        return {"name": "transformers", "dtype": self._policy.dtype, "attention": self._policy.attention}
+        return {"name": "transformers", "dtype": self._policy.dtype}
 
     async def close(self) -> None:
         await self.engine.close()
