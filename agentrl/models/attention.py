@@ -54,7 +54,7 @@ def attention(
     return capped.transpose(1, 2).contiguous(), None
 
 
-def _checked_window(module: Any, window: int | None) -> int | None:
+def _checked_window(module: torch.nn.Module, window: int | None) -> int | None:
     """The window that the layer was called with, which must be the one that its configuration gives it."""
     config = module.config
     kinds = getattr(config, "layer_types", None)  # not every architecture has these two
