@@ -143,7 +143,7 @@ def test_the_examples_of_other_libraries_have_valid_settings() -> None:
     shown = "".join(blocks("environments.md", "console")).replace("\\\n", "").splitlines()
     prefixes = ("textarena:", "reasoning_gym:", "openenv:")
     commands = [line for line in shown if any(f"--env {prefix}" in line for prefix in prefixes)]
-    assert len(commands) == 3
+    assert len(commands) == 4
     for command in commands:
         _, _, _, env, *overrides = shlex.split(command.removeprefix("$ "))
         settings = load_settings(env, overrides=overrides)
