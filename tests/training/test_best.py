@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +115,9 @@ def test_a_run_keeps_its_best_policy(command_line: CommandLine, random_policy: P
     assert "best evaluation: step 2, avg@2 1.000; its policy: agentrl eval --model runs/chosen/checkpoints/best" in said
     assert names(run / "checkpoints") == ["best", "step-000002", "step-000003", "step-000004"]
     chosen = load_file(run / "checkpoints" / "best" / "model.safetensors")
-    state = torch.load(run / "checkpoints" / "step-000002" / "engine" / "mp_rank_00_model_states.pt")["module"]
-    embedding = next(value for name, value in state.items() if name.endswith("embed_tokens.weight"))
-    assert torch.equal(chosen["model.embed_tokens.weight"], embedding)
+    state = load_file(run / "checkpoints" / "step-000002" / "engine" / "part-00000.safetensors")
+    (embedding,) = (value for name, value in state.items() if re.fullmatch(r"weight/.*embed_tokens\.weight", name))
+    assert torch.equal(chosen["model.embed_tokens.weight"].flatten(), embedding.flatten())
     final = load_file(run / "policy" / "model.safetensors")
     assert not torch.equal(chosen["model.embed_tokens.weight"], final["model.embed_tokens.weight"])
 
