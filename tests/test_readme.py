@@ -37,7 +37,7 @@ SHORTENED = (  # (what a command looks like, what is added to it); the first tha
     (r"agentrl train --resume", "training.steps=3 telemetry.plots=true"),
     (r"agentrl train", SHORT),
     (r"agentrl eval", "--n 2 evaluation.problems=4"),
-    (r"agentrl (compare|regrade)", ""),
+    (r"agentrl (compare|regrade|plan)", ""),
     (r"agentrl coldstart", COLD),
     (r"agentrl doctor", ""),
 )
