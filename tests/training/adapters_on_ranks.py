@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from energies_on_ranks import batch, make_model
 from safetensors import safe_open
 
 from agentrl.models.lora import adapter_off, is_factor, with_adapter
@@ -28,6 +27,8 @@ STEPS = 4
 
 
 def start(stage: int) -> TrainingEngine[PolicyModel]:
+    from energies_on_ranks import make_model  # beside this script, which pytest imports from elsewhere
+
     policy = PolicyModel(with_adapter(make_model(tied=True, kind="qwen3"), LORA))
     return TrainingEngine(
         policy,
@@ -40,6 +41,8 @@ def start(stage: int) -> TrainingEngine[PolicyModel]:
 
 def step(engine: TrainingEngine[PolicyModel]) -> torch.Tensor:
     """One step with a KL term against the model under the adapters, as the trainer has it; the reference's scores."""
+    from energies_on_ranks import batch
+
     ids, lengths, response, mask = batch()
     share = slice(engine.rank, None, engine.world_size)
     rows = ids[share], lengths[share], response[share], mask[share]

@@ -258,6 +258,9 @@ class SessionManager:
             return
         if message["op"] == "located":
             family.pid = message["pid"]
+            for session in family.sessions.values():
+                if session.program is not None:  # it began before its session init was located
+                    session.program.pid = family.pid
         else:
             while family.identifier in self._table.families and self._has_news(family):
                 self._on_init(family)
