@@ -91,8 +91,8 @@ def plan_command(settings: Settings, request: PlanRequest, *, critic: bool) -> l
     wish = wish_of(settings, critic=critic, only_adapt=request.lora)
     if wish.only_adapt and not may_adapt():
         raise SettingsError(
-            "adapters cannot be planned for: vLLM servers serve none in this version, or the package peft is missing "
-            "(pip install 'agentrl[lora]'); leave out --lora, and set model.lora.rank=0"
+            "adapters need the package peft: pip install 'agentrl[lora]'; "
+            "or leave out --lora, and set model.lora.rank=0"
         )
     plan = plan_for(shape, machine, wish)
     title = f"{shape.name} on {machine}, {wish.context} tokens: written by agentrl plan"

@@ -40,10 +40,9 @@ class TrainingSetup:
     ranks: int
     stage: int  # of ZeRO, as DeepSpeed runs it
     bfloat16: bool
-    tokens: int  # of a micro-batch, all sequence-parallel ranks together
+    tokens: int  # of a micro-batch
     checkpointing: bool = False
     offload: Offload = "none"
-    sequence_parallel: int = 1
     lora_rank: int = 0
     head_backend: Literal["reference", "chunked", "triton"] = "triton"
     reference: bool = False
@@ -53,11 +52,6 @@ class TrainingSetup:
     def size(self) -> int:
         """Bytes of a weight."""
         return 2 if self.bfloat16 else 4
-
-    @property
-    def local_tokens(self) -> int:
-        """Tokens of a micro-batch on one rank."""
-        return -(-self.tokens // self.sequence_parallel)
 
 
 Bytes = dict[str, int]

@@ -3,44 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Literal, get_args
+import operator
+from typing import Literal
 
 import yaml
-from pydantic import BaseModel
 
 from agentrl.config import Settings
-from agentrl.planning.memory import Offload, TrainingSetup
+from agentrl.planning.memory import TrainingSetup
 from agentrl.planning.search import LORA_RANK, Plan, Wish
 from agentrl.rollout.engines.vllm.servers import longest_request
 
 Values = dict[str, object]
 """Settings by dotted key."""
-
-
-def has_setting(key: str) -> bool:
-    """Whether a run has this setting.
-
-    >>> has_setting("training.zero_stage"), has_setting("training.zero")
-    (True, False)
-    """
-    model: object = Settings
-    for part in key.split("."):
-        if not (isinstance(model, type) and issubclass(model, BaseModel)) or part not in model.model_fields:
-            return False
-        annotation = model.model_fields[part].annotation
-        inner = [item for item in get_args(annotation) if isinstance(item, type) and issubclass(item, BaseModel)]
-        model = inner[0] if inner else annotation
-    return True
-
-
-def value_of(settings: Settings, key: str) -> object:
-    """The value of a dotted key; None where the run has no such setting or no such section."""
-    here: object = settings
-    for part in key.split("."):
-        if not isinstance(here, BaseModel) or part not in type(here).model_fields:
-            return None
-        here = getattr(here, part)
-    return here
 
 
 def setup_of(
@@ -54,8 +28,7 @@ def setup_of(
         bfloat16=bfloat16,
         tokens=tokens or training.micro_batch_tokens,
         checkpointing=settings.model.gradient_checkpointing,
-        offload=_offload(settings),
-        sequence_parallel=_number(settings, "training.sequence_parallel") or 1,
+        offload=training.offload,
         lora_rank=settings.model.lora.rank,
         head_backend=backend if training.head_backend == "auto" else training.head_backend,
         reference=settings.kl.coefficient > 0,
@@ -64,8 +37,8 @@ def setup_of(
 
 
 def may_adapt() -> bool:
-    """Whether servers can serve adapters, and peft, which makes them, is here."""
-    return has_setting("rollout.vllm.lora") and importlib.util.find_spec("peft") is not None
+    """Whether peft, which makes adapters, is here."""
+    return importlib.util.find_spec("peft") is not None
 
 
 def wish_of(settings: Settings, *, critic: bool, only_adapt: bool = False) -> Wish:
@@ -79,8 +52,7 @@ def wish_of(settings: Settings, *, critic: bool, only_adapt: bool = False) -> Wi
         reference=settings.kl.coefficient > 0,
         critic=critic,
         tensor_parallel=given if given > 1 else None,
-        may_offload=has_setting("training.offload"),
-        may_split_sequences=has_setting("training.sequence_parallel"),
+        may_offload=True,
         may_adapt=may_adapt(),
         only_adapt=only_adapt or settings.model.lora.rank > 0,
         lora_rank=settings.model.lora.rank or LORA_RANK,
@@ -88,7 +60,7 @@ def wish_of(settings: Settings, *, critic: bool, only_adapt: bool = False) -> Wi
 
 
 def plan_values(plan: Plan) -> Values:
-    """The settings of a plan, of those that a run has."""
+    """The settings of a plan."""
     setup = plan.setup
     values: Values = {
         "model.dtype": "bfloat16" if setup.bfloat16 else "float32",
@@ -102,16 +74,15 @@ def plan_values(plan: Plan) -> Values:
         "training.zero_stage": setup.stage,
         "training.micro_batch_tokens": setup.tokens,
         "training.offload": setup.offload,
-        "training.sequence_parallel": setup.sequence_parallel,
     }
     if setup.lora_rank:
         values["model.lora.rank"] = setup.lora_rank
-    return {key: value for key, value in values.items() if has_setting(key)}
+    return values
 
 
 def changed_values(settings: Settings, values: Values) -> Values:
     """Those of ``values`` that differ from the settings."""
-    return {key: value for key, value in values.items() if value_of(settings, key) != value}
+    return {key: value for key, value in values.items() if operator.attrgetter(key)(settings) != value}
 
 
 def overlay_text(values: Values, *, base: str | None, title: str) -> str:
@@ -126,13 +97,3 @@ def overlay_text(values: Values, *, base: str | None, title: str) -> str:
             here = inner
         here[name] = value
     return f"# {title}\n{yaml.safe_dump(nested, sort_keys=False)}"
-
-
-def _number(settings: Settings, key: str) -> int:
-    value = value_of(settings, key)
-    return value if isinstance(value, int) else 0
-
-
-def _offload(settings: Settings) -> Offload:
-    value = value_of(settings, "training.offload")
-    return "all" if value == "all" else "optimizer" if value == "optimizer" else "none"

@@ -49,7 +49,6 @@ class Wish:
     critic: bool = False
     tensor_parallel: int | None = None  # None: the smallest that fits
     may_offload: bool = False
-    may_split_sequences: bool = False
     may_adapt: bool = False  # train adapters where nothing else fits
     only_adapt: bool = False
     lora_rank: int = LORA_RANK  # of the adapters
@@ -73,7 +72,6 @@ class _Candidate:
     stage: int
     checkpointing: bool
     offload: Offload
-    sequence_parallel: int
     placement: Placement
     lora_rank: int
 
@@ -89,7 +87,6 @@ class _Candidate:
             4 / 3 if self.checkpointing else 1.0,
             1.15 if self.stage == 3 else 1.0,
             {"none": 1.0, "optimizer": 1.3, "all": 3.0}[self.offload],
-            1.05 ** math.log2(self.sequence_parallel),
             2.0 if self.placement == "dedicated" else 1.0,
         )
         return self.lora_rank > 0, math.prod(factors)
@@ -113,31 +110,21 @@ def smallest_need(shape: ModelShape, machine: Hardware, wish: Wish) -> int:
 
 def _candidates(shape: ModelShape, machine: Hardware, wish: Wish) -> Iterator[_Candidate]:
     """DeepSpeed frees the GPU for a colocated server at stages 1 and 2 alone, and offloads weights at stage 3 alone."""
-    splits = (1, 2, 4, 8) if wish.may_split_sequences else (1,)
     adapters = (wish.lora_rank,) if wish.only_adapt else (0, wish.lora_rank) if wish.may_adapt else (0,)
     placements: tuple[Placement, ...] = ("colocated", "dedicated") if machine.gpus > 1 else ("colocated",)
-    for stage, checkpointing, offload, split, placement, lora in itertools.product(
-        (2, 3), (False, True), OFFLOADS if wish.may_offload else OFFLOADS[:1], splits, placements, adapters
+    for stage, checkpointing, offload, placement, lora in itertools.product(
+        (2, 3), (False, True), OFFLOADS if wish.may_offload else OFFLOADS[:1], placements, adapters
     ):
         ranks = _training_gpus(machine, placement)
         if (placement == "colocated" and stage == 3) or (offload == "all" and stage < 3) or (ranks == 1 and stage == 3):
-            continue
-        if split > 1 and (ranks % split or not divides_heads(shape, split)):
             continue
         yield _Candidate(
             stage=stage,
             checkpointing=checkpointing,
             offload=offload,
-            sequence_parallel=split,
             placement=placement,
             lora_rank=lora,
         )
-
-
-def divides_heads(shape: ModelShape, ranks: int) -> bool:
-    """Whether attention's heads can be divided: KV heads fewer than ranks are held by several of them."""
-    kv = shape.kv_heads
-    return shape.heads % ranks == 0 and (kv % ranks == 0 or ranks % kv == 0)
 
 
 def _training_gpus(machine: Hardware, placement: Placement) -> int:
@@ -152,7 +139,6 @@ def _setup(machine: Hardware, wish: Wish, candidate: _Candidate) -> TrainingSetu
         tokens=wish.context,
         checkpointing=candidate.checkpointing,
         offload=candidate.offload,
-        sequence_parallel=candidate.sequence_parallel,
         lora_rank=candidate.lora_rank,
         reference=wish.reference,
         critic=wish.critic,
