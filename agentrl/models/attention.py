@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 ATTENTION = "agentrl"
 _KINDS = ("full_attention", "sliding_attention")
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def attention(
@@ -86,12 +87,40 @@ def use_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(register_attention())
 
 
-def use_packed_attention(model: PreTrainedModel) -> None:
-    """As :func:`use_attention`. Raises SettingsError for a model that cannot read packed rows."""
+def use_packed_attention(model: PreTrainedModel, *, ranks: int = 1) -> None:
+    """As :func:`use_attention`, with ``ranks`` that share rows.
+
+    Raises SettingsError for a model that cannot read packed rows, or whose heads they do not divide.
+    """
     obstacle = packing_obstacle(model.config)
     if obstacle is not None:
         raise SettingsError(f"model.path: {type(model).__name__} {obstacle}")
+    obstacle = sharing_obstacle(model.config, ranks)
+    if obstacle is not None:
+        raise SettingsError(obstacle)
     use_attention(model)
+
+
+def sharing_obstacle(config: PreTrainedConfig, ranks: int) -> str | None:
+    """Why ``ranks`` cannot share the rows of a model (training.sequence_parallel); None if they can."""
+    text = config.get_text_config()
+    heads: int = text.num_attention_heads
+    if ranks > 1 and heads % ranks:
+        valid = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
+        return f"training.sequence_parallel={ranks} does not divide the model's {heads} query heads; valid: {valid}"
+    if ranks > 1 and (kind := _length_dependent(text)) is not None:
+        return (
+            f"training.sequence_parallel={ranks}: the model's positions ({kind}) depend on the longest one in the row, "
+            "of which a rank sees only a part; valid: 1"
+        )
+    return None
+
+
+def _length_dependent(text: PreTrainedConfig) -> str | None:
+    """The kind of rotary positions, if it looks at a whole row; some models have one for each kind of layer."""
+    rotary: dict[str, object] = getattr(text, "rope_parameters", None) or {}
+    kinds = [one.get("rope_type") for one in (rotary, *rotary.values()) if isinstance(one, dict)]
+    return next((kind for kind in kinds if kind in _LENGTH_DEPENDENT), None)
 
 
 def packing_obstacle(config: PreTrainedConfig) -> str | None:

@@ -222,6 +222,10 @@ class TrainingSettings(_Settings):
     """how token statistics are computed; chunked and triton (GPUs) never hold all logits in memory"""
     num_processes: int = Field(1, ge=1)
     """number of training ranks on this machine"""
+    sequence_parallel: int = Field(1, ge=1)
+    """number of consecutive ranks that share the row of a micro-batch, each holding a slice of its tokens (Ulysses):
+    for sequences that do not fit one rank. It must divide the number of ranks and that of the model's query heads; 1:
+    each rank has rows of its own"""
     threads: int = Field(0, ge=0)
     """CPU threads per process; 0: the number of cores divided by the number of processes"""
     deterministic: bool = False

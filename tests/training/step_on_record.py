@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from agentrl.kernels import Backend, triton_obstacle
+from agentrl.kernels.attention import SequenceGroup
 from agentrl.models.policy import PolicyModel
 from agentrl.models.value import ValueModel
 from agentrl.rollout.settings import RewardSettings
 from agentrl.rollout.worker import RolloutBatch
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, start_distributed
+from agentrl.training.engine.groups import rank_groups
 from agentrl.training.settings import (
     AlgorithmSettings,
     CorrectionSettings,
@@ -51,6 +53,7 @@ class Case:
     correction: dict[str, Any] = field(default_factory=dict)
     near: bool = False  # the engine's log-probabilities are near the trainer's
     zero_stage: int = 0
+    sequence_parallel: int = 1
     budget: int = 1_000_000
     tied: bool = True
     gradient_checkpointing: bool = False
@@ -70,7 +73,12 @@ class Case:
 
     def training(self) -> TrainingSettings:
         # ZeRO-3 shards every parameter, which it would keep whole as small as these are.
-        return TrainingSettings(zero_stage=self.zero_stage, persistence_threshold=0)
+        return TrainingSettings(
+            zero_stage=self.zero_stage, persistence_threshold=0, sequence_parallel=self.sequence_parallel
+        )
+
+    def sequence(self) -> SequenceGroup | None:
+        return rank_groups(self.training()).sequence
 
 
 _TWO_PASSES = {"estimator": "grpo", "normalize": "whiten"}
@@ -257,7 +265,7 @@ def step(case: Case, *, groups: int = GROUPS) -> dict[str, Any]:
     record = rollout_batch(void=case.void, greedy=settings.algorithm.estimator == "remax", groups=groups)
     if case.near:
         record = sampled_by(tiny_model(tied=case.tied), temperature=0.8, record=record, noise=0.4)
-    policy = PolicyModel(model, backend=case.backend)
+    policy = PolicyModel(model, backend=case.backend, sequence=case.sequence())
     engine = TrainingEngine(
         policy,
         # With epsilon 1 a step is nearly proportional to the gradient, so small differences stay small.
@@ -266,7 +274,7 @@ def step(case: Case, *, groups: int = GROUPS) -> dict[str, Any]:
         bfloat16=case.dtype == torch.bfloat16,
         updates=10,
     )
-    plans = plan_step(record, settings, budget=case.budget, ranks=engine.world_size)
+    plans = plan_step(record, settings, budget=case.budget, ranks=engine.groups.replicas)
     critic = critic_of(case) if settings.algorithm.estimator == "gae" else None
     trainer = Trainer(
         engine,
@@ -280,7 +288,7 @@ def step(case: Case, *, groups: int = GROUPS) -> dict[str, Any]:
     if case.zero_stage == 3:
         assert not any(item.numel() for item in model.parameters()), "not sharded as meant"
     critic_before = _flat(critic.engine.module) if critic is not None else torch.zeros(())
-    metrics = trainer.train(plans[engine.rank])
+    metrics = trainer.train(plans[engine.groups.replica])
     return {
         "delta": _flat(model) - before,
         "critic_delta": _flat(critic.engine.module) - critic_before if critic is not None else torch.zeros(()),
@@ -296,7 +304,7 @@ def reference_of(case: Case) -> Reference:
     model = tiny_model(tied=case.tied)
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
-    policy = PolicyModel(model)
+    policy = PolicyModel(model, sequence=case.sequence())
     return Reference(
         policy,
         lambda module: frozen(module, case.training(), bfloat16=False),
@@ -307,7 +315,7 @@ def reference_of(case: Case) -> Reference:
 
 def critic_of(case: Case) -> Critic:
     """A critic of the same transformer whose values are not all 0."""
-    model = ValueModel(tiny_model(tied=case.tied))
+    model = ValueModel(tiny_model(tied=case.tied), sequence=case.sequence())
     torch.nn.init.normal_(model.value_head.weight, std=0.3, generator=torch.Generator().manual_seed(5))
     engine = TrainingEngine(
         model,

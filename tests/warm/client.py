@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 _PADDING = "x" * 8192
+_NO_THREADS = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""For libraries that start a thread as they load; DeepSpeed loads mlflow, which loads Arrow, where it is installed."""
 _MODULES = {
     "agentrl.cli",
     "agentrl.training.run.rank",
@@ -45,7 +47,7 @@ class ForkServer:
             process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("server.py")), str(handle), _PADDING],
                 pass_fds=[handle],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "WARM_PADDING": _PADDING},
+                env={**os.environ, **_NO_THREADS, "WARM_PADDING": _PADDING},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,

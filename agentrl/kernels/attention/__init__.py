@@ -2,5 +2,6 @@
 
 from agentrl.kernels.attention.packed import attend
 from agentrl.kernels.attention.row import AttentionBackend, PackedRow, Stretch, pack_row
+from agentrl.kernels.attention.sequence import SequenceGroup
 
-__all__ = ["AttentionBackend", "PackedRow", "Stretch", "attend", "pack_row"]
+__all__ = ["AttentionBackend", "PackedRow", "SequenceGroup", "Stretch", "attend", "pack_row"]

@@ -27,8 +27,23 @@ def attend(
     """Causal attention inside every document: query [1, H, L, E], key and value [1, G, L, E]; returns [1, L, H, E].
 
     A token sees the last ``window`` tokens of its document, itself included. Scores z become cap tanh(z / cap) with a
-    ``cap``.
+    ``cap``. Where ranks share the row, L are this rank's tokens; H must be a multiple of their number.
     """
+    if (ranks := row.sequence) is None:
+        return _attend(row, query, key, value, scale, window, cap)
+    query, key, value = ranks.by_heads(query), ranks.keys_by_heads(key), ranks.keys_by_heads(value)
+    return ranks.by_tokens(_attend(row, query, key, value, scale, window, cap))
+
+
+def _attend(
+    row: PackedRow,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    window: int | None,
+    cap: float | None,
+) -> Tensor:
     if row.backend == "flex":
         return attend_by_blocks(row, query, key, value, scale=scale, window=window, cap=cap)
     if row.backend == "flash":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
+from agentrl.kernels.attention.sequence import SequenceGroup
 from agentrl.kernels.records import KernelInputError
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class Reading:
 class PackedRow:
     """The tokens of B documents in one row of L, and where each document finds its own.
 
+    With a ``sequence`` of ranks each of them computes the states of its slice of the row; all of them hold this record.
+
     Two documents, the prompt (7, 8) and one token of response each:
 
     >>> row = pack_row(torch.tensor([[7, 8, 1], [7, 8, 2]]), [2, 2], [3, 3])
@@ -63,17 +66,18 @@ class PackedRow:
     segments: tuple[Stretch, ...]  # the row from its start to its end
     readings: tuple[Reading, ...]  # every document, and every prompt that is shared
     backend: AttentionBackend = "sdpa"
+    sequence: SequenceGroup | None = None
     layers: set[int] = field(default_factory=set)  # ids of the attention modules that have read the row
 
     def states(self, transformer: nn.Module, *, layers: int) -> Tensor:
-        """The states [L, D] that a transformer of `transformers` with ``layers`` gives for the row.
+        """The states [L, D] that a transformer of `transformers` with ``layers`` gives for :attr:`part` of the row.
 
         Its attention must be :func:`agentrl.models.attention.attention`. Raises KernelInputError where a layer did not
         call it: that layer would have mixed the documents.
         """
         output = transformer(
-            input_ids=self.input_ids,
-            position_ids=self.position_ids,
+            input_ids=self.input_ids[:, self.part],
+            position_ids=self.position_ids[:, self.part],
             attention_mask=self._nothing_to_mask,
             use_cache=False,
             packed_row=self,
@@ -85,6 +89,18 @@ class PackedRow:
             )
         states: Tensor = output.last_hidden_state[0]
         return states
+
+    @property
+    def part(self) -> slice:
+        """The tokens whose states are computed on this rank."""
+        length = self.input_ids.shape[1]
+        return slice(0, length) if self.sequence is None else self.sequence.part(length)
+
+    def held(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """(the numbers [n] of those of ``places`` [N] that are in :attr:`part`, where they stand in its states [n])."""
+        part = self.part
+        numbers = ((places >= part.start) & (places < part.stop)).nonzero().squeeze(-1)
+        return numbers, places[numbers] - part.start
 
     @cached_property
     def _nothing_to_mask(self) -> Tensor:
@@ -141,11 +157,13 @@ def pack_row(
     *,
     backend: AttentionBackend = "sdpa",
     share_prompts: bool = True,
+    sequence: SequenceGroup | None = None,
 ) -> PackedRow:
     """Pack the first ``lengths`` [B] tokens of documents that stand left-aligned in ``input_ids`` [B, S].
 
     With ``share_prompts`` equal prompts, the first ``prompt_lengths`` [B] tokens, stand in the row once. A document
-    has at least one token and is not shorter than its prompt.
+    has at least one token and is not shorter than its prompt. With a ``sequence`` the row ends with a document of zeros
+    that nobody asks for, so that all its ranks have equally many tokens.
     """
     device, ids = input_ids.device, input_ids.cpu()
     prompts = [tuple(line[:count].tolist()) for line, count in zip(ids, prompt_lengths, strict=True)]
@@ -174,6 +192,8 @@ def pack_row(
             parts.append(_places(append(line[first:count], found[prompt].bounds if first else None)))
             readings.append(Reading(places=torch.cat(parts), first=first))
         documents.append(torch.cat(parts))
+    if sequence is not None and (missing := -segments[-1].stop % sequence.size):
+        readings.append(Reading(places=_places(append(ids.new_zeros(missing)))))
     columns = torch.arange(max(lengths))
     places = torch.stack([one[columns.clamp(max=len(one) - 1)] for one in documents])
     return PackedRow(
@@ -184,6 +204,7 @@ def pack_row(
         segments=tuple(segments),
         readings=tuple(readings),
         backend=backend,
+        sequence=sequence,
     )
 
 

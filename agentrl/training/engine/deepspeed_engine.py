@@ -24,6 +24,7 @@ from agentrl.models.loading import read_model
 from agentrl.models.lora import with_adapter
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import ModelSettings
+from agentrl.training.engine.groups import rank_groups
 from agentrl.training.engine.parts import Part, restore, take_part
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl.weights.sharded import read_sharded
@@ -142,22 +143,27 @@ def from_rank_zero(work: Callable[[], _Value]) -> _Value:
     return cast(_Value, found)
 
 
-def swap_between_ranks(values: Tensor, sent: list[int], received: list[int]) -> Tensor:
+def swap_between_ranks(
+    values: Tensor, sent: list[int], received: list[int], group: torch.distributed.ProcessGroup | None = None
+) -> Tensor:
     """Rank r gets the r-th of the consecutive parts of ``values``, of ``sent`` entries each. Collective.
 
-    Returns what all ranks sent here, in the order of ranks, ``received`` entries from each.
+    Returns what all ranks of the ``group`` (None: of all) sent here, in the order of ranks, ``received`` entries from
+    each.
     """
     if len(sent) == 1:
         return values
     result = values.new_empty(sum(received), *values.shape[1:])
-    torch.distributed.all_to_all_single(result, values.contiguous(), received, sent)
+    torch.distributed.all_to_all_single(result, values.contiguous(), received, sent, group=group)
     return result
 
 
 class TrainingEngine(Generic[_Module_co]):
     """A module under DeepSpeed. ``backward`` accumulates; ``step`` clips, updates and clears.
 
-    DeepSpeed averages gradients over ranks: multiply a loss that is normalised over all by :attr:`world_size`.
+    DeepSpeed averages gradients over ranks: multiply a loss that is normalised over all by :attr:`world_size`. Ranks
+    that share rows compute the same loss, each of them the gradient that comes through its slice: so their sum is the
+    gradient of one loss. What is added up over rows is added up over ranks with different ones, :attr:`groups.peers`.
     """
 
     def __init__(
@@ -172,6 +178,7 @@ class TrainingEngine(Generic[_Module_co]):
         import deepspeed
 
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.groups = rank_groups(training)
         trained = [item for item in module.parameters() if item.requires_grad]
         decayed = [item for item in trained if _dimensions(item) >= 2]
         others = [item for item in trained if _dimensions(item) < 2]
@@ -234,19 +241,19 @@ class TrainingEngine(Generic[_Module_co]):
         return float(self._engine.get_lr()[0])
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """The sum of ``values`` over ranks, in place."""
-        if self.world_size > 1:
-            torch.distributed.all_reduce(values)
+        """The sum of ``values`` over ranks with different rows, in place."""
+        if self.groups.replicas > 1:
+            torch.distributed.all_reduce(values, group=self.groups.peers)
         return values
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum of ``values`` over ranks."""
+        """As :meth:`all_reduce`, of a copy."""
         return self.all_reduce(values.clone())
 
     def all_reduce_largest(self, values: Tensor) -> Tensor:
         """The largest of each of ``values`` over ranks, in place."""
-        if self.world_size > 1:
-            torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
+        if self.groups.replicas > 1:
+            torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX, group=self.groups.peers)
         return values
 
     def offload(self) -> None:
@@ -291,7 +298,8 @@ def read_policy(path: str | Path, model: ModelSettings, training: TrainingSettin
     """A policy for this rank, as :func:`read_for_training`."""
     causal_lm = read_for_training(path, model, training)
     attention = choose_attention(model.attention, causal_lm.config, dtype=model.dtype)
-    return PolicyModel(causal_lm, backend=training.head_backend, attention=attention)
+    sequence = rank_groups(training).sequence
+    return PolicyModel(causal_lm, backend=training.head_backend, attention=attention, sequence=sequence)
 
 
 def _dimensions(parameter: nn.Parameter) -> int:

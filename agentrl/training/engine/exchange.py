@@ -21,12 +21,15 @@ _Record = TypeVar("_Record", bound="DataclassInstance")
 class Exchange:
     """Sends rows of micro-batches, without their padding, to the ranks ``homes`` and results back. Collective."""
 
-    def __init__(self, masks: Sequence[Tensor], homes: Tensor) -> None:
+    def __init__(
+        self, masks: Sequence[Tensor], homes: Tensor, *, group: torch.distributed.ProcessGroup | None = None
+    ) -> None:
         """``masks`` [b, T] bool of each micro-batch, perhaps without rows; ``homes`` [B] a rank for each of their rows.
 
-        Positions after a row's last True do not travel.
+        Positions after a row's last True do not travel. Ranks are those of the ``group``; None: all.
         """
-        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        ranks = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
+        self._group = group
         self._shapes = [mask.shape for mask in masks]
         lengths = torch.cat([_lengths(mask) for mask in masks])
         self._order = homes.argsort(stable=True)
@@ -34,9 +37,9 @@ class Exchange:
         rows = torch.bincount(homes, minlength=ranks)
         tokens = torch.zeros_like(rows).index_add_(0, homes, lengths)
         own = torch.stack([rows, tokens], dim=-1)
-        theirs = swap_between_ranks(own, [1] * ranks, [1] * ranks)
+        theirs = self._swap(own, [1] * ranks, [1] * ranks)
         (self._rows_out, self._tokens_out), (self._rows_in, self._tokens_in) = own.t().tolist(), theirs.t().tolist()
-        self._their_lengths = swap_between_ranks(self._lengths, self._rows_out, self._rows_in)
+        self._their_lengths = self._swap(self._lengths, self._rows_out, self._rows_in)
 
     def there(self, parts: Sequence[_Record]) -> _Record:
         """As :meth:`column` for every field of a dataclass of tensors; a field is None on all ranks or on none."""
@@ -46,19 +49,22 @@ class Exchange:
     def column(self, parts: Sequence[Tensor]) -> Tensor:
         """From a tensor [b, T] or [b] of each micro-batch: the rows at home here, [R, longest] or [R]."""
         if parts[0].dim() == 1:
-            return swap_between_ranks(torch.cat(list(parts))[self._order], self._rows_out, self._rows_in)
+            return self._swap(torch.cat(list(parts))[self._order], self._rows_out, self._rows_in)
         flat = _flat(_stacked(parts)[self._order], self._lengths)
-        return _padded(swap_between_ranks(flat, self._tokens_out, self._tokens_in), self._their_lengths)
+        return _padded(self._swap(flat, self._tokens_out, self._tokens_in), self._their_lengths)
 
     def back(self, values: Tensor) -> list[Tensor]:
         """From results for the rows at home here [R, longest]: those of this rank's own micro-batches, each [b, T]."""
-        flat = swap_between_ranks(_flat(values, self._their_lengths), self._tokens_in, self._tokens_out)
+        flat = self._swap(_flat(values, self._their_lengths), self._tokens_in, self._tokens_out)
         sent = _padded(flat, self._lengths)
         own = torch.empty_like(sent)
         own[self._order] = sent
         parts = own.split([rows for rows, _ in self._shapes])
         # Padding copies: a view would keep every micro-batch's memory alive.
         return [_widened(part, width) for part, (_, width) in zip(parts, self._shapes, strict=True)]
+
+    def _swap(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        return swap_between_ranks(values, sent, received, self._group)
 
 
 def _lengths(mask: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError
-from agentrl.models.attention import attention_obstacle
+from agentrl.models.attention import attention_obstacle, sharing_obstacle
+from agentrl.models.loading import read_config
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.problems.sources import FILE_KINDS, load_source
 from agentrl.rollout.engines.table import engine_facts
@@ -23,6 +24,7 @@ from agentrl.rollout.environment import (
 )
 from agentrl.rollout.settings import compares_answers
 from agentrl.training.coldstart.train import read_cold_demonstrations
+from agentrl.training.engine.groups import grouping_obstacle
 from agentrl.training.step.objective_settings import ObjectiveSettings, loss_options, needs
 from agentrl_envs.types import Problem
 
@@ -38,6 +40,7 @@ def check_inputs(settings: Settings) -> list[str]:
     check_environment(settings)  # first: its module may register an estimator or a loss
     build_rewards(settings)
     _check_template(settings)
+    _check_sharing(settings)
     objective = ObjectiveSettings.of(settings)
     loss_options(objective)  # first: an estimator may ask how its loss weighs tokens
     needs(objective)
@@ -65,6 +68,9 @@ def machine_problems(settings: Settings) -> list[str]:
     obstacle = None if attention == "auto" else attention_obstacle(attention, dtype=settings.model.dtype)
     if obstacle is not None:
         found.append(obstacle)
+    obstacle = grouping_obstacle(settings.training.sequence_parallel, ranks=settings.training.num_processes)
+    if obstacle is not None:
+        found.append(obstacle)
     if engine_facts(settings.rollout).starts_servers:
         path = str(settings.model.path)
         try:
@@ -80,6 +86,15 @@ def machine_problems(settings: Settings) -> list[str]:
         except SettingsError as error:
             found.append(str(error))
     return found
+
+
+def _check_sharing(settings: Settings) -> None:
+    """Raise SettingsError if the ranks that share rows do not divide the model's heads."""
+    ranks = settings.training.sequence_parallel
+    config = read_config(settings.model) if ranks > 1 else None  # None too if reading the model will report it
+    obstacle = None if config is None else sharing_obstacle(config, ranks)
+    if obstacle is not None:
+        raise SettingsError(obstacle)
 
 
 def _check_template(settings: Settings) -> None:

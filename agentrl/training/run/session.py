@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.telemetry.console import Console, RunProgress
@@ -133,7 +134,7 @@ class Session:
         """Report the environment, engine and problems; restore the newest checkpoint of a resumed run."""
         for line in self._service.describe():
             self._console.note(line)
-        self._console.note(f"training: attention by {self._policy.attention} over packed trajectories")
+        self._console.note(f"training: {_reading(self._policy)}")
         self._sender.begin()  # before a checkpoint is loaded, while both sides hold the start policy's weights
         if resume:
             self._restore()
@@ -385,6 +386,12 @@ class Session:
     def _held(self, parameters: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Copies on rank 0; every rank iterates."""
         return {name: value.to("cpu", copy=True) for name, value in parameters if self.rank == 0}
+
+
+def _reading(policy: PolicyModel) -> str:
+    """How a policy reads its rows."""
+    ranks = "" if policy.sequence is None else f", each shared by {policy.sequence.size} ranks"
+    return f"attention by {policy.attention} over packed trajectories{ranks}"
 
 
 def _ranks(count: int) -> str:

@@ -11,6 +11,7 @@ from agentrl.algorithms import aggregate, value_loss
 from agentrl.models.attention import choose_attention
 from agentrl.models.value import ValueModel
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_for_training
+from agentrl.training.engine.groups import rank_groups
 from agentrl.training.settings import CriticSettings
 from agentrl.training.step.rows import LossRows
 from agentrl.trajectory import Batch
@@ -24,7 +25,7 @@ def open_critic(settings: Settings, *, start: str, updates: int) -> Critic:
     causal_lm = read_for_training(settings.critic.path or start, settings.model, settings.training)
     attention = choose_attention(settings.model.attention, causal_lm.config, dtype=settings.model.dtype)
     engine = TrainingEngine(
-        ValueModel(causal_lm, attention=attention),
+        ValueModel(causal_lm, attention=attention, sequence=rank_groups(settings.training).sequence),
         optimizer=settings.optimizer.model_copy(update={"learning_rate": settings.critic.learning_rate}),
         training=settings.training,
         bfloat16=settings.model.dtype == "bfloat16",

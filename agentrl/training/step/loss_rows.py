@@ -85,7 +85,8 @@ class LossRowMaker:
         groups = torch.cat([item.groups for item in inputs])
         step_wide = ESTIMATORS[self._estimator].step_wide
         places = [0 if step_wide else homes[group] for group in groups.tolist()]
-        exchange = Exchange([item.response_mask for item in inputs], torch.tensor(places).to(groups))
+        masks = [item.response_mask for item in inputs]
+        exchange = Exchange(masks, torch.tensor(places).to(groups), group=engine.groups.peers)
         made = compute_advantages(
             self._estimator, exchange.there(inputs), step_sum=engine.total, **self._estimator_options
         )

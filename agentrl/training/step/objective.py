@@ -102,7 +102,8 @@ class PolicyObjective:
             return [value if part.scored.counted else value[:0] for value, part in zip(values, rows, strict=True)]
 
         masks = counted(part.loss_mask for part in rows)
-        exchange = Exchange(masks, torch.zeros(sum(map(len, masks)), dtype=torch.int64, device=engine.device))
+        homes = torch.zeros(sum(map(len, masks)), dtype=torch.int64, device=engine.device)
+        exchange = Exchange(masks, homes, group=engine.groups.peers)
         chosen = step_selection(
             self._algorithm.loss,
             log_probs=exchange.column(counted(log_probs)),

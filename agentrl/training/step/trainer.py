@@ -30,7 +30,7 @@ class _Forward:
     """One forward of the policy over a micro-batch."""
 
     statistics: TokenStatistics  # each [B, T], zero off model tokens, connected to the graph
-    hidden: Tensor | None  # [N, D] of the model tokens
+    hidden: Tensor | None  # [N, D] of the model tokens, or of this rank's part of them
     reference_log_probs: Tensor | None  # [B, T], only where the forward needed the reference policy
 
 
@@ -248,5 +248,9 @@ class Trainer:
 
     def _account(self, step: _Step, rows: LossRows, hidden: Tensor | None) -> None:
         measure_forward(step.meter, rows, version=step.plan.version)
-        if rows.scored.counted and step.monitor is not None and hidden is not None:
-            step.monitor.add(rows, hidden)
+        if step.monitor is None or hidden is None:
+            return
+        batch = rows.scored.batch
+        every = self._engine.module.every_state(hidden, batch.input_ids, batch.prompt_lengths, batch.response_mask)
+        if rows.scored.counted:
+            step.monitor.add(rows, every)

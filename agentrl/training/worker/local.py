@@ -135,14 +135,19 @@ class LocalService:
         """Return at once: this process is the only rank."""
 
     def plans(self, step: int) -> list[RankPlan]:
-        """Roll out one step and plan it for every rank."""
+        """Roll out one step and plan it for every rank; those that share rows have the same plan."""
         self._managed.begin_rollouts()
         self._batch = self._run(self._worker.next_batch(step))
         self._finish(self._managed.end_rollouts())
-        budget = self._settings.training.micro_batch_tokens
-        return plan_step(
-            self._batch, self._objective, budget=budget, ranks=self._ranks, attention_length=self._attention_length
+        training = self._settings.training
+        plans = plan_step(
+            self._batch,
+            self._objective,
+            budget=training.micro_batch_tokens,
+            ranks=self._ranks // training.sequence_parallel,
+            attention_length=self._attention_length,
         )
+        return [plan for plan in plans for _ in range(training.sequence_parallel)]
 
     def settle(self) -> None:
         with contextlib.suppress(InterruptedRunError):

@@ -1,0 +1,79 @@
+"""Groups of ranks under ``training.sequence_parallel``: those that share rows, and those that hold the same slice of
+different rows. With N = 2 on four ranks, 0 and 1 share rows, 2 and 3 share others; 0 and 2 are peers, 1 and 3 are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+
+import torch.distributed
+from torch.distributed import ProcessGroup
+
+from agentrl.errors import SettingsError
+from agentrl.kernels.attention import SequenceGroup
+from agentrl.training.settings import TrainingSettings
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankGroups:
+    """This rank's place. What is counted over rows is counted over :attr:`peers`, each of which has other rows."""
+
+    replica: int  # the number of the group that shares rows with this rank
+    replicas: int
+    sequence: SequenceGroup | None = None  # that group; None where every rank has rows of its own
+    peers: ProcessGroup | None = None  # one rank of each group; None: all ranks
+
+
+def rank_groups(training: TrainingSettings) -> RankGroups:
+    """The groups of this rank, the same ones at each call. The first call is collective.
+
+    Raises SettingsError if the ranks cannot be divided so.
+    """
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    size = training.sequence_parallel
+    obstacle = grouping_obstacle(size, ranks=world)
+    if obstacle is not None:
+        raise SettingsError(obstacle)
+    if size == 1:
+        return RankGroups(replica=rank, replicas=world)
+    every = torch.distributed.group.WORLD
+    assert every is not None  # the size is known
+    return _made(every, size, training.collective_deadline)
+
+
+def grouping_obstacle(size: int, *, ranks: int) -> str | None:
+    """Why ``ranks`` cannot share rows in groups of ``size``; None if they can.
+
+    >>> grouping_obstacle(2, ranks=3)
+    'training.sequence_parallel=2 does not divide the 3 training ranks; valid: 1, 3, or training.num_processes=2 or 4'
+    """
+    if ranks % size == 0:
+        return None
+    valid = ", ".join(str(count) for count in range(1, ranks + 1) if ranks % count == 0)
+    more = -(-ranks // size) * size
+    counts = f"{more}" if more == size else f"{more - size} or {more}"
+    noun = "rank" if ranks == 1 else "ranks"
+    return (
+        f"training.sequence_parallel={size} does not divide the {ranks} training {noun}; valid: {valid}, or "
+        f"training.num_processes={counts}"
+    )
+
+
+@cache
+def _made(every: ProcessGroup, size: int, deadline: float) -> RankGroups:
+    """Every rank makes every group, in the same order."""
+    rank, world = every.rank(), every.size()
+    wait = timedelta(seconds=deadline)
+    shared = [list(range(first, first + size)) for first in range(0, world, size)]
+    alike = [list(range(place, world, size)) for place in range(size)]
+    own, _ = torch.distributed.new_subgroups_by_enumeration(shared, timeout=wait)
+    peers, _ = torch.distributed.new_subgroups_by_enumeration(alike, timeout=wait)
+    assert own is not None  # every rank is in one of each kind
+    return RankGroups(
+        replica=rank // size,
+        replicas=world // size,
+        sequence=SequenceGroup(rank=rank % size, size=size, group=own),
+        peers=peers,
+    )

@@ -1,0 +1,146 @@
+"""Rows shared by the ranks of a group, for as many as the environment says: ``OUTPUT``.
+
+Run by test_sequence.py in processes of its own. Each rank writes the statistics that it has, and the sum of gradients.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed
+from models.architectures import build_tiny
+from rollout.fakes import played
+from torch import Tensor
+
+from agentrl.kernels import TokenStatistics
+from agentrl.kernels.attention import AttentionBackend, SequenceGroup
+from agentrl.models.head import ReferenceHead
+from agentrl.models.policy import PolicyModel
+from agentrl.models.value import ValueModel
+from agentrl.trajectory import Batch, Segment
+
+WINDOWS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model and how its rows are read."""
+
+    kind: str = "qwen2"
+    changes: dict[str, Any] = field(default_factory=dict)
+    checkpointing: bool = False
+    attention: AttentionBackend = "sdpa"
+    lengths: tuple[tuple[int, int], ...] = ((3, 7), (5, 2), (3, 11), (3, 1), (8, 4))  # of prompts and responses
+    energies: bool = False
+
+
+CASES = {
+    "two KV heads": Case(energies=True),
+    "one KV head": Case(kind="qwen3", changes={"num_key_value_heads": 1}, energies=True),
+    "KV heads that no number of ranks divides": Case(
+        kind="llama", changes={"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 48}
+    ),
+    "windows": Case(kind="mistral", changes={"sliding_window": 4}),
+    "windows, capped scores": Case(kind="gemma2", changes={**WINDOWS, "attn_logit_softcapping": 2.0}),
+    "recomputed": Case(kind="gemma3_text", changes=WINDOWS, checkpointing=True),
+    "model tokens on few ranks": Case(lengths=((40, 2),), energies=True),
+    "a row that ends with its last slice": Case(lengths=((4, 5),)),
+}
+
+
+def batch_of(case: Case) -> Batch:
+    """Trajectories of one turn before an observation and one after it; the first two prompts of three tokens agree."""
+    draw = random.Random(9)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(250) for _ in range(count))
+
+    def segment(ids: tuple[int, ...]) -> Segment:
+        given = {"log_probs": (-1.0,) * len(ids), "version_spans": ((0, len(ids)),)}
+        return Segment(origin="model", token_ids=ids, text="", **given)
+
+    shared, rows = tokens(3), []
+    for prompt, response in case.lengths:
+        segments = [segment(tokens(max(1, response // 2)))]
+        if response > 4:
+            segments.append(Segment(origin="observation", token_ids=tokens(2), text=""))
+            segments.append(segment(tokens(response - response // 2 - 2)))
+        rows.append(played(prompt_ids=shared if prompt == 3 else tokens(prompt), segments=tuple(segments)))
+    return Batch.from_trajectories(rows, pad_id=0)
+
+
+def model_of(case: Case, *, seed: int = 0) -> Any:
+    model = build_tiny(case.kind, seed=seed, **case.changes).double().train()
+    if case.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def loss_of(statistics: TokenStatistics) -> Tensor:
+    """A loss of every field with a gradient, in which every token weighs something else."""
+    scale = torch.linspace(-1, 2, len(statistics.log_probs), dtype=torch.float64)
+    value = (statistics.log_probs * scale).sum() + (statistics.entropy.square() * scale.flip(0)).sum()
+    assert statistics.full_kl is not None
+    return value + (statistics.full_kl * scale).sum()
+
+
+def found_by(case: Case, sequence: SequenceGroup | None) -> dict[str, Any]:
+    """Statistics, values, energies and this rank's gradients."""
+    batch, model = batch_of(case), model_of(case)
+    policy = PolicyModel(model, attention=case.attention, sequence=sequence)
+    other = PolicyModel(model_of(case, seed=1), attention=case.attention, sequence=sequence)
+    places = (batch.input_ids, batch.prompt_lengths, batch.response_mask)
+    inputs = (batch.input_ids, batch.prompt_lengths, batch.response_ids, batch.response_mask)
+    with torch.no_grad():
+        _, states = other(*inputs, temperature=0.7, keep_hidden=True)
+    reference = ReferenceHead(
+        hidden=states, weight=other.head.weight.detach(), bias=None, logit_map=other.head.logit_map
+    )
+    statistics, hidden = policy(*inputs, temperature=0.7, keep_hidden=True, reference=reference)
+    loss_of(statistics).backward()
+    critic = ValueModel(model_of(case), attention=case.attention, sequence=sequence)
+    torch.nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(2))
+    values = critic(batch.input_ids, batch.prompt_lengths, batch.response_lengths)
+    counted = torch.arange(values.shape[1]) <= batch.response_lengths[:, None]
+    torch.where(counted, values.square(), 0.0).sum().backward()
+    found: dict[str, Any] = {name: value.detach() for name, value in vars(statistics).items()}
+    found |= {"hidden": policy.every_state(hidden, *places), "values": torch.where(counted, values.detach(), 0.0)}
+    found |= {"learns": [name for name, value in vars(statistics).items() if value.requires_grad]}
+    if case.energies:
+        found["energies"] = policy.trajectory_energies(*places, temperature=0.7)
+    gradients = {f"policy {name}": item.grad for name, item in policy.named_parameters()}
+    return found | {"gradients": gradients | {f"critic {name}": item.grad for name, item in critic.named_parameters()}}
+
+
+def groups() -> dict[int, SequenceGroup]:
+    """The groups of two and of all ranks that this one belongs to, by their size."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    made = {}
+    for size in sorted({2, world}):
+        own, _ = torch.distributed.new_subgroups(size)
+        assert own is not None
+        made[size] = SequenceGroup(rank=rank % size, size=size, group=own)
+    return made
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    results: dict[int, dict[str, Any]] = {}
+    for size, sequence in groups().items():
+        results[size] = {}
+        for name, case in CASES.items():
+            found = results[size][name] = found_by(case, sequence)
+            for gradient in found["gradients"].values():
+                torch.distributed.all_reduce(gradient, group=sequence.group)
+    torch.save(results, sys.argv[1])
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Rows that two ranks and four ranks share, against the same rows on one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.architectures import build_tiny
+from models.sequence_on_ranks import CASES, found_by
+from ranks import finish, start_ranks
+
+from agentrl.errors import SettingsError
+from agentrl.models.attention import sharing_obstacle, use_packed_attention
+
+SCRIPT = Path(__file__).with_name("sequence_on_ranks.py")
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, dict[str, Any]]]:
+    """What the ranks computed in groups of two and together."""
+    folder = tmp_path_factory.mktemp("ranks")
+    outputs = [folder / f"{rank}.pt" for rank in range(RANKS)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(SCRIPT.parents[1]), prepend=os.pathsep)
+        ranks = start_ranks(SCRIPT, outputs)
+    finish(ranks, seconds=300)
+    return [torch.load(output) for output in outputs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_shared_rows_give_what_whole_rows_give(results: list[dict[int, dict[str, Any]]], name: str) -> None:
+    alone = found_by(CASES[name], None)
+    gradients = alone.pop("gradients")
+    learns = alone.pop("learns")
+    assert learns == ["log_probs", "entropy", "full_kl"]
+    for rank in results:
+        for found in (rank[2][name], rank[4][name]):
+            assert found["learns"] == learns
+            assert found.keys() == {*alone, "learns", "gradients"}
+            for field, value in alone.items():
+                torch.testing.assert_close(found[field], value, rtol=1e-6, atol=1e-7, msg=field)
+            assert found["gradients"].keys() == gradients.keys()
+            for parameter, value in gradients.items():
+                distance = float((found["gradients"][parameter] - value).norm())
+                assert distance <= 1e-6 * float(value.norm()) + 1e-9, parameter
+
+
+@pytest.mark.slow
+def test_every_rank_has_the_same_numbers(results: list[dict[int, dict[str, Any]]]) -> None:
+    for name in CASES:
+        for field in ("log_probs", "entropy", "energy", "values"):
+            assert all(torch.equal(results[0][4][name][field], rank[4][name][field]) for rank in results)
+
+
+def test_heads_that_the_ranks_do_not_divide_are_refused() -> None:
+    model = build_tiny("qwen2", num_attention_heads=6, num_key_value_heads=2, hidden_size=48)
+    with pytest.raises(SettingsError) as failure:
+        use_packed_attention(model, ranks=4)
+    assert str(failure.value) == (
+        "training.sequence_parallel=4 does not divide the model's 6 query heads; valid: 1, 2, 3, 6"
+    )
+    assert [ranks for ranks in range(1, 9) if sharing_obstacle(model.config, ranks) is None] == [1, 2, 3, 6]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gemma3_text"])
+def test_positions_that_depend_on_the_longest_one_are_refused(kind: str) -> None:
+    config = build_tiny(kind).config
+    own = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    config.rope_parameters = own if kind == "qwen2" else {"full_attention": own, "sliding_attention": {}}
+    assert sharing_obstacle(config, 1) is None
+    assert "the model's positions (dynamic) depend on the longest one" in str(sharing_obstacle(config, 2))
