@@ -131,6 +131,14 @@ GOOD = {"problem": "What is 1 + 1?", "answer": "2"}
         (["coldstart.demonstrations=null"], "there is no model.path and no coldstart.demonstrations"),
         (["--resume"], "--resume: there is no run in runs"),
         (
+            ["training.sequence_parallel=3", "training.num_processes=3"],
+            "training.sequence_parallel=3 does not divide the model's 4 query heads; valid: 1, 2, 4",
+        ),
+        (
+            ["training.sequence_parallel=2", "--num-processes", "3"],
+            "training.sequence_parallel=2 does not divide the 3 training ranks; valid: 1, 3, or training.num_proc",
+        ),
+        (
             ["model.path=./gone", "data.train=[{path: builtin:arithmetic}]"],
             "model.path='./gone': there is no such directory",
         ),
