@@ -35,7 +35,7 @@ def launch(settings: Settings, run_path: Path, *, resume: bool) -> int:
     cluster = _cluster()
     try:
         (place,) = cluster.reserve(_bundles(settings))
-        ranks = Ranks(start_ranks(cluster, [place], settings, run_path, resume=resume))
+        ranks = RankGroup(start_ranks(cluster, [place], settings, run_path, resume=resume))
         with stop_requests(ranks.ask, ranks.insist):
             return ranks.end()
     finally:
@@ -90,7 +90,7 @@ class RankEnd:
         return f"training {self.rank.spec.name} on {self.rank.place.node} was ended by {how}"
 
 
-class Ranks:
+class RankGroup:
     """Running ranks. When one fails, all end."""
 
     def __init__(self, handles: Sequence[ProcessHandle]) -> None:
