@@ -23,8 +23,9 @@ _MODULES = {
     "agentrl.cli",
     "agentrl.training.run.rank",
     "agentrl.training.worker.process",
-    "deepspeed.launcher.launch",
 }
+# The second: pyarrow, which DeepSpeed loads where MLflow is installed.
+_NO_THREADS = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 _PR_SET_CHILD_SUBREAPER = 36
 _EXECUTE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 
@@ -45,7 +46,7 @@ class ForkServer:
             process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("server.py")), str(handle), _PADDING],
                 pass_fds=[handle],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "WARM_PADDING": _PADDING},
+                env={**os.environ, **_NO_THREADS, "WARM_PADDING": _PADDING},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,

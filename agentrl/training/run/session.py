@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from agentrl.cluster.launchers import address_of_rank_zero
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.telemetry.console import Console, RunProgress
@@ -116,7 +117,7 @@ class Session:
             console=console,
             lora=settings.model.lora,
             base=path,
-            host=socket.gethostname() if settings.rollout.vllm.placement == "external" else "127.0.0.1",
+            host=_own_address() if settings.rollout.vllm.placement == "external" else "127.0.0.1",
         )
 
     def _open_service(self, path: str) -> RolloutService:
@@ -385,6 +386,12 @@ class Session:
     def _held(self, parameters: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Copies on rank 0; every rank iterates."""
         return {name: value.to("cpu", copy=True) for name, value in parameters if self.rank == 0}
+
+
+def _own_address() -> str:
+    """The address at which servers on other machines reach rank 0."""
+    known = address_of_rank_zero()
+    return socket.gethostname() if known in ("127.0.0.1", "localhost") else known
 
 
 def _ranks(count: int) -> str:
