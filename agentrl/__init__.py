@@ -1,8 +1,9 @@
 """Multi-turn tool-integrated reinforcement learning for language-model agents.
 
-``train``, ``evaluate`` and ``load_run`` are the command line's commands for scripts and notebooks. What users add by
-name is registered by decorators: ``register_estimator``, ``register_loss``, ``register_environment``,
-``register_protocol``, ``register_tool`` and ``register_reward``. They are imported when they are used.
+``train``, ``evaluate`` and ``load_run`` are the command line's commands for scripts and notebooks; ``play`` tries an
+environment without a model. What users add by name is registered by decorators: ``register_estimator``,
+``register_loss``, ``register_environment``, ``register_protocol``, ``register_tool`` and ``register_reward``. They are
+imported when they are used.
 """
 
 import importlib
@@ -12,6 +13,7 @@ __version__ = "0.1.0"
 _FACE = {
     "evaluate": "agentrl.api.commands",
     "load_run": "agentrl.api.run",
+    "play": "agentrl.api.play",
     "register_environment": "agentrl_envs.registry",
     "register_estimator": "agentrl.algorithms",
     "register_loss": "agentrl.algorithms",

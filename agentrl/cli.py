@@ -229,6 +229,20 @@ def variance(
     variance_command(settings, policy, lab, drawn, output, head_backend=settings.training.head_backend)
 
 
+@app.command()
+def study(
+    file: Annotated[Path, typer.Argument(help="study file (YAML), or study.json to report on again", metavar="FILE")],
+    output: Annotated[Path | None, _option("DIR", "directory of runs and report; default: runs/NAME")] = None,
+    jobs: Annotated[int | None, _option("N", "runs at a time; default: as in FILE", low=1)] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="start failed runs again")] = False,
+    report_only: Annotated[bool, typer.Option("--report", help="train nothing; report on what is there")] = False,
+) -> None:
+    """Train a grid of settings and seeds, and compare them with intervals. The same command continues a study."""
+    from agentrl.lab.study.command import study_command
+
+    study_command(file, output, jobs=jobs, retry=retry, report_only=report_only, echo=typer.echo)
+
+
 @app.command(name="serve-policy")
 def serve_policy(
     model: Annotated[str, _option("PATH", "model directory or Hugging Face id")],

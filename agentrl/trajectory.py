@@ -21,6 +21,16 @@ Prompt ``P``, a first turn ``A0`` of the model, its observation ``E0``, a second
 (0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 >>> trajectory.reward, trajectory.turns
 (1.0, 2)
+>>> print(trajectory)
+--- problem
+2 + 3?
+--- model, 2 tokens
+A0
+--- observation, 3 tokens
+E0
+--- model, 1 token
+A1
+=== answered, reward 1
 """
 
 from __future__ import annotations
@@ -106,6 +116,16 @@ class Trajectory:
     parent: int = -1  # -1: it begins a conversation
     fork: int = 0
     weight: float = 1.0
+
+    def __str__(self) -> str:
+        """The conversation to read; ``repr`` has its tokens."""
+        said = [("problem", self.problem.statement)]
+        for item in self.segments:
+            count = len(item.token_ids)
+            said.append((f"{item.origin}, {count} token{'s' * (count > 1)}", item.text))
+        branch = f"branch {self.branch + 1} of {self.branches}, " if self.branches > 1 else ""
+        last = f"=== {branch}{self.ended}, reward {self.reward:g}"
+        return "\n".join([*(f"--- {title}\n{text.strip()}" for title, text in said), last])
 
     def __post_init__(self) -> None:
         if not 0 <= self.branch < self.branches:

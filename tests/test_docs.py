@@ -185,6 +185,12 @@ def test_the_server_of_the_example_answers_as_shown(tmp_path: Path) -> None:
     assert (pen, "there is no moon; there are pen, book" in moon) == ("2", True)
 
 
+def test_playing_by_hand_is_as_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = (block for block in blocks("python.md", "python") if "agentrl.play" in block)
+    exec(compile(example, "python.md", "exec"), {})
+    assert capsys.readouterr().out.endswith("=== answered, reward 1\n")
+
+
 def test_every_ending_is_described() -> None:
     text = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
     assert [ended for ended in Ended if f"`{ended}`" not in text] == []

@@ -22,7 +22,7 @@ from agentrl.config.checks import Command, check_settings
 from agentrl.config.compare import RESUME_MAY_CHANGE, resume_conflicts
 from agentrl.config.heldout import evaluate_on_heldout, sets_evaluation
 from agentrl.config.messages import settings_error, show, unknown_key
-from agentrl.config.overlays import Layer, interpolate, overlay_chain, parse_yaml
+from agentrl.config.overlays import Layer, in_short, interpolate, overlay_chain, parse_yaml
 from agentrl.config.settings import SIMPLETIR, Settings, settings_model
 from agentrl.errors import SettingsError
 from agentrl.problems.settings import BUILTIN, FORMULA, REASONING_GYM, is_generated
@@ -202,7 +202,9 @@ def _override(text: str) -> Override:
     key, equals, value = text.partition("=")
     if not equals or not key or not all(key.split(".")):
         raise SettingsError(f"{text!r}: settings are given as key=value, for example rollout.group_size=8")
-    return key.split("."), parse_yaml(value, f"{key}={value!r}") if value else ""
+    given = parse_yaml(value, f"{key}={value!r}") if value else ""
+    short = in_short(key, given)
+    return [*key.split("."), *([] if short is None else [short])], given
 
 
 def _assign(merged: dict[str, object], keys: list[str], value: object) -> None:

@@ -18,6 +18,7 @@ import yaml
 from agentrl.errors import SettingsError
 from agentrl_envs.registry import did_you_mean
 
+_IN_SHORT = {"cluster": "kind"}  # sections that a word may stand for, and the setting that it is
 _VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}")
 
 
@@ -111,7 +112,7 @@ def overlay_chain(name: str, _seen: tuple[Path, ...] = ()) -> list[Layer]:
     if not isinstance(values, dict):
         raise SettingsError(f"{path}: a config file is a mapping of sections, this one is a {type(values).__name__}")
     base = values.pop("base", None)
-    own = Layer(origin=str(path), values=values)
+    own = Layer(origin=str(path), values={key: _in_full(key, value) for key, value in values.items()})
     if base is None:
         return [own]
     if not isinstance(base, str):
@@ -134,6 +135,20 @@ def interpolate(values: object, environment: Mapping[str, str] = os.environ, pat
                 f"set it (export {variable}=...) or set the key itself ({path}=...)"
             )
     return _VARIABLE.sub(lambda match: environment[match.group(1)], values)
+
+
+def in_short(section: str, value: object) -> str | None:
+    """The setting that a word in place of a whole section gives; None where ``value`` is no such word.
+
+    >>> in_short("cluster", "local"), in_short("cluster", {"kind": "local"}), in_short("env", "simpletir")
+    ('kind', None, None)
+    """
+    return _IN_SHORT.get(section) if isinstance(value, str) else None
+
+
+def _in_full(section: str, value: object) -> object:
+    name = in_short(section, value)
+    return value if name is None else {name: value}
 
 
 def leaf_paths(values: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentrl.cluster.settings import ClusterSettings
 from agentrl.evaluation.settings import EvaluationSettings
 from agentrl.models.settings import ModelSettings
 from agentrl.problems.settings import DataSettings
@@ -71,6 +72,7 @@ class Settings(BaseModel):
     correction: CorrectionSettings = CorrectionSettings()
     critic: CriticSettings = CriticSettings()
     training: TrainingSettings = TrainingSettings()
+    cluster: ClusterSettings = ClusterSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     coldstart: ColdstartSettings = ColdstartSettings()
     evaluation: EvaluationSettings = EvaluationSettings()

@@ -36,9 +36,9 @@ class ProblemSourceSettings(BaseModel):
 
     path: str = Field(
         min_length=1,
-        description="builtin:arithmetic, builtin:seeds (for environments that make a task from a seed), "
-        "reasoning_gym:NAME, a .jsonl or .parquet file, or a folder or id for Hugging Face datasets; ~ and $VARIABLES "
-        "are expanded",
+        description="builtin:arithmetic, builtin:horizon, builtin:seeds (for environments that make a task from a "
+        "seed), reasoning_gym:NAME, a .jsonl or .parquet file, or a folder or id for Hugging Face datasets; ~ and "
+        "$VARIABLES are expanded",
     )
     split: str = Field(
         default=DEFAULT_SPLIT,
@@ -56,7 +56,9 @@ class ProblemSourceSettings(BaseModel):
     limit: int | None = Field(
         default=None, ge=1, description="maximum number of problems, taken from the start; null: all"
     )
-    families: list[str] | None = Field(default=None, description="problem families of builtin:arithmetic; null: all")
+    families: list[str] | None = Field(
+        default=None, description="problem families of builtin:arithmetic or builtin:horizon; null: all"
+    )
     seed: int | None = Field(default=None, description="seed of generated problems; null: the run's seed")
     options: dict[str, Any] = Field(default={}, description="configuration of a reasoning_gym data set")
     skip_unanswered: bool = Field(
@@ -99,8 +101,8 @@ class ProblemSourceSettings(BaseModel):
         else:
             if self.seed is not None:
                 raise ValueError(f"seed belongs to generated problems, not to {self.path}")
-        if self.families is not None and self.path != BUILTIN + "arithmetic":
-            raise ValueError(f"families belongs to builtin:arithmetic, not to {self.path}")
+        if self.families is not None and self.path not in (BUILTIN + "arithmetic", BUILTIN + "horizon"):
+            raise ValueError(f"families belongs to builtin:arithmetic and builtin:horizon, not to {self.path}")
         if self.options and not self.path.startswith(REASONING_GYM):
             raise ValueError(f"options belongs to reasoning_gym:NAME, not to {self.path}")
         return self

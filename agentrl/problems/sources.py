@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agentrl.problems.demonstrations.arithmetic import ArithmeticSource
+from agentrl.problems.demonstrations.arithmetic import GENERATORS, ExerciseSource
 from agentrl.problems.fields import problem_of, statement_of
 from agentrl.problems.masking import MaskedSplit, split_by_masked_statement
 from agentrl.problems.mixture import FiniteSource, Mixture, ProblemSource, digest_of
@@ -28,7 +28,6 @@ from agentrl.problems.settings import BUILTIN, DEFAULT_SPLIT, REASONING_GYM, Pro
 from agentrl_envs.registry import did_you_mean
 from agentrl_envs.types import Problem
 
-GENERATORS = ("arithmetic", "seeds")
 FILE_KINDS = (".jsonl", ".parquet")
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -122,7 +121,7 @@ def read_places(settings: ProblemSourceSettings) -> Iterator[tuple[str, Problem 
 
 def evaluation_set(source: ProblemSource, count: int) -> list[Problem]:
     """``count`` fixed problems of ``source``, evenly spaced if it is finite (all of them if it has fewer)."""
-    if isinstance(source, ArithmeticSource):
+    if isinstance(source, ExerciseSource):
         return source.distinct(count)
     if source.size is None:
         return [source.problem(index) for index in range(count)]
@@ -162,10 +161,11 @@ def _generated(settings: ProblemSourceSettings, seed: int) -> ProblemSource:
 
         name = settings.path.removeprefix(REASONING_GYM)
         return ReasoningGymSource(name, split=settings.split, seed=seed, options=settings.options)
-    check_builtin(settings.path, "problems", GENERATORS)
+    check_builtin(settings.path, "problems", (*GENERATORS, "seeds"))
     if settings.path == BUILTIN + "seeds":
         return SeedSource(split=settings.split, seed=seed)
-    return ArithmeticSource(split=settings.split, seed=seed, families=settings.families)
+    made_by = GENERATORS[settings.path.removeprefix(BUILTIN)]
+    return made_by(split=settings.split, seed=seed, families=settings.families)
 
 
 def _name(settings: ProblemSourceSettings, path: str) -> str:
@@ -237,7 +237,8 @@ def _rows(settings: ProblemSourceSettings, path: str) -> Iterator[tuple[str, Row
         return read_jsonl(file) if file.suffix.lower() == ".jsonl" else read_parquet(file)
     if file.is_dir() or (_HUB_ID.fullmatch(path) and not file.exists()):
         return read_hub(path, split=settings.split, subset=settings.subset, revision=settings.revision)
-    valid = f"builtin:arithmetic, a file ending in {' or '.join(FILE_KINDS)}, a folder, or an id OWNER/NAME"
+    builtins = ", ".join(BUILTIN + name for name in GENERATORS)
+    valid = f"{builtins}, a file ending in {' or '.join(FILE_KINDS)}, a folder, or an id OWNER/NAME"
     raise ProblemFileError(f"{settings.path}: not a source of problems; valid: {valid}")
 
 

@@ -260,7 +260,10 @@ class ColdstartSettings(_Settings):
     """A short supervised start on demonstrations, with the response mask."""
 
     demonstrations: str | None = None
-    """demonstrations to start from: a JSONL file, builtin:arithmetic or formula:FILE; null: no cold start"""
+    """demonstrations to start from: a JSONL file, builtin:arithmetic, builtin:horizon or formula:FILE; null: no cold
+    start"""
+    families: list[str] | None = None
+    """problem families of the generated demonstrations; null: all"""
     count: int = Field(8192, ge=1)
     """number of demonstrations drawn from a generator"""
     variants: int = Field(4, ge=1)

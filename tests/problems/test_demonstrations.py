@@ -83,5 +83,9 @@ def test_demonstrations_by_one_string(tmp_path: Path):
     assert len(load_demonstrations(f"formula:{rows}", count=5, variants=3, seed=3).demonstrations) == 3
     with pytest.raises(ProblemError, match=r"no such built-in demonstrations; valid: builtin:arithmetic"):
         load_demonstrations("builtin:algebra", count=5, variants=1, seed=3)
-    with pytest.raises(ProblemFileError, match=r"shown\.csv: demonstrations are builtin:arithmetic, formula:FILE"):
+    with pytest.raises(ProblemError, match=r"coldstart\.families belongs to generated demonstrations"):
+        load_demonstrations("shown.jsonl", count=1, variants=1, seed=0, families=["chain_8"])
+    with pytest.raises(
+        ProblemFileError, match=r"shown\.csv: demonstrations are builtin:arithmetic, builtin:horizon, formula:FILE"
+    ):
         load_demonstrations("shown.csv", count=5, variants=1, seed=3)

@@ -153,7 +153,9 @@ def test_undecodable_and_mislabelled_files(tmp_path: Path):
 def test_paths_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ProblemFileError, match=r"none\.jsonl: no such file"):
         load(str(tmp_path / "none.jsonl"))
-    with pytest.raises(ProblemFileError, match=r"words: not a source of problems; valid: builtin:arithmetic, a file"):
+    with pytest.raises(
+        ProblemFileError, match=r"words: not a source of problems; valid: builtin:arithmetic, builtin:horizon, a file"
+    ):
         load("words")
     with pytest.raises(ProblemError, match=r"builtin:arithmetik: .*did you mean 'arithmetic'\?"):
         load("builtin:arithmetik")

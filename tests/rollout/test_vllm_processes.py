@@ -15,10 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
+from agentrl.cluster.devices import visible_gpus
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.rollout.engines.vllm.balancer import Balancer
-from agentrl.rollout.engines.vllm.server import ServerPlan, ServerProcess, plan_servers, visible_gpus
+from agentrl.rollout.engines.vllm.server import ServerPlan, ServerProcess, plan_servers
 from agentrl.rollout.settings import RolloutSettings
 
 
@@ -178,7 +179,7 @@ FAMILY = (
 # Someone who wants a server, and waits.
 PARENT = (
     "import os, subprocess, sys, time\n"
-    "supervise = [sys.executable, '-m', 'agentrl.rollout.engines.vllm.supervise', str(os.getpid())]\n"
+    "supervise = [sys.executable, '-m', 'agentrl.cluster.supervise', str(os.getpid())]\n"
     "subprocess.Popen([*supervise, *sys.argv[1:]])\n"
     "time.sleep(600)"
 )
@@ -236,7 +237,7 @@ def test_a_supervisor_whose_parent_is_gone_starts_nothing_that_stays(tmp_path: P
     gone.wait()
     command = [sys.executable, "-c", FAMILY, str(tmp_path / "pids")]
     done = subprocess.run(
-        [sys.executable, "-m", "agentrl.rollout.engines.vllm.supervise", str(gone.pid), *command],
+        [sys.executable, "-m", "agentrl.cluster.supervise", str(gone.pid), *command],
         timeout=60,
         env=os.environ,
     )

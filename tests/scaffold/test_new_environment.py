@@ -1,4 +1,4 @@
-"""``agentrl new environment``: the package can be installed, its test passes, and it trains for five steps."""
+"""``agentrl new environment``: the package can be installed, its test passes, and it trains."""
 
 from __future__ import annotations
 
@@ -85,9 +85,16 @@ def test_the_package_is_installed_tested_and_trained(tmp_path: Path) -> None:
     python = environment_beside_this(tmp_path / "venv")
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-build-isolation", "--no-deps"]
     run([*pip, "--disable-pip-version-check", "-e", folder], tmp_path)
-    assert "3 passed" in run([python, "-m", "pytest", "-p", "no:cacheprovider"], folder)
+    assert "5 passed" in run([python, "-m", "pytest", "-p", "no:cacheprovider"], folder)
     run([python, "-m", "my_boxes.data"], folder)
-    short = ["coldstart.steps=5", "rollout.problems_per_step=4", "rollout.group_size=4", "name=first"]
+    short = [
+        "coldstart.steps=5",
+        "coldstart.direct_steps=2",
+        "training.steps=5",
+        "rollout.problems_per_step=4",
+        "rollout.group_size=4",
+        "name=first",
+    ]
     few = ["evaluation.problems=2", "evaluation.samples=2", "algorithm.drop_zero_variance=false"]
     said = run([python, "-m", "agentrl.cli", "train", "--config", "config.yaml", *short, *few], folder)
     assert "environment my-boxes: up to 3 turns, tools: look" in said
@@ -99,7 +106,7 @@ def test_the_settings_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     config = (tmp_path / "my-boxes" / "config.yaml").read_text().replace("env: my-boxes", "env: my_boxes:MyBoxes")
     (tmp_path / "config.yaml").write_text(config)
     settings = load_settings(None, tmp_path / "config.yaml")
-    assert (settings.training.steps, settings.data.train[0].path) == (5, "data/train.jsonl")
+    assert (settings.training.steps, settings.data.train[0].path) == (30, "data/train.jsonl")
 
 
 def environment_beside_this(folder: Path) -> Path:

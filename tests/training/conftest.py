@@ -62,7 +62,7 @@ class CommandLine:
         process = (subprocess.Popen if fresh or environment else WarmPopen)(
             [sys.executable, "-m", "agentrl.cli", *arguments],
             cwd=self.folder,
-            env=self._environment() | (environment or {}),
+            env=self.environment() | (environment or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -71,7 +71,7 @@ class CommandLine:
         self._started.append(process)
         return process
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         places = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
         path = os.pathsep.join(place for place in places if place)
         return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}

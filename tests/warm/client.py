@@ -25,8 +25,9 @@ _MODULES = {
     "agentrl.cli",
     "agentrl.training.run.rank",
     "agentrl.training.worker.process",
-    "deepspeed.launcher.launch",
 }
+# The second: pyarrow, which DeepSpeed loads where MLflow is installed.
+_NO_THREADS = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 _PR_SET_CHILD_SUBREAPER = 36
 _EXECUTE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import agentrl
 from agentrl.config import load_settings
-from agentrl.rollout.environment import build_environment
-from agentrl_envs.types import Problem, Step
+from agentrl_envs.types import Step
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -48,29 +48,10 @@ def call(name: str, **arguments: str) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-async def play(name: str, row: Row, turns: Sequence[str]) -> list[Step]:
+def play(name: str, row: Row, turns: Sequence[str] | None = None) -> Sequence[Step]:
     """What the example's environment, with the settings of its config, answers to the turns of a model."""
-    settings = load_settings(None, EXAMPLES / name / "config.yaml")
-    environment = build_environment(settings)
-    await environment.open()
-    own = {key: value for key, value in row.items() if key not in ("id", "problem", "answer", "turns")}
-    problem = Problem(
-        id=str(row["id"]), statement=str(row["problem"]), answer=str(row["answer"]), source=name, info=own
-    )
-    episode = environment.episode(problem)
-    try:
-        await episode.start()
-        return [await episode.step(turn) for turn in turns]
-    finally:
-        await episode.close()
-        await environment.close()
-
-
-def shown_turns(row: Row) -> list[str]:
-    """The turns of a demonstration."""
-    turns = row["turns"]
-    assert isinstance(turns, list)
-    return [turn["model"] for turn in turns]
+    config = EXAMPLES / name / "config.yaml"
+    return agentrl.play(str(load_settings(None, config).env), row, turns, config=config).steps
 
 
 def follow_page(name: str, tmp_path: Path) -> dict[str, object]:

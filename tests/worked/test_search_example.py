@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from worked.playing import EXAMPLES, call, follow_page, in_folder, make_data, play, rows, shown_turns
+from worked.playing import EXAMPLES, call, follow_page, in_folder, make_data, play, rows
 
 from agentrl_envs.types import Ended
 
@@ -22,17 +22,17 @@ def _inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES / "search")
 
 
-async def test_demonstrations_find_the_answer_and_earn_the_reward() -> None:
+def test_demonstrations_find_the_answer_and_earn_the_reward() -> None:
     shown = rows("demonstrations")[:10]
-    assert {len(shown_turns(row)) for row in shown} == {2, 3}
+    assert {len(row["turns"]) for row in shown} == {2, 3}
     for row in shown:
-        *found, last = await play("search", row, shown_turns(row))
+        *found, last = play("search", row)
         assert (last.reward, last.ended) == (1.0, Ended.ANSWERED), row
         assert str(row["answer"]) in found[-1].observation, row
 
 
-async def test_what_is_not_there_is_said_and_a_wrong_answer_earns_nothing() -> None:
-    nothing, last = await play("search", rows("train")[0], [call("search", query="zebra"), "zebra"])
+def test_what_is_not_there_is_said_and_a_wrong_answer_earns_nothing() -> None:
+    nothing, last = play("search", rows("train")[0], [call("search", query="zebra"), "zebra"])
     assert "nothing found" in nothing.observation
     assert (last.reward, last.ended) == (0.0, Ended.ANSWERED)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from worked.playing import EXAMPLES, call, follow_page, in_folder, make_data, play, rows, shown_turns
+from worked.playing import EXAMPLES, call, follow_page, in_folder, make_data, play, rows
 
 from agentrl_envs.types import Ended
 
@@ -21,20 +21,20 @@ def _inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES / "sql")
 
 
-async def test_demonstrations_earn_the_reward() -> None:
+def test_demonstrations_earn_the_reward() -> None:
     for row in rows("demonstrations")[:8]:
-        *_, last = await play("sql", row, shown_turns(row))
+        *_, last = play("sql", row)
         assert (last.reward, last.ended) == (1.0, Ended.ANSWERED), row
 
 
-async def test_a_wrong_answer_earns_nothing() -> None:
-    (last,) = await play("sql", rows("train")[0], ["I do not know"])
+def test_a_wrong_answer_earns_nothing() -> None:
+    (last,) = play("sql", rows("train")[0], ["I do not know"])
     assert (last.reward, last.ended) == (0.0, Ended.ANSWERED)
 
 
-async def test_the_model_reads_its_errors_and_cannot_write() -> None:
+def test_the_model_reads_its_errors_and_cannot_write() -> None:
     turns = [call("query", sql="SELECT zebra"), call("query", sql="CREATE TABLE other (name TEXT)")]
-    wrong, refused = await play("sql", rows("train")[0], turns)
+    wrong, refused = play("sql", rows("train")[0], turns)
     assert "no such column: zebra" in wrong.observation
     assert "attempt to write a readonly database" in refused.observation
     assert wrong.ended is refused.ended is None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed
@@ -60,16 +60,22 @@ class SequenceGroup:
         return swapped
 
 
+class _Context(Protocol):
+    """What backward needs."""
+
+    group: torch.distributed.ProcessGroup
+
+
 class _Swap(torch.autograd.Function):
     """(blocks [size, ...], group): block r goes to rank r, and the result's block r comes from there."""
 
     @staticmethod
-    def forward(ctx: Any, blocks: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    def forward(ctx: _Context, blocks: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
         ctx.group = group
         received = torch.empty_like(blocks)
         torch.distributed.all_to_all_single(received, blocks, group=group)
         return received
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None]:
         return _Swap.apply(gradient.contiguous(), ctx.group), None

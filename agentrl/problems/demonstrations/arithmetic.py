@@ -1,4 +1,4 @@
-"""``builtin:arithmetic``: an endless, seeded source of word problems with demonstrations.
+"""``builtin:arithmetic`` and ``builtin:horizon``: endless, seeded sources of problems with demonstrations.
 
 Training and held-out problems are disjoint by construction: a hash of the family and of the numbers in the statement
 determines the split of a problem. Seed, phrasing, names and hidden values do not enter the hash, so no seed can move a
@@ -8,12 +8,13 @@ statement from one split to the other.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Literal
+from typing import ClassVar, Literal
 
 from agentrl.problems.demonstrations.demonstration import Demonstration
 from agentrl.problems.demonstrations.exercises import FAMILIES, ExerciseFamily, Numbers
+from agentrl.problems.demonstrations.horizon import HORIZON_FAMILIES
 from agentrl.problems.problem_errors import EmptyProblemsError, ProblemError
 from agentrl_envs.registry import did_you_mean
 from agentrl_envs.types import Problem
@@ -23,35 +24,33 @@ SPLITS: tuple[Split, ...] = ("train", "heldout")
 HELDOUT_SHARE = 8  # one in eight combinations of family and numbers is held out
 
 
-class ArithmeticSource:
-    """Generates problem ``i`` of a split, seed and choice of families, for every ``i`` >= 0; stores nothing.
+class ExerciseSource:
+    """Generates problem ``i`` of a split, seed and choice of families, for every ``i`` >= 0; stores nothing."""
 
-    >>> source = ArithmeticSource(split="train", seed=0, families=["box_take"])
-    >>> source.problem(3) == source.problem(3)
-    True
-    >>> source.demonstration(3).problem == source.problem(3)
-    True
-    """
-
+    builtin: ClassVar[str]
+    all_families: ClassVar[Mapping[str, ExerciseFamily]]
     size = None
 
     def __init__(self, *, split: str = "train", seed: int = 0, families: Sequence[str] | None = None) -> None:
         """Raise ProblemError for an unknown split or family, and if ``families`` is empty or has duplicates."""
         if split not in SPLITS:
             raise ProblemError(
-                f"builtin:arithmetic: unknown split {split!r}; valid: {', '.join(SPLITS)}{did_you_mean(split, SPLITS)}"
+                f"builtin:{self.builtin}: unknown split {split!r}; valid: {', '.join(SPLITS)}"
+                f"{did_you_mean(split, SPLITS)}"
             )
-        chosen = tuple(FAMILIES) if families is None else tuple(families)
+        chosen = tuple(self.all_families) if families is None else tuple(families)
         for name in chosen:
-            if name not in FAMILIES:
+            if name not in self.all_families:
                 raise ProblemError(
-                    f"builtin:arithmetic: unknown family {name!r}; valid: {', '.join(FAMILIES)}"
-                    f"{did_you_mean(name, FAMILIES)}"
+                    f"builtin:{self.builtin}: unknown family {name!r}; valid: {', '.join(self.all_families)}"
+                    f"{did_you_mean(name, self.all_families)}"
                 )
         if not chosen or len(set(chosen)) != len(chosen):
-            raise ProblemError(f"builtin:arithmetic: families must be one or more distinct names, got {list(chosen)}")
+            raise ProblemError(
+                f"builtin:{self.builtin}: families must be one or more distinct names, got {list(chosen)}"
+            )
         self.split, self.seed, self.families = split, seed, chosen
-        self.name = f"arithmetic-{split}-{seed}"
+        self.name = f"{self.builtin}-{split}-{seed}"
 
     @property
     def identity(self) -> str:
@@ -66,14 +65,14 @@ class ArithmeticSource:
         """Problem ``index`` with the turns of its solution."""
         if index < 0:
             raise IndexError(f"problem index must not be negative, got {index}")
-        family = FAMILIES[self.families[index % len(self.families)]]
+        family = self.all_families[self.families[index % len(self.families)]]
         rng = Random(f"{self.seed}:{family.name}:{index}")
         exercise = family.exercise(rng, self._draw(family, rng))
         problem = Problem(
             id=f"{self.name}-{index}",
             statement=exercise.statement,
             answer=str(exercise.answer),
-            source="arithmetic",
+            source=self.builtin,
             family=family.name,
             setup=exercise.setup,
         )
@@ -95,8 +94,8 @@ class ArithmeticSource:
             if len(found) == count:
                 return list(found.values())
         raise EmptyProblemsError(
-            f"builtin:arithmetic: only {len(found)} different {self.split} statements found of the {count} asked for;"
-            " choose more families or a smaller limit"
+            f"builtin:{self.builtin}: only {len(found)} different {self.split} statements found of the {count} asked "
+            "for; choose more families or a smaller limit"
         )
 
     def _draw(self, family: ExerciseFamily, rng: Random) -> Numbers:
@@ -104,6 +103,30 @@ class ArithmeticSource:
             numbers = family.draw(rng)
             if split_of(family.name, numbers) == self.split:
                 return numbers
+
+
+class ArithmeticSource(ExerciseSource):
+    """Word problems of one to three turns.
+
+    >>> source = ArithmeticSource(split="train", seed=0, families=["box_take"])
+    >>> source.problem(3) == source.problem(3)
+    True
+    >>> source.demonstration(3).problem == source.problem(3)
+    True
+    """
+
+    builtin = "arithmetic"
+    all_families = FAMILIES
+
+
+class HorizonSource(ExerciseSource):
+    """The ladder of tasks that need one to ten turns."""
+
+    builtin = "horizon"
+    all_families = HORIZON_FAMILIES
+
+
+GENERATORS: Mapping[str, type[ExerciseSource]] = {one.builtin: one for one in (ArithmeticSource, HorizonSource)}
 
 
 def split_of(family: str, numbers: Numbers) -> Split:

@@ -7,7 +7,6 @@ drops thoughts, or formats a call anew), the next turn begins a sequence of its 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
@@ -120,9 +119,7 @@ class _MessageSampler:
     async def sample(self, episode: Episode, limit: int) -> SampledTurn | None:
         request = ChatRequest(
             messages=self.messages,
-            tools=self.tools,
-            tools_json=json.dumps(self.tools),
-            calls_allowed=bool(self.tools),
+            tools=tuple(map(dict, self.tools)),
             max_tokens=limit,
             stop=episode.stop,
         )

@@ -90,6 +90,7 @@ class ChatRenderer:
         self.codec = codec
         plain = not (template or tokenizer.chat_template)
         self.prefix_ids = codec.prefix_ids if plain else ()
+        self.longest_token = max(map(len, codec.table))  # in bytes
         self._tokenizer = tokenizer
         self._template = PLAIN_TEMPLATE if plain else template
         self._options = dict(options or {})
@@ -200,7 +201,7 @@ class ChatRenderer:
         return [self._guard(one) for one in value] if isinstance(value, list) else value
 
     def _surroundings(self, request: ChatRequest) -> tuple[str, str]:
-        return self._tools(request.tools_json), json.dumps({**self._options, **request.options})
+        return self._tools(request.tools_json), json.dumps({**self._options, **request.chat_template_kwargs})
 
     def _render(self, shape: str, tools: str, options: str) -> Layout:
         from jinja2 import TemplateError

@@ -8,20 +8,22 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from agentrl.rollout.engines.base import Completion, Engine, EngineError, Sampling
 from agentrl.rollout.engines.sampling import sampling_key
 from agentrl.rollout.gateway.export import RolloutPlace, export
 from agentrl.rollout.gateway.render import ChatRenderer, Layout
+from agentrl.rollout.gateway.replies import Delivery
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.gateway.tree import Generation, GenerationTree, Match
-from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest, Delivery, WireError
+from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest, Json, WireError
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Trajectory
 from agentrl_envs.protocols.marked_text import MarkedText
 from agentrl_envs.types import Ended
 
+# By how much a tokenizer may shorten a text before it cuts it into tokens.
+_SHORTENED = 4
 _STATUS = {Ended.TURN_LIMIT: "turn_limit", Ended.TOKEN_LIMIT: "token_limit", Ended.DEADLINE: "deadline"}
 
 
@@ -101,21 +103,18 @@ class AgentRollout:
                 raise  # the caller was cancelled, not the generation
             raise WireError("the rollout is finished", status=409, code="rollout_finished") from None
 
-    def delivery(self, generation: Generation, model: str) -> Delivery:
-        """What a client is sent of a generation."""
-        codec = self.renderer.codec
+    def delivery(self, generation: Generation, request: ChatRequest) -> Delivery:
+        """What the client of a request is sent."""
         completion = generation.completion
-        reason: Literal["stop", "length", "tool_calls"] = "length" if completion.finish_reason == "length" else "stop"
+        reason = "length" if completion.finish_reason == "length" else "stop"
         return Delivery(
             id=f"chatcmpl-{self.place.name}-{generation.id}",
-            model=model,
+            model=request.model,
             message=generation.reply,
             finish_reason="tool_calls" if generation.reply.calls else reason,
             prompt_tokens=len(generation.context) - len(completion.token_ids),
-            tokens=tuple(
-                (codec.decode((token,)), codec.table[token] if token < len(codec.table) else b"", value)
-                for token, value in zip(completion.token_ids, completion.log_probs, strict=True)
-            ),
+            completion_tokens=len(completion.token_ids),
+            logprobs={"content": self._logprobs(completion)} if request.logprobs else None,
         )
 
     def state(self) -> dict[str, object]:
@@ -149,6 +148,18 @@ class AgentRollout:
             self.tree, self.place, ended=ended, reward=self.reward or 0.0, seconds=time.monotonic() - self._began
         )
 
+    def _logprobs(self, completion: Completion) -> list[Json]:
+        codec = self.renderer.codec
+        return [
+            {
+                "token": codec.decode((token,)),
+                "bytes": list(codec.table[token]) if token < len(codec.table) else [],
+                "logprob": value,
+                "top_logprobs": [],
+            }
+            for token, value in zip(completion.token_ids, completion.log_probs, strict=True)
+        ]
+
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _check_limits(self) -> None:
@@ -165,6 +176,7 @@ class AgentRollout:
         raise WireError(f"the rollout was stopped: {reason}", code=_STATUS[ended], kind="rollout_stopped")
 
     async def _generate(self, request: ChatRequest) -> Generation:
+        self._check_length(request)
         prompt = self._prompt(request, self.tree.match(request))
         limit = self._limit(request, prompt)
         number, self._next = self._next, self._next + 1
@@ -188,6 +200,13 @@ class AgentRollout:
         )
         self.tree.add(generation, request.digest)
         return generation
+
+    def _check_length(self, request: ChatRequest) -> None:
+        """Refuse what is too long whatever its tokens are: to encode megabytes would keep all rollouts waiting."""
+        characters = sum(len(message.content) for message in request.messages)
+        tokens = self.settings.max_prompt_tokens + self.settings.max_response_tokens
+        if characters > tokens * self.renderer.longest_token * _SHORTENED:
+            self._stop(Ended.TOKEN_LIMIT, f"its {characters} characters of context leave no room for a reply")
 
     def _limit(self, request: ChatRequest, prompt: _Prompt) -> int:
         """Most tokens of a reply. Raises WireError if there is room for none."""

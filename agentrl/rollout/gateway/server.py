@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import os
 import secrets
 import socket
@@ -19,7 +18,9 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass, field
 
 import uvicorn
+from pydantic import FiniteFloat
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -28,11 +29,23 @@ from agentrl.errors import SettingsError
 from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.settings import KEY_VARIABLE, AgentGatewaySettings
 from agentrl.rollout.gateway.tree import Generation
-from agentrl.rollout.gateway.wire import FROZEN, Access, ChatRequest, WireError, events, read_request, whole
+from agentrl.rollout.gateway.wire import FROZEN, Access, ChatRequest, WireError, WireModel, read_body, read_request
 
 _KEEP_ALIVE = 15.0  # seconds between comments in a stream that waits for the engine
 _BACKLOG = 2048
 _LONGEST_WAIT = 60.0  # seconds for which a worker may wait for a rollout
+
+
+class _Wait(WireModel):
+    wait: float = 0.0
+
+
+class _Reward(WireModel):
+    reward: FiniteFloat
+
+
+class _Finish(WireModel):
+    error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +136,7 @@ class AgentGateway:
                 Route("/rollouts/{name}/finish", self._finish, methods=["POST"]),
                 Route("/rollouts/{name}", self._state, methods=["GET"]),
             ],
-            exception_handlers={WireError: _refused, ClientDisconnect: _gone},
+            exception_handlers={WireError: _refused, HTTPException: _not_served, ClientDisconnect: _gone},
         )
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -143,7 +156,7 @@ class AgentGateway:
                 return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         generation = await waiting
         rollout.sent(generation, received=not await http.is_disconnected())
-        return JSONResponse(whole(rollout.delivery(generation, self._name(request)), request))
+        return JSONResponse(rollout.delivery(generation, request).whole())
 
     async def _streamed(
         self, rollout: AgentRollout, request: ChatRequest, waiting: asyncio.Future[Generation]
@@ -159,7 +172,7 @@ class AgentGateway:
             except WireError as error:
                 yield b"data: " + json.dumps(error.body()).encode() + b"\n\n"
                 return
-            for event in events(rollout.delivery(generation, self._name(request)), request):
+            for event in rollout.delivery(generation, request).events(usage=request.stream_options.include_usage):
                 yield event
             sent = True
             rollout.sent(generation, received=True)
@@ -178,12 +191,9 @@ class AgentGateway:
         """The next rollout that waits, with everything to play it; 204 if none comes within ``wait`` seconds."""
         if not _same(_key(http), self.key):
             raise WireError("the key is not the one of this gateway", status=401, code="invalid_api_key")
+        wait = read_body(_Wait, await self._body(http)).wait
         try:
-            wait = min(_LONGEST_WAIT, float(json.loads(await self._body(http) or b"{}").get("wait", 0.0)))
-        except (AttributeError, TypeError, ValueError):
-            raise WireError('the body must be {"wait": SECONDS} or empty', param="wait") from None
-        try:
-            async with asyncio.timeout(wait):
+            async with asyncio.timeout(min(_LONGEST_WAIT, wait)):
                 entry = await self._next()
         except TimeoutError:
             return Response(status_code=204)
@@ -207,24 +217,15 @@ class AgentGateway:
 
     async def _reward(self, http: Request) -> Response:
         rollout = self._entry(http).rollout
-        try:
-            value = json.loads(await self._body(http))["reward"]
-            valid = isinstance(value, int | float) and math.isfinite(value)
-        except (ValueError, KeyError, TypeError, OverflowError):
-            valid = False
-        if not valid:
-            raise WireError('the body must be {"reward": NUMBER}', param="reward")
+        value = read_body(_Reward, await self._body(http)).reward
         if rollout.finished:
             raise WireError("the rollout is finished", status=409, code="rollout_finished")
-        rollout.reward = float(value)
+        rollout.reward = value
         return JSONResponse({"reward": rollout.reward})
 
     async def _finish(self, http: Request) -> Response:
         rollout = self._entry(http).rollout
-        try:
-            error = json.loads(await self._body(http) or b"{}").get("error")
-        except (AttributeError, ValueError):
-            raise WireError('the body must be {"error": TEXT} or empty', param="error") from None
+        error = read_body(_Finish, await self._body(http)).error
         if error is not None and not rollout.finished:
             rollout.given_up = f"the agent failed: {error}"
         await rollout.finish()
@@ -232,9 +233,6 @@ class AgentGateway:
 
     async def _state(self, http: Request) -> Response:
         return JSONResponse(self._entry(http).rollout.state())
-
-    def _name(self, request: ChatRequest) -> str:
-        return self._settings.model + ("" if request.trainable else FROZEN)
 
     def _entry(self, http: Request) -> _Entry:
         name = http.path_params.get("name") or http.headers.get("x-session-id", "")
@@ -273,6 +271,13 @@ def _lost(rollout: AgentRollout, task: asyncio.Future[Generation]) -> None:
 async def _gone(http: Request, error: Exception) -> Response:
     """Nobody reads the answer to a request whose client went away before it was whole."""
     return Response(status_code=499)
+
+
+async def _not_served(http: Request, error: Exception) -> Response:
+    """A path or a method that is none of the gateway's."""
+    assert isinstance(error, HTTPException), "it is registered for no other"
+    said = f"the gateway does not serve {http.method} {http.url.path}; it serves POST /v1/chat/completions"
+    return await _refused(http, WireError(said, status=error.status_code, code="not_found"))
 
 
 async def _refused(http: Request, error: Exception) -> Response:

@@ -238,7 +238,9 @@ def read_cold_demonstrations(settings: Settings) -> LoadedDemonstrations:
             "there is no model.path and no coldstart.demonstrations: name a model, or demonstrations to start one from "
             "(a JSONL file, builtin:arithmetic or formula:FILE)"
         )
-    loaded = load_demonstrations(cold.demonstrations, count=cold.count, variants=cold.variants, seed=_seed(settings))
+    loaded = load_demonstrations(
+        cold.demonstrations, count=cold.count, variants=cold.variants, seed=_seed(settings), families=cold.families
+    )
     return replace(loaded, demonstrations=in_protocol(loaded.demonstrations, settings))
 
 

@@ -1,4 +1,4 @@
-"""One of several training ranks: ``python -m agentrl.training.run.rank RUN_DIRECTORY [--resume]``, under a launcher."""
+"""A training rank as a cluster starts it: ``python -m agentrl.training.run.rank RUN_DIRECTORY [--resume]``."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import sys
 import threading
 from pathlib import Path
 
+from agentrl.cluster.processes import STARTED_BY
 from agentrl.config import load_settings
 from agentrl.errors import AgentRLError
 from agentrl.evaluation.options import quoted
 from agentrl.rollout.environment import check_environment
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.run.launch import WATCHED
 from agentrl.training.run.start import run_rank
 
 
 def main() -> int:
     """Train as the rank that the environment variables name, with the settings of the run directory."""
-    end_with(os.getppid(), int(os.environ[WATCHED]))
+    end_with(int(os.environ[STARTED_BY]))
     path = Path(sys.argv[1]).absolute()
     rank = os.environ["RANK"]
     try:
@@ -35,20 +35,19 @@ def main() -> int:
         return error.exit_code
 
 
-def end_with(*processes: int) -> None:
-    """Kill this process as soon as one of ``processes`` ends: without its launcher, nothing else would stop it."""
+def end_with(starter: int) -> None:
+    """Kill this process as soon as the process ``starter`` ends: without it, nothing else would stop this one."""
     watched = select.poll()
-    for process in processes:
-        try:
-            watched.register(os.pidfd_open(process), select.POLLIN)
-        except ProcessLookupError:
-            os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        watched.register(os.pidfd_open(starter), select.POLLIN)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def wait() -> None:
         watched.poll()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=wait, daemon=True, name="end-with-launcher").start()
+    threading.Thread(target=wait, daemon=True, name="end-with-starter").start()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from agentrl.cluster.launchers import address_of_rank_zero
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.table import engine_facts
@@ -117,7 +118,7 @@ class Session:
             console=console,
             lora=settings.model.lora,
             base=path,
-            host=socket.gethostname() if settings.rollout.vllm.placement == "external" else "127.0.0.1",
+            host=_own_address() if settings.rollout.vllm.placement == "external" else "127.0.0.1",
         )
 
     def _open_service(self, path: str) -> RolloutService:
@@ -392,6 +393,12 @@ def _reading(policy: PolicyModel) -> str:
     """How a policy reads its rows."""
     ranks = "" if policy.sequence is None else f", each shared by {policy.sequence.size} ranks"
     return f"attention by {policy.attention} over packed trajectories{ranks}"
+
+
+def _own_address() -> str:
+    """The address at which servers on other machines reach rank 0."""
+    known = address_of_rank_zero()
+    return socket.gethostname() if known in ("127.0.0.1", "localhost") else known
 
 
 def _ranks(count: int) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from agentrl.cluster.launchers import adopt_slurm, check_launcher, ranks_here, under_a_launcher
 from agentrl.config import dump_yaml
 from agentrl.errors import SettingsError
 from agentrl.telemetry.console import Console
@@ -20,6 +21,7 @@ from agentrl.training.engine.deepspeed_engine import from_rank_zero, start_distr
 from agentrl.training.engine.determinism import set_determinism
 from agentrl.training.run.preflight import check_inputs, machine_problems
 from agentrl.training.run.session import Session
+from agentrl.training.run.shared_folder import check_shared_folder
 from agentrl.training.run.signals import INTERRUPTED, sigterm_as_ctrl_c, stop_requests
 
 if TYPE_CHECKING:
@@ -27,8 +29,12 @@ if TYPE_CHECKING:
 
 
 def train(settings: Settings, resume: bool) -> int:
-    """Train and return the exit code. Under a launcher (RANK is set) this process is one of its ranks."""
-    if "RANK" in os.environ:
+    """Train and return the exit code. Under a launcher this process is one of its ranks (``cluster.kind``)."""
+    kind = settings.cluster.kind
+    if under_a_launcher(kind):
+        if kind == "environment":
+            adopt_slurm()
+            check_launcher()
         run = _open_run(settings, resume) if os.environ["RANK"] == "0" else None
         return run_rank(settings, run, resume=resume)
     with sigterm_as_ctrl_c():
@@ -69,11 +75,14 @@ def run_rank(settings: Settings, run: RunDirectory | None, *, resume: bool) -> i
     """Run one training rank from start to end. Only rank 0 has a ``run``; other ranks print nothing."""
     set_determinism(settings.training)
     rank, world = start_distributed(deadline=settings.training.collective_deadline)
-    set_threads(settings, processes=computing_processes(settings, ranks=world))
+    set_threads(settings, processes=computing_processes(settings, ranks=ranks_here(world)))
     torch.manual_seed(settings.seed)
     # If the settings name no run, each rank under an external launcher has generated a name of its own.
     name, runs_dir = from_rank_zero(lambda: (settings.name, settings.runs_dir))
-    settings = settings.model_copy(update={"name": name, "runs_dir": runs_dir})
+    training = settings.training.model_copy(update={"num_processes": world})
+    settings = settings.model_copy(update={"name": name, "runs_dir": runs_dir, "training": training})
+    if world > 1:
+        check_shared_folder(Path(runs_dir) / str(name), rank=rank)
     with open(os.devnull, "w") as nowhere:
         console = Console(settings.telemetry, None if rank == 0 else nowhere)
         session = Session(settings, run, console, rank=rank, world=world)

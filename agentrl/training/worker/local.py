@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from agentrl.cluster.launchers import ranks_here
 from agentrl.evaluation.data.problem_sets import held_out_problems
 from agentrl.evaluation.play.during_training import EvaluationReport, evaluate_policy
 from agentrl.evaluation.play.limits import evaluation_environment, evaluation_rollout
@@ -119,7 +120,7 @@ class LocalService:
             folder=self._folder,
             model=model,
             shared=trained is not None,
-            training_gpus=settings.training.num_processes,
+            training_gpus=ranks_here(settings.training.num_processes),
             deterministic=settings.training.deterministic,
         )
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 
+from agentrl.cluster.launchers import ranks_here
 from agentrl.errors import AgentRLError
 from agentrl.training.coldstart.policy import computing_processes, set_threads
 from agentrl.training.engine.determinism import set_determinism
@@ -202,7 +203,8 @@ def main() -> None:
     # It may use every core, because the ranks wait for it.
     resting = startup.settings.rollout.schedule == "synchronous"
     set_threads(
-        startup.settings, processes=1 if resting else computing_processes(startup.settings, ranks=startup.ranks)
+        startup.settings,
+        processes=1 if resting else computing_processes(startup.settings, ranks=ranks_here(startup.ranks)),
     )
     server = Server(first, control, door)
     try:

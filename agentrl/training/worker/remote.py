@@ -12,7 +12,6 @@ import queue
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -22,9 +21,12 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Client, Connection
 from typing import TYPE_CHECKING, Any, cast
 
+from agentrl.cluster.launchers import listen_for_ranks
+from agentrl.cluster.local import HERE, LocalProcess
+from agentrl.cluster.processes import ProcessSpec
 from agentrl.errors import SettingsError, WorldError
 from agentrl.rollout.engines.table import engine_facts
-from agentrl.training.engine.deepspeed_engine import from_rank_zero, gather_from_ranks
+from agentrl.training.engine.deepspeed_engine import from_rank_zero
 from agentrl.training.worker.service import CALLS, InterruptedRunError, RolloutService
 from agentrl.training.worker.wire import Caller, Failure, Reply, Startup, WorkerLostError, WorkerRequest, receive
 
@@ -58,16 +60,15 @@ class RemoteService:
     def __init__(self, settings: Settings, policy_path: str, *, rank: int, ranks: int) -> None:
         self._rank = rank
         self._seconds = settings.training.worker_timeout
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: LocalProcess | None = None
         self._interrupted = threading.Event()
         self._closed = threading.Event()
-        hosts = gather_from_ranks(socket.gethostname())
         door: socket.socket | None = None
 
         def open_door() -> _Place:
             nonlocal door
-            door = socket.create_server(("127.0.0.1" if len(set(hosts)) == 1 else hosts[0], 0), backlog=2 * ranks)
-            return _Place(address=door.getsockname(), key=secrets.token_bytes(32))
+            door, address = listen_for_ranks(ranks)
+            return _Place(address=address, key=secrets.token_bytes(32))
 
         # The worker takes seconds to minutes to start: ranks receive its address first and wait outside collectives.
         place = from_rank_zero(open_door)
@@ -96,11 +97,7 @@ class RemoteService:
         """Close this rank's connection, which ends the worker."""
         self._connection.close()
         if self._process is not None:
-            try:
-                self._process.wait(_END)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            self._process.end(_END)
         self._closed.set()
 
     # -- talking --------------------------------------------------------------------------------------------------
@@ -108,9 +105,13 @@ class RemoteService:
     def _start(self, startup: Startup, door: socket.socket) -> tuple[Connection, Connection]:
         (talk, their_talk), (control, their_control) = Pipe(), Pipe()
         handles = (their_talk.fileno(), their_control.fileno(), door.fileno())
-        command = [sys.executable, "-m", "agentrl.training.worker.process", *map(str, handles)]
-        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        self._process = subprocess.Popen(command, pass_fds=handles, env=environment, stdin=subprocess.DEVNULL)
+        spec = ProcessSpec(
+            role="worker",
+            number=0,
+            arguments=("-m", "agentrl.training.worker.process", *map(str, handles)),
+            environment={"RANK": None, "WORLD_SIZE": None},
+        )
+        self._process = LocalProcess(spec, HERE, handles)
         for theirs in (their_talk, their_control, door):
             theirs.close()
         talk.send(startup)
@@ -147,9 +148,8 @@ class RemoteService:
     def _how_it_ended(self) -> str:
         if self._process is None:
             return ""
-        try:
-            code = self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
+        code = self._process.wait(1.0)
+        if code is None:
             return ""
         if code >= 0:
             return f" (it ended with exit code {code})"

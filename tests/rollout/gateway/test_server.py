@@ -105,21 +105,26 @@ async def test_stop_strings_and_max_tokens_are_honoured() -> None:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": "gpt-4o"}, "this gateway serves 'policy', not 'gpt-4o'"),
-    ({"n": 2}, "n=2 is not supported; valid: 1"),
+    ({"n": 2}, "n=2: Input should be 1"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"tool_choice": "required", "tools": [ADD]}, 'tool_choice="required" is not supported; valid: "auto" or "none"'),
+    ({"tool_choice": "required", "tools": [ADD]}, "tool_choice=\"required\": Input should be 'auto' or 'none'"),
     ({"frequency_penalty": 0.5}, "the field frequency_penalty is not supported"),
     ({"logit_bias": {"5": 1}}, "the field logit_bias is not supported"),
     ({"extra_body": {"prompt_token_ids": [1, 2]}}, "the field prompt_token_ids is not supported"),
     ({"extra_body": {"top_k": 5}}, "the field top_k is not supported"),
-    ({"max_tokens": 0}, "max_tokens=0: it must be a positive integer"),
-    ({"messages": []}, "messages must be a list with at least one message"),
+    ({"logprobs": True, "top_logprobs": 5}, "the field top_logprobs is not supported"),
+    ({"max_tokens": 0}, "max_tokens=0: Input should be greater than or equal to 1"),
+    ({"messages": []}, "messages=[]: it must hold at least one entry"),
     ({"messages": [{"role": "robot", "content": "x"}]}, 'messages[0].role="robot"'),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
-        'messages[0].content holds a part of type "image_url"; this model reads text alone',
+        "it holds a part of type image_url; this model reads text alone",
     ),
-    ({"tools": [{"type": "function", "function": {}}]}, "tools[0] must be of type function and have a name"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name: it is missing"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"type": "function", "function": {"arguments": "{}"}}]}]},
+        "messages[0].tool_calls[0].function.name: it is missing",
+    ),
     ({"messages": [{"role": "user", "content": "x" * 10_000_000}]}, "the body is longer than"),
 ]
 
@@ -134,20 +139,30 @@ async def test_a_request_that_cannot_be_answered_gets_one_clear_error(change: di
     assert one.tree.generations == []
 
 
+def asked(field: bytes) -> bytes:
+    return b'{"model": "policy", "messages": [{"role": "user"}], ' + field + b"}"
+
+
+DEEP = b'{"a":' * 1000 + b"1" + b"}" * 1000
 GARBAGE: list[tuple[bytes, str]] = [
-    (b"", "the body is not JSON"),
+    (b"", "messages: it is missing"),
     (b'{"model": "policy"', "the body is not JSON"),
     (b"\xff\xfe\xfa", "the body is not JSON"),
     (b"[" * 100_000, "the body is not JSON"),
-    (b'["policy"]', "the body must be a JSON object"),
-    (b'{"model": "policy", "messages": "hello"}', "messages must be a list with at least one message"),
-    (b'{"model": "policy", "messages": ["hello"]}', "messages[0] must be a JSON object"),
+    (b'["policy"]', 'the body=["policy"]: it must be a JSON object'),
+    (b'{"model": "policy", "messages": "hello"}', 'messages="hello": it must be a list'),
+    (b'{"model": "policy", "messages": ["hello"]}', 'messages[0]="hello": it must be a JSON object'),
     (b'{"model": "policy", "messages": [{"role": "user", "content": [1, 2]}]}', "this model reads text alone"),
     (b'{"model": "policy", "messages": [{"role": ["user"]}]}', 'messages[0].role=["user"]'),
-    (b'{"model": ["policy"], "messages": [{"role": "user"}]}', "this gateway serves 'policy', not ['policy']"),
-    (b'{"model": "policy", "messages": [{"role": "user"}], "tools": {"a": 1}}', "tools must be a list"),
-    (b'{"model": "policy", "messages": [{"role": "user"}], "stop": 5}', "stop must be a text or a list of texts"),
+    (b'{"model": ["policy"], "messages": [{"role": "user"}]}', 'model=["policy"]: Input should be a valid string'),
+    (b'{"model": "policy", "messages": [{"role": "user"}], "tools": {"a": 1}}', 'tools={"a": 1}: it must be a list'),
+    (b'{"model": "policy", "messages": [{"role": "user"}], "stop": 5}', "stop=5: it must be a list"),
     (b'{"model": "policy", "messages": [{"role": "user"}], "n": {"a": []}}', "n="),
+    (
+        asked(b'"tools": [{"type": "function", "function": {"name": "f", "parameters": ' + DEEP + b"}}]"),
+        "recursion limit exceeded",
+    ),
+    (asked(b'"chat_template_kwargs": ' + DEEP), "recursion limit exceeded"),
 ]
 
 
@@ -159,6 +174,28 @@ async def test_garbage_gets_one_clear_error(body: bytes, message: str) -> None:
     assert (status, said["error"]["type"]) == (400, "invalid_request_error")
     assert message in said["error"]["message"]
     assert one.tree.generations == []
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/v1/responses", 404), ("/v1/embeddings", 404), ("/v1/models", 405), ("/elsewhere", 404)]
+)
+async def test_what_is_not_served_is_said_as_openai_says_it(path: str, status: int) -> None:
+    async with served(rollout(engine("x"))) as (_, access):
+        found, said = await post(access.base_url.removesuffix("/v1") + path, b"{}", access.api_key)
+    assert found == status
+    assert "it serves POST /v1/chat/completions" in said["error"]["message"]
+
+
+async def test_ten_megabytes_that_the_gateway_may_read_pass_the_limit_of_tokens() -> None:
+    short = RolloutSettings(max_prompt_tokens=1000, max_response_tokens=1000)
+    one = rollout(engine("x"), settings=short)
+    async with talking(one, max_request_bytes=2**25) as policy:
+        with pytest.raises(openai.BadRequestError, match="leave no room for a reply") as raised:
+            await policy.chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": "x" * 10_000_000}]
+            )
+    assert (raised.value.type, raised.value.code) == ("rollout_stopped", "token_limit")
+    assert one.stopped is Ended.TOKEN_LIMIT
 
 
 @pytest.mark.parametrize("key", ["", "guessed", "\u00fc"])
@@ -175,7 +212,8 @@ async def test_half_a_character_in_a_message_is_refused() -> None:
     async with served(rollout(engine("x"))) as (_, access):
         body = b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}'
         status, said = await post(f"{access.base_url}/chat/completions", body, access.api_key)
-    assert (status, said["error"]["param"]) == (400, "messages[0]")
+    assert (status, said["error"]["type"]) == (400, "invalid_request_error")
+    assert "the body is not JSON: unexpected end of hex escape" in said["error"]["message"]
 
 
 async def post(url: str, body: bytes, key: str, method: str = "POST", **headers: str) -> tuple[int, Any]:
@@ -213,7 +251,8 @@ async def test_keys_names_rewards_and_the_end() -> None:
         assert (await post(f"{access.base_url}/models", b"", "guessed", "GET"))[0] == 401
         assert (await post(f"{url}x", b"", access.api_key, "GET"))[0] == 404
         assert await post(f"{url}/reward", b'{"reward": 0.5}', access.api_key) == (200, {"reward": 0.5})
-        assert (await post(f"{url}/reward", b'{"reward": NaN}', access.api_key))[0] == 400
+        for body in (b'{"reward": NaN}', b'{"reward": "much"}', b"", b"[1]", b"[" * 100_000):
+            assert (await post(f"{url}/reward", body, access.api_key))[0] == 400
         root = url.split("/rollouts/")[0]
         name = url.rsplit("/", 1)[1]
         body = json.dumps({"model": "policy", "messages": HELLO}).encode()

@@ -130,6 +130,18 @@ async def test_a_call_that_cannot_be_made_is_text(text: str) -> None:
     assert (await say(one, [user("a")], tools=[ADD])).reply.content == text
 
 
+@pytest.mark.parametrize("arguments", ['{"a": ', "add 1 and 2", '{"a":' * 1000 + "1" + "}" * 1000])
+async def test_arguments_that_are_no_json_are_an_edit_that_is_told_as_text(arguments: str) -> None:
+    engine = engine_of('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "next")
+    one = rollout(engine)
+    sent = heard(await say(one, [user("a")], tools=[ADD]))
+    sent["tool_calls"][0]["function"]["arguments"] = arguments
+    answer = {"role": "tool", "content": "3", "tool_call_id": "call_0_0"}
+    reply = await say(one, [user("a"), sent, answer], tools=[ADD])
+    assert (reply.parent, one.counts) == (None, {"miss_edited": 1})
+    assert json.dumps(arguments) in chat_codec()[1].decode(engine.requests[1][1])
+
+
 async def test_of_two_equal_siblings_the_one_whose_call_ids_occur_is_continued() -> None:
     one = rollout(engine_of('<tool_call>{"name": "add", "arguments": {}}</tool_call>'))
     first = await say(one, [user("a")], tools=[ADD])

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import os
 import re
-import socket
-import subprocess
+import signal
 import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.errors import SettingsError, WorldError
+from agentrl.cluster.devices import free_port
+from agentrl.cluster.local import HERE, LocalProcess
+from agentrl.cluster.processes import ProcessSpec
+from agentrl.errors import SettingsError
 from agentrl.rollout.settings import RolloutSettings
 
 # Variables that torch.distributed and launchers leave in the environment and that vLLM would use as its own.
@@ -23,12 +25,10 @@ _FOREIGN = frozenset(
         *("MASTER_ADDR", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE"),
     )
 )
-ALL_GPUS = "AGENTRL_GPUS"
-"""Environment variable with the GPUs that were visible before training ranks took theirs."""
-
 WITNESS = "agentrl.weights.witness.WeightWitness"
 """The extension of vLLM's worker that reports checksums of its weights."""
 
+_END = 30.0  # seconds for a server to end cleanly
 _SHARE = 0.85
 _LEAST_SHARE = 0.05
 _MARGIN = 2 * 2**30  # of a colocated GPU: for the server's CUDA context and for training's memory other than tensors
@@ -126,31 +126,32 @@ class ServerPlan:
 class ServerProcess:
     """A running server and its log. The server ends with this process, however this process ends."""
 
-    def __init__(self, plan: ServerPlan, log: Path) -> None:
+    def __init__(self, plan: ServerPlan, log: Path, number: int = 0) -> None:
         self.plan = plan
+        self.number = number
         self.log = log
         self.starts = 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: LocalProcess | None = None
 
     def start(self) -> None:
         """Start or restart the server. It takes minutes to answer."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            "agentrl.rollout.engines.vllm.supervise",
-            str(os.getpid()),
-            *self.plan.command(),
-        ]
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command, env=self.plan.environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
+        dropped: dict[str, str | None] = dict.fromkeys(_FOREIGN)
+        self._process = LocalProcess(
+            ProcessSpec(
+                role="server",
+                number=self.number,
+                arguments=tuple(self.plan.command()[1:]),
+                environment=dropped | self.plan.environment(),
+                log=self.log,
+                supervised=True,
+            ),
+            HERE,
+        )
         self.starts += 1
 
     @property
     def ended(self) -> bool:
-        return self._process is None or self._process.poll() is not None
+        return self._process is None or self._process.wait(0.0) is not None
 
     def last_words(self) -> str:
         """The informative end of its log, if any: the lines that name an error, or the last lines."""
@@ -164,12 +165,8 @@ class ServerProcess:
     def stop(self) -> None:
         if self._process is None:
             return
-        self._process.terminate()
-        try:
-            self._process.wait(30.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.send_signal(signal.SIGTERM)
+        self._process.end(_END)
 
 
 def plan_servers(
@@ -260,20 +257,3 @@ def _chosen_gpus(settings: RolloutSettings, *, training_gpus: int, gpus: Sequenc
             f"training.num_processes={training_gpus}; lower replicas, or name them with rollout.vllm.devices"
         )
     return chosen
-
-
-def visible_gpus(count: int) -> list[str]:
-    """The names of this process's ``count`` visible GPUs, or of those visible before a launcher assigned it a share."""
-    named = os.environ.get(ALL_GPUS) or os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(place) for place in range(count)]
-
-
-def free_port(host: str) -> int:
-    """A port that is currently free."""
-    with socket.socket() as free:
-        try:
-            free.bind((host, 0))
-        except OSError as error:
-            raise WorldError(f"no server can listen on {host}: {error.strerror}") from error
-        port: int = free.getsockname()[1]
-        return port

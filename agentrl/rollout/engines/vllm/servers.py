@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from agentrl.cluster.devices import visible_gpus
 from agentrl.errors import SettingsError
 from agentrl.models.loading import read_config
 from agentrl.models.settings import ModelSettings
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.vllm.engine import VLLMEngine
-from agentrl.rollout.engines.vllm.server import ServerPlan, ServerProcess, plan_servers, visible_gpus
+from agentrl.rollout.engines.vllm.server import ServerPlan, ServerProcess, plan_servers
 from agentrl.rollout.settings import RolloutSettings
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def server_engine(
     plans = policy_servers(
         rollout, policy, policy_path, served=served, longest=longest, training_gpus=training_gpus, backend=backend
     )
-    processes = [ServerProcess(plan, folder / f"{place}.log") for place, plan in enumerate(plans)]
+    processes = [ServerProcess(plan, folder / f"{place}.log", place) for place, plan in enumerate(plans)]
     return engine(processes)
 
 

@@ -1,4 +1,4 @@
-"""Ends a server together with its parent: ``python -m agentrl.rollout.engines.vllm.supervise PARENT COMMAND...``.
+"""Ends a command together with its parent: ``python -m agentrl.cluster.supervise PARENT COMMAND...``.
 
 A vLLM server consists of several processes, and its compute processes outlive the HTTP process if that is killed. The
 supervisor starts the command in a process group of its own and kills the whole group when the command or the process
@@ -15,7 +15,7 @@ import subprocess
 import sys
 from types import FrameType
 
-# Seconds for a server to end cleanly.
+# Seconds for the command to end cleanly.
 _GRACE = 15.0
 
 

@@ -1,0 +1,104 @@
+"""``agentrl.play``: an environment's answers to given turns, without a model. For tests and a first look."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from agentrl.api.commands import overrides_from
+from agentrl.config import load_settings
+from agentrl.errors import SettingsError
+from agentrl.problems.fields import problem_of
+from agentrl_envs.episode import Environment
+from agentrl_envs.types import Ended, Problem, Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Playthrough:
+    """A conversation that was played by hand. ``print`` shows it."""
+
+    prompt: str
+    turns: tuple[str, ...]
+    steps: tuple[Step, ...]
+    """What the environment answered to each turn."""
+
+    @property
+    def reward(self) -> float:
+        """The sum of the steps' rewards."""
+        return sum(step.reward for step in self.steps)
+
+    @property
+    def ended(self) -> Ended | None:
+        """How the conversation ended; None if it goes on."""
+        return self.steps[-1].ended if self.steps else None
+
+    def __str__(self) -> str:
+        said = [("prompt", self.prompt)]
+        for turn, step in zip(self.turns, self.steps, strict=True):
+            said += [("model", turn), ("observation", step.observation)]
+        lines = [f"--- {who}\n{text.strip()}" for who, text in said if text]
+        return "\n".join([*lines, f"=== {self.ended or 'goes on'}, reward {self.reward:g}"])
+
+
+def play(
+    env: str | type,
+    row: Mapping[str, object],
+    turns: Iterable[str] | None = None,
+    *,
+    config: str | Path | None = None,
+    **settings: object,
+) -> Playthrough:
+    """Play the turns of a model in an environment, and return what it answers. No model is loaded.
+
+    Args:
+        env: name of an environment, or a class that a module holds.
+        row: a row of data, such as a demonstration.
+        turns: what the model writes, turn by turn. Default: the row's own ``turns``.
+        config: a YAML file, or the name of a shipped one.
+        settings: any setting, as in :func:`agentrl.train`.
+
+    Raises SettingsError for bad settings, for an agent program, which makes its turns itself, and for turns after the
+    end of the conversation; ProblemError for a row that holds no problem; what the environment raises.
+    """
+    name = env if isinstance(env, str) else f"{env.__module__}:{env.__qualname__}"
+    resolved = load_settings(name, config, overrides_from(settings))
+    columns = {key: value for key, value in row.items() if key != "turns"}
+    problem = problem_of(columns, "the row", source="play", fields={}, answered=False)
+    written = tuple(_own_turns(row) if turns is None else turns)
+
+    from agentrl.rollout.environment import build_environment
+    from agentrl.rollout.gateway.settings import is_agent
+
+    if is_agent(name):
+        raise SettingsError(f"env={name}: an agent program makes its turns itself; agentrl.play cannot make them")
+    with ThreadPoolExecutor(1) as thread:  # a notebook's thread runs a loop already
+        return thread.submit(asyncio.run, _played(build_environment(resolved), problem, written)).result()
+
+
+def _own_turns(row: Mapping[str, object]) -> list[str]:
+    turns = row.get("turns", ())
+    if not isinstance(turns, list | tuple) or not all(isinstance(turn, Mapping) and "model" in turn for turn in turns):
+        raise SettingsError("turns of the row: valid is a list of objects with a text 'model'")
+    return [cast(str, turn["model"]) for turn in turns]
+
+
+async def _played(environment: Environment, problem: Problem, turns: tuple[str, ...]) -> Playthrough:
+    await environment.open()
+    try:
+        episode = environment.episode(problem)
+        try:
+            prompt, steps = str(await episode.start()), list[Step]()
+            for number, turn in enumerate(turns, start=1):
+                ended = steps[-1].ended if steps else None
+                if ended is not None:
+                    raise SettingsError(f"the conversation ended ({ended}) before turn {number}: {turn!r:.200}")
+                steps.append(await episode.step(turn))
+            return Playthrough(prompt=prompt, turns=turns, steps=tuple(steps))
+        finally:
+            await episode.close()
+    finally:
+        await environment.close()

@@ -1,0 +1,103 @@
+"""This machine as a cluster of one node: processes are children of this one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from agentrl.cluster.devices import free_port
+from agentrl.cluster.processes import STARTED_BY, Bundle, ClusterNode, Place, ProcessSpec
+from agentrl.errors import SettingsError
+
+HERE = Place(number=0, node=socket.gethostname(), address="127.0.0.1")
+"""This machine, without a choice of GPUs."""
+
+
+class LocalProcess:
+    """A child of this process, in a session of its own: signals of the terminal do not reach it."""
+
+    def __init__(self, spec: ProcessSpec, place: Place, handles: Sequence[int] = ()) -> None:
+        """Start it. ``handles``: open files that it inherits."""
+        self.spec = spec
+        self.place = place
+        command = [sys.executable, *spec.arguments]
+        if spec.supervised:
+            command = [sys.executable, "-m", "agentrl.cluster.supervise", str(os.getpid()), *command]
+        with contextlib.ExitStack() as opened:
+            log = None
+            if spec.log is not None:
+                spec.log.parent.mkdir(parents=True, exist_ok=True)
+                log = opened.enter_context(spec.log.open("ab"))
+            self._process = subprocess.Popen(
+                command,
+                env=_environment(spec, place),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=tuple(handles),
+                start_new_session=True,
+            )
+
+    def wait(self, seconds: float) -> int | None:
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def end(self, seconds: float) -> None:
+        """Return when it has ended; it is killed after ``seconds``."""
+        if self.wait(seconds) is None:
+            self._process.kill()
+            self._process.wait()
+
+
+class LocalCluster:
+    """This machine. What was started ends with this process."""
+
+    def __init__(self, gpus: Sequence[str] | None) -> None:
+        """``gpus``: the names of the visible ones; None where training computes on CPUs."""
+        self._gpus = gpus
+        self._started: list[LocalProcess] = []
+
+    def nodes(self) -> list[ClusterNode]:
+        count = 0 if self._gpus is None else len(self._gpus)
+        return [ClusterNode(name=HERE.node, address=HERE.address, cpus=os.cpu_count() or 1, gpus=count)]
+
+    def reserve(self, bundles: Sequence[Bundle]) -> list[Place]:
+        """This machine's first GPUs for the only bundle."""
+        (bundle,) = bundles
+        if self._gpus is None:
+            return [HERE]
+        if bundle.gpus > len(self._gpus):
+            raise SettingsError(f"{bundle.holds}: only {len(self._gpus)} GPUs are visible, and every rank needs one")
+        return [replace(HERE, gpus=tuple(self._gpus[: bundle.gpus]))]
+
+    def start(self, spec: ProcessSpec, place: Place) -> LocalProcess:
+        process = LocalProcess(spec, place)
+        self._started.append(process)
+        return process
+
+    def free_port(self, place: Place) -> int:
+        return free_port(place.address)
+
+    def close(self) -> None:
+        for process in self._started:
+            process.end(0.0)
+
+
+def _environment(spec: ProcessSpec, place: Place) -> dict[str, str]:
+    changes: dict[str, str | None] = {STARTED_BY: str(os.getpid())}
+    if place.gpus:
+        changes["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
+    changes |= spec.environment
+    kept = {name: value for name, value in os.environ.items() if name not in changes}
+    return kept | {name: value for name, value in changes.items() if value is not None}

@@ -1,0 +1,97 @@
+"""What every cluster can do: offer places, and start, watch and end processes in them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+STARTED_BY = "AGENTRL_STARTED_BY"
+"""Environment variable with the id of the process that started this one, on the same machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSpec:
+    """A process to start.
+
+    ``arguments``: of the Python interpreter of its place. ``environment``: changes of the variables there; None unsets
+    one. ``log``: the file for its output; without one it writes where its starter writes. ``supervised``: whatever it
+    has started ends with it, and it ends with its starter.
+    """
+
+    role: str
+    number: int
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    log: Path | None = None
+    supervised: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} {self.number}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterNode:
+    """A machine, and what the processes of runs may use of it."""
+
+    name: str
+    address: str
+    cpus: float
+    gpus: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """Resources that must lie on one node; ``holds`` says what for."""
+
+    holds: str
+    cpus: float
+    gpus: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A bundle that is reserved on ``node``, which the others reach at ``address``. ``gpus``: their names there."""
+
+    number: int
+    node: str
+    address: str
+    gpus: tuple[str, ...] = ()
+
+
+class ProcessHandle(Protocol):
+    """A process that was started. All methods are callable from any thread."""
+
+    spec: ProcessSpec
+    place: Place
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit code once it has ended, negative for a signal; None if it still runs after ``seconds``.
+
+        Raises NodeLostError if its node does not answer any more.
+        """
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal, unless the process or its node is gone."""
+
+
+class Cluster(Protocol):
+    """Places for processes."""
+
+    def nodes(self) -> list[ClusterNode]:
+        """All nodes, and what they have in all."""
+
+    def reserve(self, bundles: Sequence[Bundle]) -> list[Place]:
+        """Reserve each bundle, all on different nodes. Raises SettingsError or WorldError if they cannot be had."""
+
+    def start(self, spec: ProcessSpec, place: Place) -> ProcessHandle:
+        """Start a process in a place."""
+
+    def free_port(self, place: Place) -> int:
+        """A port of the place's node that is currently free."""
+
+    def close(self) -> None:
+        """End what still runs, and give all places back."""

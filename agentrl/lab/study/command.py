@@ -1,0 +1,84 @@
+"""``agentrl study``: work off a grid of runs, then write its report; or write the report of a stored record again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import ValidationError
+
+import agentrl
+from agentrl.errors import SettingsError
+from agentrl.lab.study.curves import StudyRecord, read_curve
+from agentrl.lab.study.figure import draw_study
+from agentrl.lab.study.queue import work_off
+from agentrl.lab.study.report import markdown
+from agentrl.lab.study.runs import count_by_status, study_runs
+from agentrl.lab.study.settings import StudySettings, read_study
+from agentrl.telemetry.files import atomic_write, world_errors
+
+RECORD = "study.json"
+
+
+def study_command(
+    file: Path, folder: Path | None, *, jobs: int | None, retry: bool, report_only: bool, echo: Callable[[str], None]
+) -> None:
+    """Run what is missing of the study in ``file`` and report; a record (``.json``) is only reported.
+
+    Runs and report lie in ``folder``, by default ``runs/NAME``. Raises SettingsError or WorldError.
+    """
+    if file.suffix == ".json":
+        _report(read_record(file), folder or file.parent, echo, keep=False)
+        return
+    study = read_study(file)
+    if jobs is not None:
+        study = study.model_copy(update={"jobs": jobs})
+    home = folder or Path("runs") / study.name
+    runs = study_runs(study, home)
+    check_same_study(study, home)
+    with world_errors(home, "make"):
+        home.mkdir(parents=True, exist_ok=True)
+    if not report_only:
+        left = ", ".join(f"{count} {status}" for status, count in count_by_status(runs).items() if count)
+        echo(f"study {study.name}: {len(runs)} runs, {left}; {study.jobs} at a time; logs in {home / 'logs'}")
+        work_off(study, runs, retry=retry, report=lambda run, said: echo(f"{run.folder.name}: {said}"))
+    record = StudyRecord(agentrl=agentrl.__version__, study=study, runs=tuple(map(read_curve, runs)))
+    _report(record, home, echo, keep=True)
+
+
+def check_same_study(study: StudySettings, home: Path) -> None:
+    """Refuse to mix runs of other settings under one name. Raises SettingsError."""
+    stored = home / RECORD
+    if not stored.is_file():
+        return
+    before = read_record(stored).study
+    for what in ("env", "config", "settings"):
+        if getattr(before, what) != getattr(study, what):
+            raise SettingsError(
+                f"{home} holds the study {before.name!r} with another {what}: give this one another name, or --output"
+            )
+    now = study.all_variants()
+    for variant, values in before.all_variants().items():
+        if variant in now and now[variant] != values:
+            raise SettingsError(f"{home}: variant {variant!r} had other settings; give it another name")
+
+
+def read_record(path: Path) -> StudyRecord:
+    """Read ``study.json``. Raises SettingsError."""
+    try:
+        return StudyRecord.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValidationError) as error:
+        raise SettingsError(f"{path} is no record of a study: {error}") from error
+
+
+def _report(record: StudyRecord, folder: Path, echo: Callable[[str], None], *, keep: bool) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if keep:
+        text = json.dumps(record.model_dump(mode="json"), allow_nan=False, separators=(",", ":")) + "\n"
+        atomic_write(folder / RECORD, lambda out: out.write(text.encode()))
+    said = markdown(record)
+    atomic_write(folder / "report.md", lambda out: out.write(said.encode()))
+    drawn = draw_study(record, folder)
+    echo(said)
+    echo(f"report: {folder / 'report.md'}" + "".join(f", {path}" for path in drawn))

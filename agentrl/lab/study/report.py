@@ -1,0 +1,127 @@
+"""The tables of a study, in Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import median
+
+from agentrl.lab.study.curves import RunCurve, StudyRecord
+from agentrl.lab.study.statistics import Estimated, interquartile_mean, over_seeds, paired_differences
+
+
+def markdown(record: StudyRecord) -> str:
+    """The report: scores, cost of a score, collapses, paired differences, and what did not finish."""
+    study = record.study
+    lines = [f"# {study.name}", "", _what(record), "", *_scores(record)]
+    if study.target is not None:
+        lines += ["", *_costs(record, study.target)]
+    lines += ["", *_differences(record)]
+    left = [run for run in record.runs if run.status != "finished"]
+    if left:
+        lines += ["", "## Not finished", "", "| run | seed | state | why |", "|---|---|---|---|"]
+        lines += [f"| {run.variant} | {run.seed} | {run.status} | {_one_line(run.message)} |" for run in left]
+    return "\n".join(lines) + "\n"
+
+
+def by_variant(record: StudyRecord) -> dict[str, list[RunCurve]]:
+    """The runs of each variant, in the order of the study."""
+    return {name: [run for run in record.runs if run.variant == name] for name in record.study.all_variants()}
+
+
+def _what(record: StudyRecord) -> str:
+    study = record.study
+    shared = ", ".join(f"`{key}={value}`" for key, value in study.settings.items())
+    done = sum(run.status == "finished" for run in record.runs)
+    return (
+        f"{done} of {len(record.runs)} runs finished, seeds {', '.join(map(str, study.seeds))}, agentrl "
+        f"{record.agentrl}. Every run: `agentrl train --env {study.env}"
+        + (f" --config {study.config}`" if study.config else "`")
+        + (f" with {shared}." if shared else ".")
+    )
+
+
+def _scores(record: StudyRecord) -> list[str]:
+    resamples = record.study.resamples
+    lines = [
+        "## Scores",
+        "",
+        "Held-out score after training, and its mean over all steps (area). Intervals: 95 %, bootstrap over seeds.",
+        "",
+        "| variant | seeds | at the start | final | final, interquartile mean | area | collapsed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for variant, runs in by_variant(record).items():
+        ended = [run for run in runs if run.status in ("finished", "failed")]
+        starts = [run.scores[0].mean for run in runs if run.scores]
+        finals = [run.final for run in runs if run.final is not None]
+        areas = [run.area for run in runs if run.area is not None]
+        collapsed = sum(run.collapsed(record.study.collapse) for run in ended)
+        cells = [
+            variant,
+            str(len(finals)),
+            _cell(starts, over_seeds, resamples),
+            _cell(finals, over_seeds, resamples),
+            _cell(finals, interquartile_mean, resamples),
+            _cell(areas, over_seeds, resamples),
+            f"{collapsed} of {len(ended)}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _costs(record: StudyRecord, target: float) -> list[str]:
+    lines = [
+        f"## Cost of a held-out score of {target:g}",
+        "",
+        "Median over the runs that reached it, up to the first evaluation that shows it.",
+        "",
+        "| variant | reached | sampled tokens | trajectories |",
+        "|---|---|---|---|",
+    ]
+    for variant, runs in by_variant(record).items():
+        tokens = [run.spent_until(target, run.model_tokens) for run in runs]
+        trajectories = [run.spent_until(target, run.trajectories) for run in runs]
+        reached = sum(value is not None for value in tokens)
+        lines.append(f"| {variant} | {reached} of {len(runs)} | {_median(tokens)} | {_median(trajectories)} |")
+    return lines
+
+
+def _differences(record: StudyRecord) -> list[str]:
+    scores = {
+        variant: {run.seed: run.final for run in runs if run.final is not None}
+        for variant, runs in by_variant(record).items()
+    }
+    baseline = record.study.baseline or next(iter(scores))
+    found = paired_differences(scores, baseline)
+    lines = [
+        f"## Final score minus that of {baseline}, seed by seed",
+        "",
+        "Intervals: 95 %, Student's t. p: exact sign-flip test; adjusted by Holm's method over the rows of this table.",
+        "",
+        "| variant | seeds | difference | p | adjusted p |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {item.variant} | {item.seeds} | {item.mean:+.3f} [{item.low:+.3f}, {item.high:+.3f}] | {item.p:.3f} "
+        f"| {item.adjusted_p:.3f} |"
+        for item in found
+    ]
+    return lines if found else [*lines[:2], "No other variant has two finished seeds in common with it."]
+
+
+def _cell(values: Sequence[float], summary: Callable[..., Estimated], resamples: int) -> str:
+    if not values:
+        return "-"
+    found = summary(values, resamples=resamples)
+    ends = "" if math.isnan(found.low) else f" [{found.low:.3f}, {found.high:.3f}]"
+    return f"{found.value:.3f}{ends}"
+
+
+def _median(values: Sequence[int | None]) -> str:
+    found = [value for value in values if value is not None]
+    return f"{median(found):,.0f}" if found else "-"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")

@@ -1,0 +1,99 @@
+"""What a study file says: which settings are compared, on which seeds, and by what they are judged."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from agentrl.errors import SettingsError
+
+Scalar = str | int | float | bool | None
+SettingValues = dict[str, Scalar | list[Scalar]]
+_OWN = ("seed", "name", "runs_dir")  # of every run, set by the study
+
+
+class StudySettings(BaseModel):
+    """A grid of runs. Its variants are the product of ``variants`` and of all lists in ``grid``, each with every seed.
+
+    >>> study = StudySettings(name="n", grid={"algorithm.estimator": ["grpo", "tir_otb"]}, seeds=[0, 1])
+    >>> [(variant, dict(values)) for variant, values in study.all_variants().items()]
+    [('grpo', {'algorithm.estimator': 'grpo'}), ('tir_otb', {'algorithm.estimator': 'tir_otb'})]
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(pattern=r"[\w.-]+", description="name of the study and of its folder")
+    env: str = Field("simpletir", description="as in agentrl train --env")
+    config: str | None = Field(None, description="as in agentrl train --config")
+    settings: SettingValues = Field({}, description="settings of every run, with dotted keys")
+    variants: dict[str, SettingValues] = Field({}, description="named sets of settings, with dotted keys")
+    grid: dict[str, list[Scalar]] = Field({}, description="lists of values, by dotted key")
+    seeds: list[int] = Field(min_length=1, description="seeds; runs of one seed begin with the same policy")
+    jobs: int = Field(1, ge=1, description="runs at a time")
+    baseline: str | None = Field(None, description="the variant that the others are compared with; null: the first")
+    target: float | None = Field(None, ge=0, le=1, description="score up to which tokens and trajectories are counted")
+    collapse: float = Field(
+        0.5, gt=0, lt=1, description="a run has collapsed if its last score is below this share of its best one"
+    )
+    resamples: int = Field(10_000, ge=100, description="bootstrap resamples behind each 95 % interval")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        given = [*self.settings, *self.grid, *(key for values in self.variants.values() for key in values)]
+        for key in given:
+            if key in _OWN:
+                raise ValueError(f"{key} is set by the study: seeds lists the seeds, name names the runs")
+        if len(set(self.seeds)) != len(self.seeds):
+            raise ValueError(f"seeds {self.seeds}: give different ones")
+        empty = [key for key, values in self.grid.items() if not values]
+        if empty:
+            raise ValueError(f"grid.{empty[0]} has no values")
+        names = list(self.all_variants())
+        if self.baseline is not None and self.baseline not in names:
+            raise ValueError(f"baseline {self.baseline!r} is no variant; variants: {', '.join(names)}")
+        return self
+
+    def all_variants(self) -> Mapping[str, SettingValues]:
+        """The settings of every variant, by its name: the named set, then the values of the grid."""
+        named: Mapping[str, SettingValues] = self.variants or {"": {}}
+        found: dict[str, SettingValues] = {}
+        for (name, values), point in itertools.product(named.items(), itertools.product(*self.grid.values())):
+            chosen: SettingValues = dict(zip(self.grid, point, strict=True))
+            words = [name, *(_word(key, value) for key, value in chosen.items())]
+            found[" ".join(word for word in words if word) or "default"] = values | chosen
+        return found
+
+
+def _word(key: str, value: object) -> str:
+    """How a value of the grid reads in a variant's name: estimators by themselves, others with their key's last part.
+
+    >>> _word("algorithm.estimator", "grpo"), _word("rollout.group_size", 4)
+    ('grpo', 'group_size=4')
+    """
+    last = key.rpartition(".")[2]
+    return str(value) if last == "estimator" else f"{last}={value}"
+
+
+def read_study(path: Path) -> StudySettings:
+    """Read a study file (YAML). Raises SettingsError with one line for each mistake."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise SettingsError(f"cannot read the study {path}: {error}") from error
+    return study_of(content, str(path))
+
+
+def study_of(content: object, place: str) -> StudySettings:
+    """The study that ``content`` describes. Raises SettingsError."""
+    if not isinstance(content, dict):
+        raise SettingsError(f"{place}: a study is a mapping with name, seeds, and grid or variants (docs/studies.md)")
+    try:
+        return StudySettings.model_validate(content)
+    except ValidationError as error:
+        said = [f"{place}: {'.'.join(map(str, item['loc'])) or 'study'}: {item['msg']}" for item in error.errors()]
+        raise SettingsError("\n".join(said)) from error

@@ -1,0 +1,193 @@
+"""The families of ``builtin:horizon``: the same kinds of task at 1, 2, 4, 8 and 10 turns.
+
+The number in a family's name is the number of turns that the shown solution needs at most, the answer's included. All
+but the first level hide their values behind functions of ``Problem.setup`` that **print**: each turn can only be
+written after the one before was read, and a guess is right about once in ninety times.
+
+============= ==========================================================================================
+``debug_N``   a given program is wrong; ``test(n)`` shows single right values (N = 1, 2, 4)
+``chain_N``   every box shows the number of the next one, the last one the answer
+``sum_N``     the contents of N - 1 boxes, added up in the last turn
+``search_N``  one of 2 ** (N - 1) - 1 keys opens; ``key(n)`` shows whether it is more or less, or what is inside
+============= ==========================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+
+from agentrl.problems.demonstrations.demonstration import ShownTurn, observation, program
+from agentrl.problems.demonstrations.exercises import SECRET_RANGE, ExerciseFamily, Numbers, define_reveal
+
+HORIZONS = (1, 2, 4, 8, 10)
+Solution = tuple[int, tuple[ShownTurn, ...], str]
+
+
+def _looked(call: str, shown: object) -> ShownTurn:
+    return ShownTurn(model=program(call), observation=observation(str(shown)))
+
+
+def _boxed(answer: int) -> ShownTurn:
+    return ShownTurn(model=f"\\boxed{{{answer}}}")
+
+
+def _secrets(rng: Random, count: int) -> list[int]:
+    return rng.sample(range(SECRET_RANGE[0], SECRET_RANGE[1] + 1), count)
+
+
+def _chain(turns: int) -> ExerciseFamily:
+    def solve(rng: Random, numbers: Numbers) -> Solution:
+        boxes = [numbers["a"], *(box for box in _secrets(rng, turns) if box != numbers["a"])][:turns]
+        *path, end = boxes
+        contents = dict(zip(path, [*map(str, path[1:]), f"end {end}"], strict=True))
+        shown = [_looked(f"box({box})", contents[box]) for box in path]
+        return end, (*shown, _boxed(end)), _define_texts("box", contents)
+
+    return ExerciseFamily(
+        name=f"chain_{turns}",
+        draw=lambda rng: {"a": rng.randint(10, 99)},
+        solve=solve,
+        phrasings=(
+            "{n} hides {t}. box({a}) shows the number of the next box, and so on. What number stands at the end?",
+            "box({a}) shows the box in which {n} has put the number of the next. What number stands at the end?",
+        ),
+    )
+
+
+def _sum(turns: int) -> ExerciseFamily:
+    count = turns - 1
+
+    def solve(rng: Random, numbers: Numbers) -> Solution:
+        boxes = range(numbers["a"], numbers["a"] + count)
+        contents = dict(zip(boxes, _secrets(rng, count), strict=True))
+        shown = [_looked(f"box({box})", contents[box]) for box in boxes]
+        last = ShownTurn(model=program(f"final_answer({'+'.join(map(str, contents.values()))})"))
+        return sum(contents.values()), (*shown, last), define_reveal("box", contents)
+
+    return ExerciseFamily(
+        name=f"sum_{turns}",
+        draw=lambda rng: _boxes(rng, count),
+        solve=solve,
+        phrasings=(
+            "box({a}) to box({b}) show the {t} of {n}. How many {t} are there together?",
+            "{n} has {t} in the boxes {a} to {b}: box({a}) and so on show how many. How many {t} does {n} have?",
+        ),
+    )
+
+
+def _boxes(rng: Random, count: int) -> Numbers:
+    first = rng.randint(10, 100 - count)
+    return {"a": first, "b": first + count - 1}
+
+
+def _search(turns: int) -> ExerciseFamily:
+    span = 2 ** (turns - 1) - 1
+
+    def solve(rng: Random, numbers: Numbers) -> Solution:
+        below, above, held = numbers["a"], numbers["b"], rng.randint(*SECRET_RANGE)
+        right = rng.randint(below + 1, above - 1)
+        shown = []
+        while (middle := (below + above) // 2) != right:
+            less = right < middle
+            shown.append(_looked(f"key(({below}+{above})//2)", f"less {middle}" if less else f"more {middle}"))
+            below, above = (below, middle) if less else (middle, above)
+        shown.append(_looked(f"key(({below}+{above})//2)", f"open {held}"))
+        return held, (*shown, _boxed(held)), _define_key(right, held)
+
+    return ExerciseFamily(
+        name=f"search_{turns}",
+        draw=lambda rng: _bounds(rng, span),
+        solve=solve,
+        phrasings=(
+            "One key between {a} and {b} opens a box. key(n) shows if it is more or less than n. What is in the box?",
+            "{n} has {t} in a box. One key between {a} and {b} opens it: try key(n). How many {t} are in it?",
+        ),
+    )
+
+
+def _bounds(rng: Random, span: int) -> Numbers:
+    below = rng.randint(10, 99)
+    return {"a": below, "b": below + span + 1}
+
+
+def _define_key(right: int, held: int) -> str:
+    return f"def key(n):\n    print(*(['open', {held}] if n == {right} else ['less' if n > {right} else 'more', n]))\n"
+
+
+def _define_texts(function: str, values: Mapping[int, str]) -> str:
+    return f"def {function}(n):\n    print({dict(values)!r}.get(n, 'empty'))\n"
+
+
+def _debug_sign(rng: Random, numbers: Numbers) -> Solution:
+    a, b = numbers["a"], numbers["b"]
+    return a + b, (ShownTurn(model=program(f"final_answer({a}+{b})")),), ""
+
+
+def _debug_shift(rng: Random, numbers: Numbers) -> Solution:
+    """f(n) = n + s with a hidden s: one test tells it."""
+    b, shift = numbers["b"], rng.randint(*SECRET_RANGE)
+    turns = (_looked("test(0)", shift), ShownTurn(model=program(f"final_answer({shift}+{b})")))
+    return shift + b, turns, _define_test(f"n + {shift}")
+
+
+def _debug_square(rng: Random, numbers: Numbers) -> Solution:
+    """f(n) = p + q n + r n (n - 1) / 2: three tests tell p, q and r."""
+    b = numbers["b"]
+    p, q, r = rng.randint(10, 40), rng.randint(1, 15), rng.randint(1, 9)
+    values = [p, p + q, p + 2 * q + r]
+    shown = [_looked(f"test({n})", value) for n, value in enumerate(values)]
+    u, v, w = values
+    last = ShownTurn(model=program(f"final_answer({u}+({v}-{u})*{b}+({w}-{v}-{v}+{u})*{b}*({b}-1)//2)"))
+    return p + q * b + r * b * (b - 1) // 2, (*shown, last), _define_test(f"{p} + {q}*n + {r}*n*(n-1)//2")
+
+
+def _define_test(expression: str) -> str:
+    return f"def test(n):\n    print({expression})\n"
+
+
+def _descending(rng: Random) -> Numbers:
+    b, a = sorted(rng.sample(range(2, 100), 2))
+    return {"a": a, "b": b}
+
+
+_DEBUG = (
+    ExerciseFamily(
+        name="debug_1", draw=_descending, solve=_debug_sign,
+        phrasings=(
+            "{n} gets {b} {t} more. The program final_answer({a}-{b}) is wrong. What is right?",
+            "{n} has {a} {t} and finds {b}. The program final_answer({a}-{b}) is wrong. What is right?",
+        ),
+    ),
+    ExerciseFamily(
+        name="debug_2", draw=_descending, solve=_debug_shift,
+        phrasings=(
+            "f(n)=n+{a} is wrong: test(n) shows what n and some number make. What is f({b})?",
+            "{n} adds {a}, which is wrong. test(n) shows n and the right number added. What is it for {b}?",
+        ),
+    ),
+    ExerciseFamily(
+        name="debug_4", draw=lambda rng: {"a": rng.randint(2, 9), "b": rng.randint(3, 99)}, solve=_debug_square,
+        phrasings=(
+            "f(n)=n*n+{a} is wrong: test(n) shows the right values of a square. What is f({b})?",
+            "{n} took {a}+n*n, which is wrong. test(n) shows the right square. What is it for {b}?",
+        ),
+    ),
+)  # fmt: skip
+
+_ALL = (
+    *_DEBUG,
+    *(family(turns) for turns in HORIZONS[1:] for family in (_chain, _sum)),
+    *(_search(turns) for turns in HORIZONS[2:]),  # two turns leave a single key
+)
+
+HORIZON_FAMILIES: Mapping[str, ExerciseFamily] = {family.name: family for family in _ALL}
+
+
+def families_of(turns: int) -> tuple[str, ...]:
+    """The families of one horizon.
+
+    >>> families_of(8)
+    ('chain_8', 'sum_8', 'search_8')
+    """
+    return tuple(name for name in HORIZON_FAMILIES if name.endswith(f"_{turns}"))

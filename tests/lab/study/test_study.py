@@ -1,0 +1,224 @@
+"""Studies: grids, queues that continue, records, tables and statistics."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from agentrl.errors import SettingsError
+from agentrl.lab.study.command import RECORD, read_record, study_command
+from agentrl.lab.study.curves import HeldOutScore, RunCurve, StudyRecord
+from agentrl.lab.study.report import markdown
+from agentrl.lab.study.runs import StudyRun, study_runs, train_command
+from agentrl.lab.study.settings import StudySettings, study_of
+from agentrl.lab.study.statistics import holm, over_seeds, paired_differences, sign_flip_p
+
+GRID = {"algorithm.estimator": ["grpo", "tir_otb"], "rollout.group_size": [4, 16]}
+
+
+def study(**values: object) -> StudySettings:
+    return study_of({"name": "s", "seeds": [0, 1], **values}, "study.yaml")
+
+
+def curve(variant: str, seed: int, *means: float, status: str = "finished") -> RunCurve:
+    scores = [HeldOutScore(step=10 * place, mean=mean, low=mean, high=mean) for place, mean in enumerate(means)]
+    steps = tuple(range(1, 10 * len(means) - 9))
+    return RunCurve(
+        variant=variant, seed=seed, settings={}, status=status, scores=tuple(scores), steps=steps,
+        rewards=(0.5,) * len(steps), model_tokens=(100,) * len(steps), trajectories=(8,) * len(steps),
+        seconds=(1.0,) * len(steps),
+    )  # fmt: skip
+
+
+def test_variants_are_the_product_of_named_sets_and_grid():
+    found = study(grid=GRID, variants={"small": {"model.tiny.layers": 2}, "large": {}}).all_variants()
+    assert len(found) == 8
+    assert found["small tir_otb group_size=16"] == {
+        "model.tiny.layers": 2, "algorithm.estimator": "tir_otb", "rollout.group_size": 16,
+    }  # fmt: skip
+    assert list(study().all_variants()) == ["default"]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"settings": {"seed": 3}}, "seed is set by the study"),
+        ({"grid": {"name": ["a"]}}, "name is set by the study"),
+        ({"seeds": [1, 1]}, "give different ones"),
+        ({"grid": {"rollout.group_size": []}}, "grid.rollout.group_size has no values"),
+        ({"grid": GRID, "baseline": "grpo"}, "no variant; variants: grpo group_size=4, grpo group_size=16"),
+        ({"sedes": [1]}, "Extra inputs"),
+    ],
+)
+def test_a_mistake_in_a_study_is_named(values: dict[str, object], said: str):
+    with pytest.raises(SettingsError, match=said):
+        study(**values)
+
+
+def test_runs_go_seed_by_seed_and_name_their_settings(tmp_path: Path):
+    one = study(grid=GRID, config="tiny", settings={"training.steps": 5})
+    runs = study_runs(one, tmp_path)
+    assert [run.seed for run in runs] == [0] * 4 + [1] * 4
+    assert len({run.folder for run in runs}) == 8
+    command = train_command(one, runs[5])
+    assert "--resume" not in command
+    assert command[command.index("--config") + 1] == "tiny"
+    assert {'algorithm.estimator="grpo"', "rollout.group_size=16", "training.steps=5", "seed=1"} <= set(command)
+
+
+FAKE = """#!/usr/bin/env python3
+import json, pathlib, sys
+given = dict(item.split("=", 1) for item in sys.argv[1:] if "=" in item)
+folder = pathlib.Path(json.loads(given["runs_dir"])) / json.loads(given["name"])
+folder.mkdir(parents=True, exist_ok=True)
+print("resumed" if "--resume" in sys.argv else "new", flush=True)
+if given["algorithm.estimator"] == '"grpo"' and given["seed"] == "1":
+    sys.exit("error: the machine is on fire")
+(folder / "config.yaml").write_text("{}")
+seed = int(given["seed"])
+rows = [{"step": 0, "eval/avg_at_k": 0.2, "eval/low": 0.1, "eval/high": 0.3}]
+for step in (1, 2):
+    rows += [{"step": step, "reward/count": 8, "reward/mean": 0.5, "rollout/model_tokens": 100, "time/step_s": 1.0}]
+rows += [{"step": 2, "eval/avg_at_k": 0.6 + seed / 10, "eval/low": 0.5, "eval/high": 0.8}]
+(folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+(folder / "summary.json").write_text("{}")
+"""
+
+
+@pytest.fixture
+def fake_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands in for the interpreter of the runs: writes a run directory at once."""
+    script = tmp_path / "train"
+    script.write_text(FAKE)
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr("agentrl.lab.study.runs.sys.executable", str(script))
+    return script
+
+
+def run_study(file: Path, folder: Path, **options: object) -> list[str]:
+    said: list[str] = []
+    chosen = {"jobs": None, "retry": False, "report_only": False} | options
+    study_command(file, folder, echo=said.append, **chosen)
+    return said
+
+
+def test_a_study_keeps_failures_goes_on_and_reports_from_its_record(tmp_path: Path, fake_train: Path):
+    file, home = tmp_path / "study.yaml", tmp_path / "runs"
+    file.write_text(
+        "name: s\nseeds: [0, 1]\njobs: 2\ntarget: 0.5\ngrid: {algorithm.estimator: [tir_otb, grpo]}\n"
+        "settings: {training.steps: 2}\n"
+    )
+    said = run_study(file, home)
+    assert "grpo-seed-1: failed with exit status 1: error: the machine is on fire" in "\n".join(said)
+    record = read_record(home / RECORD)
+    assert [run.status for run in record.runs] == ["finished", "finished", "finished", "failed"]
+    assert [run.final for run in record.runs] == [0.6, 0.6, 0.7, None]
+    report = (home / "report.md").read_text()
+    assert "| tir_otb | 2 | 0.200 [0.200, 0.200] | 0.650 [0.600, 0.700] |" in report
+    assert "| tir_otb | 2 of 2 | 200 | 16 |" in report
+    assert "| grpo | 1 | failed | exit status 1 error: the machine is on fire |" in report
+    assert (home / "curves.png").stat().st_size > 10_000
+
+    assert not [line for line in run_study(file, home) if line.endswith("starts")]  # nothing twice, not failures either
+    fake_train.write_text(FAKE.replace('sys.exit("error: the machine is on fire")', "pass"))
+    assert "grpo-seed-1: finished" in run_study(file, home, retry=True)
+    assert all(run.status == "finished" for run in read_record(home / RECORD).runs)
+
+    other = tmp_path / "kept"
+    other.mkdir()
+    (other / "kept.json").write_bytes((home / RECORD).read_bytes())
+    run_study(other / "kept.json", other)
+    assert (other / "report.md").read_text() == (home / "report.md").read_text()
+
+
+def test_a_run_that_was_cut_off_is_resumed(tmp_path: Path, fake_train: Path):
+    file, home = tmp_path / "study.yaml", tmp_path / "runs"
+    file.write_text("name: s\nseeds: [0]\ngrid: {algorithm.estimator: [tir_otb]}\n")
+    begun = home / "tir_otb-seed-0"
+    begun.mkdir(parents=True)
+    (begun / "config.yaml").write_text("{}")
+    assert "tir_otb-seed-0: goes on" in run_study(file, home)
+    assert (home / "logs/tir_otb-seed-0.log").read_text() == "resumed\n"
+
+
+def test_other_settings_under_the_same_name_are_refused(tmp_path: Path, fake_train: Path):
+    file, home = tmp_path / "study.yaml", tmp_path / "runs"
+    file.write_text("name: s\nseeds: [0]\ngrid: {algorithm.estimator: [tir_otb]}\nsettings: {training.steps: 2}\n")
+    run_study(file, home)
+    file.write_text(file.read_text().replace("2}", "3}"))
+    with pytest.raises(SettingsError, match="with another settings: give this one another name"):
+        run_study(file, home)
+    with pytest.raises(SettingsError, match="is no record of a study"):
+        run_study(begun_json(tmp_path), home)
+
+
+def begun_json(folder: Path) -> Path:
+    path = folder / "broken.json"
+    path.write_text('{"agentrl": "1"}')
+    return path
+
+
+def test_scores_areas_costs_and_collapses():
+    run = curve("a", 0, 0.2, 0.6, 1.0)
+    assert run.final == 1.0
+    assert run.area == pytest.approx(0.6)
+    assert run.spent_until(0.5, run.model_tokens) == 1000
+    assert run.spent_until(0.9, run.trajectories) == 160
+    assert run.spent_until(1.1, run.model_tokens) is None
+    assert not run.collapsed(0.5)
+    assert curve("a", 0, 0.2, 0.9, 0.3).collapsed(0.5)
+    assert curve("a", 0, status="failed").collapsed(0.5)
+    assert curve("a", 0, 0.2, 0.4, status="interrupted").final is None
+
+
+def test_differences_are_paired_by_seed():
+    scores = {"base": {0: 0.1, 1: 0.5, 2: 0.9}, "other": {0: 0.2, 1: 0.7, 2: 1.2}, "lonely": {0: 1.0}}
+    (found,) = paired_differences(scores, "base")
+    expected = stats.ttest_rel([0.2, 0.7, 1.2], [0.1, 0.5, 0.9]).confidence_interval()
+    assert (found.variant, found.seeds) == ("other", 3)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+    assert found.p == 0.25  # all three of one sign: two of eight patterns
+    assert found.adjusted_p == 0.25
+
+
+def test_sign_flips_of_many_seeds_and_of_none():
+    assert sign_flip_p(np.full(10, 0.1)) == pytest.approx(2 / 1024)
+    assert sign_flip_p(np.zeros(4)) == 1.0
+
+
+def test_holm_never_reverses_an_order():
+    raw = {"a": 0.2, "b": 0.01, "c": 0.02}
+    assert holm(raw) == {"b": 0.03, "c": 0.04, "a": 0.2}
+
+
+def test_intervals_cover_the_mean_of_a_known_distribution():
+    draws = np.random.default_rng(0).normal(size=(200, 20))
+    hits = sum(found.low <= 0 <= found.high for found in (over_seeds(row, resamples=300) for row in draws))
+    assert 0.87 <= hits / 200 <= 0.99
+    assert np.isnan(over_seeds([0.4], resamples=100).low)
+
+
+def test_a_report_without_any_finished_run_says_so():
+    record = StudyRecord(agentrl="1", study=study(grid=GRID), runs=(curve("grpo group_size=4", 0, status="waiting"),))
+    text = markdown(record)
+    assert "0 of 1 runs finished" in text
+    assert "No other variant has two finished seeds in common with it." in text
+    assert "| grpo group_size=4 | 0 | waiting |  |" in text
+
+
+def test_a_status_is_what_the_files_say(tmp_path: Path):
+    run = StudyRun(variant="a", seed=0, values={}, folder=tmp_path / "a-seed-0")
+    assert run.status == "waiting"
+    run.folder.mkdir()
+    run.files.config.write_text("{}")
+    assert run.status == "interrupted"
+    run.log.parent.mkdir()
+    run.failure.write_text("exit status 1")
+    assert run.status == "failed"
+    run.files.summary.write_text(json.dumps({}))
+    assert run.status == "finished"

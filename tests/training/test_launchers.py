@@ -1,0 +1,58 @@
+"""The ranks of a foreign launcher: torchrun starts the command itself, once a rank."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import finish, start_ranks
+
+from .conftest import DEADLINE, CommandLine
+from .test_resume import without_timings
+
+pytestmark = pytest.mark.slow
+
+TWO = ["training.steps=2", "training.zero_stage=3", "training.persistence_threshold=0", "training.deterministic=true"]
+
+
+def test_torchrun_starts_the_same_ranks_as_the_command(command_line: CommandLine, random_policy: Path) -> None:
+    arguments = command_line.counting(random_policy, *TWO)
+    command_line.run(*arguments, "name=own", "--num-processes", "2")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "agentrl.cli"]
+    done = subprocess.run(
+        [sys.executable, *launcher, *arguments, "name=theirs", "cluster=environment"],
+        cwd=command_line.folder,
+        env=command_line.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert done.returncode == 0, done.stdout
+    own, theirs = (without_timings(command_line.metrics(name)) for name in ("own", "theirs"))
+    assert command_line.steps("theirs") == [1, 2]
+    assert [sorted(row) for row in theirs] == [sorted(row) for row in own]
+    for row, other in zip(own, theirs, strict=True):
+        assert other == pytest.approx(row, rel=1e-5, abs=1e-8, nan_ok=True)
+
+
+def test_without_its_variables_the_command_says_what_it_needs(command_line: CommandLine, random_policy: Path) -> None:
+    said = command_line.run(*command_line.counting(random_policy, "cluster=environment"), code=2)
+    assert "cluster.kind=environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set" in said
+
+
+def test_a_folder_that_a_rank_does_not_see_is_refused(tmp_path: Path) -> None:
+    for shared in (True, False):
+        folders = [tmp_path / str(shared) / ("all" if shared else str(rank)) for rank in range(2)]
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        finish(start_ranks(Path(__file__).with_name("folder_on_ranks.py"), folders), seconds=300)
+        said = [(folder / "refused").read_text() for folder in folders if (folder / "refused").exists()]
+        found = [
+            re.fullmatch(r"runs_dir: rank 1 on \S+ cannot see the files that rank 0 .* share", text) for text in said
+        ]
+        assert [one is not None for one in found] == ([] if shared else [True, True])
+        assert not [*tmp_path.rglob(".probe-*")]
