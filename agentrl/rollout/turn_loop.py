@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from agentrl.rollout.engines.base import EngineError
 from agentrl.rollout.gates import FairYield
 from agentrl.rollout.settings import RolloutSettings
-from agentrl_envs.episode import Environment, Episode, UnavailableError
+from agentrl_envs.episode import Environment, Episode, NamesCalls, UnavailableError
 from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict
 
 logger = logging.getLogger(__name__)
@@ -92,14 +92,14 @@ class TurnLoop:
         return Ended.INFRASTRUCTURE_FAILURE
 
     async def _turns(self, episode: Episode) -> Ended:
-        self.sampler.begin(await self._reply(episode.start()))
+        self.sampler.begin(await self._reply(episode, episode.start()))
         while True:
             room = self.settings.max_response_tokens - self.sampler.used
             limit = min(self.settings.max_turn_tokens, room)
             turn = await self.sampler.sample(episode, limit)
             if turn is None:
                 return Ended.TOKEN_LIMIT
-            step = await self._reply(episode.step(turn.text))
+            step = await self._reply(episode, episode.step(turn.text))
             await self.fair_yield.wait()
             ended = self._ended(step, turn, full=turn.full and limit == room)
             if ended is not None:
@@ -123,16 +123,17 @@ class TurnLoop:
         allowed = self.settings.program_seconds
         return Ended.DEADLINE if allowed is not None and sum(call.seconds for call in self.calls) > allowed else None
 
-    async def _reply(self, environment: Awaitable[_Value]) -> _Value:
-        """An environment's reply to a start or a turn. Raises _NoAnswerError past ``environment_deadline``."""
+    async def _reply(self, episode: Episode, reply: Awaitable[_Value]) -> _Value:
+        """An episode's reply to a start or a turn. Raises _NoAnswerError past ``environment_deadline``."""
         seconds = self.settings.environment_deadline
         try:
             async with asyncio.timeout(seconds) as limit:
-                return await environment
+                return await reply
         except TimeoutError:
             if not limit.expired():
                 raise  # not this deadline
-            said = f"the environment gave no answer within {seconds:g} s (rollout.environment_deadline)"
+            silent = (episode.calling if isinstance(episode, NamesCalls) else "") or "the environment"
+            said = f"{silent} gave no answer within {seconds:g} s (rollout.environment_deadline)"
             raise _NoAnswerError(said) from None
 
 

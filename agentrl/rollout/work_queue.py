@@ -127,7 +127,7 @@ class WorkQueue:
             self._log_skipped(problem, tokens)
         raise SettingsError(
             f"{_MOST_SKIPPED} problems in a row have prompts over rollout.max_prompt_tokens={self._max_prompt_tokens}: "
-            "raise it or shorten them"
+            f"raise it or shorten them (problem {problem.id}, the last one, has {tokens} tokens)"
         )
 
     def _log_skipped(self, problem: Problem, tokens: int) -> None:

@@ -77,6 +77,16 @@ class Episode(Protocol):
 
 
 @runtime_checkable
+class NamesCalls(Protocol):
+    """An episode that knows which call of the user's it waits for."""
+
+    @property
+    def calling(self) -> str:
+        """The call under way, or the one that was given up; empty if there is none."""
+        ...
+
+
+@runtime_checkable
 class Environment(Protocol):
     """What all episodes of a run share (sandbox, grader, threads). Open once, close once."""
 

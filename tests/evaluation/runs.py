@@ -100,8 +100,8 @@ class WrittenEngine:
             self.asked.append(sample)
             yield self._write(sample)
 
-    def without_room(self, prompts: Sequence[str]) -> Mapping[str, int]:
-        return {prompt: len(prompt) for prompt in prompts if len(prompt) > self.longest}
+    def without_room(self, prompts: Mapping[tuple[str, str], str]) -> Mapping[tuple[str, str], int]:
+        return {problem: len(prompt) for problem, prompt in prompts.items() if len(prompt) > self.longest}
 
     async def close(self) -> None:
         """Nothing to release."""

@@ -61,6 +61,10 @@ async def test_a_prompt_stands_in_the_template_and_its_special_tokens_are_text(t
         await environment.close()
 
 
+def prompts(*texts: str) -> dict[tuple[str, str], str]:
+    return {("toy", str(number)): text for number, text in enumerate(texts)}
+
+
 async def test_a_model_that_is_read_here(tmp_path: Path) -> None:
     chosen = settings(f"model.path={saved(tmp_path)}", "model.dtype=float32", "rollout.concurrency=3")
     opened = await open_engine(chosen, tmp_path)
@@ -69,8 +73,11 @@ async def test_a_model_that_is_read_here(tmp_path: Path) -> None:
         assert opened.model() == {"name": str(tmp_path), "fingerprint": opened.engine.fingerprint()}
         assert opened.concurrency == 3
         assert isinstance(opened.player(None), TokenPlayer)  # type: ignore[arg-type]
-        with pytest.raises(SettingsError, match=r"passes the positions of the model, 1024; valid: .* at most 1019"):
-            opened.without_room(["short", "p" * 10])
+        said = r"^problem 0 of toy: .* passes the positions of the model, 1024; valid: .*_tokens of at most 1019$"
+        with pytest.raises(SettingsError, match=said):
+            opened.without_room(prompts("short", "p" * 10))
+        with pytest.raises(SettingsError, match=r"^problem 0 of toy: .* of the model, 1024; valid: shorter prompts$"):
+            opened.without_room(prompts("p" * 100_000))
     finally:
         await opened.close()
 
@@ -84,9 +91,14 @@ async def test_what_fits_is_accepted_and_the_cache_counts_too(tmp_path: Path) ->
         fingerprint="f",
         record={},
     )
-    assert opened.without_room(["p" * 10]) == {}
-    with pytest.raises(SettingsError, match=r"passes rollout\.kv_cache_tokens, 100; valid: .* at most 89"):
-        opened.without_room(["p" * 11])
+    assert opened.without_room(prompts("p" * 10)) == {}
+    said = r"passes rollout\.kv_cache_tokens, 100; valid: rollout\.kv_cache_tokens of at least 101, or .* at most 89$"
+    with pytest.raises(SettingsError, match=said):
+        opened.without_room(prompts("p" * 11))
+    with pytest.raises(
+        SettingsError, match=r"^problem 1 of toy: .*; valid: rollout\.kv_cache_tokens of at least 10090$"
+    ):
+        opened.without_room(prompts("p", "p" * 10_000))
 
 
 async def test_prompts_that_leave_a_model_no_room_are_named_while_others_fit() -> None:
@@ -98,7 +110,7 @@ async def test_prompts_that_leave_a_model_no_room_are_named_while_others_fit() -
         record={},
         positions=100,
     )
-    assert opened.without_room(["p" * 10, "p" * 11, "p" * 500]) == {"p" * 11: 11, "p" * 500: 500}
+    assert opened.without_room(prompts("p" * 10, "p" * 11, "p" * 500)) == {("toy", "1"): 11, ("toy", "2"): 500}
 
 
 async def test_a_model_without_template_is_refused_where_one_is_needed(tmp_path: Path) -> None:

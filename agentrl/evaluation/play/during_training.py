@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group
 from agentrl_envs.episode import Environment
 from agentrl_envs.types import Problem
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +66,15 @@ async def evaluate_policy(
         problems = [problem for problem in problems if problem.setup]
         environment = FalsifiedEnvironment(environment, seed)
     requests = [RolloutRequest(index=index, problem=problem) for index, problem in enumerate(problems)]
-    played = driver_for(environment).run(requests, step=step, group_size=samples, temperature=temperature)
+    driver = driver_for(environment)
+    played = driver.run(requests, step=step, group_size=samples, temperature=temperature)
     groups = sorted([group async for group in played], key=lambda group: group.index)
+    failed = [group.problem.id for group in groups if any(item.no_data for item in group.rollouts)]
+    if failed and driver.last_failure:
+        logger.warning(
+            "evaluation at step %d: %d problems have rollouts that are no data, first %s; the last failure: %s",
+            step, len(failed), failed[0], driver.last_failure,
+        )  # fmt: skip
     return score_groups(groups, step=step, samples=samples, falsified=falsified)
 
 

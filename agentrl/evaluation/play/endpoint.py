@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,7 +53,7 @@ class OpenedEndpoint:
             concurrency=self.concurrency,
         )
 
-    def without_room(self, prompts: Sequence[str]) -> Mapping[str, int]:
+    def without_room(self, prompts: Mapping[tuple[str, str], str]) -> Mapping[tuple[str, str], int]:
         """Empty: the endpoint itself refuses prompts that are too long."""
         return {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from agentrl.evaluation.settings import EvaluationSections
 
 
+ProblemKey = tuple[str, str]
+"""The names of a benchmark and of a problem in it."""
+
+
 class OpenedEngine(Protocol):
     """An engine that is ready to sample, from tokens or from text."""
 
@@ -44,8 +48,8 @@ class OpenedEngine(Protocol):
 
     def player(self, environment: Environment) -> Player: ...
 
-    def without_room(self, prompts: Sequence[str]) -> Mapping[str, int]:
-        """The prompts that leave the model no room for a whole response, with their numbers of tokens.
+    def without_room(self, prompts: Mapping[ProblemKey, str]) -> Mapping[ProblemKey, int]:
+        """The problems whose prompts leave the model no room for a whole response, with the prompts' tokens.
 
         Raises SettingsError if that holds for all prompts, and if a length exceeds the limit of a setting.
         """
@@ -134,31 +138,42 @@ class OpenedModel:
             seed=self.settings.seed,
         )
 
-    def without_room(self, prompts: Sequence[str]) -> Mapping[str, int]:
+    def without_room(self, prompts: Mapping[ProblemKey, str]) -> Mapping[ProblemKey, int]:
         rollout = self.settings.rollout
-        tokens = {prompt: len(self.codec.encode_prompt(prompt)) for prompt in prompts}
+        tokens = {problem: len(self.codec.encode_prompt(prompt)) for problem, prompt in prompts.items()}
         most = None if self.positions is None else self.positions - rollout.max_response_tokens
-        unfit = {prompt: count for prompt, count in tokens.items() if most is not None and count > most}
+        unfit = {problem: count for problem, count in tokens.items() if most is not None and count > most}
         if len(unfit) == len(tokens):
-            self._refuse(min(tokens.values()), "the positions of the model", self.positions or 0)
-        longest = max(count for prompt, count in tokens.items() if prompt not in unfit)
+            shortest = min(tokens, key=tokens.__getitem__)
+            self._refuse(shortest, tokens[shortest], "the positions of the model", self.positions or 0)
+        problem = max(tokens.keys() - unfit.keys(), key=tokens.__getitem__)
+        longest = tokens[problem]
         facts = engine_facts(rollout)
         if facts.kv_slots is not None and longest + rollout.max_response_tokens > facts.kv_slots:
-            self._refuse(longest, "rollout.kv_cache_tokens", facts.kv_slots)
+            self._refuse(problem, longest, "rollout.kv_cache_tokens", facts.kv_slots)
         if facts.prompt_limit is not None and longest > facts.prompt_limit:
             raise SettingsError(
-                f"a prompt has {longest} tokens, and vLLM's servers serve prompts of "
+                f"{_named(problem)}: its prompt has {longest} tokens, and vLLM's servers serve prompts of "
                 f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}; valid: at least {longest}"
             )
         return unfit
 
-    def _refuse(self, prompt: int, name: str, limit: int) -> NoReturn:
+    def _refuse(self, problem: ProblemKey, prompt: int, name: str, limit: int) -> NoReturn:
+        """``name`` and ``limit``: of what holds a prompt and its response."""
         more = self.settings.rollout.max_response_tokens
+        valid = [f"{name} of at least {prompt + more}"] if "." in name else []
+        if limit > prompt:
+            valid.append(f"evaluation.max_response_tokens of at most {limit - prompt}")
         raise SettingsError(
-            f"a prompt has {prompt} tokens and evaluation.max_response_tokens (or, without it, "
+            f"{_named(problem)}: its prompt has {prompt} tokens and evaluation.max_response_tokens (or, without it, "
             f"rollout.max_response_tokens) allows {more} more, which passes {name}, {limit}; valid: "
-            f"evaluation.max_response_tokens of at most {max(limit - prompt, 1)}"
+            + (", or ".join(valid) or "shorter prompts")
         )
 
     async def close(self) -> None:
         await self.engine.close()
+
+
+def _named(problem: ProblemKey) -> str:
+    benchmark, name = problem
+    return f"problem {name} of {benchmark}"

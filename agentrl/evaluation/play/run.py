@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _DISPLAY_EVERY = (1.0, 15.0)  # seconds between updates of a live display, and between plain lines
 _FAILURES_IN_A_ROW = 100
+_NAMED = 3  # problems that a warning names
 
 
 def evaluate_command(settings: EvaluationSections, request: EvaluationRequest) -> Results:
@@ -92,7 +93,7 @@ class Evaluation:
             environment = await self._open_environment(stack)
             engine = await self._open_engine(stack)
             prompts = await _prompts(self.sets, environment)
-            unfit = engine.without_room(list(prompts.values()))
+            unfit = engine.without_room(prompts)
             record = provenance(
                 self.settings,
                 self.sets,
@@ -110,7 +111,7 @@ class Evaluation:
             index = RolloutIndex()
             for transcript in directory.transcripts():
                 index.add(transcript)
-            self._end_without_room({key: unfit[text] for key, text in prompts.items() if text in unfit}, log, index)
+            self._end_without_room(unfit, log, index)
             await self._play_missing(engine, environment, log, index)
         return directory
 
@@ -134,9 +135,9 @@ class Evaluation:
             log.append(transcript)
             index.add(transcript)
         self.console.warning(
-            f"{len(unfit)} problems have prompts of up to {max(unfit.values())} tokens, after which the model has no "
-            f"room for {self.settings.rollout.max_response_tokens} more (evaluation.max_response_tokens): their "
-            "rollouts are not played and count as truncated, which is wrong"
+            f"{len(unfit)} problems ({_first_named(unfit)}) have prompts of up to {max(unfit.values())} tokens, after "
+            f"which the model has no room for {self.settings.rollout.max_response_tokens} more "
+            "(evaluation.max_response_tokens): their rollouts are not played and count as truncated, which is wrong"
         )
 
     async def _open_environment(self, stack: AsyncExitStack) -> Environment:
@@ -293,6 +294,11 @@ def default_output(settings: EvaluationSections, sets: Sequence[ProblemSet]) -> 
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(Path(named).parts[-2:])).strip("-.")
     said = repr(provenance(settings, sets, model={"name": named}, engine=chosen_engine(settings), environment=()))
     return Path("evaluations") / f"{stem}-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
+
+
+def _first_named(problems: Iterable[tuple[str, str]]) -> str:
+    names = [name for _, name in problems]
+    return ", ".join([*names[:_NAMED], *(["..."] if len(names) > _NAMED else [])])
 
 
 async def _prompts(sets: Sequence[ProblemSet], environment: Environment) -> dict[tuple[str, str], str]:

@@ -192,6 +192,7 @@ class ClassEpisode:
         self._tools: EpisodeTools | None = None
         self._turns = 0
         self._ended = False
+        self.calling = ""
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -225,6 +226,7 @@ class ClassEpisode:
 
     async def _make(self) -> None:
         assert self._tools is not None
+        self.calling = self._say("__init__")
         try:
             await self._tools.adopt(cast("Callable[..., object]", self._factory.found))
         except ToolError as error:
@@ -300,6 +302,12 @@ class ClassEpisode:
 
     async def _call(self, method: str, *given: object, **named: object) -> object:
         """One of the class's own methods. Raises `EnvironmentContractError`, which names it, and `UnavailableError`."""
+        self.calling = self._say(method)
+        result = await self._called(method, *given, **named)
+        self.calling = ""
+        return result
+
+    async def _called(self, method: str, *given: object, **named: object) -> object:
         instance, thread = self._instance()
         function = getattr(instance, method)
         try:
