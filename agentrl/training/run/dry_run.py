@@ -12,7 +12,7 @@ import torch
 
 from agentrl.config import dump_yaml
 from agentrl.errors import SettingsError
-from agentrl.planning.preview import memory_lines
+from agentrl.planning.report import memory_lines
 from agentrl.planning.shapes import read_shape
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.rollout.engines.transformers import TOO_LARGE, is_too_large
