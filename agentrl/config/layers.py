@@ -151,7 +151,8 @@ def _preset(asked: Mapping[str, object], named: set[str]) -> list[Layer]:
 def _fitting(layers: list[Layer], asked: Mapping[str, object]) -> list[Layer]:
     """The layers, where the tiny preset has no settings for SimpleTIR's environment if another one is asked for.
 
-    Nor does it replace demonstrations by direct answers unless they are generated: a user's own stay as they are.
+    Nor does it replace demonstrations by direct answers unless they are generated: a user's own stay as they are. Its
+    cold start is for the embedded model alone: a model of the user's is trained as it is.
     """
     preset = {layer.origin for layer in overlay_chain(PRESET)}
     return [
@@ -161,10 +162,16 @@ def _fitting(layers: list[Layer], asked: Mapping[str, object]) -> list[Layer]:
 
 def _suitable(values: Mapping[str, object], asked: Mapping[str, object]) -> dict[str, object]:
     kept = {key: value for key, value in values.items() if key != "environment" or asked["env"] == SIMPLETIR}
-    shown, own = asked["coldstart"], kept.get("coldstart")
-    named = shown.get("demonstrations") if isinstance(shown, dict) else None
-    if isinstance(own, dict) and isinstance(named, str) and not named.startswith((BUILTIN, FORMULA)):
-        kept["coldstart"] = {key: value for key, value in own.items() if key not in _DIRECT}
+    own, shown, model = kept.get("coldstart"), asked["coldstart"], asked["model"]
+    assert isinstance(shown, dict)
+    assert isinstance(model, dict)
+    named, dropped = shown.get("demonstrations"), set[str]()
+    if isinstance(named, str) and not named.startswith((BUILTIN, FORMULA)):
+        dropped.update(_DIRECT)
+    if model.get("path") is not None:
+        dropped.add("demonstrations")
+    if isinstance(own, dict):
+        kept["coldstart"] = {key: value for key, value in own.items() if key not in dropped}
     return kept
 
 

@@ -143,6 +143,15 @@ def test_the_tiny_preset_replaces_no_demonstration_of_the_user() -> None:
         assert direct(given, "coldstart.demonstrations=mine.jsonl", "coldstart.direct_share=0.3") == (0.3, None)
 
 
+def test_the_tiny_presets_cold_start_is_for_the_embedded_model() -> None:
+    def shown(*overrides: str) -> str | None:
+        return load_settings(config_file="tiny", overrides=overrides).coldstart.demonstrations
+
+    assert shown() == "builtin:arithmetic"
+    assert shown("model.path=OWNER/NAME") is None
+    assert shown("model.path=OWNER/NAME", "coldstart.demonstrations=builtin:arithmetic") == "builtin:arithmetic"
+
+
 def test_variables_are_replaced_and_a_missing_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings(config_file="word_problems")
     assert settings.data.train[0].path == f"{tmp_path}/data/mawps.jsonl"
