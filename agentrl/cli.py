@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,7 +42,10 @@ def _settings(example: str) -> ArgumentInfo:
 
 
 Overrides = Annotated[list[str] | None, _settings("rollout.group_size=8")]
-Config = Annotated[str | None, _option("FILE", "YAML file, or the name of a shipped one such as word_problems")]
+Config = Annotated[
+    list[str] | None,
+    _option("FILE", "YAML file, or the name of a shipped one such as word_problems; of several, the later one wins"),
+]
 Env = Annotated[
     str | None,
     _option(
@@ -94,7 +97,7 @@ def plan(
     from agentrl.planning.command import PlanRequest, plan_command
     from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 
-    request = PlanRequest(gpus=gpus, memory=memory, context=context, lora=lora, base=config, write=write)
+    request = PlanRequest(gpus=gpus, memory=memory, context=context, lora=lora, base=tuple(config or ()), write=write)
     critic = "values" in needs(ObjectiveSettings.of(settings)).inputs
     for line in plan_command(settings, request, critic=critic):
         typer.echo(line)
@@ -139,7 +142,7 @@ def evaluate(
         bool, typer.Option("--check-data", help="grade every gold answer against itself and stop; needs no model")
     ] = False,
     config: Annotated[
-        str | None, _option("FILE", "YAML file or shipped name; default: that of the model's run")
+        list[str] | None, _option("FILE", "YAML file or shipped name; default: that of the model's run")
     ] = None,
 ) -> None:
     """Score a model on benchmarks: avg@n with intervals, pass@k, maj@n and every conversation. Resumes by itself."""
@@ -352,7 +355,7 @@ def _load(
     overrides: list[str] | None,
     *,
     env: str | None = None,
-    config: str | None = None,
+    config: str | Sequence[str] | None = None,
     options: Mapping[str, object] | None = None,
     resume: bool = False,
 ) -> Settings:

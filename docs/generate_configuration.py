@@ -25,12 +25,14 @@ HEAD = """# Configuration
 
 Every setting has one default, in the settings model of the package that uses it; this page is generated from those
 models (`make docs`). The defaults are the published values for large models. Without `model.path` the preset
-[`tiny`](../configs/tiny.yaml) lies over them; then come `--config FILE` with its `base` chain, then `key=value` from
-the command line, the strongest. A mapping is merged key by key, everything else is replaced; `data.train.0.weight=2`
-changes one entry of a list. `agentrl train --dry-run` prints the resolved settings.
+[`tiny`](../configs/tiny.yaml) lies over them; then come `--config FILE` with its `base` chain (of several `--config`,
+the later one wins), then `key=value` from the command line, the strongest. A mapping is merged key by key, everything
+else is replaced; `data.train.0.weight=2` changes one entry of a list. `agentrl train --dry-run` prints the resolved
+settings.
 
-A config file is YAML with the sections below. `base: tiny` lays it over another one, `${VARIABLE}` stands for an
-environment variable. Unknown keys, wrong types and contradictions end with a message and exit code 2.
+A config file is YAML with the sections below. `base: tiny` lays it over another one (a list: over several),
+`${VARIABLE}` stands for an environment variable. Unknown keys, wrong types and contradictions end with a message and
+exit code 2.
 
 `--resume` continues with the run's own settings. Only settings that leave the mathematics alone may change:
 """

@@ -43,7 +43,7 @@ Override = tuple[list[str], object]
 
 def load_settings(
     env: str | None = None,
-    config_file: str | Path | None = None,
+    config_file: str | Path | Sequence[str] | None = None,
     overrides: Sequence[str] = (),
     *,
     resume: bool = False,
@@ -51,10 +51,11 @@ def load_settings(
 ) -> Settings:
     """The resolved settings of a run, checked for everything that ``command`` needs; ``name`` is always set.
 
-    ``config_file`` is a path or the name of a shipped overlay; ``overrides`` are ``key=value`` with dotted keys and
-    YAML values. Raises a SettingsError whose message has one line per problem.
+    ``config_file`` is a path or the name of a shipped overlay, or several, each over those before; ``overrides`` are
+    ``key=value`` with dotted keys and YAML values. Raises a SettingsError whose message has one line per problem.
     """
-    files = overlay_chain(str(config_file)) if config_file is not None else []
+    named = [str(config_file)] if isinstance(config_file, str | Path) else [str(name) for name in config_file or ()]
+    files = [layer for name in named for layer in overlay_chain(name)]
     if env is not None:
         overrides = [f"env={env}", *overrides]
     top = [_override(text) for text in overrides]
@@ -71,7 +72,7 @@ def load_settings(
     if settings.name is not None:
         return settings
     own = PRESET if settings.model.path is None else Path(settings.model.path).name
-    stem = own if config_file is None else Path(config_file).stem
+    stem = "-".join(Path(name).stem for name in named) or own
     return settings.model_copy(update={"name": _next_name(Path(settings.runs_dir), stem)})
 
 
@@ -150,7 +151,8 @@ def _preset(asked: Mapping[str, object], named: set[str]) -> list[Layer]:
 def _fitting(layers: list[Layer], asked: Mapping[str, object]) -> list[Layer]:
     """The layers, where the tiny preset has no settings for SimpleTIR's environment if another one is asked for.
 
-    Nor does it replace demonstrations by direct answers unless they are generated: a user's own stay as they are.
+    Nor does it replace demonstrations by direct answers unless they are generated: a user's own stay as they are. Its
+    cold start is for the embedded model alone: a model of the user's is trained as it is.
     """
     preset = {layer.origin for layer in overlay_chain(PRESET)}
     return [
@@ -160,10 +162,16 @@ def _fitting(layers: list[Layer], asked: Mapping[str, object]) -> list[Layer]:
 
 def _suitable(values: Mapping[str, object], asked: Mapping[str, object]) -> dict[str, object]:
     kept = {key: value for key, value in values.items() if key != "environment" or asked["env"] == SIMPLETIR}
-    shown, own = asked["coldstart"], kept.get("coldstart")
-    named = shown.get("demonstrations") if isinstance(shown, dict) else None
-    if isinstance(own, dict) and isinstance(named, str) and not named.startswith((BUILTIN, FORMULA)):
-        kept["coldstart"] = {key: value for key, value in own.items() if key not in _DIRECT}
+    own, shown, model = kept.get("coldstart"), asked["coldstart"], asked["model"]
+    assert isinstance(shown, dict)
+    assert isinstance(model, dict)
+    named, dropped = shown.get("demonstrations"), set[str]()
+    if isinstance(named, str) and not named.startswith((BUILTIN, FORMULA)):
+        dropped.update(_DIRECT)
+    if model.get("path") is not None:
+        dropped.add("demonstrations")
+    if isinstance(own, dict):
+        kept["coldstart"] = {key: value for key, value in own.items() if key not in dropped}
     return kept
 
 

@@ -113,11 +113,10 @@ def overlay_chain(name: str, _seen: tuple[Path, ...] = ()) -> list[Layer]:
         raise SettingsError(f"{path}: a config file is a mapping of sections, this one is a {type(values).__name__}")
     base = values.pop("base", None)
     own = Layer(origin=str(path), values={key: _in_full(key, value) for key, value in values.items()})
-    if base is None:
-        return [own]
-    if not isinstance(base, str):
-        raise SettingsError(f"{path}: base={base!r} must be the name of a shipped config or a path")
-    return [*overlay_chain(base, (*_seen, path)), own]
+    bases = [] if base is None else base if isinstance(base, list) else [base]
+    if not all(isinstance(name, str) for name in bases):
+        raise SettingsError(f"{path}: base={base!r} must be the name of a shipped config or a path, or a list of them")
+    return [*(layer for name in bases for layer in overlay_chain(name, (*_seen, path))), own]
 
 
 def interpolate(values: object, environment: Mapping[str, str] = os.environ, path: str = "") -> object:

@@ -8,6 +8,8 @@ counted, and go on linearly with the number of layers. Attention stands in by wh
 from __future__ import annotations
 
 import copy
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
@@ -15,16 +17,76 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from agentrl.models.lora import with_adapter
 from agentrl.models.settings import LoRASettings
-from agentrl.planning.live_bytes import LiveBytes
 from agentrl.planning.memory import ModelShape, TrainingSetup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _ATTENTION = "agentrl_planned"
+
+
+class LiveBytes(TorchDispatchMode):
+    """While active, counts the bytes of the storages that operations made on ``device`` and that still live.
+
+    A storage counts once, however many views it has, from the operation that made it until its last tensor is gone;
+    one that was there before, from the first view that is taken of it on: :meth:`leave_out` those that shall not count.
+    Memory that a kernel takes and returns within one operation is not seen.
+
+    >>> with LiveBytes() as counted:
+    ...     a = torch.zeros(1000)
+    ...     b = a.view(10, 100) + 1
+    ...     del a
+    >>> counted.live, counted.peak
+    (4000, 8000)
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self._device = device
+        self.live = 0
+        self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf, leaf.untyped_storage().nbytes())
+        return result
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count these tensors and their views."""
+        for tensor in tensors:
+            self._add(tensor, 0)
+
+    def _add(self, tensor: Tensor, size: int) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if tensor.device.type != self._device or key in self._known:
+            return
+        self._known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._gone, key, size).atexit = False
+
+    def restart(self) -> None:
+        """Begin a new peak at what lives now."""
+        self.peak = self.live
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
 
 
 @dataclass(frozen=True, kw_only=True)

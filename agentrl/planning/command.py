@@ -26,7 +26,7 @@ class PlanRequest:
     memory: float | None = None  # GB of each
     context: int | None = None  # tokens of prompt and response
     lora: bool = False
-    base: str | None = None  # the --config that the overlay changes
+    base: tuple[str, ...] = ()  # each --config, which the overlay changes
     write: Path | None = None
 
 

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from agentrl.planning.activations import backbone_bytes
-from agentrl.planning.head import head_bytes
-from agentrl.planning.memory import GIB, Bytes, ModelShape, RankMemory, ServerMemory, TrainingSetup
-from agentrl.planning.states import (
+from agentrl.planning.formulas import (
     bucket_bytes,
     gathered_bytes,
     gradient_bytes,
+    head_bytes,
     host_bytes,
     master_bytes,
     moment_bytes,
@@ -20,6 +19,7 @@ from agentrl.planning.states import (
     step_bytes,
     weight_bytes,
 )
+from agentrl.planning.memory import GIB, Bytes, ModelShape, RankMemory, ServerMemory, TrainingSetup
 
 CONTEXT = 1 * GIB
 """Assumed for each process on a GPU: CUDA context, NCCL's buffers, the libraries' kernels."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import operator
+from collections.abc import Sequence
 from typing import Literal
 
 import yaml
@@ -85,9 +86,9 @@ def changed_values(settings: Settings, values: Values) -> Values:
     return {key: value for key, value in values.items() if operator.attrgetter(key)(settings) != value}
 
 
-def overlay_text(values: Values, *, base: str | None, title: str) -> str:
-    """YAML with a comment on top; ``base`` is the configuration that it changes."""
-    nested: dict[str, object] = {} if base is None else {"base": base}
+def overlay_text(values: Values, *, base: Sequence[str], title: str) -> str:
+    """YAML with a comment on top; ``base`` names the configurations that it changes."""
+    nested: dict[str, object] = {"base": base[0] if len(base) == 1 else [*base]} if base else {}
     for key, value in values.items():
         *sections, name = key.split(".")
         here = nested

@@ -76,6 +76,16 @@ def test_a_base_is_found_by_name_and_by_path_and_covered(tmp_path: Path) -> None
     assert settings.rollout == load_settings().rollout
 
 
+def test_several_files_and_several_bases_lie_over_each_other_in_their_order(tmp_path: Path) -> None:
+    first = overlay(tmp_path / "first.yaml", "seed: 7\ntraining: {steps: 3}\n")
+    second = overlay(tmp_path / "second.yaml", "training: {steps: 4}\n")
+    both = load_settings(config_file=[str(first), str(second)])
+    assert (both.seed, both.training.steps, both.name) == (7, 4, "first-second-1")
+    assert load_settings(config_file=[str(second), str(first)]).training.steps == 3
+    based = load_settings(config_file=overlay(tmp_path / "both.yaml", f"base: [{first}, {second}]\n"))
+    assert (based.seed, based.training.steps) == (7, 4)
+
+
 def test_a_circle_of_bases_is_named(tmp_path: Path) -> None:
     overlay(tmp_path / "a.yaml", "base: b.yaml\n")
     overlay(tmp_path / "b.yaml", "base: a.yaml\n")
@@ -131,6 +141,15 @@ def test_the_tiny_preset_replaces_no_demonstration_of_the_user() -> None:
         assert direct(given) == direct(given, "coldstart.demonstrations=formula:mine.jsonl") == (0.5, 50)
         assert direct(given, "coldstart.demonstrations=mine.jsonl") == (0.0, None)
         assert direct(given, "coldstart.demonstrations=mine.jsonl", "coldstart.direct_share=0.3") == (0.3, None)
+
+
+def test_the_tiny_presets_cold_start_is_for_the_embedded_model() -> None:
+    def shown(*overrides: str) -> str | None:
+        return load_settings(config_file="tiny", overrides=overrides).coldstart.demonstrations
+
+    assert shown() == "builtin:arithmetic"
+    assert shown("model.path=OWNER/NAME") is None
+    assert shown("model.path=OWNER/NAME", "coldstart.demonstrations=builtin:arithmetic") == "builtin:arithmetic"
 
 
 def test_variables_are_replaced_and_a_missing_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +322,7 @@ def test_forms_and_sizes_are_told_in_words() -> None:
         ("seed: 1\nseed: 2\n", "mine.yaml, line 2, column 1: not valid YAML: key 'seed' is repeated"),
         ("- 1\n", "a config file is a mapping of sections, this one is a list"),
         ("1: 2\n", "key 1 is not text"),
-        ("base: 3\n", "base=3 must be the name of a shipped config or a path"),
+        ("base: 3\n", "base=3 must be the name of a shipped config or a path, or a list of them"),
         ("base: nothing\n", "no config file 'nothing'"),
         ("seed: !!python/object:os.system x\n", "not valid YAML"),
     ],

@@ -34,6 +34,16 @@ def test_a_file_is_a_benchmark_by_its_name(tmp_path: Path) -> None:
     assert one.sha256 == same.sha256 != other.sha256
 
 
+def test_other_columns_are_part_of_the_problems(tmp_path: Path) -> None:
+    """An environment reads them, so an evaluation must not continue with others."""
+    digests = [
+        problem_sets(settings(), [write(tmp_path / "mine.jsonl", row(1, **columns))], None)[0].sha256
+        for columns in ({}, {"db": "a"}, {"db": "b"}, {"db": "a"})
+    ]
+    assert len(set(digests[:3])) == 3
+    assert digests[1] == digests[3]
+
+
 def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"mine\.jsonl.*the id 'q1' occurs 2 times"):
         problem_sets(settings(), [write(tmp_path / "mine.jsonl", row(1), row(2, id="q1"))], None)

@@ -9,9 +9,7 @@ from planning.support import setup, tiny_shape
 
 from agentrl.models.settings import ModelSettings
 from agentrl.planning.estimate import kv_bytes, rank_memory, server_memory
-from agentrl.planning.memory import GIB, ModelShape, TrainingSetup
-from agentrl.planning.shapes import read_shape, shipped_shapes
-from agentrl.planning.states import (
+from agentrl.planning.formulas import (
     gathered_bytes,
     gradient_bytes,
     host_bytes,
@@ -20,6 +18,8 @@ from agentrl.planning.states import (
     reduction_bytes,
     weight_bytes,
 )
+from agentrl.planning.memory import GIB, ModelShape, TrainingSetup
+from agentrl.planning.shapes import read_shape, shipped_shapes
 
 PUBLISHED = {
     "Qwen/Qwen2.5-0.5B": 494_032_768,

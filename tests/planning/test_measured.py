@@ -8,8 +8,8 @@ from planning.support import setup, tiny_shape
 from transformers import AutoModelForCausalLM
 
 from agentrl.models.policy import PolicyModel
+from agentrl.planning.activations import LiveBytes
 from agentrl.planning.estimate import rank_memory
-from agentrl.planning.live_bytes import LiveBytes
 from agentrl.planning.memory import ModelShape, TrainingSetup
 
 

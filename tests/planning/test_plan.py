@@ -15,6 +15,7 @@ from agentrl.models.settings import ModelSettings
 from agentrl.planning.command import PlanRequest, plan_command, plan_for
 from agentrl.planning.memory import ModelShape
 from agentrl.planning.overlay import plan_values
+from agentrl.planning.report import memory_lines
 from agentrl.planning.search import find_plan
 from agentrl.planning.shapes import read_shape
 
@@ -76,11 +77,24 @@ def test_the_overlay_holds_settings_that_exist_and_loads(tmp_path: Path) -> None
 def test_a_recipe_has_a_plan_that_loads(memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTRL_DATA_DIR", str(tmp_path))
     settings = load_settings(config_file="simpletir_7b", command="plan")
-    request = PlanRequest(gpus=8, memory=memory, base="simpletir_7b", write=tmp_path / "plan.yaml")
+    request = PlanRequest(gpus=8, memory=memory, base=("simpletir_7b",), write=tmp_path / "plan.yaml")
     plan_command(settings, request, critic=False)
     loaded = load_settings(config_file=tmp_path / "plan.yaml")
     assert loaded.algorithm == settings.algorithm
     assert loaded.model.gradient_checkpointing
+
+
+@pytest.mark.parametrize("recipe", ["simpletir_7b", "otb_paper_7b"])
+@pytest.mark.parametrize(("overlays", "memory"), [([], 80), (["lora"], 48)])
+def test_the_dry_run_of_a_recipe_shows_that_eight_gpus_hold_it(
+    recipe: str, overlays: list[str], memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTRL_DATA_DIR", str(tmp_path))
+    settings = load_settings(config_file=[recipe, *overlays])
+    assert (settings.name or "").startswith("-".join([recipe, *overlays]))
+    said = list(memory_lines(settings, read_shape(settings.model), critic=False))
+    verdict = next(line for line in said if f"8 GPUs of {memory} GB" in line)
+    assert f"on 8 GPUs of {memory} GB: fits," in verdict
 
 
 @pytest.mark.parametrize(

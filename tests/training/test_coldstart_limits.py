@@ -12,6 +12,7 @@ from agentrl.config import Settings, load_settings
 from agentrl.errors import SettingsError
 from agentrl.training.coldstart.limits import EncodedDemonstration, check_limits, measured_problems
 from agentrl.training.coldstart.train import cold_start, measure
+from agentrl.training.run.dry_run import dry_run
 
 KEEPER = """
 class Keeper:
@@ -63,6 +64,18 @@ def test_a_limit_that_cuts_demonstrations_off_is_named(given: list[str], caplog:
     response, turn = caplog.messages
     assert "rollout.max_response_tokens=3: 4 of 4 demonstrations have longer responses; rollout.max_resp" in response
     assert "rollout.max_turn_tokens=2: 4 of 4 demonstrations have a longer turn; rollout.max_turn_tokens=" in turn
+
+
+def test_a_dry_run_measures_any_file_of_demonstrations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = "```py\nfinal_answer(2+3)\n```"
+    row = {"problem": "What is 2 + 3?", "answer": "5", "turns": [{"model": program}]}
+    Path("mine.jsonl").write_text(json.dumps(row) + "\n")
+    dry_run(load_settings(overrides=["coldstart.demonstrations=mine.jsonl", "rollout.max_turn_tokens=2"]))
+    (turn,) = caplog.messages
+    assert "rollout.max_turn_tokens=2: 1 of 1 demonstrations have a longer turn" in turn
 
 
 def test_a_limit_holds_what_is_as_long(caplog: pytest.LogCaptureFixture) -> None:

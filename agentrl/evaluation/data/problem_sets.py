@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 from agentrl.errors import SettingsError
 from agentrl.evaluation.data.benchmarks import BENCHMARKS, load_benchmark
 from agentrl.evaluation.formats import ProblemRow, SetRecord
+from agentrl.problems.mixture import digest_of
 from agentrl.problems.sources import evaluation_set, load_source
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl.rollout.settings import compares_answers
@@ -26,7 +27,8 @@ FALSIFIED = " (observations falsified)"
 class ProblemSet:
     """Problems that are scored together. Their ids are unique; the code that loads them ensures this.
 
-    ``sha256`` is the hash of ids, statements, answers and setups, in order.
+    ``sha256`` is the hash, in order, of ids, statements, answers and setups, and of messages and other columns where
+    there are any.
     """
 
     name: str
@@ -39,6 +41,8 @@ class ProblemSet:
         digest = hashlib.sha256()
         for problem in self.problems:
             digest.update(repr((problem.id, problem.statement, problem.answer, problem.setup)).encode())
+            if problem.info or problem.messages:
+                digest.update(digest_of({"info": problem.info, "messages": problem.messages}).encode())
         return digest.hexdigest()
 
     def record(self) -> SetRecord:

@@ -1,6 +1,6 @@
 """``--dry-run``: print the resolved settings, the planned passes and a memory estimate. Nothing is trained or written.
 
-Where a class is to learn from demonstrations, it plays them, so that their lengths and those of prompts are measured.
+Where the demonstrations are the user's own, it plays them, so that their lengths and those of prompts are measured.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import torch
 
 from agentrl.config import dump_yaml
 from agentrl.errors import SettingsError
-from agentrl.planning.preview import memory_lines
+from agentrl.planning.report import memory_lines
 from agentrl.planning.shapes import read_shape
+from agentrl.problems.settings import BUILTIN, FORMULA
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.rollout.engines.transformers import TOO_LARGE, is_too_large
-from agentrl.rollout.environment import class_factory
+from agentrl.rollout.gateway.settings import is_agent
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import describe_machine
 from agentrl.training.coldstart.limits import measured_problems
@@ -42,7 +43,8 @@ def planned_passes(settings: Settings) -> PassPlan:
 def dry_run(settings: Settings) -> None:
     """Print what ``agentrl train`` would run with these settings."""
     problems = check_inputs(settings)
-    if settings.coldstart.demonstrations is not None and class_factory(settings.env) is not None:
+    shown = settings.coldstart.demonstrations
+    if shown is not None and not shown.startswith((BUILTIN, FORMULA)) and not is_agent(settings.env):
         asyncio.run(measure(settings, measured_problems(settings)))
     console = Console(settings.telemetry)
     console.note(dump_yaml(settings).rstrip())

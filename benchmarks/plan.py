@@ -1,0 +1,208 @@
+"""The planner's estimate against the memory of real training steps under DeepSpeed: at most 15 % apart.
+
+    python benchmarks/plan.py [--only TEXT]
+
+Each shape trains in processes of its own, one for each rank, on the CPU: two updates of two micro-batches, of which the
+last counts. `tensors` is the peak of all tensors that live, counted one by one as torch counts a GPU's: the
+estimate is compared with that. `resident` is the peak of the process's resident memory (Linux) over what it had before
+it made the model; pages that nothing has written, such as most of DeepSpeed's gradient bucket, are not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from agentrl.models.lora import with_adapter
+from agentrl.models.policy import PolicyModel
+from agentrl.models.settings import LoRASettings
+from agentrl.planning.activations import LiveBytes
+from agentrl.planning.estimate import rank_memory
+from agentrl.planning.memory import ModelShape, Offload, TrainingSetup
+from agentrl.planning.shapes import shape_of
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
+from agentrl.training.settings import OptimizerSettings, TrainingSettings
+
+_BASE: Mapping[str, object] = {
+    "vocab_size": 32000,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+_LARGE = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 14, "num_attention_heads": 16}
+_TIED = {"tie_word_embeddings": True}
+_ROWS = 4
+
+
+class Peak(TypedDict):
+    """Bytes of one rank."""
+
+    tensors: int
+    resident: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A shape, and how it trains."""
+
+    kind: str
+    stage: int
+    tokens: int
+    more: Mapping[str, object] = field(default_factory=dict)
+    ranks: int = 1
+    bfloat16: bool = False
+    checkpointing: bool = False
+    offload: Offload = "none"
+    lora_rank: int = 0
+
+    def __str__(self) -> str:
+        words = [self.kind, f"ZeRO {self.stage}", "bfloat16" if self.bfloat16 else "float32", f"{self.tokens} tokens"]
+        words += [f"{self.ranks} ranks"] * (self.ranks > 1) + ["checkpointing"] * self.checkpointing
+        words += [f"offload {self.offload}"] * (self.offload != "none")
+        words += [f"adapters of rank {self.lora_rank}"] * (self.lora_rank > 0)
+        return ", ".join(words)
+
+    @property
+    def shape(self) -> ModelShape:
+        return shape_of(self.kind, AutoConfig.for_model(self.kind, **{**_BASE, **self.more}))
+
+    @property
+    def setup(self) -> TrainingSetup:
+        return TrainingSetup(
+            ranks=self.ranks,
+            stage=self.stage,
+            bfloat16=self.bfloat16,
+            tokens=self.tokens,
+            checkpointing=self.checkpointing,
+            offload=self.offload,
+            lora_rank=self.lora_rank,
+            head_backend="chunked",
+        )
+
+
+CASES = (
+    Case(kind="qwen2", stage=0, tokens=2048),
+    Case(kind="qwen2", stage=0, tokens=2048, checkpointing=True),
+    Case(kind="qwen3", stage=0, tokens=512, more={**_LARGE, **_TIED, "head_dim": 64}),
+    Case(kind="llama", stage=1, tokens=1024, ranks=2),
+    Case(kind="gemma2", stage=2, tokens=512, ranks=2, bfloat16=True, more={**_TIED, "head_dim": 64}),
+    Case(kind="mistral", stage=2, tokens=1024, ranks=2, more={"sliding_window": None}, checkpointing=True),
+    Case(kind="qwen2", stage=3, tokens=512, ranks=2, bfloat16=True, more=_TIED),
+    Case(kind="llama", stage=3, tokens=1024, ranks=2, more={"num_hidden_layers": 12}),
+    Case(kind="qwen2", stage=2, tokens=512, more=_LARGE, lora_rank=16),
+    Case(kind="qwen3", stage=2, tokens=512, more={"head_dim": 64}, bfloat16=True, offload="optimizer"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose line has this text")
+    parser.add_argument("--rank-of", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_of is not None:
+        print(json.dumps(measured(CASES[options.rank_of])))
+        return
+    for number, case in enumerate(CASES):
+        if options.only in str(case):
+            compare(number, case)
+
+
+def compare(number: int, case: Case) -> None:
+    """Print a line."""
+    shape, estimate = case.shape, rank_memory(case.shape, case.setup)
+    expected = estimate.total + estimate.host
+    peaks = [json.loads(text) for text in _on_ranks(number, case.ranks)]
+    tensors, resident = (max(peak[name] for peak in peaks) for name in ("tensors", "resident"))
+    print(
+        f"{shape.parameters / 1e6:6.1f}M  {case!s:<70} estimate {expected / 1e6:7.0f} MB  tensors {tensors / 1e6:7.0f}"
+        f" MB  ratio {expected / tensors:.3f}  resident {resident / 1e6:7.0f} MB",
+        flush=True,
+    )
+
+
+def _on_ranks(number: int, ranks: int) -> list[str]:
+    """The last line that each rank prints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, __file__, "--rank-of", str(number)]
+    started = [
+        subprocess.Popen(
+            command,
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    outputs = [process.communicate()[0] for process in started]
+    if any(process.returncode for process in started):
+        raise SystemExit(f"case {number} failed")
+    return [output.splitlines()[-1] for output in outputs]
+
+
+def measured(case: Case) -> Peak:
+    """The peaks of this rank in the second update."""
+    start_distributed(deadline=600.0)
+    torch.set_num_threads(1)
+    shape = case.shape
+    before = resident("VmRSS")
+    with LiveBytes() as counted:
+        engine = _engine(case, shape)
+        for _ in range(2):
+            gc.collect()
+            counted.restart()
+            Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+            for _ in range(2):
+                micro_batch(engine, shape, case.tokens)
+            engine.step()
+        return {"tensors": counted.peak, "resident": resident("VmHWM") - before}
+
+
+def _engine(case: Case, shape: ModelShape) -> TrainingEngine[PolicyModel]:
+    dtype = torch.bfloat16 if case.bfloat16 else torch.float32
+    model = AutoModelForCausalLM.from_config(shape.config, dtype=dtype, attn_implementation="sdpa")
+    with_adapter(model, LoRASettings(rank=case.lora_rank))
+    if case.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return TrainingEngine(
+        PolicyModel(model, backend="chunked").train(),
+        optimizer=OptimizerSettings(),
+        training=TrainingSettings(zero_stage=case.stage, offload=case.offload, num_processes=case.ranks),
+        bfloat16=case.bfloat16,
+        updates=2,
+    )
+
+
+def micro_batch(engine: TrainingEngine[PolicyModel], shape: ModelShape, tokens: int) -> None:
+    """Forward and backward of rows that are packed into one."""
+    ids = torch.randint(0, shape.vocabulary, (_ROWS, tokens // _ROWS))
+    responses, lengths = ids[:, 4:].contiguous(), torch.full((_ROWS,), 4)
+    statistics, _ = engine(ids, lengths, responses, torch.ones_like(responses, dtype=torch.bool))
+    engine.backward(statistics.log_probs.sum())
+
+
+def resident(name: str) -> int:
+    """VmRSS or VmHWM of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024
+
+
+if __name__ == "__main__":
+    main()
