@@ -165,28 +165,31 @@ def forests(draw: Any) -> list[Branch]:
 
 def slowly(name: str, rows: list[Branch]) -> list[list[float]]:
     """The baselines, token by token. Tail: zero."""
-    places: dict[tuple[int, int], list[tuple[Branch, int, int, float]]] = {}  # rollout -> branch, number, index, weight
+    # rollout -> branch, number, index, weight, return
+    places: dict[tuple[int, int], list[tuple[Branch, int, int, float, float]]] = {}
     for row in rows:
         energies = list(row.energies)
+        returns = sum(two.reward for two in rows if two.sample == row.sample)
         one = row
         while one.parent >= 0:
             fork = one.fork
             one = next(two for two in rows if (two.sample, two.branch) == (row.sample, one.parent))
             energies = [*one.energies[:fork], *energies]
+            returns -= one.reward * (fork == len(one.energies))  # it was earned before
         total = sum(sum(two.energies) for two in rows if two.sample == row.sample)
         for number in range(len(row.energies)):
             index = len(energies) - len(row.energies) + number
             weight = {"tir_otb": sum(energies[: index + 1]), "otb_isolated": energies[index], "otb_total": total}[name]
-            places.setdefault((row.group, row.sample), []).append((row, number, index, weight + EPSILON))
+            places.setdefault((row.group, row.sample), []).append((row, number, index, weight + EPSILON, returns))
     baselines = {id(row): [0.0] * len(row.energies) for row in rows}
     for (group, _), tokens in places.items():
-        for row, number, index, _ in tokens:
+        for row, number, index, *_ in tokens:
             weights, moments = [], []
-            for (other, sample), told in places.items():
-                here = [weight for _, _, place, weight in told if other == group and place == index]
+            for (other, _), told in places.items():
+                here = [(weight, got) for _, _, place, weight, got in told if other == group and place == index]
                 if here:
-                    weights.append(sum(here) / len(here))
-                    moments.append(weights[-1] * sum(one.reward for one in rows if one.sample == sample))
+                    weights.append(sum(weight for weight, _ in here) / len(here))
+                    moments.append(sum(weight * got for weight, got in here) / len(here))
             if len(weights) > 1:
                 baselines[id(row)][number] = sum(moments) / sum(weights)
     return [baselines[id(row)] for row in rows]
@@ -202,6 +205,72 @@ def test_any_forest_equals_a_slow_reference(name: str, rows: list[Branch]) -> No
     for place, (row, expected) in enumerate(zip(rows, slowly(name, rows), strict=True)):
         if row.group in branched:
             assert made[place][inputs.response_mask[place]].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def ways_of(rows: list[Branch], values: torch.Tensor) -> list[list[tuple[int, int, float]]]:
+    """The tokens from each root to each leaf: row, number and value."""
+    ends = {(row.sample, row.parent, row.fork) for row in rows}
+    found = []
+    for place, row in enumerate(rows):
+        if (row.sample, row.branch, len(row.energies)) in ends:
+            continue  # another one begins behind its last token
+        way: list[tuple[int, int, float]] = []
+        count = len(row.energies)
+        while True:
+            way = [*((place, number, float(values[place, number])) for number in range(count)), *way]
+            if rows[place].parent < 0:
+                break
+            count = rows[place].fork
+            key = (rows[place].sample, rows[place].parent)
+            place = next(number for number, one in enumerate(rows) if (one.sample, one.branch) == key)
+        found.append(way)
+    return found
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_pp"])
+@settings(max_examples=60, deadline=None)
+@given(rows=forests(), rewards=st.integers(0, 2**16), bootstrap=st.floats(0.0, 2.0))
+def test_discounts_are_those_of_every_way_as_a_row_of_its_own(
+    name: str, rows: list[Branch], rewards: int, bootstrap: float
+) -> None:
+    """What a rollout earned elsewhere stands at the end of each; a shared token has the mean."""
+    options = {"gamma": 0.7, "normalize": None} | ({"lam": 0.6} if name == "gae" else {})
+    inputs = inputs_of(rows)
+    drawn = torch.rand(inputs.rewards.shape, generator=torch.Generator().manual_seed(rewards), dtype=torch.float64)
+    after = torch.full((len(rows),), bootstrap, dtype=torch.float64)
+    inputs = replace(inputs, rewards=drawn * inputs.response_mask, bootstrap_values=after)
+    expected: dict[tuple[int, int], list[float]] = {}
+    branched = {row.group for row in rows if row.branch > 0}
+    for way in ways_of(rows, inputs.rewards):
+        sample = rows[way[-1][0]].sample
+        earned = torch.tensor([[reward for *_, reward in way]], dtype=torch.float64)
+        mine = torch.tensor([row.sample == sample for row in rows])
+        earned[0, -1] += inputs.rewards[mine].sum() - earned.sum()
+        alone = AdvantageInputs(
+            rewards=earned,
+            response_mask=torch.ones_like(earned, dtype=torch.bool),
+            groups=torch.zeros(1, dtype=torch.long),
+            values=torch.stack([inputs.values[place, number] for place, number, _ in way]).unsqueeze(0),
+            bootstrap_values=after[:1],
+        )
+        made = compute_advantages(name, alone, **options).advantages
+        for (place, number, _), value in zip(way, made[0].tolist(), strict=True):
+            expected.setdefault((place, number), []).append(value)
+    found = compute_advantages(name, inputs, **options).advantages
+    for (place, number), values in expected.items():
+        if rows[place].group in branched:
+            assert float(found[place, number]) == pytest.approx(sum(values) / len(values), abs=1e-12)
+
+
+def test_a_discounted_tree_by_hand() -> None:
+    """a0 is one token away from one end and two from the other; both ends got the rollout's 1."""
+    inputs = inputs_of(SMALL[:2], gap=1)
+    made = compute_advantages("reinforce_pp", inputs, gamma=0.5, normalize=None).advantages
+    assert made[inputs.response_mask].tolist() == [(1 / 4 + 1 / 2) / 2, 1 / 2, 1, 1]
+    # V is 0.3 times the energy: a 0.3, 0.6, 0.9; b0 1.2. delta of a0 on either way: 0.6 - 0.3 and 1.2 - 0.3.
+    found = compute_advantages("gae", inputs, gamma=1.0, lam=0.0, normalize=None)
+    assert found.advantages[inputs.response_mask].tolist() == pytest.approx([(0.3 + 0.9) / 2, 0.3, 0.1, -0.2])
+    assert found.returns[inputs.response_mask].tolist() == pytest.approx([0.9, 0.9, 1.0, 1.0])
 
 
 def test_a_constant_reward_leaves_no_advantage() -> None:

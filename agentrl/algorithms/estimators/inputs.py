@@ -10,7 +10,7 @@ from torch import Tensor
 from agentrl.algorithms.errors import InvalidInputError, MissingInputError
 from agentrl.algorithms.estimators.groups import Groups
 from agentrl.algorithms.estimators.rollouts import MergedInputs
-from agentrl.algorithms.estimators.segments import BranchPaths, Compact, reward_to_go
+from agentrl.algorithms.estimators.segments import BranchPaths, BranchWays, Compact, reward_to_go
 from agentrl.algorithms.records import AdvantageInputs
 from agentrl.algorithms.validation import check_finite, check_not_negative, check_rewards_placed, check_rows
 from agentrl.kernels.backends.running import running_sum
@@ -90,10 +90,32 @@ class EstimatorInputs:
         return counted.double() if ratio is None else ratio.masked_fill_(~counted, 0.0)
 
     def returns(self, gamma: float) -> Tensor:
-        """G on every model token, [B, T]: the reward-to-go, discounted by model tokens."""
+        """G on every model token, [B, T]: the reward-to-go, discounted by model tokens.
+
+        In branched rollouts that of every way from the root to a leaf, as `sequences` lays them out. A token on several
+        ways has the mean of theirs; without a discount that is everything but the rewards before it.
+        """
+        if gamma == 1.0 and self.paths is not None:
+            before = self.paths.sums(self.rewards) - self.rewards
+            return (self.totals.unsqueeze(-1) - before).masked_fill_(~self.mask, 0.0)
         if gamma == 1.0:
             return reward_to_go(self.rewards, 1.0).masked_fill_(~self.mask, 0.0)
-        return self.layout.scatter(reward_to_go(self.layout.gather(self.rewards), gamma))
+        layout, rewards = self.sequences
+        return layout.scatter(reward_to_go(rewards, gamma))
+
+    @cached_property
+    def sequences(self) -> tuple[Compact | BranchWays, Tensor]:
+        """The model tokens in the order in which one follows on the other, and their rewards: [B, K], or [L, D].
+
+        A row is a trajectory; in branched rollouts it is a way from the root to a leaf, at whose end stands what the
+        rollout earned elsewhere.
+        """
+        if self.paths is None:
+            return self.layout, self.layout.gather(self.rewards)
+        ways = self.paths.ways
+        rewards = ways.gather(self.rewards)
+        elsewhere = self.totals[ways.rollout] - rewards.sum(-1)
+        return ways, rewards.scatter_add_(-1, ways.valid.sum(-1, keepdim=True) - 1, elsewhere.unsqueeze(-1))
 
     def read(self, name: str, *, negative: bool = True) -> Tensor:
         """An input [B, T] in float64, 0 off the mask; InvalidInputError where a model token has none (or one < 0)."""

@@ -92,6 +92,11 @@ class BranchPaths:
         """[R, W] model tokens before each one on its way from the root; 0 off the mask."""
         return (self.sums(self.mask.long()) - 1).clamp_(min=0)
 
+    @cached_property
+    def ways(self) -> "BranchWays":
+        """Every way from a root to a leaf."""
+        return BranchWays.of(self)
+
     def columns(self, returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of values [R, W] a rollout's return, weight and existence at every index, each [R, C].
 
@@ -114,6 +119,54 @@ class BranchPaths:
 
     def _sums(self, values: Tensor) -> Tensor:
         return values.new_zeros(len(values), int(self.index.max()) + 1).scatter_add_(-1, self.index, values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BranchWays:
+    """The L ways from a root to a leaf of R rollouts, each as a row of its own: [L, D], D the longest one's tokens.
+
+    >>> ways = BranchPaths(torch.tensor([[True, True, True]]), torch.tensor([[-1, 0, 0]])).ways
+    >>> ways.gather(torch.tensor([[1., 2., 4.]])).tolist()
+    [[1.0, 2.0], [1.0, 4.0]]
+    >>> ways.scatter(torch.tensor([[1., 2.], [3., 4.]])).tolist()
+    [[2.0, 2.0, 4.0]]
+    """
+
+    mask: Tensor  # [R, W] bool: model tokens
+    rollout: Tensor  # [L] int64
+    place: Tensor  # [L, D] int64: where in its rollout's row each token stands
+    valid: Tensor  # [L, D] bool: which exist; they stand on the left
+
+    @classmethod
+    def of(cls, paths: BranchPaths) -> "BranchWays":
+        """Ways in the order of their leaves. In each round every token goes back one more power of two."""
+        back = paths.previous.masked_fill(~paths.mask, -1)
+        rows, tokens = (back >= 0).nonzero(as_tuple=True)
+        leaves = paths.mask.clone()
+        leaves[rows, back[rows, tokens]] = False
+        rollout, leaf = leaves.nonzero(as_tuple=True)
+        length = paths.index[rollout, leaf].unsqueeze(-1) + 1
+        column = torch.arange(int(length.max()), device=back.device)
+        steps = (length - 1 - column).clamp_(min=0)  # from the leaf back to the column's token
+        place = leaf.unsqueeze(-1).expand_as(steps)
+        power = 1
+        while power < len(column):
+            place = torch.where((steps & power) > 0, back[rollout.unsqueeze(-1), place], place)
+            back = back.gather(-1, back.clamp(min=0)).masked_fill_(back < 0, -1)
+            power *= 2
+        return cls(mask=paths.mask, rollout=rollout, place=place, valid=column < length)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """[R, W] -> [L, D]; entries that do not exist are 0."""
+        return tensor[self.rollout.unsqueeze(-1), self.place].masked_fill_(~self.valid, 0)
+
+    def scatter(self, tensor: Tensor) -> Tensor:
+        """[L, D] -> [R, W]: the mean over the ways of a token; 0 off the mask."""
+        rows = self.rollout.unsqueeze(-1).expand_as(self.place)[self.valid]
+        sums, counts = tensor.new_zeros(2, *self.mask.shape)
+        sums.index_put_((rows, self.place[self.valid]), tensor[self.valid], accumulate=True)
+        counts.index_put_((rows, self.place[self.valid]), torch.ones_like(tensor[self.valid]), accumulate=True)
+        return sums / counts.clamp_(min=1)
 
 
 def reward_to_go(rewards: Tensor, gamma: float) -> Tensor:
