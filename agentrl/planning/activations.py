@@ -110,9 +110,9 @@ class _Case:
 
 
 def backbone_bytes(shape: ModelShape, setup: TrainingSetup) -> BackboneBytes:
-    """Of ``setup.tokens`` tokens, one row."""
+    """Of ``setup.local_tokens`` tokens, one row."""
     depths = (shape.layers,) if shape.layers <= 4 else (2, 4)
-    found = [_counted(_case(shape, setup, depth), setup.tokens) for depth in depths]
+    found = [_counted(_case(shape, setup, depth), setup.local_tokens) for depth in depths]
     first, last = found[0], found[-1]
     more = (shape.layers - depths[-1]) / max(1, depths[-1] - depths[0])
     return BackboneBytes(

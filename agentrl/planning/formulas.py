@@ -115,7 +115,7 @@ def head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
 
     That is the copy of the states of its tokens, its statistics, and in backward the backend's blocks and gradients.
     """
-    tokens = setup.tokens
+    tokens = setup.local_tokens
     states = tokens * shape.hidden * setup.size
     statistics = tokens * _STATISTICS * _FLOAT32
     return states + statistics + _BACKENDS[setup.head_backend](shape, setup)
@@ -123,7 +123,7 @@ def head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
 
 def reference_head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     """``reference`` holds all logits and what autograd keeps of them: five times ``4 N V``, and the gradients."""
-    return 5 * _FLOAT32 * setup.tokens * shape.vocabulary + _gradients(shape, setup)
+    return 5 * _FLOAT32 * setup.local_tokens * shape.vocabulary + _gradients(shape, setup)
 
 
 def chunked_head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
@@ -131,7 +131,7 @@ def chunked_head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
 
     The gradient of a bfloat16 weight is added up in float32, ``4 D V``, and converted at the end.
     """
-    elements = setup.tokens * shape.vocabulary
+    elements = setup.local_tokens * shape.vocabulary
     if elements <= _BLOCK:
         logits = 3 * elements
     else:
@@ -143,15 +143,15 @@ def chunked_head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
 def triton_head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     """``triton``: a tile of float32 logits and its bfloat16 gradient, float32 gradients of the states and of a slice
     of the weight, and the gradients."""
-    tile = min(_TILE, setup.tokens * _SLICE)
-    halves = (2 * tile + _FLOAT32 * (setup.tokens + _SLICE) * shape.hidden) if setup.bfloat16 else 0
+    tile = min(_TILE, setup.local_tokens * _SLICE)
+    halves = (2 * tile + _FLOAT32 * (setup.local_tokens + _SLICE) * shape.hidden) if setup.bfloat16 else 0
     return _FLOAT32 * tile + halves + _gradients(shape, setup)
 
 
 def _gradients(shape: ModelShape, setup: TrainingSetup) -> int:
     """Of the states [N, D] and, unless adapters are trained, of the weight [V, D], in their dtypes."""
     weight = 0 if setup.lora_rank else shape.vocabulary
-    return (setup.tokens + weight) * shape.hidden * setup.size
+    return (setup.local_tokens + weight) * shape.hidden * setup.size
 
 
 _BACKENDS: Mapping[str, Callable[[ModelShape, TrainingSetup], int]] = {

@@ -40,9 +40,10 @@ class TrainingSetup:
     ranks: int
     stage: int  # of ZeRO, as DeepSpeed runs it
     bfloat16: bool
-    tokens: int  # of a micro-batch
+    tokens: int  # of a micro-batch, on all ranks that share its row
     checkpointing: bool = False
     offload: Offload = "none"
+    sequence_parallel: int = 1
     lora_rank: int = 0
     head_backend: Literal["reference", "chunked", "triton"] = "triton"
     reference: bool = False
@@ -52,6 +53,11 @@ class TrainingSetup:
     def size(self) -> int:
         """Bytes of a weight."""
         return 2 if self.bfloat16 else 4
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of a micro-batch on one rank."""
+        return -(-self.tokens // self.sequence_parallel)
 
 
 Bytes = dict[str, int]

@@ -30,6 +30,7 @@ def setup_of(
         tokens=tokens or training.micro_batch_tokens,
         checkpointing=settings.model.gradient_checkpointing,
         offload=training.offload,
+        sequence_parallel=training.sequence_parallel,
         lora_rank=settings.model.lora.rank,
         head_backend=backend if training.head_backend == "auto" else training.head_backend,
         reference=settings.kl.coefficient > 0,
@@ -75,6 +76,7 @@ def plan_values(plan: Plan) -> Values:
         "training.zero_stage": setup.stage,
         "training.micro_batch_tokens": setup.tokens,
         "training.offload": setup.offload,
+        "training.sequence_parallel": setup.sequence_parallel,
     }
     if setup.lora_rank:
         values["model.lora.rank"] = setup.lora_rank

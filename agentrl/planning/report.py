@@ -54,6 +54,8 @@ def _does(plan: Plan) -> str:
         words.append("gradient checkpointing")
     if setup.offload != "none":
         words.append("the optimizer offloaded" if setup.offload == "optimizer" else "optimizer and weights offloaded")
+    if setup.sequence_parallel > 1:
+        words.append(f"each row shared by {setup.sequence_parallel} ranks")
     if setup.lora_rank:
         words.append(f"adapters of rank {setup.lora_rank}")
     words.append(f"vLLM {plan.placement}")

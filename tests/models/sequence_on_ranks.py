@@ -19,7 +19,9 @@ from torch import Tensor
 from agentrl.kernels import TokenStatistics
 from agentrl.kernels.attention import AttentionBackend, SequenceGroup
 from agentrl.models.head import ReferenceHead
+from agentrl.models.lora import is_factor, with_adapter
 from agentrl.models.policy import PolicyModel
+from agentrl.models.settings import LoRASettings
 from agentrl.models.value import ValueModel
 from agentrl.trajectory import Batch, Segment
 
@@ -36,6 +38,7 @@ class Case:
     attention: AttentionBackend = "sdpa"
     lengths: tuple[tuple[int, int], ...] = ((3, 7), (5, 2), (3, 11), (3, 1), (8, 4))  # of prompts and responses
     energies: bool = False
+    adapted: bool = False
 
 
 CASES = {
@@ -47,6 +50,7 @@ CASES = {
     "windows": Case(kind="mistral", changes={"sliding_window": 4}),
     "windows, capped scores": Case(kind="gemma2", changes={**WINDOWS, "attn_logit_softcapping": 2.0}),
     "recomputed": Case(kind="gemma3_text", changes=WINDOWS, checkpointing=True),
+    "adapters": Case(kind="qwen3", energies=True, adapted=True),
     "model tokens on few ranks": Case(lengths=((40, 2),), energies=True),
     "a row that ends with its last slice": Case(lengths=((4, 5),)),
 }
@@ -74,7 +78,13 @@ def batch_of(case: Case) -> Batch:
 
 
 def model_of(case: Case, *, seed: int = 0) -> Any:
-    model = build_tiny(case.kind, seed=seed, **case.changes).double().train()
+    model = build_tiny(case.kind, seed=seed, **case.changes)
+    if case.adapted:
+        with_adapter(model, LoRASettings(rank=2))
+        for name, item in model.named_parameters():
+            if is_factor(name):
+                torch.nn.init.normal_(item, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    model = model.double().train()
     if case.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
@@ -112,8 +122,14 @@ def found_by(case: Case, sequence: SequenceGroup | None) -> dict[str, Any]:
     found |= {"learns": [name for name, value in vars(statistics).items() if value.requires_grad]}
     if case.energies:
         found["energies"] = policy.trajectory_energies(*places, temperature=0.7)
-    gradients = {f"policy {name}": item.grad for name, item in policy.named_parameters()}
-    return found | {"gradients": gradients | {f"critic {name}": item.grad for name, item in critic.named_parameters()}}
+    modules = {"policy": policy, "critic": critic}
+    gradients = {
+        f"{which} {name}": item.grad
+        for which, module in modules.items()
+        for name, item in module.named_parameters()
+        if item.requires_grad
+    }
+    return found | {"gradients": gradients}
 
 
 def groups() -> dict[int, SequenceGroup]:

@@ -90,6 +90,7 @@ def test_more_layers_and_more_tokens_need_more_and_checkpointing_less() -> None:
     plain = kept(shape, setup())
     assert kept(deeper, setup()) == pytest.approx(2 * plain, rel=0.02)
     assert kept(shape, setup(tokens=2048)) == pytest.approx(2 * plain, rel=0.02)
+    assert kept(shape, setup(tokens=2048, sequence_parallel=2)) == plain
     assert kept(shape, setup(checkpointing=True)) < plain / 5
 
 

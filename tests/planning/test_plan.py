@@ -15,7 +15,7 @@ from agentrl.models.settings import ModelSettings
 from agentrl.planning.command import PlanRequest, plan_command, plan_for
 from agentrl.planning.memory import ModelShape
 from agentrl.planning.overlay import plan_values
-from agentrl.planning.report import memory_lines
+from agentrl.planning.report import memory_lines, plan_lines
 from agentrl.planning.search import find_plan
 from agentrl.planning.shapes import read_shape
 
@@ -49,12 +49,25 @@ def test_the_cheapest_settings_that_fit_are_chosen(seven: ModelShape) -> None:
         assert plan.server.kv_tokens >= 4096
 
 
+def test_ranks_share_rows_where_a_context_does_not_fit_one(seven: ModelShape) -> None:
+    short, long = find_plan(seven, gpus(8, 80), wish(65536)), find_plan(seven, gpus(8, 80), wish(131072))
+    assert short is not None
+    assert long is not None
+    assert (short.setup.sequence_parallel, long.setup.sequence_parallel) == (1, 2)
+    assert plan_values(long)["training.sequence_parallel"] == 2
+    assert "each row shared by 2 ranks" in "".join(plan_lines(seven, gpus(8, 80), long))
+    odd = tiny_shape(num_attention_heads=3, num_key_value_heads=3, hidden_size=48)  # no number of ranks divides them
+    plan = find_plan(odd, gpus(8, 24), wish(4096))
+    assert plan is not None
+    assert plan.setup.sequence_parallel == 1
+
+
 def test_a_plan_that_cannot_fit_says_what_would(seven: ModelShape) -> None:
     with pytest.raises(SettingsError) as failure:
         plan_for(seven, gpus(1, 40), wish(8192))
     said = str(failure.value)
     assert "no setting trains Qwen/Qwen2.5-7B (7.62B parameters) with 8192 tokens on 1 GPU of 40 GB" in said
-    assert "what would fit: 16 GPUs of this memory, or 192 GB a GPU" in said
+    assert "what would fit: 8 GPUs of this memory, or 192 GB a GPU" in said
 
 
 def test_the_overlay_holds_settings_that_exist_and_loads(tmp_path: Path) -> None:

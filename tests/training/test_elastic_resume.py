@@ -27,8 +27,8 @@ _PPO = [
     "rollout.problems_per_step=2",
     "evaluation.every=9",
 ]
-_PARTS = [(1, 1), (2, 3), (1, 2)]
-"""Ranks and ZeRO stage of each step."""
+_PARTS = [(1, 1, 1), (2, 3, 1), (2, 2, 2), (1, 2, 1)]
+"""Ranks, ZeRO stage and ranks that share rows, of each step."""
 
 
 def compared(command_line: CommandLine, name: str) -> list[dict[str, Any]]:
@@ -39,14 +39,15 @@ def compared(command_line: CommandLine, name: str) -> list[dict[str, Any]]:
 
 def test_a_run_goes_on_with_other_ranks_and_back(command_line: CommandLine, random_policy: Path) -> None:
     start = command_line.counting(random_policy, *_PPO)
-    command_line.run(*start, "name=whole", "training.zero_stage=2", "training.steps=3")
+    command_line.run(*start, "name=whole", "training.zero_stage=2", "training.steps=4")
     said = ""
-    for step, (ranks, stage) in enumerate(_PARTS, start=1):
+    for step, (ranks, stage, shared) in enumerate(_PARTS, start=1):
         how = [f"training.steps={step}", f"training.num_processes={ranks}", f"training.zero_stage={stage}"]
+        how.append(f"training.sequence_parallel={shared}")
         said = command_line.run(*(start if step == 1 else ["train", "--resume"]), "name=parts", *how)
-    assert "resumed after step 2, written by 2 ranks, with 1 rank" in said
+    assert "resumed after step 3, written by 2 ranks, with 1 rank" in said
     whole, parts = compared(command_line, "whole"), compared(command_line, "parts")
-    assert [row["step"] for row in parts] == [1, 2, 3]
+    assert [row["step"] for row in parts] == [1, 2, 3, 4]
     for one, other in zip(whole, parts, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
     runs = command_line.folder / "runs"

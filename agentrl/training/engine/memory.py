@@ -38,6 +38,6 @@ def shortages_named(settings: TrainingSettings, *, step: int) -> Iterator[None]:
         raise WorldError(
             f"step {step} ran out of memory while training ({why}); continue from the last "
             f"checkpoint with --resume training.micro_batch_tokens={max(64, settings.micro_batch_tokens // 2)}. Where "
-            "one sequence is too long: model.gradient_checkpointing=true, training.zero_stage=3 with more ranks, "
-            "training.offload=optimizer or all"
+            "one sequence is too long: model.gradient_checkpointing=true, training.sequence_parallel=2, "
+            "training.zero_stage=3 with more ranks, training.offload=optimizer or all"
         ) from error
