@@ -2,12 +2,14 @@
 
 AgentRLError
 ├── SettingsError             the user's settings or files: one message, exit code 2
+│   ├── UnplaceableError      the cluster has too little for the run (agentrl.cluster.plan)
 │   └── ProblemError          problems that cannot be had as asked (agentrl.problems.problem_errors)
 │       ├── ProblemFileError
 │       ├── ProblemFieldError
 │       ├── EmptyProblemsError
 │       └── SamplerStateError
 ├── WorldError                sandbox, engine, disk or network failed after its retries: one message, exit code 1
+│   ├── NodeLostError         a machine of the cluster is gone or does not answer (agentrl.cluster.processes)
 │   └── WorkerLostError       the rollout worker, or a rank, is gone or does not answer (agentrl.training.worker.wire)
 ├── FidelityError             trainer and engine disagree on sampled tokens (agentrl.training.step.diagnostics)
 └── WeightMismatchError       an engine does not hold the weights it was sent (agentrl.training.worker.transfer)

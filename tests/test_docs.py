@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -36,6 +37,12 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
+def block(page: str, words: str) -> str:
+    """The one Python example of the page that holds these words."""
+    (found,) = (shown for shown in blocks(page, "python") if words in shown)
+    return found
+
+
 def test_the_configuration_page_is_what_the_models_say() -> None:
     done = subprocess.run([sys.executable, ROOT / "docs" / "generate_configuration.py", "--check"])
     assert done.returncode == 0, "docs/configuration.md is out of date: make docs"
@@ -60,7 +67,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.slow
 def test_the_gymnasium_example_runs(tmp_path: Path) -> None:
-    example, *_ = blocks("environments.md", "python")
+    example = block("protocols.md", "SimpleTIR-v0")
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", example], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
@@ -69,9 +76,9 @@ def test_the_gymnasium_example_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_own_environment_trains(tmp_path: Path) -> None:
-    (example,) = (block for block in blocks("environments.md", "python") if "class MentalArithmetic" in block)
+    example = block("environments.md", "class MentalArithmetic")
     (tmp_path / "mental.py").write_text(example)
-    (command,) = (block for block in blocks("environments.md", "console") if "mental" in block)
+    (command,) = (shown for shown in blocks("environments.md", "console") if "mental" in shown)
     short = (
         "coldstart.steps=5 coldstart.count=64 training.steps=1 evaluation.problems=2 evaluation.samples=2 "
         "rollout.problems_per_step=2 rollout.group_size=2 name=own"
@@ -85,6 +92,45 @@ def test_the_own_environment_trains(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "gymnasium environment MentalArithmetic" in done.stdout + done.stderr
     assert json.loads((tmp_path / "runs" / "own" / "summary.json").read_text())["steps"] == 1
+
+
+@pytest.mark.slow
+def test_the_first_environment_is_as_shown(tmp_path: Path) -> None:
+    for name, words in (("shop.py", "class Shop:\n    def reset"), ("make_data.py", "ITEMS"), ("look.py", "play(")):
+        (tmp_path / name).write_text(block("environments.md", words))
+    (config,) = (shown for shown in blocks("environments.md", "yaml") if "env: shop:Shop" in shown)
+    (tmp_path / "config.yaml").write_text(config)
+    (shown,) = (shown for shown in blocks("environments.md", "console") if "look.py" in shown)
+    make, look, check, train = shown.replace("$ ", "").splitlines()
+    run(make, tmp_path)
+    assert run(look, tmp_path) in (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+    assert "estimator: tir_otb" in run(check, tmp_path)
+    demonstrations = tmp_path / "demonstrations.jsonl"
+    demonstrations.write_text("".join(demonstrations.read_text().splitlines(keepends=True)[:64]))
+    run(f"{train} coldstart.steps=3 coldstart.direct_steps=1 training.steps=1 evaluation.problems=2", tmp_path)
+    assert json.loads((tmp_path / "runs" / "config-1" / "summary.json").read_text())["steps"] == 1
+
+
+def run(command: str, folder: Path) -> str:
+    """What a command of a page prints."""
+    own = {"XDG_CACHE_HOME": str(folder / "cache"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        command.split(), cwd=folder, env={**os.environ, **own}, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_larger_model_takes_the_first_environments_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "shop.py").write_text(block("environments.md", "class Shop:\n    def reset"))
+    (config,) = (shown for shown in blocks("environments.md", "yaml") if "env: shop:Shop" in shown)
+    (tmp_path / "config.yaml").write_text(config)
+    (shown,) = (shown for shown in blocks("environments.md", "console") if "list_tools=true" in shown)
+    overrides = shown.replace("\\\n", " ").split()[5:]
+    settings = load_settings(None, tmp_path / "config.yaml", overrides)
+    assert settings.coldstart.demonstrations is None
+    assert settings.rollout.max_turn_tokens == 256
 
 
 async def judges(program: str, problem: Problem, conversation: Conversation) -> None:
@@ -111,10 +157,10 @@ async def called(problem: Problem, *calls: tuple[str, dict[str, object]]) -> lis
 def test_a_tool_and_a_reward_of_ones_own_and_reasoning_are_as_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, tool, shop, _, reasoning, reward, judge, own, *_ = blocks("environments.md", "python")
+    tool, shop = block("environments.md", "def constant"), block("environments.md", "__init__(self, problem)")
     (tmp_path / "my_tools.py").write_text(f"{tool}\n\n{shop}")
-    (tmp_path / "my_rewards.py").write_text(reward)
-    (tmp_path / "my_shop.py").write_text(own)
+    (tmp_path / "my_rewards.py").write_text(block("environments.md", "def shorter"))
+    (tmp_path / "my_shop.py").write_text(block("environments.md", "__init__(self, grade=None)"))
     monkeypatch.syspath_prepend(tmp_path)
     problem = Problem(id="toy", statement="?", answer="5", source="toy", info={"db": ":memory:"})
     said = asyncio.run(called(problem, ("constant", {"which": "pi"}), ("query", {"sql": "select 2 + 3"})))
@@ -124,23 +170,23 @@ def test_a_tool_and_a_reward_of_ones_own_and_reasoning_are_as_shown(
     shorter = Reward("my_rewards:shorter", deadline=60.0)
     assert asyncio.run(shorter(problem, right, Verdict.CORRECT)) == (0.0, 0.9)
     assert asyncio.run(shorter(problem, right, Verdict.INCORRECT)) == (0.0, 0.0)
-    exec(compile(reasoning, "environments.md", "exec"), {})
+    exec(compile(block("protocols.md", "Reasoning-v0"), "protocols.md", "exec"), {})
     factory = resolve_environment("my_shop:Shop")
     assert isinstance(factory, ClassEnvironmentFactory)
     assert [schema.name for schema in factory.tools.schemas] == ["query", "answer"]
-    asyncio.run(judges(judge, problem, right))
+    asyncio.run(judges(block("environments.md", "async def judged"), problem, right))
 
 
 def test_every_protocol_is_described() -> None:
-    text = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "protocols.md").read_text(encoding="utf-8")
     assert [name for name in INSTRUCTIONS if f"`{name}`" not in text and f"--env {name}`" not in text] == []
-    command, *_ = blocks("environments.md", "console")
+    command, *_ = blocks("protocols.md", "console")
     settings = load_settings(overrides=command.removeprefix("$ agentrl train --config tiny ").split())
     assert settings.environment.protocol == "torl"
 
 
 def test_the_examples_of_other_libraries_have_valid_settings() -> None:
-    shown = "".join(blocks("environments.md", "console")).replace("\\\n", "").splitlines()
+    shown = "".join(blocks("libraries.md", "console")).replace("\\\n", "").splitlines()
     prefixes = ("textarena:", "reasoning_gym:", "openenv:")
     commands = [line for line in shown if any(f"--env {prefix}" in line for prefix in prefixes)]
     assert len(commands) == 4
@@ -153,7 +199,11 @@ def test_the_examples_of_other_libraries_have_valid_settings() -> None:
 
 
 def test_the_examples_of_chat_models_and_servers_have_valid_settings() -> None:
-    shown = "".join(blocks("environments.md", "console")).replace("\\\n", "").splitlines()
+    shown = (
+        "".join([*blocks("protocols.md", "console"), *blocks("environments.md", "console")])
+        .replace("\\\n", "")
+        .splitlines()
+    )
     (chat,) = (shlex.split(line)[2:] for line in shown if "system_prompt" in line)
     settings = load_settings(chat[2], overrides=chat[3:])
     assert (settings.env, settings.environment.chat, settings.environment.system_prompt) == (
@@ -167,7 +217,7 @@ def test_the_examples_of_chat_models_and_servers_have_valid_settings() -> None:
 
 
 def test_the_server_of_the_example_answers_as_shown(tmp_path: Path) -> None:
-    (server,) = (block for block in blocks("environments.md", "python") if "MCPServer" in block)
+    server = block("environments.md", "MCPServer")
     script = tmp_path / "shop_server.py"
     script.write_text(server)
 
@@ -186,7 +236,7 @@ def test_the_server_of_the_example_answers_as_shown(tmp_path: Path) -> None:
 
 
 def test_playing_by_hand_is_as_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = (block for block in blocks("python.md", "python") if "agentrl.play" in block)
+    example = block("python.md", "agentrl.play")
     exec(compile(example, "python.md", "exec"), {})
     assert capsys.readouterr().out.endswith("=== answered, reward 1\n")
 

@@ -10,8 +10,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from agentrl.cluster.devices import free_port
+from agentrl.cluster.devices import ALL_GPUS, free_port
 from agentrl.cluster.processes import STARTED_BY, Bundle, ClusterNode, Place, ProcessSpec
 from agentrl.errors import SettingsError
 
@@ -36,6 +37,7 @@ class LocalProcess:
                 log = opened.enter_context(spec.log.open("ab"))
             self._process = subprocess.Popen(
                 command,
+                cwd=spec.folder,
                 env=_environment(spec, place),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -43,6 +45,10 @@ class LocalProcess:
                 pass_fds=tuple(handles),
                 start_new_session=True,
             )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def wait(self, seconds: float) -> int | None:
         try:
@@ -72,7 +78,7 @@ class LocalCluster:
         count = 0 if self._gpus is None else len(self._gpus)
         return [ClusterNode(name=HERE.node, address=HERE.address, cpus=os.cpu_count() or 1, gpus=count)]
 
-    def reserve(self, bundles: Sequence[Bundle]) -> list[Place]:
+    def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Place]:
         """This machine's first GPUs for the only bundle."""
         (bundle,) = bundles
         if self._gpus is None:
@@ -82,16 +88,24 @@ class LocalCluster:
         return [replace(HERE, gpus=tuple(self._gpus[: bundle.gpus]))]
 
     def start(self, spec: ProcessSpec, place: Place) -> LocalProcess:
-        process = LocalProcess(spec, place)
+        known = {} if self._gpus is None else {ALL_GPUS: ",".join(self._gpus)}
+        process = LocalProcess(replace(spec, environment={**known, **spec.environment}), place)
         self._started.append(process)
         return process
 
     def free_port(self, place: Place) -> int:
         return free_port(place.address)
 
-    def close(self) -> None:
+    def sees(self, place: Place, path: Path) -> bool:
+        return path.exists()
+
+    def release(self) -> None:
         for process in self._started:
             process.end(0.0)
+        self._started.clear()
+
+    def close(self) -> None:
+        self.release()
 
 
 def _environment(spec: ProcessSpec, place: Place) -> dict[str, str]:

@@ -8,8 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from agentrl.errors import WorldError
+
 STARTED_BY = "AGENTRL_STARTED_BY"
 """Environment variable with the id of the process that started this one, on the same machine."""
+
+
+class NodeLostError(WorldError):
+    """A node of the cluster is gone, or does not answer any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +23,16 @@ class ProcessSpec:
     """A process to start.
 
     ``arguments``: of the Python interpreter of its place. ``environment``: changes of the variables there; None unsets
-    one. ``log``: the file for its output; without one it writes where its starter writes. ``supervised``: whatever it
-    has started ends with it, and it ends with its starter.
+    one. ``folder``: where it runs, otherwise where its starter runs. ``log``: the file for its output, which otherwise
+    goes where that of its starter goes. ``supervised``: whatever it has started ends with it, and it ends with its
+    starter.
     """
 
     role: str
     number: int
     arguments: tuple[str, ...]
     environment: Mapping[str, str | None] = field(default_factory=dict)
+    folder: Path | None = None
     log: Path | None = None
     supervised: bool = False
 
@@ -84,8 +92,11 @@ class Cluster(Protocol):
     def nodes(self) -> list[ClusterNode]:
         """All nodes, and what they have in all."""
 
-    def reserve(self, bundles: Sequence[Bundle]) -> list[Place]:
-        """Reserve each bundle, all on different nodes. Raises SettingsError or WorldError if they cannot be had."""
+    def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Place]:
+        """Reserve each bundle, all on different nodes. Raises SettingsError or WorldError if they cannot be had.
+
+        ``patience``: seconds to wait for nodes that are not there.
+        """
 
     def start(self, spec: ProcessSpec, place: Place) -> ProcessHandle:
         """Start a process in a place."""
@@ -93,5 +104,11 @@ class Cluster(Protocol):
     def free_port(self, place: Place) -> int:
         """A port of the place's node that is currently free."""
 
+    def sees(self, place: Place, path: Path) -> bool:
+        """Whether processes there find this file or folder."""
+
+    def release(self) -> None:
+        """End what still runs, and give all places back; they can be reserved again."""
+
     def close(self) -> None:
-        """End what still runs, and give all places back."""
+        """Release everything, for good."""

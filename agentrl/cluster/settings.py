@@ -4,14 +4,32 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class ClusterSettings(BaseModel):
-    """Who starts the training ranks; ``cluster=local`` is short for ``cluster.kind=local``."""
+    """Who starts the training ranks, and where; ``cluster=ray`` is short for ``cluster.kind=ray``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    kind: Literal["auto", "local", "environment"] = "auto"
+    kind: Literal["auto", "local", "environment", "ray"] = "auto"
     """local: this command starts all ranks on this machine; environment: this command is one of the ranks, which
-    torchrun, srun or DeepSpeed's launcher started; auto: environment where RANK is set, otherwise local"""
+    torchrun, srun or DeepSpeed's launcher started; ray: this command starts them on the nodes of a Ray cluster; auto:
+    environment where RANK is set, otherwise local"""
+    address: str = "auto"
+    """of the Ray cluster: HOST:PORT; auto: the one that this machine belongs to; local: start Ray on this machine"""
+    nodes: int = Field(1, ge=1)
+    """number of Ray nodes that share the ranks, training.num_processes / nodes on each"""
+    cpus_per_rank: float = Field(1.0, gt=0)
+    """CPUs that each rank reserves of a Ray node"""
+    worker_cpus: float = Field(1.0, ge=0)
+    """CPUs that the rollout worker and what it starts reserve on the Ray node of rank 0"""
+    start_deadline: float = Field(300.0, gt=0)
+    """seconds for Ray to give a run its nodes, which others may use, and for these to start processes"""
+    deadline: float = Field(60.0, gt=0)
+    """seconds without an answer after which a Ray node counts as lost"""
+    restarts: int = Field(0, ge=0)
+    """how often a run goes on by itself from its last checkpoint after it lost a rank, its worker or a node. Of use
+    with several ranks or Ray; a launcher restarts its ranks itself"""
+    restart_deadline: float = Field(3600.0, gt=0)
+    """seconds that a restart waits for Ray nodes to come back"""

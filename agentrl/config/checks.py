@@ -29,7 +29,7 @@ def check_settings(settings: Settings, command: Command = "train") -> None:
     if command != "eval":  # an evaluation does not train, and it checks its prompts and its model before it samples
         found += [*_length_contradictions(settings), *_objective_contradictions(settings)]
     if command == "train":
-        found += _schedule_contradictions(settings)
+        found += [*_schedule_contradictions(settings), *_cluster_problems(settings)]
     found += [*_model_problems(settings), *_server_problems(settings, command), *_protocol_problems(settings, command)]
     found += _adapter_problems(settings, command)
     found += _session_problems(settings)
@@ -208,6 +208,24 @@ def _agent_problems(settings: Settings, command: Command) -> Iterator[str]:
         yield (
             f"env={settings.env!r} plays through the gateway, which needs a local engine; valid: --model without "
             "--base-url"
+        )
+
+
+def _cluster_problems(settings: Settings) -> Iterator[str]:
+    cluster, ranks = settings.cluster, settings.training.num_processes
+    if cluster.kind != "ray" and cluster.nodes > 1:
+        yield f"{_given(settings, 'cluster.nodes')} with {_given(settings, 'cluster.kind')}: only Ray has several nodes"
+    elif ranks % cluster.nodes:
+        yield (
+            f"{_given(settings, 'training.num_processes')} cannot be shared evenly by "
+            f"{_given(settings, 'cluster.nodes')}; valid: a multiple of {cluster.nodes}"
+        )
+    if cluster.kind == "environment" and cluster.restarts:
+        yield f"{_given(settings, 'cluster.restarts')} with cluster.kind=environment: its launcher restarts the ranks"
+    if cluster.nodes > 1 and engine_facts(settings.rollout).shares_gpus:
+        yield (
+            f"rollout.vllm.placement=colocated with {_given(settings, 'cluster.nodes')}: servers start on the node of "
+            "rank 0; valid: dedicated, or external with the addresses of servers on other nodes"
         )
 
 

@@ -111,11 +111,14 @@ def inputs_of(samples: Sequence[ProblemSample], rows: Sequence[Tensor]) -> Advan
 
 
 def row_blocks(batch: Batch, budget: int) -> Iterator[slice]:
-    """Consecutive rows of at most ``budget`` padded tokens."""
-    rows, width = batch.input_ids.shape
-    step = max(1, budget // width)
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
+    """Consecutive rows of at most ``budget`` tokens without their padding, or single rows."""
+    start = tokens = 0
+    for row, length in enumerate((batch.prompt_lengths + batch.response_lengths).tolist()):
+        if row > start and tokens + length > budget:
+            yield slice(start, row)
+            start, tokens = row, 0
+        tokens += length
+    yield slice(start, batch.input_ids.shape[0])
 
 
 def _cross_energies(policy: PolicyModel, hidden: Tensor, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:

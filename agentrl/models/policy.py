@@ -144,6 +144,7 @@ class PolicyModel(nn.Module):
             importance_weights=None if weights is None else weights[own],
             temperature=self.head.logit_map.temperature(temperature),
             cap=self.head.logit_map.output_cap,
+            packed=self.attention,
         )
         if self.sequence is None:
             return energies

@@ -100,6 +100,21 @@ def energies(model: Any, rows: Rows, *, side: str = "right", weighed: bool = Fal
     return result.double()
 
 
+def packed_energies(policy: PolicyModel, rows: Rows, **options: Any) -> Tensor:
+    """As :func:`energies`, weighed, of rows that the model reads as one without padding."""
+    ids, counted, _, weights = rows.padded()
+    lengths = torch.ones(len(ids), dtype=torch.int64)
+    seen: list[int] = []
+    handle = policy.backbone.layers[0].register_forward_pre_hook(lambda module, given: seen.append(given[0].shape))
+    try:
+        found = policy.trajectory_energies(ids, lengths, counted[:, 1:], importance_weights=weights[:, 1:], **options)
+    finally:
+        handle.remove()
+    read = [max(place for place, counts in enumerate(row) if counts) for row in rows.counted]
+    assert {shape[:2] for shape in seen} == {(1, sum(read))}  # and nothing after the last token that counts
+    return found.double()
+
+
 def assert_equal(found: Tensor, wanted: Tensor, relative: float = 1e-9) -> None:
     torch.testing.assert_close(found, wanted, rtol=relative, atol=0.0)
 
@@ -149,6 +164,10 @@ def test_equal_to_single_backward_passes(kind: str, more: dict[str, Any], tied: 
     wanted = one_by_one(model, rows, weighed=True, temperature=0.7)
     assert_equal(energies(model, rows, weighed=True, temperature=0.7), wanted)
     assert_equal(energies(model, rows), one_by_one(model, rows))
+    policy = PolicyModel(model)
+    assert_equal(packed_energies(policy, rows, temperature=0.7), wanted)
+    equal_prompts = replace(rows, ids=tuple((*rows.ids[0][:3], *ids[3:]) for ids in rows.ids))
+    assert_equal(packed_energies(policy, equal_prompts), one_by_one(model, equal_prompts, weighed=True))
     single = model.float()
     assert_equal(energies(single, rows), one_by_one(single, rows), 1e-4)
 
@@ -212,6 +231,8 @@ def test_gradient_checkpointing_changes_nothing(kind: str) -> None:
     model.train()
     assert_equal(energies(model, rows), wanted)
     assert_equal(energies(model, rows, side="left"), wanted)
+    packed = packed_energies(PolicyModel(model), rows)
+    assert_equal(packed, one_by_one(model, rows, weighed=True))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("mlp" in name)
     assert_equal(energies(model, rows), one_by_one(model.eval(), rows))

@@ -16,11 +16,11 @@ from agentrl.lab.gradients import Gradients
 from agentrl.lab.groups import Partition, advantages_in, draw_partitions
 from agentrl.lab.measure import GradientMoments, References, Spread, measure, spread_of
 from agentrl.lab.run import check_lab, lab_settings
-from agentrl.lab.sample import ProblemSample, inputs_of, look_at, usable
+from agentrl.lab.sample import ProblemSample, inputs_of, look_at, row_blocks, usable
 from agentrl.lab.settings import LabSettings
 from agentrl.lab.summary import IntervalEstimate, Line, as_records, summarise, verdicts
 from agentrl.models.policy import PolicyModel
-from agentrl.trajectory import Group, Segment, Trajectory
+from agentrl.trajectory import Batch, Group, Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
 
 VOCABULARY = 3
@@ -102,6 +102,16 @@ def slow_gradient(policy: PolicyModel, sample: ProblemSample, rows: list[int], a
                 total = total + advantages[place, t] * log_p[start + t - 1, sample.batch.response_ids[row, t]]
     gradients = torch.autograd.grad(total / len(rows), list(policy.parameters()))
     return torch.cat([item.flatten() for item in gradients])
+
+
+def test_micro_batches_count_no_padding() -> None:
+    """Rows of 3, 3, 31, 3 and 3 tokens, padded to 31."""
+    rows = [make_trajectory(place, ((0,) * (count - 1),), 0.0) for place, count in enumerate((2, 2, 30, 2, 2))]
+    batch = Batch.from_trajectories(make_group(rows).trajectories, pad_id=0)
+    assert (batch.prompt_lengths + batch.response_lengths).tolist() == [3, 3, 31, 3, 3]
+    for budget, blocks in ((43, [(0, 5)]), (37, [(0, 3), (3, 5)]), (8, [(0, 2), (2, 3), (3, 5)]), (1, 5)):
+        found = [(block.start, block.stop) for block in row_blocks(batch, budget)]
+        assert found == (blocks if isinstance(blocks, list) else [(row, row + 1) for row in range(blocks)])
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "tir_otb"])

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from ranks import finish, start_ranks
 
-from .conftest import DEADLINE, CommandLine
+from .conftest import DEADLINE, CommandLine, wait_until
+from .test_ranks import family
 from .test_resume import without_timings
 
 pytestmark = pytest.mark.slow
@@ -37,6 +38,20 @@ def test_torchrun_starts_the_same_ranks_as_the_command(command_line: CommandLine
     assert [sorted(row) for row in theirs] == [sorted(row) for row in own]
     for row, other in zip(own, theirs, strict=True):
         assert other == pytest.approx(row, rel=1e-5, abs=1e-8, nan_ok=True)
+
+
+def test_a_run_whose_rank_is_killed_goes_on_by_itself_bitwise(command_line: CommandLine, random_policy: Path) -> None:
+    steps = ["training.steps=4", "checkpoint.every=1", "training.deterministic=true"]
+    arguments = command_line.counting(random_policy, *steps, "environment.kwargs.seconds=0.02")
+    process = command_line.start(*arguments, "name=killed", "cluster.restarts=1")
+    wait_until(lambda: len(command_line.steps("killed")) >= 2, process)
+    (rank,) = family(process.pid)["run.rank"]
+    rank.kill()
+    said = process.communicate(timeout=DEADLINE)[0]
+    assert process.returncode == 0, said
+    assert re.search(r"training rank 0 on \S+ was ended by SIGKILL; restart 1 of 1 from the last checkpoint", said)
+    command_line.run(*arguments, "name=whole")
+    assert without_timings(command_line.metrics("killed")) == without_timings(command_line.metrics("whole"))
 
 
 def test_without_its_variables_the_command_says_what_it_needs(command_line: CommandLine, random_policy: Path) -> None:

@@ -65,7 +65,7 @@ uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([listener])
 @pytest.fixture
 def openenv_server(tmp_path: Path) -> Iterator[str]:
     """The page's environment behind OpenEnv's own server."""
-    (tmp_path / "guess.py").write_text(example("environments.md", "openenv.core"))
+    (tmp_path / "guess.py").write_text(example("libraries.md", "openenv.core"))
     command = [python_with("openenv"), "-c", SERVE]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

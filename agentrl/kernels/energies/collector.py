@@ -26,10 +26,15 @@ class LayerEnergies:
     forward's output, which is what the graph holds.
     """
 
-    def __init__(self, layers: tuple[tuple[str, nn.Module, bool], ...], active: Tensor, dtype: torch.dtype) -> None:
-        """`active` [B, S]: the positions whose state reaches a counted log-probability. dtype: of the products."""
+    def __init__(
+        self, layers: tuple[tuple[str, nn.Module, bool], ...], active: Tensor, places: Tensor, dtype: torch.dtype
+    ) -> None:
+        """`active` [B, S]: the positions whose state reaches a counted log-probability; `places` [B, S] of theirs among
+        all positions that the layers see. dtype: of the products.
+        """
         self._sites = [_Site(name=name, module=module, recomputed=recomputed) for name, module, recomputed in layers]
         self._active = active
+        self._places = places
         self._dtype = dtype
         self._backward = False
         self.totals = torch.zeros(active.shape[0], dtype=torch.float64, device=active.device)
@@ -91,22 +96,23 @@ class LayerEnergies:
         """Once both have come: the energy of this layer, and let go of them."""
         if site.input is None or site.gradient is None:
             return
-        inputs, gradients = site.input, site.gradient
+        inputs, gradients = site.input.flatten(0, 1), site.gradient.flatten(0, 1)
         site.input = site.gradient = None
         site.done = True
         with torch.autocast(inputs.device.type, enabled=False):
             for rows, columns in self._chunks(site, inputs, gradients):
                 active = self._active[rows, columns]
-                active = active.reshape(*active.shape, *[1] * (inputs.ndim - 2))
-                part = torch.where(active, inputs[rows, columns], 0.0)
-                gradient = torch.where(active, gradients[rows, columns], 0.0)
+                active = active.reshape(*active.shape, *[1] * (inputs.ndim - 1))
+                places = self._places[rows, columns]
+                part = torch.where(active, inputs[places], 0.0)
+                gradient = torch.where(active, gradients[places], 0.0)
                 self.totals[rows] += site.energy(part, gradient, self._dtype)
 
     def _chunks(self, site: _Site, inputs: Tensor, gradients: Tensor) -> Iterator[tuple[slice, slice]]:
         """Rows that are treated at once, and the columns where one of them is active."""
         width = max(1, self._active.shape[1])
         product = min(width, inputs.shape[-1]) * gradients.shape[-1] if isinstance(site.module, nn.Linear) else 0
-        size = inputs[0].numel() + gradients[0].numel() + product
+        size = width * (inputs[0].numel() + gradients[0].numel()) + product
         step = max(1, _CHUNK_ELEMENTS // max(1, size))
         for start in range(0, self._active.shape[0], step):
             rows = slice(start, start + step)

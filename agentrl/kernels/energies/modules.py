@@ -33,6 +33,7 @@ class Parts:
     own: (name, module, whether its forward is computed again in backward)."""
 
     backbone: Any
+    depth: int  # attention layers
     embedding: nn.Embedding
     head: nn.Linear
     layers: tuple[tuple[str, nn.Module, bool], ...]
@@ -78,7 +79,8 @@ def take_apart(model: Any) -> Parts:
         for name, module in model.named_modules()
         if module is not embedding and module is not head and _trainable(module)
     )
-    return Parts(backbone=model.base_model, embedding=embedding, head=head, layers=layers)
+    depth = model.config.get_text_config().num_hidden_layers
+    return Parts(backbone=model.base_model, depth=depth, embedding=embedding, head=head, layers=layers)
 
 
 def normalized_input(norm: nn.Module, hidden: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from agentrl.kernels.attention import AttentionBackend, PackedRow, pack_row
 from agentrl.kernels.energies.closed_forms import embedding_energy
 from agentrl.kernels.energies.collector import LayerEnergies
 from agentrl.kernels.energies.head import HeadRow, head_row
@@ -24,6 +25,8 @@ class _Rows:
     mask: Tensor  # bool, the tokens y_t that count
     active: Tensor  # bool, the positions whose state reaches the log-probability of one of them
     coefficients: Tensor  # what multiplies it, 0 off the mask; in the dtype of accumulation
+    packed: PackedRow | None  # what the model reads in their place
+    places: Tensor  # int64, of each active position among all that the model reads
 
 
 def trajectory_energies(
@@ -35,11 +38,13 @@ def trajectory_energies(
     importance_weights: Tensor | None = None,
     temperature: float = 1.0,
     cap: float | None = None,
+    packed: AttentionBackend | None = None,
 ) -> Tensor:
     """E_b = ||grad_theta sum_t rho_t ln p(y_t)||^2 of each row [B], over the model's trainable parameters theta.
 
     model: a causal language model of `transformers` (its class one of `modules.MODELS`; its head may be a `FusedHead`),
-    sharded by ZeRO-3 or not. input_ids [B, S]: prompt and response, one trajectory a row, no packing. token_mask [B, S]
+    sharded by ZeRO-3 or not. input_ids [B, S]: prompt and response, one trajectory a row. With `packed` the model reads
+    them as one row without padding, by this backend; its attention must be that of `agentrl.models`. token_mask [B, S]
     bool: the *tokens* y_t whose log-probability counts; the distribution of token t comes from the state at t - 1.
     attention_mask [B, S] bool: False at padding, wherever it stands; without it every column is attended to, which is
     right for right padding. importance_weights [B, S]: rho_t, a constant, read only where token_mask is True.
@@ -60,22 +65,27 @@ def trajectory_energies(
     _check(input_ids, token_mask.bool(), attention_mask, importance_weights, temperature)
     check_cap(cap)
     dtype = torch.float64 if parts.embedding.weight.dtype == torch.float64 else torch.float32
-    rows = _prepared(input_ids, token_mask.bool(), attention_mask, importance_weights, dtype)
-    layers = LayerEnergies(parts.layers, rows.active, dtype)
+    rows = _prepared(input_ids, token_mask.bool(), attention_mask, importance_weights, dtype, packed)
+    layers = LayerEnergies(parts.layers, rows.active, rows.places, dtype)
     with torch.enable_grad(), layers.attached():
-        embedded, hidden = _forward(parts, rows.input_ids)
+        embedded, hidden = _forward(parts, rows)
         shares = _head_shares(parts, hidden.detach(), rows, temperature, cap)
         layers.begin_backward()
         (gradient,) = torch.autograd.grad(hidden, embedded, _gradient_of_states(hidden, shares, rows))
     layers.check_complete()
     # What an embedding multiplies its rows by belongs to the gradient of its weight.
-    at_weight = gradient.detach().to(dtype) * parts.embedding_scale
+    at_weight = gradient.detach().flatten(0, 1).to(dtype) * parts.embedding_scale
     totals = layers.totals + _outer_energies(parts, shares, rows, at_weight)
     return totals.to(dtype)
 
 
 def _prepared(
-    input_ids: Tensor, mask: Tensor, attention_mask: Tensor | None, weights: Tensor | None, dtype: torch.dtype
+    input_ids: Tensor,
+    mask: Tensor,
+    attention_mask: Tensor | None,
+    weights: Tensor | None,
+    dtype: torch.dtype,
+    packed: AttentionBackend | None,
 ) -> _Rows:
     """The rows without positions that are not attended to, and the tokens that count in them."""
     if attention_mask is not None:
@@ -86,7 +96,14 @@ def _prepared(
     coefficients = mask.to(dtype) if weights is None else torch.where(mask, weights.detach(), 0.0).to(dtype)
     counted = mask.long()
     active = counted.flip(-1).cumsum(-1).flip(-1) > counted  # a counted token comes later in the row
-    return _Rows(input_ids=input_ids, mask=mask, active=active, coefficients=coefficients)
+    row, places = None, torch.arange(input_ids.numel(), device=input_ids.device).view(input_ids.shape)
+    if packed is not None:
+        # A shared prompt has other gradients in each of its trajectories, so each reads its own.
+        lengths = active.sum(-1).clamp(min=1).tolist()
+        row = pack_row(input_ids, [0] * len(lengths), lengths, backend=packed, share_prompts=False)
+        columns = torch.arange(input_ids.shape[1], device=input_ids.device).clamp(max=row.places.shape[1] - 1)
+        places = row.places[:, columns]
+    return _Rows(input_ids=input_ids, mask=mask, active=active, coefficients=coefficients, packed=row, places=places)
 
 
 def _before(mask: Tensor) -> Tensor:
@@ -94,8 +111,8 @@ def _before(mask: Tensor) -> Tensor:
     return torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
 
 
-def _forward(parts: Parts, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """(the embedding's output as the graph's leaf, the states after the last norm), both [B, S, D]."""
+def _forward(parts: Parts, rows: _Rows) -> tuple[Tensor, Tensor]:
+    """(the embedding's output as the graph's leaf, the states after the last norm), both [B, S, D] or [1, L, D]."""
     leaves: list[Tensor] = []
 
     def cut(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -104,7 +121,10 @@ def _forward(parts: Parts, input_ids: Tensor) -> tuple[Tensor, Tensor]:
 
     handle = parts.embedding.register_forward_hook(cut)
     try:
-        hidden = parts.backbone(input_ids=input_ids, use_cache=False).last_hidden_state
+        if rows.packed is None:
+            hidden = parts.backbone(input_ids=rows.input_ids, use_cache=False).last_hidden_state
+        else:
+            hidden = rows.packed.states(parts.backbone, layers=parts.depth)[None]
     finally:
         handle.remove()
     if len(leaves) != 1:
@@ -113,15 +133,16 @@ def _forward(parts: Parts, input_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gradient_of_states(hidden: Tensor, shares: list[HeadRow], rows: _Rows) -> Tensor:
-    """[B, S, D]: of sum_t rho_t ln p(y_t) with respect to the states after the last norm, in their dtype."""
-    gradient = torch.zeros_like(hidden, dtype=rows.coefficients.dtype)
-    gradient[_before(rows.mask)] = torch.cat([share.hidden_gradient for share in shares])
-    return gradient.to(hidden.dtype)
+    """As hidden: of sum_t rho_t ln p(y_t) with respect to the states after the last norm, in their dtype."""
+    gradient = torch.zeros_like(hidden, dtype=rows.coefficients.dtype).flatten(0, 1)
+    gradient[rows.places[_before(rows.mask)]] = torch.cat([share.hidden_gradient for share in shares])
+    return gradient.view(hidden.shape).to(hidden.dtype)
 
 
 def _head_shares(parts: Parts, hidden: Tensor, rows: _Rows, temperature: float, cap: float | None) -> list[HeadRow]:
     """The head's share of every row, computed inside one call of the head, whose hooks have gathered its weight."""
     shares: list[HeadRow] = []
+    states = hidden.flatten(0, 1)
     wants_cross = parts.tied and parts.embedding.weight.requires_grad
 
     def inside(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
@@ -129,7 +150,7 @@ def _head_shares(parts: Parts, hidden: Tensor, rows: _Rows, temperature: float, 
             tokens = rows.mask[row].nonzero().squeeze(-1)
             shares.append(
                 head_row(
-                    hidden[row, tokens - 1].to(rows.coefficients.dtype),
+                    states[rows.places[row, tokens - 1]].to(rows.coefficients.dtype),
                     parts.head.weight.detach(),
                     None if parts.head.bias is None else parts.head.bias.detach(),
                     rows.input_ids[row, tokens],
@@ -150,7 +171,7 @@ def _head_shares(parts: Parts, hidden: Tensor, rows: _Rows, temperature: float, 
 
 
 def _outer_energies(parts: Parts, shares: list[HeadRow], rows: _Rows, gradient: Tensor) -> Tensor:
-    """[B]: head and embedding, with the cross term if they are one parameter. gradient [B, S, D]: the embedding's."""
+    """[B]: head and embedding, with the cross term if they are one parameter. gradient [N, D]: the embedding's."""
     weights = torch.tensor([share.weight_energy for share in shares], dtype=torch.float64, device=gradient.device)
     biases = torch.tensor([share.bias_energy for share in shares], dtype=torch.float64, device=gradient.device)
     total = torch.zeros_like(weights)
@@ -164,13 +185,13 @@ def _outer_energies(parts: Parts, shares: list[HeadRow], rows: _Rows, gradient: 
     padding = parts.embedding.padding_idx
     learns = rows.active if padding is None else rows.active & (rows.input_ids != padding)
     owner = learns.nonzero()[:, 0]
-    total += embedding_energy(rows.input_ids[learns], owner, gradient[learns], len(shares))
+    total += embedding_energy(rows.input_ids[learns], owner, gradient[rows.places[learns]], len(shares))
     if parts.tied:
         for row, share in enumerate(shares):
             assert share.cross is not None  # asked for above
             active = rows.active[row]
             kept = learns[row, active].unsqueeze(-1)
-            products = torch.where(kept, share.cross * gradient[row, active], 0.0)
+            products = torch.where(kept, share.cross * gradient[rows.places[row, active]], 0.0)
             total[row] += 2 * products.sum(dtype=torch.float64)
     return total
 

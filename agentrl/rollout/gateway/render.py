@@ -31,13 +31,16 @@ _SHAPES = 1024
 _CALL_ID = "call00000"  # of the length that templates which check it ask for
 
 PLAIN_TEMPLATE = (
-    "{%- for tool in tools or [] %}{{ tool | tojson }}\n{% endfor -%}"
+    "{%- for tool in tools or [] %}{{ tool | tojson }}{{ '\\n' }}{% endfor -%}"
     "{%- for message in messages %}{{ message.content }}"
     "{%- for call in message.tool_calls or [] %}<tool_call>"
-    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>{% endfor %}\n"
-    "{% endfor -%}"
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>{% endfor -%}"
+    "{{ '\\n' }}{% endfor -%}"
 )
-"""For models without a chat template: the messages as they are, one below the other."""
+"""For models without a chat template: the messages as they are, one below the other.
+
+The ends of lines are written out: a newline behind a block is none in a template of `transformers`.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

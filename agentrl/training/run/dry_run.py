@@ -22,6 +22,7 @@ from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import describe_machine
 from agentrl.training.coldstart.limits import measured_problems
 from agentrl.training.coldstart.train import measure
+from agentrl.training.run.launch import show_plan
 from agentrl.training.run.preflight import check_inputs, machine_problems
 from agentrl.training.step.batching import PassPlan, plan_passes
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
@@ -55,6 +56,8 @@ def dry_run(settings: Settings) -> None:
     console.note(f"passes: {planned_passes(settings).describe()}")
     for problem in machine_problems(settings):
         console.warning(f"not on this machine: {problem}")
+    if settings.cluster.kind == "ray":
+        show_plan(settings, console)
     try:
         shape = read_shape(settings.model)
     except SettingsError as error:

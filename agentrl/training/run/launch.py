@@ -1,54 +1,82 @@
-"""Start the training ranks of a run, watch them, and end all of them when one has failed."""
+"""Start the training ranks of a run, watch them, end all when one has failed, and start them again if asked to."""
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from agentrl.cluster.devices import ALL_GPUS, visible_gpus
+from agentrl.cluster.devices import visible_gpus
 from agentrl.cluster.launchers import RankPlace
-from agentrl.cluster.local import LocalCluster
-from agentrl.cluster.processes import Bundle, Cluster, Place, ProcessHandle, ProcessSpec
-from agentrl.errors import WorldError
+from agentrl.cluster.opening import open_cluster
+from agentrl.cluster.plan import PLAN_COLUMNS, plan_table
+from agentrl.cluster.processes import Bundle, Cluster, ClusterNode, NodeLostError, Place, ProcessHandle, ProcessSpec
+from agentrl.errors import SettingsError, WorldError
+from agentrl.rollout.engines.table import engine_facts
+from agentrl.telemetry.console import Console
+from agentrl.training.run.rank_group import RankEnd, RankGroup
 from agentrl.training.run.signals import INTERRUPTED, stop_requests
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
 
 RANK_MODULE = "agentrl.training.run.rank"
-# Seconds for ranks to end by themselves once one has failed, and between looks at all of them.
-_LAST_WORDS = 30.0
-_LOOK = 0.2
+# Exit codes after which the same would happen again: the user's settings, and a stop on request.
+_FINAL = (0, SettingsError.exit_code, INTERRUPTED)
+
+
+def launched(settings: Settings) -> bool:
+    """Whether ranks are processes of their own, and not this one."""
+    cluster = settings.cluster
+    return settings.training.num_processes > 1 or cluster.kind == "ray" or cluster.restarts > 0
 
 
 def launch(settings: Settings, run_path: Path, *, resume: bool) -> int:
     """Run ``training.num_processes`` ranks on the run directory until they end, and return the exit code.
 
-    Raises WorldError if a rank was killed.
+    Raises WorldError if a rank was killed or a node lost, and ``cluster.restarts`` does not allow another attempt.
     """
-    cluster = _cluster()
+    console = Console(settings.telemetry)
+    cluster = open_cluster(settings.cluster, _own_gpus())
     try:
-        (place,) = cluster.reserve(_bundles(settings))
-        ranks = RankGroup(start_ranks(cluster, [place], settings, run_path, resume=resume))
-        with stop_requests(ranks.ask, ranks.insist):
-            return ranks.end()
+        bundles = bundles_of(settings, cluster.nodes())
+        for attempt in range(settings.cluster.restarts + 1):
+            last = attempt == settings.cluster.restarts
+            patience = settings.cluster.restart_deadline if attempt else 0.0
+            code, loss = _attempt(cluster, bundles, settings, run_path, resume=resume or attempt > 0, patience=patience)
+            if code is not None and (code in _FINAL or last):
+                return code
+            if last:
+                raise WorldError(f"{loss}; continue from the last checkpoint with --resume")
+            console.warning(f"{loss}; restart {attempt + 1} of {settings.cluster.restarts} from the last checkpoint")
+            cluster.release()
+        raise AssertionError("the last attempt returns or raises")
     finally:
         cluster.close()
 
 
-def _cluster() -> Cluster:
-    return LocalCluster(visible_gpus(torch.cuda.device_count()) if torch.cuda.is_available() else None)
+def _attempt(
+    cluster: Cluster, bundles: Sequence[Bundle], settings: Settings, run_path: Path, *, resume: bool, patience: float
+) -> tuple[int | None, str]:
+    """The ranks' exit code and what it was; without a code, why ranks were lost."""
+    try:
+        places = cluster.reserve(bundles, patience=patience)
+        _check_folder(cluster, places, run_path)
+        group = RankGroup(start_ranks(cluster, places, settings, run_path, resume=resume))
+    except NodeLostError as error:
+        return None, str(error)
+    with stop_requests(group.ask, group.insist):
+        return _outcome(group, group.end())
 
 
-def _bundles(settings: Settings) -> list[Bundle]:
-    count = settings.training.num_processes
-    return [Bundle(holds=f"training.num_processes={count}", cpus=count, gpus=count)]
+def _outcome(group: RankGroup, end: RankEnd | None) -> tuple[int | None, str]:
+    if group.insisted or (group.asked and end is not None and end.killed):
+        return INTERRUPTED, ""  # forced, or before the ranks could catch the signal
+    if end is None:
+        return 0, ""
+    return (None if end.killed else end.code), str(end)
 
 
 def start_ranks(
@@ -65,89 +93,64 @@ def start_ranks(
         spec = ProcessSpec(
             role="rank",
             number=number,
-            arguments=("-m", RANK_MODULE, str(run_path), *(["--resume"] if resume else [])),
-            environment=own.variables() | _devices(place),
+            arguments=("-m", RANK_MODULE, str(run_path.absolute()), *(["--resume"] if resume else [])),
+            environment=own.variables() | ({} if place.gpus else {"DS_ACCELERATOR": "cpu"}),
+            folder=Path.cwd(),
+            log=run_path.absolute() / "logs" / f"{place.node}-rank-{number}.log" if _elsewhere(settings) else None,
         )
         started.append(cluster.start(spec, place))
     return started
 
 
-def _devices(place: Place) -> dict[str, str]:
-    if not place.gpus:
-        return {"DS_ACCELERATOR": "cpu"}
-    return {ALL_GPUS: ",".join(visible_gpus(torch.cuda.device_count()))}
+def bundles_of(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundle]:
+    """What the ranks of a run need of each node; the first one has rank 0, with the worker and the servers it starts.
+
+    A rank needs a GPU if the nodes have any.
+    """
+    cluster, count = settings.cluster, settings.training.num_processes
+    here = count // cluster.nodes
+    gpus = 1 if any(node.gpus for node in nodes) else 0
+    vllm = settings.rollout.vllm
+    dedicated = engine_facts(settings.rollout).starts_servers and vllm.placement == "dedicated"
+    # On a single machine, servers choose among all of its GPUs.
+    servers = vllm.replicas * vllm.tensor_parallel_size if dedicated and gpus and cluster.kind == "ray" else 0
+    bundles = []
+    for place in range(cluster.nodes):
+        ranks = f"rank {place}" if here == 1 else f"ranks {place * here} to {(place + 1) * here - 1}"
+        beside = ", worker" + (f", {vllm.replicas} servers" if servers else "")
+        first = place == 0
+        bundles.append(
+            Bundle(
+                holds=ranks + (beside if first else ""),
+                cpus=here * cluster.cpus_per_rank + (cluster.worker_cpus if first else 0.0),
+                gpus=here * gpus + (servers if first else 0),
+            )
+        )
+    return bundles
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankEnd:
-    """How the first rank that failed has ended; ``code``: its exit code, negative for a signal."""
-
-    rank: ProcessHandle
-    code: int
-
-    def __str__(self) -> str:
-        how = signal.Signals(-self.code).name if self.code < 0 else f"exit code {self.code}"
-        return f"training {self.rank.spec.name} on {self.rank.place.node} was ended by {how}"
+def show_plan(settings: Settings, console: Console) -> None:
+    """Print what would be placed where. Raises SettingsError if it cannot be placed."""
+    cluster = open_cluster(settings.cluster, _own_gpus())
+    try:
+        nodes = cluster.nodes()
+        console.table("Resource plan", list(PLAN_COLUMNS), plan_table(bundles_of(settings, nodes), nodes))
+    finally:
+        cluster.close()
 
 
-class RankGroup:
-    """Running ranks. When one fails, all end."""
-
-    def __init__(self, handles: Sequence[ProcessHandle]) -> None:
-        self._handles = handles
-        self._asked = threading.Event()
-        self._insisted = threading.Event()
-
-    def ask(self) -> None:
-        """Have the ranks stop at the next safe point."""
-        self._asked.set()
-        self._signal(signal.SIGTERM)
-
-    def insist(self) -> None:
-        """End the ranks at once."""
-        self._insisted.set()
-        self._signal(signal.SIGKILL)
-
-    def end(self) -> int:
-        """The exit code of the ranks, once all have ended. Raises WorldError if one was killed, except on request."""
-        failed = self._first_failure()
-        code = 0 if failed is None else failed.code
-        if self._insisted.is_set() or (self._asked.is_set() and code < 0):
-            return INTERRUPTED  # forced, or before the ranks could catch the signal
-        if failed is not None and code < 0:
-            raise WorldError(f"{failed}; continue from the last checkpoint with --resume")
-        return code
-
-    def _first_failure(self) -> RankEnd | None:
-        failed: RankEnd | None = None
-        running = list(self._handles)
-        while running:
-            ended = {place: code for place, one in enumerate(running) if (code := one.wait(0.0)) is not None}
-            worst = [RankEnd(rank=running[place], code=code) for place, code in ended.items() if code]
-            if worst and failed is None:
-                failed = min(worst, key=lambda end: end.code)
-                if failed.code != INTERRUPTED:
-                    _end_others([one for place, one in enumerate(running) if place not in ended])
-            running = [one for place, one in enumerate(running) if place not in ended]
-            if running:
-                running[0].wait(_LOOK)
-        return failed
-
-    def _signal(self, number: signal.Signals) -> None:
-        for one in self._handles:
-            one.send_signal(number)
+def _check_folder(cluster: Cluster, places: Sequence[Place], run_path: Path) -> None:
+    for place in places:
+        if not cluster.sees(place, run_path.absolute() / "config.yaml"):
+            raise SettingsError(
+                f"runs_dir: the node {place.node} ({place.address}) cannot see the files of {run_path.absolute()}; "
+                "give a folder that all nodes share"
+            )
 
 
-def _end_others(running: Sequence[ProcessHandle]) -> None:
-    """Ask the ranks to end, and kill those that do not, in a thread that ends with this process."""
-    for one in running:
-        one.send_signal(signal.SIGTERM)
+def _elsewhere(settings: Settings) -> bool:
+    return settings.cluster.kind == "ray"
 
-    def kill() -> None:
-        for one in running:
-            if one.wait(0.0) is None:
-                one.send_signal(signal.SIGKILL)
 
-    timer = threading.Timer(_LAST_WORDS, kill)
-    timer.daemon = True
-    timer.start()
+def _own_gpus() -> list[str] | None:
+    return visible_gpus(torch.cuda.device_count()) if torch.cuda.is_available() else None

@@ -19,6 +19,7 @@ from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.coldstart.policy import computing_processes, set_threads, starting_policy
 from agentrl.training.engine.deepspeed_engine import from_rank_zero, start_distributed
 from agentrl.training.engine.determinism import set_determinism
+from agentrl.training.run.launch import launch, launched
 from agentrl.training.run.preflight import check_inputs, machine_problems
 from agentrl.training.run.session import Session
 from agentrl.training.run.shared_folder import check_shared_folder
@@ -44,16 +45,15 @@ def train(settings: Settings, resume: bool) -> int:
 def _train(settings: Settings, resume: bool) -> int:
     console = Console(settings.telemetry)
     check_inputs(settings)
-    if lacking := machine_problems(settings):
+    here = settings.cluster.kind != "ray"
+    if here and (lacking := machine_problems(settings)):
         raise SettingsError("\n".join(lacking))
     run = _open_run(settings, resume)
     try:
         for line in describe_machine().lines():
             console.note(line)
-        if settings.training.num_processes == 1:
+        if not launched(settings):
             return run_rank(settings, run, resume=resume)
-        from agentrl.training.run.launch import launch
-
         starting_policy(settings, console, say_found=False)  # rank 0 reports it
         run.close()
         return launch(settings, run.path, resume=resume)

@@ -23,6 +23,7 @@ from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.gateway.environment import AgentEnvironment, load_program
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
+from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group, Trajectory
@@ -70,6 +71,20 @@ async def play(
 
 def saying(*texts: str) -> Any:
     return speaking(chat_codec()[1], lambda number: texts[number % len(texts)])
+
+
+def test_without_a_template_messages_stand_one_below_the_other_as_in_a_cold_start() -> None:
+    tokenizer, codec = chat_codec()
+    tokenizer.chat_template = None
+    plain = ChatRenderer(tokenizer, codec)
+    said = [("system", "Be brief."), ("user", "2 + 3?"), ("assistant", "5"), ("user", "Sure?")]
+    messages = tuple(AgentMessage(role=role, content=content) for role, content in said)
+    layout = plain.layout(messages, ChatRequest(messages=messages), sampled=[2])
+    assert layout.filled([content for _, content in said]) == "Be brief.\n2 + 3?\n5\nSure?\n"
+    tool = {"type": "function", "function": {"name": "look"}}
+    listed = plain.layout(messages[1:2], ChatRequest(messages=messages[1:2], tools=(tool,)))
+    *lines, last = listed.filled(["2 + 3?"]).split("\n")
+    assert (len(lines), lines[-1], last) == (2, "2 + 3?", "")
 
 
 @pytest.mark.parametrize(

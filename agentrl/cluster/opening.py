@@ -1,0 +1,22 @@
+"""Opens the cluster that the settings name."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+from agentrl.cluster.local import LocalCluster
+from agentrl.cluster.processes import Cluster
+from agentrl.cluster.settings import ClusterSettings
+from agentrl.errors import SettingsError
+
+
+def open_cluster(settings: ClusterSettings, gpus: Sequence[str] | None) -> Cluster:
+    """``gpus``: those of this machine, None for none. Raises SettingsError if the cluster cannot be reached."""
+    if settings.kind != "ray":
+        return LocalCluster(gpus)
+    if importlib.util.find_spec("ray") is None:
+        raise SettingsError("cluster=ray needs Ray, which is not installed: pip install 'agentrl[ray]', on every node")
+    from agentrl.cluster.ray_nodes import RayCluster
+
+    return RayCluster(settings)

@@ -1,0 +1,232 @@
+"""Ray as a cluster: it counts resources, places bundles and notices lost nodes. Nothing else here imports it.
+
+Ray starts one actor in each place. The actor starts the processes of a run as its children, by the same code as on a
+single machine; they end with it, and Ray ends it with the command that asked for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import psutil
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from agentrl.cluster.devices import ALL_GPUS, free_port
+from agentrl.cluster.local import LocalProcess
+from agentrl.cluster.plan import UnplaceableError, placed
+from agentrl.cluster.processes import Bundle, ClusterNode, NodeLostError, Place, ProcessSpec
+from agentrl.cluster.relay import LogRelay
+from agentrl.cluster.settings import ClusterSettings
+from agentrl.errors import SettingsError, WorldError
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+_Value = TypeVar("_Value")
+# Variables of this process that processes on other nodes get too, by the beginnings of their names.
+_CARRIED = (
+    *("AGENTRL_", "CUDA_LAUNCH", "DEEPSPEED_", "DS_", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_"),
+    *("TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "TRITON_", "VLLM_"),
+)
+_LOOK = 1.0  # seconds between two looks at a cluster that lacks nodes
+
+
+class NodeHost:
+    """An actor: starts and watches processes on its node."""
+
+    def __init__(self) -> None:
+        self._processes: dict[int, LocalProcess] = {}
+
+    def place(self, number: int) -> Place:
+        """This place, as the other nodes reach it."""
+        gpus = tuple(str(name) for name in ray.get_gpu_ids())
+        return Place(number=number, node=socket.gethostname(), address=ray.util.get_node_ip_address(), gpus=gpus)
+
+    def free_port(self, address: str) -> int:
+        return free_port(address)
+
+    def sees(self, path: str) -> bool:
+        return os.path.exists(path)
+
+    def start(self, spec: ProcessSpec, place: Place) -> int:
+        """Start a process and return its id. Raises SettingsError if this node lacks its folder."""
+        if spec.folder is not None and not spec.folder.is_dir():
+            raise SettingsError(f"the node {place.node} has no folder {spec.folder}: all nodes need the same files")
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # Ray blocks it, and children inherit that
+        own = {"GLOO_SOCKET_IFNAME": _interface(place.address), ALL_GPUS: ",".join(place.gpus) or None}
+        process = LocalProcess(replace(spec, environment={**own, "OMP_NUM_THREADS": None, **spec.environment}), place)
+        self._processes[process.pid] = process
+        return process.pid
+
+    def wait(self, pid: int, seconds: float) -> int | None:
+        return self._processes[pid].wait(seconds)
+
+    def send_signal(self, pid: int, number: int) -> None:
+        self._processes[pid].send_signal(signal.Signals(number))
+
+
+def _interface(address: str) -> str | None:
+    """The network interface with this address."""
+    known = psutil.net_if_addrs().items()
+    return next((name for name, found in known if any(one.address == address for one in found)), None)
+
+
+class RayProcess:
+    """A process that an actor has started."""
+
+    def __init__(self, spec: ProcessSpec, place: Place, host: ActorHandle[NodeHost], pid: int, deadline: float) -> None:
+        self.spec = spec
+        self.place = place
+        self._host = host
+        self._pid = pid
+        self._deadline = deadline
+
+    def wait(self, seconds: float) -> int | None:
+        code: int | None = _answer(self._host.wait.remote(self._pid, seconds), self.place, seconds + self._deadline)
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(RayError):  # it is gone
+            ray.get(self._host.send_signal.remote(self._pid, int(number)), timeout=self._deadline)
+
+
+class RayCluster:
+    """The nodes of a Ray cluster."""
+
+    def __init__(self, settings: ClusterSettings) -> None:
+        """Connect. Raises SettingsError if there is no cluster at ``cluster.address``."""
+        self._settings = settings
+        self._group: PlacementGroup | None = None
+        self._hosts: dict[int, ActorHandle[NodeHost]] = {}
+        self._relay = LogRelay()
+        before = signal.getsignal(signal.SIGTERM)
+        dashboard = False if settings.address == "local" else None
+        try:
+            ray.init(
+                address=settings.address,
+                namespace="agentrl",
+                include_dashboard=dashboard,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        except (ConnectionError, ValueError) as error:
+            raise SettingsError(
+                f"cluster.address={settings.address}: no Ray cluster answers there ({str(error).splitlines()[0]}); "
+                "start one with 'ray start --head' (docs/cluster.md), or set cluster.address=HOST:PORT"
+            ) from error
+        signal.signal(signal.SIGTERM, before)  # Ray installs a handler that ends this process at once
+
+    def nodes(self) -> list[ClusterNode]:
+        found = [
+            ClusterNode(
+                name=node["NodeManagerHostname"],
+                address=node["NodeManagerAddress"],
+                cpus=node["Resources"].get("CPU", 0.0),
+                gpus=int(node["Resources"].get("GPU", 0)),
+            )
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+        return sorted(found, key=lambda node: node.address)
+
+    def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Place]:
+        """Reserve the bundles, all on different nodes, and start an actor in each."""
+        self._await_nodes(bundles, time.monotonic() + patience)
+        seconds = self._settings.start_deadline
+        resources = [{"CPU": bundle.cpus} | ({"GPU": bundle.gpus} if bundle.gpus else {}) for bundle in bundles]
+        self._group = group = placement_group(resources, strategy="STRICT_SPREAD")
+        if not group.wait(seconds):
+            raise WorldError(
+                f"Ray has not placed {bundles[0].holds} within cluster.start_deadline={seconds:g} s: other jobs use "
+                f"the nodes (free of all: {_free()})"
+            )
+        hosts = [self._host(group, place, bundle) for place, bundle in enumerate(bundles)]
+        try:
+            found: list[Place] = ray.get([host.place.remote(n) for n, host in enumerate(hosts)], timeout=seconds)
+        except RayError as error:
+            raise WorldError(f"a node does not start processes: {str(error).splitlines()[0]}") from error
+        self._hosts = dict(enumerate(hosts))
+        # The largest bundle stays first; the others in the order of addresses, so that ranks find their files again.
+        return [found[0], *sorted(found[1:], key=lambda place: place.address)]
+
+    def start(self, spec: ProcessSpec, place: Place) -> RayProcess:
+        host = self._hosts[place.number]
+        carried = {name: value for name, value in os.environ.items() if name.startswith(_CARRIED)}
+        full = replace(spec, environment={**carried, **spec.environment})
+        if spec.log is not None:
+            self._relay.follow(spec.log)
+        pid: int = self._ask(place, host.start.remote(full, place))
+        return RayProcess(spec, place, host, pid, self._settings.deadline)
+
+    def free_port(self, place: Place) -> int:
+        port: int = self._ask(place, self._hosts[place.number].free_port.remote(place.address))
+        return port
+
+    def sees(self, place: Place, path: Path) -> bool:
+        found: bool = self._ask(place, self._hosts[place.number].sees.remote(str(path)))
+        return found
+
+    def _ask(self, place: Place, answer: ray.ObjectRef[_Value]) -> _Value:
+        return _answer(answer, place, self._settings.start_deadline)
+
+    def release(self) -> None:
+        for host in self._hosts.values():
+            with contextlib.suppress(RayError):
+                ray.kill(host)
+        self._hosts = {}
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+    def close(self) -> None:
+        self.release()
+        self._relay.close()
+        ray.shutdown()
+
+    def _await_nodes(self, bundles: Sequence[Bundle], deadline: float) -> None:
+        while True:
+            try:
+                placed(bundles, self.nodes())
+                return
+            except UnplaceableError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_LOOK)
+
+    def _host(self, group: PlacementGroup, place: int, bundle: Bundle) -> ActorHandle[NodeHost]:
+        actor = ray.remote(NodeHost).options(
+            num_cpus=bundle.cpus,
+            num_gpus=bundle.gpus,
+            max_concurrency=4,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, place),
+        )
+        return cast("ActorHandle[NodeHost]", actor.remote())
+
+
+def _answer(answer: ray.ObjectRef[_Value], place: Place, seconds: float) -> _Value:
+    """The answer of a place's actor. Raises NodeLostError if none comes, and what the actor raised."""
+    try:
+        return ray.get(answer, timeout=seconds)
+    except GetTimeoutError:
+        raise NodeLostError(f"{place.node} ({place.address}) has not answered for {seconds:.0f} s") from None
+    except RayActorError:
+        raise NodeLostError(f"{place.node} ({place.address}) is gone") from None
+    except RayTaskError as error:
+        raise error.cause from None
+
+
+def _free() -> str:
+    free = ray.available_resources()
+    return f"{free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs"

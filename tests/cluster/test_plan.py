@@ -1,0 +1,88 @@
+"""What fits where is known before anything starts, and what does not is named."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from agentrl.cluster.opening import open_cluster
+from agentrl.cluster.plan import UnplaceableError, placed, plan_table
+from agentrl.cluster.processes import Bundle, ClusterNode
+from agentrl.cluster.settings import ClusterSettings
+from agentrl.config import load_settings
+from agentrl.errors import SettingsError
+from agentrl.training.run.launch import bundles_of
+
+
+def nodes(*sizes: tuple[float, int]) -> list[ClusterNode]:
+    return [
+        ClusterNode(name=f"n{place}", address=f"10.0.0.{place}", cpus=cpus, gpus=gpus)
+        for place, (cpus, gpus) in enumerate(sizes)
+    ]
+
+
+def bundles(*sizes: tuple[float, int]) -> list[Bundle]:
+    return [Bundle(holds=f"part {place}", cpus=cpus, gpus=gpus) for place, (cpus, gpus) in enumerate(sizes)]
+
+
+def test_each_bundle_gets_the_tightest_node_of_its_own() -> None:
+    found = placed(bundles((9, 8), (8, 8)), nodes((64, 8), (8, 8), (64, 16), (64, 0)))
+    assert [node.name for node in found] == ["n0", "n1"]
+
+
+@pytest.mark.parametrize(
+    ("needed", "there", "message"),
+    [
+        (bundles((9, 8), (8, 8)), nodes((64, 8), (64, 4)), "needs 2 nodes with 8 GPUs, found 1 with 8 and 1 with 4"),
+        (bundles((9, 10), (8, 8)), nodes((64, 8), (64, 8)), "1 node with 10 GPUs and 1 node with 8 GPUs, found 2 with"),
+        (bundles((2, 0), (1, 0), (1, 0)), nodes((4, 0), (4, 0)), "1 node with 2 CPUs and 2 nodes with 1 CPU, found 2"),
+        (bundles((9, 8)), nodes((8, 8)), "needs 1 node with 9 CPUs, found 1 with 8"),
+        (bundles((1, 0)), [], "needs 1 node with 1 CPU, found none"),
+    ],
+)
+def test_what_cannot_be_placed_is_named(needed: list[Bundle], there: list[ClusterNode], message: str) -> None:
+    with pytest.raises(UnplaceableError, match=message):
+        placed(needed, there)
+
+
+def test_the_table_says_what_goes_where() -> None:
+    rows = plan_table(bundles((9, 8), (8, 8)), nodes((64, 8), (64, 8), (64, 8)))
+    assert rows == [
+        ["n0", "10.0.0.0", "8 of 8", "9 of 64", "part 0"],
+        ["n1", "10.0.0.1", "8 of 8", "8 of 64", "part 1"],
+        ["n2", "10.0.0.2", "0 of 8", "0 of 64", "-"],
+    ]
+
+
+def test_the_ranks_of_a_run_are_spread_evenly_and_the_first_node_has_the_rest() -> None:
+    overrides = ["cluster=ray", "cluster.nodes=2", "training.num_processes=4", "cluster.worker_cpus=3"]
+    settings = load_settings(overrides=overrides)
+    on_cpus = bundles_of(settings, nodes((8, 0), (8, 0)))
+    assert [(one.holds, one.cpus, one.gpus) for one in on_cpus] == [
+        ("ranks 0 to 1, worker", 5, 0),
+        ("ranks 2 to 3", 2, 0),
+    ]
+    servers = ["rollout.engine=vllm", "rollout.vllm.placement=dedicated", "rollout.vllm.replicas=2"]
+    on_gpus = bundles_of(load_settings(overrides=[*overrides, *servers]), nodes((8, 4), (8, 4)))
+    assert [(one.holds, one.gpus) for one in on_gpus] == [("ranks 0 to 1, worker, 2 servers", 4), ("ranks 2 to 3", 2)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cluster=ray", "cluster.nodes=2", "training.num_processes=3"], "cannot be shared evenly by cluster.nodes=2"),
+        (["cluster.nodes=2", "training.num_processes=2"], "cluster.nodes=2 with cluster.kind=auto"),
+        (["cluster=environment", "cluster.restarts=1"], "its launcher restarts the ranks"),
+        (["cluster=slurm"], 'cluster.kind="slurm"'),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load_settings(overrides=overrides)
+
+
+def test_without_ray_the_message_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(SettingsError, match=r"pip install 'agentrl\[ray\]'"):
+        open_cluster(ClusterSettings(kind="ray"), None)

@@ -1,0 +1,100 @@
+"""When a rank fails, the others end; the first failure is what is reported."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from agentrl.cluster.local import HERE, LocalCluster, LocalProcess
+from agentrl.cluster.processes import NodeLostError, Place, ProcessSpec
+from agentrl.cluster.relay import LogRelay
+from agentrl.training.run.rank_group import RankGroup
+
+SLEEP = "import time; time.sleep(600)"
+
+
+def spec(number: int, code: str, **more: object) -> ProcessSpec:
+    return ProcessSpec(role="rank", number=number, arguments=("-c", code), **more)  # type: ignore[arg-type]
+
+
+class Gone:
+    """A rank of a node that is lost."""
+
+    def __init__(self, number: int) -> None:
+        self.spec = spec(number, "")
+        self.place = Place(number=1, node="far", address="10.0.0.2")
+
+    def wait(self, seconds: float) -> int | None:
+        raise NodeLostError("far (10.0.0.2) is gone")
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """It reaches nobody."""
+
+
+def test_a_rank_that_fails_ends_the_others() -> None:
+    ranks = [LocalProcess(spec(0, SLEEP), HERE), LocalProcess(spec(1, "raise SystemExit(3)"), HERE)]
+    end = RankGroup(ranks).end()
+    assert end is not None
+    assert (end.rank.spec.number, end.code, end.killed) == (1, 3, False)
+    assert str(end) == f"training rank 1 on {HERE.node} ended with exit code 3"
+    assert ranks[0].wait(0.0) == -signal.SIGTERM
+
+
+def test_a_lost_node_is_the_reason_even_if_other_ranks_fail_of_it() -> None:
+    end = RankGroup([LocalProcess(spec(0, SLEEP), HERE), Gone(1)]).end()
+    assert end is not None
+    assert end.killed
+    assert str(end) == "training rank 1 is lost: the node far (10.0.0.2) is gone"
+
+
+def test_ranks_that_end_well_have_no_failure() -> None:
+    assert RankGroup([LocalProcess(spec(number, ""), HERE) for number in range(2)]).end() is None
+
+
+def test_insisting_kills_at_once() -> None:
+    group = RankGroup([LocalProcess(spec(0, SLEEP), HERE)])
+    group.insist()
+    end = group.end()
+    assert end is not None
+    assert end.code == -signal.SIGKILL
+    assert group.insisted
+
+
+def test_a_process_runs_in_its_folder_with_its_variables_and_its_log(tmp_path: Path) -> None:
+    code = "import os; print(os.getcwd(), os.environ['OWN'], 'HOME' in os.environ)"
+    log = tmp_path / "logs" / "said.log"
+    process = LocalProcess(spec(0, code, folder=tmp_path, environment={"OWN": "1", "HOME": None}, log=log), HERE)
+    assert process.wait(60.0) == 0
+    assert log.read_text().split() == [str(tmp_path), "1", "False"]
+
+
+def test_released_places_run_nothing_any_more() -> None:
+    cluster = LocalCluster(None)
+    process = cluster.start(spec(0, SLEEP), HERE)
+    cluster.release()
+    assert process.wait(0.0) == -signal.SIGKILL
+    assert cluster.nodes()[0].gpus == 0
+
+
+def test_the_relay_shows_what_is_added_and_whole_lines_only(tmp_path: Path) -> None:
+    log, shown = tmp_path / "log", list[str]()
+    log.write_text("before\n")
+    relay = LogRelay(shown.append)
+    relay.follow(log)
+    with log.open("a") as file:
+        file.write("one\ntw")
+        file.flush()
+        while not shown:
+            pass
+        file.write("o\nlast")
+    relay.close()
+    assert "".join(shown) == "one\ntwo\nlast"
+    assert shown[0] == "one\n"
+
+
+@pytest.mark.parametrize("module", ["agentrl.training.run.launch", "agentrl.cluster.opening"])
+def test_ray_is_not_loaded_unless_it_is_asked_for(module: str) -> None:
+    code = f"import sys, {module}; raise SystemExit('ray' in sys.modules)"
+    assert LocalProcess(spec(0, code), HERE).wait(300.0) == 0

@@ -1,0 +1,74 @@
+"""The server's side of sessions, without a server: what it hears may come in any order."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+
+from agentrl_sandbox.call import Call
+from agentrl_sandbox.runner.config import RunnerConfig
+from agentrl_sandbox.runner.program.order import Order
+from agentrl_sandbox.runner.sessions.manager import SessionManager
+
+CONFIG = RunnerConfig(
+    isolate="none", memory_mb=64, max_processes=8, scratch_mb=8, output_limit=1000, flood_limit=1000, fetch_limit=1000,
+    max_sessions=2, session_idle_timeout=60.0, workers=1, library_paths=(), package_path="/", readable=(),
+    client_pid=1, first_user=1000,
+)  # fmt: skip
+
+
+class Zygote:
+    """Takes the session init's ends of the sockets and tells nothing."""
+
+    def __init__(self):
+        self.sockets = []
+
+    def ask(self, message, descriptors):
+        self.sockets = [socket.socket(fileno=socket.dup(descriptor)) for descriptor in descriptors]
+
+    def tell(self, operation, identifier):
+        assert operation == "where"
+
+
+class Server:
+    """Keeps what a session manager gives it."""
+
+    def __init__(self):
+        self.zygotes = Zygote()
+        self.handlers: dict[int, Callable[[], None]] = {}
+        self.replies, self.programs = [], []
+
+    def listen(self, descriptor, handler):
+        self.handlers[descriptor] = handler
+
+    def reply(self, header, *blobs):
+        self.replies.append(header)
+
+    def add(self, program):
+        self.programs.append(program)
+
+    def zygote(self, kind):
+        return self.zygotes
+
+
+def test_a_program_that_began_before_its_session_init_was_located_gets_its_pid():
+    server = Server()
+    manager = SessionManager(CONFIG, server)
+    manager.ask({"op": "open", "id": 1, "number": 7, "fork": 0})
+    init, control = server.zygotes.sockets
+    init.send(json.dumps({"op": "born", "id": 7, "pid": 2, "error": 0}).encode())
+    for handler in list(server.handlers.values()):
+        handler()
+    assert server.replies == [{"op": "opened", "id": 1}]
+    manager.run(Order(identifier=2, session=7, timeout=5.0, call=Call(program="1")))
+    (program,) = server.programs
+    assert program.pid == 0
+    manager.on_zygote({"op": "located", "id": -1, "pid": 4321})
+    assert program.pid == 4321
+    program.close()
+    for end in (init, control):
+        end.close()
+    for session in manager._table.sessions.values():
+        session.control.close()
+        session.family.init.close()
