@@ -259,8 +259,9 @@ class Session:
             return
         report = self._service.evaluate(self._done.step, falsified=falsified)
         if report is None:
-            of = " that reveals a value by execution" if falsified else ""
-            self._console.note(f"step {self._done.step}: not evaluated, data.eval has no problem{of}")
+            what, of = ("evaluated with falsified observations", " that reveals a value by execution")
+            what, of = (what, of) if falsified else ("evaluated", "")
+            self._console.note(f"step {self._done.step}: not {what}, data.eval has no problem{of}")
             return
         self._record(report)
         if not falsified and self._settings.checkpoint.best:
