@@ -26,6 +26,7 @@ from agentrl.training.engine.memory import shortages_named
 from agentrl.training.run.best import BestPolicy, best_evaluation
 from agentrl.training.run.outcome import Export, evaluation_record, finish_run
 from agentrl.training.run.signals import INTERRUPTED
+from agentrl.training.run.token_writer import TokenWriter
 from agentrl.training.step.batching import due
 from agentrl.training.step.critic import open_critic
 from agentrl.training.step.diagnostics import FIDELITY_BOUNDS
@@ -102,6 +103,7 @@ class Session:
             else open_reference(self._reference_path, settings, self._engine, start=path),
             critic=self._critic,
         )
+        self._tokens = TokenWriter(self._checkpoints.parent, settings.telemetry, objective, self._engine.groups)
         self._engines: dict[str, TrainingEngine[nn.Module]] = {"engine": self._engine}
         if self._critic is not None:
             self._engines["critic"] = self._critic.engine
@@ -163,6 +165,7 @@ class Session:
         """Release the worker and the run directory."""
         self._service.close()
         self._sender.close()
+        self._tokens.close()
         if self._run is not None:
             self._run.close()
 
@@ -201,7 +204,8 @@ class Session:
         if self._moves_state:
             self._engine.reload()  # the servers sleep
         with shortages_named(self._settings.training, step=step):
-            metrics = self._trainer.train(plan)
+            recorder = self._tokens.recorder(step)
+            metrics = self._trainer.train(plan, recorder=recorder)
         updates = self._done.updates + int(metrics["policy/updates"])
         self._make_room()
         trained = time.monotonic()
@@ -217,6 +221,7 @@ class Session:
             "tokens_per_s": metrics.get("rollout/model_tokens", 0) / (ended - began),
         }
         self._commit(step, updates, metrics)
+        self._tokens.write(plan, recorder)
         if self.rank == 0:
             progress.update(step, metrics)
         self._warn_of_empty_steps(step, metrics)
@@ -290,6 +295,7 @@ class Session:
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
+        self._tokens.settle()
         state = RunState(
             step=self._done.step,
             updates=self._done.updates,
