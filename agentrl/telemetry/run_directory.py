@@ -13,7 +13,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.telemetry.files import (
@@ -26,7 +26,7 @@ from agentrl.telemetry.files import (
     world_errors,
 )
 from agentrl.telemetry.frames import frame_is_whole
-from agentrl.telemetry.records import Metrics, Summary
+from agentrl.telemetry.records import JsonRecord, Metrics, Summary
 
 
 class RunDirectory:
@@ -136,7 +136,7 @@ class RunDirectory:
         atomic_write(path, write)
         return path
 
-    def read_trajectories(self, step: int) -> Iterator[dict[str, Any]]:
+    def read_trajectories(self, step: int) -> Iterator[JsonRecord]:
         """The rows that were written for ``step``. Raises WorldError for a missing or damaged file."""
         import zstandard
 
@@ -223,7 +223,7 @@ def _is_debris(name: str) -> bool:
     return name == "lock" or (name.startswith(".") and name.endswith(".partial"))
 
 
-def _row(line: bytes, place: str) -> dict[str, Any]:
+def _row(line: bytes, place: str) -> JsonRecord:
     try:
         row = json.loads(line)
     except ValueError as error:

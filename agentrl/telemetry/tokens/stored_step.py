@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from agentrl.errors import WorldError
+from agentrl.telemetry.records import JsonRecord
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.token_file import TokenFacts, TokenFile
 from agentrl.telemetry.tokens.trajectory_tokens import RowKey, TrajectoryTokens, realized_energies
@@ -23,7 +23,7 @@ class StoredTrajectory:
     """A trajectory of a step. ``tokens`` is None if the step did not train on it or its statistics are not stored."""
 
     number: int  # place in the step's file, from 0
-    record: dict[str, Any]  # as Trajectory.to_record() gives it
+    record: JsonRecord  # as Trajectory.to_record() gives it
     tokens: TrajectoryTokens | None
 
     @property
@@ -109,7 +109,7 @@ def read_step(run: RunDirectory, step: int, *, groups: Collection[int] | None = 
     return StoredStep(step=step, trajectories=tuple(trajectories), facts=facts, rows=rows, problems=tuple(problems))
 
 
-def key_of(record: dict[str, Any]) -> RowKey:
+def key_of(record: JsonRecord) -> RowKey:
     """The key of a trajectory's record. A greedy rollout has a key that no trained trajectory has."""
     return RowKey(record["group"], record["sample"], record.get("branch", 0))
 
