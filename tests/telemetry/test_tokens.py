@@ -90,6 +90,11 @@ def test_rows_come_back_to_the_last_digit(tmp_path: Path) -> None:
     assert rows[1].ratios == pytest.approx(np.exp(-0.7 + np.arange(5) / 3))
 
 
+def test_a_rank_without_rows_writes_a_file_without_rows(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "t", facts(), [])
+    assert list(TokenFile(tmp_path / "t").rows()) == []
+
+
 def test_only_the_blocks_that_are_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_file, "_TOKENS_OF_A_BLOCK", 4)
     write_tokens(tmp_path / "t", facts(), [row(group) for group in range(5)])
