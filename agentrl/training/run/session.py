@@ -170,9 +170,9 @@ class Session:
             self._run.close()
 
     def _make_room(self) -> None:
-        """Move the optimizer state off the GPUs on which servers generate."""
-        if self._moves_state:
-            self._engine.offload()
+        """Move the optimizer states, a critic's too, off the GPUs on which servers generate."""
+        for engine in self._engines.values() if self._moves_state else ():
+            engine.offload()
 
     def request_stop(self) -> None:
         """End the run before the next step and cancel rollouts that a rank waits for. Callable from any thread."""
@@ -201,8 +201,8 @@ class Session:
         began = time.monotonic()
         plan = self._service.plan(step)
         planned = time.monotonic()
-        if self._moves_state:
-            self._engine.reload()  # the servers sleep
+        for engine in self._engines.values() if self._moves_state else ():
+            engine.reload()  # the servers sleep
         with shortages_named(self._settings.training, step=step):
             recorder = self._tokens.recorder(step)
             metrics = self._trainer.train(plan, recorder=recorder)
