@@ -37,7 +37,7 @@ from agentrl.algorithms.kl import (
     kl_penalty,
     reward_kl,
 )
-from agentrl.algorithms.losses.aggregation import AGGREGATIONS, aggregate, loss_normalizer
+from agentrl.algorithms.losses.aggregation import AGGREGATIONS, aggregate, loss_normalizer, token_factors
 from agentrl.algorithms.losses.compute import check_aggregation, default_aggregation, policy_loss, step_selection
 from agentrl.algorithms.losses.definitions import LOSSES, LossInputs, LossTraits, PolicyLoss, register_loss
 from agentrl.algorithms.losses.options import (
@@ -69,5 +69,5 @@ __all__ = [
     "compute_advantages", "correction_options", "correction_sums", "cross_energy", "default_aggregation",
     "diagonal_proxy", "estimator_needs", "kl_penalty", "logit_proxy_energy", "loss_normalizer", "mismatch_metrics",
     "overlong_penalty", "perplexity_metrics", "policy_loss", "register_estimator", "register_loss", "reward_kl",
-    "rollout_correction", "step_selection", "value_loss",
+    "rollout_correction", "step_selection", "token_factors", "value_loss",
 ]  # fmt: skip

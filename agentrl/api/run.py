@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import yaml
 
 from agentrl.errors import SettingsError
@@ -16,6 +17,7 @@ from agentrl.evaluation.records.directory import EvaluationDirectory
 from agentrl.evaluation.records.transcript import Transcript
 from agentrl.telemetry.records import Metrics, Summary
 from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.telemetry.tokens.stored_step import StoredStep, read_step
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -75,13 +77,39 @@ class Run:
         """
         from agentrl.trajectory import Trajectory
 
-        steps = self._files.trajectory_steps()
-        if step is not None and step not in steps:
-            stored = f"stored: steps {steps[0]} to {steps[-1]}" if steps else "none are stored"
-            raise SettingsError(f"{self.path} has no trajectories of step {step}; {stored}")
-        for one in steps if step is None else [step]:
+        if step is not None:
+            self._files.check_stored(step)
+        for one in self.steps() if step is None else [step]:
             for record in self._files.read_trajectories(one):
                 yield Trajectory.from_record(record)
+
+    def steps(self) -> list[int]:
+        """The steps whose trajectories are stored."""
+        return self._files.trajectory_steps()
+
+    def step(self, step: int) -> StoredStep:
+        """One stored step: its trajectories, each with the statistics of its tokens where training recorded them.
+
+        Raises SettingsError if the trajectories of ``step`` are not stored.
+        """
+        return read_step(self._files, step)
+
+    def tokens(self, step: int) -> pd.DataFrame:
+        """One row for each model token of the step, with what the engine sampled and what training made of it.
+
+        The index holds the trajectory's number in its step and the token's position in the response. Columns are those
+        of :meth:`StoredTrajectory.columns`, ``group``, ``sample`` and ``realized_energy``; NaN where the step did not
+        train on the trajectory. Raises SettingsError if the trajectories of ``step`` are not stored.
+        """
+        import pandas as pd
+
+        stored = self.step(step)
+        frames = []
+        for item in stored.trajectories:
+            columns = item.columns() | {"realized_energy": stored.realized_energies.get(item.key, np.nan)}
+            own = pd.DataFrame(columns).assign(trajectory=item.number, group=item.key.group, sample=item.key.sample)
+            frames.append(own.set_index(["trajectory", "position"]))
+        return pd.concat(frames)
 
     @property
     def _files(self) -> RunDirectory:

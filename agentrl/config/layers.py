@@ -161,7 +161,12 @@ def _fitting(layers: list[Layer], asked: Mapping[str, object]) -> list[Layer]:
 
 
 def _suitable(values: Mapping[str, object], asked: Mapping[str, object]) -> dict[str, object]:
-    kept = {key: value for key, value in values.items() if key != "environment" or asked["env"] == SIMPLETIR}
+    kept = dict(values)
+    evaluation = kept.get("evaluation")
+    if asked["env"] != SIMPLETIR:
+        kept.pop("environment", None)
+    if asked["env"] != SIMPLETIR and isinstance(evaluation, dict):
+        kept["evaluation"] = {key: value for key, value in evaluation.items() if key != "falsified"}
     own, shown, model = kept.get("coldstart"), asked["coldstart"], asked["model"]
     assert isinstance(shown, dict)
     assert isinstance(model, dict)

@@ -109,7 +109,7 @@ class BenchmarkResults(SetRecord, Conduct, _Pass):
     """One benchmark's part of ``results.json``."""
 
     avg: ScoreRecord
-    maj: float
+    maj: float | None
     families: dict[str, float]
     kinds: dict[str, int]
     no_data: dict[str, int]

@@ -152,7 +152,7 @@ def _shrunk(case: _Case) -> PreTrainedModel:
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(_ATTENTION, _attention)
-    config = _with_layers(case.config, case.layers)
+    config = with_layers(case.config, case.layers)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16 if case.bfloat16 else torch.float32, attn_implementation=_ATTENTION
@@ -170,7 +170,8 @@ def _drop(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """The configuration with its first ``layers`` alone."""
     changed = copy.deepcopy(config)
     text = changed.get_text_config()
     text.num_hidden_layers = layers

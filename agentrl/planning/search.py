@@ -193,8 +193,9 @@ def _fitted(shape: ModelShape, machine: Hardware, wish: Wish, candidate: _Candid
 
 
 def server_share(rank: RankMemory, memory: int) -> float:
-    """Of a GPU, for a server that wakes while the rank keeps its weights alone (and those of a reference)."""
+    """Of a GPU, for a server that wakes while the rank keeps its weights alone (those of reference and critic too)."""
     kept = sum(rank.static[name] for name in ("weights", "gathered weights", "reference")) + CONTEXT
+    kept += rank.static["weights"] if rank.static["critic"] else 0
     share = min(_LARGEST_SHARE, (usable(memory) - kept) / memory)
     return max(0.0, round(math.floor(share / _SHARE_STEP + 1e-9) * _SHARE_STEP, 2))
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from agentrl.errors import SettingsError
+from agentrl.models.attention import packing_obstacle
 from agentrl.models.loading import read_config
 from agentrl.models.lora import target_layers
 from agentrl.models.settings import LoRASettings, ModelSettings
@@ -29,14 +30,19 @@ def read_shape(model: ModelSettings) -> ModelShape:
     Ids whose configuration cannot be read here (no network, nothing cached) are looked up among the shipped ones.
     Raises SettingsError for what is none of these.
     """
-    config = _config(model)
-    return shape_of(model.path or "the embedded tiny policy", config, model.lora)
+    return shape_of(model.path or "the embedded tiny policy", config_of(model), model.lora)
 
 
 def shape_of(name: str, config: PreTrainedConfig, lora: LoRASettings = _ALL_LAYERS) -> ModelShape:
-    """Counted on a model without memory, by the code that will also run it. ``lora`` names the adapted layers."""
+    """Counted on a model without memory, by the code that will also run it. ``lora`` names the adapted layers.
+
+    Raises SettingsError for a model that cannot be trained, and for adapted layers that it does not have.
+    """
     from transformers import AutoModelForCausalLM
 
+    obstacle = packing_obstacle(config)
+    if obstacle is not None:
+        raise SettingsError(f"model.path={name!r} {obstacle}; train a model that has these alone, such as Qwen2.5")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     sizes = [item.numel() for item in model.parameters()]
@@ -60,7 +66,8 @@ def shape_of(name: str, config: PreTrainedConfig, lora: LoRASettings = _ALL_LAYE
     )
 
 
-def _config(model: ModelSettings) -> PreTrainedConfig:
+def config_of(model: ModelSettings) -> PreTrainedConfig:
+    """The configuration of ``model.path``. Raises SettingsError where it cannot be read here."""
     path = model.path
     if path is None:
         found = read_config(model)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Any, TypedDict
 
 Metrics = dict[str, float]
 """A row of ``metrics.jsonl``: finite numbers by name, with the integer ``step``."""
+
+
+JsonRecord = dict[str, Any]
+"""An object of a JSON file, as it was read."""
 
 
 class IntervalRecord(TypedDict):

@@ -13,7 +13,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.telemetry.files import (
@@ -26,7 +26,7 @@ from agentrl.telemetry.files import (
     world_errors,
 )
 from agentrl.telemetry.frames import frame_is_whole
-from agentrl.telemetry.records import Metrics, Summary
+from agentrl.telemetry.records import JsonRecord, Metrics, Summary
 
 
 class RunDirectory:
@@ -37,6 +37,7 @@ class RunDirectory:
         self.config = self.path / "config.yaml"
         self.metrics_file = self.path / "metrics.jsonl"
         self.trajectories = self.path / "trajectories"
+        self.tokens = self.path / "tokens"
         self.checkpoints = self.path / "checkpoints"
         self.plots = self.path / "plots"
         self.summary = self.path / "summary.json"
@@ -135,7 +136,7 @@ class RunDirectory:
         atomic_write(path, write)
         return path
 
-    def read_trajectories(self, step: int) -> Iterator[dict[str, Any]]:
+    def read_trajectories(self, step: int) -> Iterator[JsonRecord]:
         """The rows that were written for ``step``. Raises WorldError for a missing or damaged file."""
         import zstandard
 
@@ -153,6 +154,25 @@ class RunDirectory:
         """The steps whose trajectories are there, ascending."""
         return sorted(int(path.name.split(".")[0]) for path in self.trajectories.glob("[0-9]*.jsonl.zst"))
 
+    def check_stored(self, step: int) -> None:
+        """Raise SettingsError unless the trajectories of ``step`` are there."""
+        steps = self.trajectory_steps()
+        if step not in steps:
+            stored = f"stored: steps {steps[0]} to {steps[-1]}" if steps else "none are stored"
+            raise SettingsError(f"{self.path} has no trajectories of step {step}; {stored}")
+
+    def token_file(self, step: int, rank: int) -> Path:
+        """Where the token statistics of the rows of one rank lie."""
+        return self.tokens / f"{step:08d}.{rank}.parquet"
+
+    def token_files(self, step: int) -> list[Path]:
+        """The files of token statistics that are there for ``step``, by rank."""
+        return sorted(self.tokens.glob(f"{step:08d}.*.parquet"), key=lambda path: int(path.name.split(".")[1]))
+
+    def token_steps(self) -> list[int]:
+        """The steps whose token statistics are there, ascending."""
+        return sorted({int(path.name.split(".")[0]) for path in self.tokens.glob("[0-9]*.parquet")})
+
     def damaged_trajectories(self) -> list[Path]:
         """The truncated trajectory files."""
         with world_errors(self.trajectories, "read"):
@@ -160,7 +180,7 @@ class RunDirectory:
             return [path for path in files if not frame_is_whole(path)]
 
     def truncate_after(self, step: int, *, rows: int) -> None:
-        """Keep ``rows`` rows of metrics, and trajectories up to ``step``: a resumed run writes the others again."""
+        """Keep ``rows`` rows of metrics, and the files up to ``step``: a resumed run writes the others again."""
         with world_errors(self.metrics_file, "cut"):
             kept = list(itertools.islice(self.metrics(), rows))
         atomic_write(self.metrics_file, lambda out: out.writelines(json_line(row) for row in kept))
@@ -168,6 +188,9 @@ class RunDirectory:
             for later in self.trajectory_steps():
                 if later > step:
                     self.trajectory_file(later).unlink()
+            for later in self.token_steps():
+                for file in self.token_files(later) if later > step else ():
+                    file.unlink()
 
     def _never_began(self, names: Iterable[str]) -> bool:
         """True if ``names``, all entries here, are only what a run makes before its first row."""
@@ -184,7 +207,7 @@ class RunDirectory:
             for folder in (self.trajectories, self.checkpoints, self.plots):
                 folder.mkdir(exist_ok=True)
             self.metrics_file.touch()
-            for folder in (self.path, self.trajectories, self.plots):
+            for folder in (self.path, self.trajectories, self.tokens, self.plots):
                 for left in folder.glob(".*.partial"):
                     left.unlink()
 
@@ -200,7 +223,7 @@ def _is_debris(name: str) -> bool:
     return name == "lock" or (name.startswith(".") and name.endswith(".partial"))
 
 
-def _row(line: bytes, place: str) -> dict[str, Any]:
+def _row(line: bytes, place: str) -> JsonRecord:
     try:
         row = json.loads(line)
     except ValueError as error:

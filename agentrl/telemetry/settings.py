@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class TelemetrySettings(BaseModel):
-    """Console, plots and trajectories; ``metrics.jsonl`` is always written."""
+    """Console, plots, trajectories and token statistics; ``metrics.jsonl`` is always written."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -21,3 +21,7 @@ class TelemetrySettings(BaseModel):
     """draw plots into plots/ at the end of a run"""
     trajectories_every: int = Field(1, ge=0)
     """steps between two recorded trajectory files; 0: record none"""
+    tokens_every: int = Field(1, ge=0)
+    """steps between two recorded files of token statistics (trainer log-probability, entropy, energy, return, baseline
+    and advantage of each model token), which `agentrl explain` and `agentrl view` read; only steps whose trajectories
+    are recorded have one. 0: record none"""

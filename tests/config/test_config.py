@@ -132,6 +132,12 @@ def test_the_tiny_preset_speaks_of_simpletir_alone() -> None:
     assert (torl.protocol, torl.max_turns, torl.shown_instruction) == ("torl", 4, "Solve with Python.")
 
 
+def test_the_tiny_preset_falsifies_nothing_that_is_not_simpletirs() -> None:
+    assert load_settings().evaluation.falsified
+    assert not load_settings("my_module:MyEnv").evaluation.falsified
+    assert load_settings("my_module:MyEnv", overrides=["evaluation.falsified=true"]).evaluation.falsified
+
+
 def test_the_tiny_preset_replaces_no_demonstration_of_the_user() -> None:
     def direct(given: str | None, *overrides: str) -> tuple[float, int | None]:
         cold = load_settings(config_file=given, overrides=overrides).coldstart

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from evaluation.runs import settings
 
+from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.evaluation.data.data_check import check_data_command
 from agentrl.evaluation.data.problem_sets import held_out_problems, problem_sets
@@ -42,6 +43,16 @@ def test_other_columns_are_part_of_the_problems(tmp_path: Path) -> None:
     ]
     assert len(set(digests[:3])) == 3
     assert digests[1] == digests[3]
+
+
+def test_a_file_needs_no_answers_where_none_are_compared(tmp_path: Path) -> None:
+    rows = [{"id": "a", "question": "Ship a pen.", "stock": 3}, {"id": "b", "question": "Ship a cup.", "stock": 0}]
+    path = write(tmp_path / "mine.jsonl", *rows)
+    (one,) = problem_sets(load_settings("agent:asyncio:run"), [path], None)
+    found = [(problem.id, problem.answer, problem.info) for problem in one.problems]
+    assert (one.name, found) == ("mine", [("a", None, {"stock": 3}), ("b", None, {"stock": 0})])
+    with pytest.raises(ProblemFieldError, match="no field for the answer"):
+        problem_sets(settings(), [path], None)
 
 
 def test_bad_files(tmp_path: Path) -> None:

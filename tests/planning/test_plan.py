@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from pathlib import Path
 
@@ -18,7 +19,10 @@ from agentrl.planning.overlay import plan_values
 from agentrl.planning.report import memory_lines, plan_lines
 from agentrl.planning.search import find_plan
 from agentrl.planning.shapes import read_shape
+from agentrl.training.run.dry_run import dry_run
 
+CONFIG: dict[str, object] = {"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "vocab_size": 99}
+CONFIG |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 EVERYTHING = {"may_offload": True, "may_adapt": True}
 
 
@@ -129,6 +133,35 @@ def test_bad_input_is_one_message_that_says_what_works(
     with pytest.raises(SettingsError, match=message) as failure:
         plan_command(settings, PlanRequest(**request_), critic=False)
     assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "message"),
+    [
+        (
+            {"layer_types": ["full_attention", "linear_attention"]},
+            [],
+            r"has layers of linear_attention, .* supported: full_attention and sliding_attention; train a model that",
+        ),
+        (
+            {},
+            ["model.lora.rank=4", "model.lora.targets=[nothing]"],
+            r"model\.lora\.targets: no linear layer of \w+ has a name that ends with nothing; valid: q_proj, .* or an",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_trained_so_ends_the_dry_run_and_the_plan(
+    config: dict[str, object], settings: list[str], message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIG | config))
+    resolved = load_settings(overrides=[f"model.path={file}", *settings], command="plan")
+    with pytest.raises(SettingsError, match=message):
+        read_shape(resolved.model)
+    with pytest.raises(SettingsError, match=message):
+        plan_command(resolved, PlanRequest(gpus=1, memory=80), critic=False)
+    with pytest.raises(SettingsError, match=message):
+        dry_run(resolved.model_copy(update={"data": load_settings().data}))
 
 
 def test_an_unknown_model_comes_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import sys
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +19,11 @@ from agentrl.models.policy import PolicyModel
 from agentrl.models.value import ValueModel
 from agentrl.rollout.settings import RewardSettings
 from agentrl.rollout.worker import RolloutBatch
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.telemetry.tokens.token_file import write_tokens
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, start_distributed
 from agentrl.training.engine.groups import rank_groups
+from agentrl.training.run.token_writer import token_facts
 from agentrl.training.settings import (
     AlgorithmSettings,
     CorrectionSettings,
@@ -33,6 +37,7 @@ from agentrl.training.step.critic import Critic
 from agentrl.training.step.diagnostics import FIDELITY_BOUNDS, FidelityError
 from agentrl.training.step.objective_settings import ObjectiveSettings
 from agentrl.training.step.reference import Reference
+from agentrl.training.step.token_recorder import TokenRecorder
 from agentrl.training.step.trainer import Trainer
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl.weights.sources import full_parameters
@@ -257,8 +262,8 @@ def tiny_model(*, tied: bool = True, gradient_checkpointing: bool = False, dtype
     return model
 
 
-def step(case: Case, *, groups: int = GROUPS) -> dict[str, Any]:
-    """Train one step; the change of every parameter and the step's metrics."""
+def step(case: Case, *, groups: int = GROUPS, folder: Path | None = None) -> dict[str, Any]:
+    """Train one step; the change of every parameter and the step's metrics. Its files go to ``folder``."""
     settings = case.settings()
     model = tiny_model(tied=case.tied, gradient_checkpointing=case.gradient_checkpointing, dtype=case.dtype)
     before = _flat(model)
@@ -288,7 +293,17 @@ def step(case: Case, *, groups: int = GROUPS) -> dict[str, Any]:
     if case.zero_stage == 3:
         assert not any(item.numel() for item in model.parameters()), "not sharded as meant"
     critic_before = _flat(critic.engine.module) if critic is not None else torch.zeros(())
-    metrics = trainer.train(plans[engine.groups.replica])
+    recorder = TokenRecorder()
+    plan = plans[engine.groups.replica]
+    metrics = trainer.train(plan, recorder=recorder)
+    if folder is not None and engine.groups.first:
+        run = RunDirectory(folder)
+        run.tokens.mkdir(parents=True, exist_ok=True)
+        facts = token_facts(settings, plan, engine.groups)
+        write_tokens(run.token_file(1, facts.rank), facts, recorder.rows)
+        if engine.rank == 0:
+            run.trajectories.mkdir()
+            run.write_trajectories(1, [item.to_record() for group in record.groups for item in group.trajectories])
     return {
         "delta": _flat(model) - before,
         "critic_delta": _flat(critic.engine.module) - critic_before if critic is not None else torch.zeros(()),
@@ -428,12 +443,13 @@ def main() -> None:
     torch.set_num_threads(1)
     rank, world = start_distributed(deadline=600.0)
     results = {}
+    files = Path(sys.argv[1]).with_suffix("")
     for name, case in CASES.items():
         if world == 1:
-            results[f"{name}/whole"] = step(replace(case, zero_stage=0))
-        results[f"{name}/groups"] = step(replace(case, budget=WHOLE_GROUPS))
+            results[f"{name}/whole"] = step(replace(case, zero_stage=0), folder=files / name / "whole")
+        results[f"{name}/groups"] = step(replace(case, budget=WHOLE_GROUPS), folder=files / name / "groups")
         if not case.settings().algorithm.head_exact_every:
-            results[f"{name}/rows"] = step(replace(case, budget=SINGLE_ROWS))
+            results[f"{name}/rows"] = step(replace(case, budget=SINGLE_ROWS), folder=files / name / "rows")
         if name in FEW_GROUPS:
             # One group for two ranks: one of them has dummies alone where groups stay whole.
             results[f"{name}/one_group"] = step(replace(case, budget=WHOLE_GROUPS), groups=1)

@@ -142,6 +142,28 @@ def test_a_demonstration_calls_only_the_tools_of_its_class(monkeypatch: pytest.M
         read_cold_demonstrations(settings)
 
 
+def test_a_demonstration_of_other_columns_or_arguments_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    tool = "    def look(self) -> str:\n        'Look around.'\n        return 'a box'\n"
+    Path("columns.py").write_text("class Keeper:\n    def reset(self, box): ...\n\n" + tool)
+    settings = load_settings("columns:Keeper", overrides=["coldstart.demonstrations=shown.jsonl"])
+    call = '<tool_call>\n{"name": "look", "arguments": {"far": 1}}\n</tool_call>'
+    row = {"question": "?", "box": 1, "turns": [{"model": call}, {"model": "5"}]}
+    Path("shown.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    (first, *_) = read_cold_demonstrations(settings).demonstrations
+    assert (first.problem.statement, first.problem.info) == ("?", {"box": 1})
+    (said,) = caplog.messages
+    assert "shown.jsonl:1: turn 1: arguments of look: Additional properties are not allowed ('far' was" in said
+    assert "(and 2 more such calls)" in said
+    Path("shown.jsonl").write_text(json.dumps({"problem": "?", "bax": 1, "turns": [{"model": "5"}]}))
+    message = r"shown\.jsonl:1: reset\(\) of environment 'columns:Keeper' asks for the column 'box'; columns of"
+    with pytest.raises(SettingsError, match=message):
+        read_cold_demonstrations(settings)
+
+
 def test_the_cache_knows_the_class_and_its_columns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)

@@ -5,10 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kernels.cases import needs_triton
 from ranks import finish, start_ranks
+
+from agentrl.inspection.recompute import recomputed
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.telemetry.tokens.stored_step import read_step
 
 pytestmark = pytest.mark.slow
 
@@ -59,13 +64,18 @@ Results = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Results]:
-    """What one rank and what two ranks made of the record, run side by side."""
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one rank and what two ranks made of the record, run side by side; files of tokens by case and split."""
     folder = tmp_path_factory.mktemp("results")
     started = {ranks: start_ranks(SCRIPT, [folder / f"{ranks}.pt"] * ranks) for ranks in (1, 2)}
     for processes in started.values():
         finish(processes, seconds=900)
-    return {ranks: torch.load(folder / f"{ranks}.pt", weights_only=False) for ranks in started}
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(stored: Path) -> dict[int, Results]:
+    return {ranks: torch.load(stored / f"{ranks}.pt", weights_only=False) for ranks in (1, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -244,3 +254,47 @@ def test_the_fidelity_gate_stops_before_the_step(alone: Results, wrong: str) -> 
     assert stopped["error"].startswith("the training forward and the engine disagree")
     assert wrong in stopped["error"]
     assert stopped["changed"] == 0.0
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("split", ["1/whole", "1/rows", "2/groups"])
+def test_advantages_follow_from_the_stored_statistics_to_the_last_digit(stored: Path, case: str, split: str) -> None:
+    ranks, part = split.split("/")
+    folder = stored / ranks / case / part
+    if not folder.exists():
+        pytest.skip("this case has whole groups only")
+    step = read_step(RunDirectory(folder), 1)
+    assert not step.problems
+    trained = [item for item in step.trajectories if item.tokens is not None]
+    assert len(trained) == 28
+    made = recomputed(step, trained)
+    for item in trained:
+        assert item.tokens is not None
+        assert len(item.tokens) == len(item.positions)
+        for name, values in made[item.key].items():
+            np.testing.assert_array_equal(values, getattr(item.tokens, name), err_msg=f"{item.key} {name}")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_stored_statistics_do_not_depend_on_the_split(stored: Path, alone: Results, case: str) -> None:
+    whole, groups = (read_step(RunDirectory(stored / part), 1) for part in (f"1/{case}/whole", f"2/{case}/groups"))
+    assert whole.rows.keys() == groups.rows.keys()
+    for key, one in whole.rows.items():
+        other = groups.rows[key]
+        assert one.loss_weight == pytest.approx(other.loss_weight, rel=1e-12)
+        for name, values in one.columns().items():
+            tolerance = 2e-3 if name == "entropy" else 2e-5  # entropy has 11 bits
+            np.testing.assert_allclose(values, other.columns()[name], rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("case", ["token_mean", "seq_mean_token_mean", "token_sum", "void_rows", "two_updates"])
+def test_stored_statistics_add_up_to_the_metrics(stored: Path, alone: Results, case: str) -> None:
+    step, metrics = read_step(RunDirectory(stored / "1" / case / "whole"), 1), alone[f"{case}/whole"]["metrics"]
+    rows = list(step.rows.values())
+    entropy = np.concatenate([row.entropy for row in rows]).astype(float)
+    assert entropy.mean() == pytest.approx(metrics["policy/entropy"], rel=1e-3)
+    power = sum(float((row.energy.astype(float) * row.advantages**2).sum()) for row in rows) / len(rows)
+    assert power == pytest.approx(metrics["variance/diagonal_proxy"], rel=1e-6)
+    assert sum(len(row) for row in rows) == metrics["policy/tokens"]
+    if case in ("token_mean", "void_rows"):
+        assert sum(row.loss_weight * row.loss_mask.sum() for row in rows) == pytest.approx(1.0)

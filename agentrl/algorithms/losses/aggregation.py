@@ -51,6 +51,32 @@ def aggregate(
     return total if length is None else total / length
 
 
+def token_factors(
+    loss_mask: Tensor,
+    mode: str,
+    *,
+    normalizer: Tensor | float | None = None,
+    length: float | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """The factor [B], float64, of every token in the mask of a row in `aggregate` with the same arguments.
+
+    >>> token_factors(torch.tensor([[True, True], [True, False]]), "seq_mean_token_mean").tolist()
+    [0.25, 0.5]
+    """
+    check_choice("aggregation", mode, AGGREGATIONS)
+    _check_length(mode, length)
+    mask = as_mask("loss_mask", loss_mask)
+    factors = torch.ones(mask.shape[0], dtype=torch.float64, device=mask.device)
+    if mode == "seq_mean_token_mean":
+        factors = factors / mask.sum(-1).clamp(min=1)
+        factors = factors if weights is None else factors * weights
+    if mode == "token_sum":
+        return factors
+    count = float(loss_normalizer(mask, mode, weights) if normalizer is None else normalizer)
+    return factors / (count or 1.0) / (length or 1.0)
+
+
 def loss_normalizer(loss_mask: Tensor, mode: str, weights: Tensor | None = None) -> Tensor:
     """This call's contribution to the normalizer of `aggregate`: its tokens, its sequences, or (token_sum) 0.
 

@@ -12,7 +12,8 @@ from agentrl.errors import SettingsError
 from agentrl.evaluation.data.benchmarks import BENCHMARKS, load_benchmark
 from agentrl.evaluation.formats import ProblemRow, SetRecord
 from agentrl.problems.mixture import digest_of
-from agentrl.problems.sources import evaluation_set, load_source
+from agentrl.problems.settings import ProblemSourceSettings
+from agentrl.problems.sources import FILE_KINDS, evaluation_set, load_source
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl.rollout.settings import compares_answers
 from agentrl_envs.types import Problem
@@ -57,7 +58,8 @@ def problem_sets(settings: EvaluationSections, names: Sequence[str], data_dir: P
     repeated = {name for name in names if names.count(name) > 1}
     if repeated:
         raise SettingsError(f"--benchmarks names {', '.join(sorted(repeated))} more than once")
-    sets = [_benchmark(name, data_dir) for name in names] if names else _held_out(settings)
+    answered = compares_answers(settings)
+    sets = [_benchmark(name, data_dir, answered=answered) for name in names] if names else _held_out(settings)
     if not any(one.problems for one in sets):
         raise SettingsError("nothing to evaluate on: name benchmarks (--benchmarks aime24,math500) or set data.eval")
     # What an agent's tools say does not pass through here, so it cannot be falsified.
@@ -96,8 +98,12 @@ def problem_records(sets: Sequence[ProblemSet], prompts: dict[tuple[str, str], s
     ]
 
 
-def _benchmark(name: str, data_dir: Path | None) -> ProblemSet:
-    """One benchmark; a custom one is named after its file."""
+def _benchmark(name: str, data_dir: Path | None, *, answered: bool) -> ProblemSet:
+    """One benchmark; a custom one is named after its file. Its rows need answers only where these are compared."""
+    if not answered and name.lower().endswith(FILE_KINDS):
+        source = load_source(ProblemSourceSettings(path=name), answered=False).source
+        own = tuple(evaluation_set(source, source.size or 0))
+        return ProblemSet(name=Path(name).stem, problems=own, revision="")
     problems = tuple(load_benchmark(name, data_dir=data_dir))
     known = BENCHMARKS.get(name)
     if known is None:

@@ -60,9 +60,10 @@ def _scores(axes: Axes, benchmarks: Mapping[str, BenchmarkResults], n: int) -> N
             error = [[mean - interval["low"]], [interval["high"] - mean]]
             label = f"95 % {name}" if place == 0 else None
             axes.errorbar([place + shift], [mean], yerr=error, color=color, fmt="o", capsize=4, label=label)
-        axes.plot(
-            [place], [one["maj"]], marker="D", color=GREEN, linestyle="", label=f"maj@{n}" if place == 0 else None
-        )
+        if one["maj"] is not None:
+            axes.plot(
+                [place], [one["maj"]], marker="D", color=GREEN, linestyle="", label=f"maj@{n}" if place == 0 else None
+            )
     axes.set_xticks(range(len(benchmarks)), list(benchmarks))
     axes.set_xlim(-0.6, len(benchmarks) - 0.4)
     axes.set_ylim(-0.03, 1.03)

@@ -110,7 +110,7 @@ async def benchmark_results(
         **one.record(),
         "avg": cast(ScoreRecord, asdict(score)),
         "pass": {str(k): _pass(samples, correct, k) for k in ks},
-        "maj": maj_at_n(votes),
+        "maj": maj_at_n(votes) if any(rollout.verdict is not None for rollout in flat) else None,
         "families": {name: math.fsum(part) / len(part) for name, part in sorted(families.items()) if name},
         "kinds": {kind: sum(rollout.kind == kind for rollout in everything) for kind in KINDS},
         **_conduct(flat),

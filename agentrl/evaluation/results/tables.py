@@ -40,7 +40,7 @@ def result_tables(results: Results) -> list[Table]:
         f"avg@{n}": lambda one: f"{one['avg']['mean']:.3f}",
         "95 % this benchmark": lambda one: _interval(one["avg"]["this_benchmark"]),
         "95 % problems like these": lambda one: _interval(one["avg"]["problems_like_these"]),
-        f"maj@{n}": lambda one: f"{one['maj']:.3f}",
+        f"maj@{n}": lambda one: "-" if one["maj"] is None else f"{one['maj']:.3f}",
         "problems": _problems,
     }
     return [

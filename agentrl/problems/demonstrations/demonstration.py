@@ -6,7 +6,8 @@ One JSON object per line::
      "turns": [{"model": "```py\\nopen_box(7)\\n```", "observation": "\\nCode execution result: 48\\n"},
                {"model": "```py\\nfinal_answer(48-5)\\n```", "observation": ""}]}
 
-``setup`` and a turn's ``observation`` are optional (default ``""``); so is ``answer``, where nothing compares answers.
+The problem's field may have another of its usual names (`question`). ``setup`` and a turn's ``observation`` are
+optional (default ``""``); so is ``answer``, where nothing compares answers.
 Other columns stand in `Problem.info`. Where several turns have no observation at all, the cold start plays them.
 """
 
@@ -16,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.problems.fields import USUAL_FIELDS
 from agentrl.problems.problem_errors import EmptyProblemsError, ProblemFieldError
 from agentrl.problems.rows import read_jsonl
 from agentrl_envs.types import Problem
 
-_FIELDS = frozenset({"id", "problem", "answer", "setup", "family", "turns"})
+_FIELDS = frozenset({"id", "answer", "setup", "family", "turns"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +83,8 @@ def read_demonstrations(path: str | Path) -> list[Demonstration]:
 
 
 def _from_row(row: dict[str, Any], place: str, source: str) -> Demonstration:
-    for field in ("problem", "answer") if row.get("answer") is not None else ("problem",):
+    asked = next((name for name in USUAL_FIELDS["problem"] if row.get(name) is not None), "problem")
+    for field in (asked, "answer") if row.get("answer") is not None else (asked,):
         if not isinstance(row.get(field), str) or not row[field].strip():
             raise ProblemFieldError(f"{place}: a demonstration needs a text {field!r}; fields there: {sorted(row)}")
     turns = row.get("turns")
@@ -97,12 +100,12 @@ def _from_row(row: dict[str, Any], place: str, source: str) -> Demonstration:
             raise ProblemFieldError(f"{place}: {field!r} must be text")
     problem = Problem(
         id=str(row.get("id", place)),
-        statement=row["problem"],
+        statement=row[asked],
         answer=row.get("answer"),
         source=source,
         family=row.get("family", ""),
         setup=row.get("setup", ""),
-        info={name: value for name, value in row.items() if name not in _FIELDS},
+        info={name: value for name, value in row.items() if name not in _FIELDS | {asked}},
     )
     return Demonstration(
         problem=problem,

@@ -78,8 +78,7 @@ def _forks(lines: Sequence[Sequence[Generation]]) -> list[tuple[int, int]]:
 
 def _prompt(line: Sequence[Generation]) -> tuple[int, ...]:
     """Everything before the first generation that is trained."""
-    first = next(one for one in line if one.counts)
-    return (() if first.parent is None else first.parent.context) + first.prompt_ids
+    return next(one for one in line if one.counts).prompt.context
 
 
 def _segments(line: Sequence[Generation], reward: float) -> tuple[Segment, ...]:
@@ -89,7 +88,7 @@ def _segments(line: Sequence[Generation], reward: float) -> tuple[Segment, ...]:
     waiting: list[tuple[tuple[int, ...], str]] = []
     for one in line[places[0] : places[-1] + 1]:
         if segments:
-            waiting.append((one.prompt_ids, one.prompt_text))
+            waiting.append((one.prompt.token_ids, one.prompt.text))
         if not one.counts:
             waiting.append((one.completion.token_ids, one.text))
             continue

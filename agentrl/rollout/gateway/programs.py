@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
 from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import AGENT
@@ -32,35 +32,25 @@ class AgentFailureError(Exception):
     """The agent crashed or gave no reward: its rollout is no data."""
 
 
-class AgentProgram(Protocol):
-    """Plays problems through the gateway."""
+class AgentProgram:
+    """Plays problems through the gateway; this one has nothing to prepare, to wait for or to release."""
 
-    async def open(self, server: AgentGateway) -> None: ...
+    async def open(self, server: AgentGateway) -> None:
+        """Get to know the server."""
 
     async def ready(self, access: Access) -> None:
         """Return when the program begins with a rollout, whose deadline counts from then."""
-        ...
 
     async def run(self, problem: Problem, access: Access) -> float | None:
         """The reward; None if the program leaves it to others. Raises AgentFailureError. May be cancelled."""
-        ...
+        raise NotImplementedError
 
-    def describe(self) -> str: ...
-
-    async def close(self) -> None: ...
-
-
-class _OneForEach:
-    """A program that is started for each rollout, at once."""
-
-    async def open(self, server: AgentGateway) -> None:
-        """Nothing to prepare."""
-
-    async def ready(self, access: Access) -> None:
-        """Nothing to wait for."""
+    def describe(self) -> str:
+        """A line for the console."""
+        raise NotImplementedError
 
     async def close(self) -> None:
-        """Nothing to release: what was started ends with its rollout."""
+        """End what does not end with its rollout."""
 
 
 def load_agent(named: str, *, threads: int = 1) -> AgentProgram:
@@ -126,7 +116,7 @@ def as_reward(value: object, said_by: str) -> float | None:
     raise AgentFailureError(f"{said_by} returned {value!r}, expected a finite number as the reward")
 
 
-class _FunctionAgent(_OneForEach):
+class _FunctionAgent(AgentProgram):
     """A function of the user's: coroutines in an event loop of their own, beside the server's, others in threads."""
 
     def __init__(self, name: str, function: Callable[..., object], threads: int) -> None:
@@ -154,7 +144,7 @@ class _FunctionAgent(_OneForEach):
             self._loop = None
 
 
-class _Command(_OneForEach):
+class _Command(AgentProgram):
     """A command for each rollout, told by environment variables where the policy is. Its last line is the reward."""
 
     def __init__(self, words: list[str]) -> None:

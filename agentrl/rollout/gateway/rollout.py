@@ -15,7 +15,7 @@ from agentrl.rollout.gateway.export import RolloutPlace, export
 from agentrl.rollout.gateway.render import ChatRenderer, Layout
 from agentrl.rollout.gateway.replies import Delivery
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
-from agentrl.rollout.gateway.tree import Generation, GenerationTree, Match
+from agentrl.rollout.gateway.tree import Generation, GenerationTree, Match, Prompt
 from agentrl.rollout.gateway.wire import AgentMessage, ChatRequest, Json, WireError
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Trajectory
@@ -24,20 +24,6 @@ from agentrl_envs.types import Ended
 
 # By how much a tokenizer may shorten a text before it cuts it into tokens.
 _SHORTENED = 4
-_STATUS = {Ended.TURN_LIMIT: "turn_limit", Ended.TOKEN_LIMIT: "token_limit", Ended.DEADLINE: "deadline"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Prompt:
-    """What the engine is given, and what of it is new."""
-
-    parent: Generation | None
-    messages: tuple[AgentMessage, ...]
-    token_ids: tuple[int, ...]
-    text: str
-    lead: tuple[str, ...]
-    context: tuple[int, ...]
-    root_tokens: int
 
 
 async def _at_once(request_id: str) -> None:
@@ -123,7 +109,7 @@ class AgentRollout:
             "problem": self.place.problem.id,
             "generations": len(self.tree.generations),
             "finished": self.finished,
-            "stopped": None if self.stopped is None else _STATUS[self.stopped],
+            "stopped": None if self.stopped is None else self.stopped.value,
             "reward": self.reward,
         }
 
@@ -173,28 +159,25 @@ class AgentRollout:
 
     def _stop(self, ended: Ended, reason: str) -> None:
         self.stopped, self.stop_reason = ended, f": {reason}"
-        raise WireError(f"the rollout was stopped: {reason}", code=_STATUS[ended], kind="rollout_stopped")
+        raise WireError(f"the rollout was stopped: {reason}", code=ended.value, kind="rollout_stopped")
 
     async def _generate(self, request: ChatRequest) -> Generation:
         self._check_length(request)
         prompt = self._prompt(request, self.tree.match(request))
-        limit = self._limit(request, prompt)
+        context = prompt.context
+        limit = self._limit(request, prompt.root_tokens, len(context))
         number, self._next = self._next, self._next + 1
         line = self._line(prompt.parent, number)
-        completion = await self._sampled(request, prompt.context, limit=limit, line=line, number=number)
+        completion = await self._sampled(request, context, limit=limit, line=line, number=number)
         text = self.renderer.codec.decode(completion.token_ids)
         shown = text[: min((place for stop in request.stop if (place := text.find(stop)) >= 0), default=len(text))]
         reply = self.renderer.read(shown, request, before=prompt.text, prefix=f"call_{number}")
         generation = Generation(
             id=number,
-            parent=prompt.parent,
-            messages=prompt.messages,
-            prompt_ids=prompt.token_ids,
-            prompt_text=prompt.text,
+            prompt=prompt,
             completion=completion,
             text=text,
             reply=reply,
-            lead=prompt.lead,
             line=line,
             trainable=request.trainable,
         )
@@ -208,13 +191,13 @@ class AgentRollout:
         if characters > tokens * self.renderer.longest_token * _SHORTENED:
             self._stop(Ended.TOKEN_LIMIT, f"its {characters} characters of context leave no room for a reply")
 
-    def _limit(self, request: ChatRequest, prompt: _Prompt) -> int:
+    def _limit(self, request: ChatRequest, root: int, context: int) -> int:
         """Most tokens of a reply. Raises WireError if there is room for none."""
-        room = self.settings.max_response_tokens - (len(prompt.context) - prompt.root_tokens)
+        room = self.settings.max_response_tokens - (context - root)
         if self.most_context is not None:
-            room = min(room, self.most_context - len(prompt.context))
-        if prompt.root_tokens > self.settings.max_prompt_tokens or room < 1:
-            self._stop(Ended.TOKEN_LIMIT, f"its {len(prompt.context)} tokens of context leave no room for a reply")
+            room = min(room, self.most_context - context)
+        if root > self.settings.max_prompt_tokens or room < 1:
+            self._stop(Ended.TOKEN_LIMIT, f"its {context} tokens of context leave no room for a reply")
         return min(self.settings.max_turn_tokens, room, request.max_tokens or room)
 
     async def _sampled(
@@ -244,7 +227,7 @@ class AgentRollout:
         self._lines.add(line)
         return line
 
-    def _prompt(self, request: ChatRequest, match: Match) -> _Prompt:
+    def _prompt(self, request: ChatRequest, match: Match) -> Prompt:
         """The prompt that continues ``match``, or a new root where the template does not only append."""
         appended = None if match.parent is None else self._appended(request, match, match.parent)
         miss = "template" if match.parent is not None and appended is None else match.miss
@@ -252,21 +235,18 @@ class AgentRollout:
             self.counts[f"miss_{miss}"] += 1
         return appended or self._root(request)
 
-    def _root(self, request: ChatRequest) -> _Prompt:
+    def _root(self, request: ChatRequest) -> Prompt:
         layout = self.renderer.layout(request.messages, request)
         parts = layout.parts([message.content for message in request.messages])
-        token_ids = self.renderer.encode(parts)
-        return _Prompt(
+        return Prompt(
             parent=None,
             messages=request.messages,
-            token_ids=token_ids,
+            token_ids=self.renderer.encode(parts),
             text=str(MarkedText(*parts)),
             lead=layout.strings,
-            context=token_ids,
-            root_tokens=len(token_ids),
         )
 
-    def _appended(self, request: ChatRequest, match: Match, parent: Generation) -> _Prompt | None:
+    def _appended(self, request: ChatRequest, match: Match, parent: Generation) -> Prompt | None:
         """What follows the parent's tokens; None if the template writes anything before it in another way."""
         replies = parent.replies
         messages = (*parent.conversation, *match.new)
@@ -275,22 +255,22 @@ class AgentRollout:
         except WireError:
             return None  # a template that wants calls before their responses: it writes them anew
         before = layout.before(max(replies))
-        if before is None or before[:-1] != parent.lead[:-1] or not parent.lead[-1].startswith(before[-1]):
+        if (
+            before is None
+            or before[:-1] != parent.prompt.lead[:-1]
+            or not parent.prompt.lead[-1].startswith(before[-1])
+        ):
             return None
         if self.gateway.history == "template" and not self._kept(request, layout, messages, replies):
             return None
-        context = parent.context
         behind = self.renderer.closing(layout.parts([one.content for one in messages], len(before)))
-        parts = self.renderer.codec.unsampled(MarkedText(*behind), context) if behind else ()
-        token_ids = self.renderer.codec.encode_parts(parts)
-        return _Prompt(
+        parts = self.renderer.codec.unsampled(MarkedText(*behind), parent.context) if behind else ()
+        return Prompt(
             parent=parent,
             messages=match.new,
-            token_ids=token_ids,
+            token_ids=self.renderer.codec.encode_parts(parts),
             text=str(MarkedText(*parts)),
             lead=layout.strings,
-            context=context + token_ids,
-            root_tokens=len(parent.path[0].prompt_ids),
         )
 
     def _kept(
@@ -306,6 +286,6 @@ class AgentRollout:
             before = layout.before(place)
             if before is None:
                 return False
-            contents[place] = one.lead[-1].removeprefix(before[-1]) + one.text
+            contents[place] = one.prompt.lead[-1].removeprefix(before[-1]) + one.text
         shown = self.renderer.layout(request.messages, request)
         return shown.filled([message.content for message in request.messages]) == layout.filled(contents)

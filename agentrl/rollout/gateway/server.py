@@ -172,7 +172,8 @@ class AgentGateway:
             except WireError as error:
                 yield b"data: " + json.dumps(error.body()).encode() + b"\n\n"
                 return
-            for event in rollout.delivery(generation, request).events(usage=request.stream_options.include_usage):
+            usage = request.stream_options.get("include_usage") is True
+            for event in rollout.delivery(generation, request).events(usage=usage):
                 yield event
             sent = True
             rollout.sent(generation, received=True)
@@ -238,7 +239,7 @@ class AgentGateway:
         name = http.path_params.get("name") or http.headers.get("x-session-id", "")
         entry = self._entries.get(name)
         if entry is None:
-            raise WireError(f"there is no rollout {name!r} here", status=404, code="rollout_not_found")
+            raise WireError(f"there is no rollout {name!r} here, or it has ended", status=404, code="rollout_not_found")
         if not (_same(_key(http), entry.access.api_key) or _same(_key(http), self.key)):
             raise WireError("the key is not the one of this rollout", status=401, code="invalid_api_key")
         return entry

@@ -19,28 +19,49 @@ MISSES: tuple[Miss, ...] = ("edited", "tools", "reasoning", "template")
 """Why a request with earlier replies does not continue the last of them."""
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class Generation:
-    """One reply: ``messages`` since the parent's reply, ``prompt_ids`` since the parent's tokens, what was sampled.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """What is new since the parent's reply, as messages, tokens and text; with no parent that is everything.
 
-    ``lead`` holds the template's texts around the messages before the reply, by which a later rendering is known to
-    only append. ``line`` names the sequence whose cache the engine keeps.
+    ``lead`` holds the template's texts around all messages, by which a later rendering is known to only append.
     """
 
-    id: int
     parent: Generation | None
     messages: tuple[AgentMessage, ...]
-    prompt_ids: tuple[int, ...]
-    prompt_text: str
+    token_ids: tuple[int, ...]
+    text: str
+    lead: tuple[str, ...]
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """All tokens that the engine is given."""
+        return self.token_ids if self.parent is None else self.parent.context + self.token_ids
+
+    @property
+    def root_tokens(self) -> int:
+        """The tokens before the first reply."""
+        return len(self.token_ids) if self.parent is None else self.parent.prompt.root_tokens
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Generation:
+    """One reply, and what it was sampled behind. ``line`` names the sequence whose cache the engine keeps."""
+
+    id: int
+    prompt: Prompt
     completion: Completion
     text: str
     reply: AgentMessage
-    lead: tuple[str, ...]
     line: str
     trainable: bool
     delivered: bool = True
     received: bool = False  # a client surely has it, whatever became of other deliveries
     children: list[Generation] = field(default_factory=list)
+
+    @property
+    def parent(self) -> Generation | None:
+        """The reply that it continues."""
+        return self.prompt.parent
 
     @property
     def path(self) -> list[Generation]:
@@ -53,7 +74,7 @@ class Generation:
     @property
     def conversation(self) -> tuple[AgentMessage, ...]:
         """All messages, this reply included."""
-        return tuple(message for one in self.path for message in (*one.messages, one.reply))
+        return tuple(message for one in self.path for message in (*one.prompt.messages, one.reply))
 
     @property
     def replies(self) -> dict[int, Generation]:
@@ -61,14 +82,14 @@ class Generation:
         found: dict[int, Generation] = {}
         place = -1
         for one in self.path:
-            place += len(one.messages) + 1
+            place += len(one.prompt.messages) + 1
             found[place] = one
         return found
 
     @property
     def context(self) -> tuple[int, ...]:
         """All tokens, those of this generation included."""
-        return tuple(token for one in self.path for token in one.prompt_ids + one.completion.token_ids)
+        return tuple(token for one in self.path for token in one.prompt.token_ids + one.completion.token_ids)
 
     @property
     def counts(self) -> bool:

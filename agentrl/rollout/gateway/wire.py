@@ -155,14 +155,6 @@ def _checked_tool(tool: object) -> object:
     return tool
 
 
-class _TextFormat(WireModel):
-    type: Literal["text"]
-
-
-class _StreamOptions(WireModel):
-    include_usage: StrictBool = False
-
-
 class ChatRequest(WireModel):
     """A request as the gateway understands it. Fields with one valid value ask for what everybody gets."""
 
@@ -174,7 +166,7 @@ class ChatRequest(WireModel):
     tool_choice: Literal["auto", "none"] = "auto"
     parallel_tool_calls: Literal[True] = True
     n: Literal[1] = 1
-    response_format: _TextFormat | None = None
+    response_format: dict[Literal["type"], Literal["text"]] = {}
     modalities: tuple[Literal["text"]] = ("text",)
     chat_template_kwargs: dict[str, object] = {}
     max_tokens: StrictInt | None = Field(
@@ -185,7 +177,7 @@ class ChatRequest(WireModel):
         BeforeValidator(lambda value: (value,) if isinstance(value, str) and value else value or ()),
     ] = ()
     stream: StrictBool = False
-    stream_options: _StreamOptions = _StreamOptions()
+    stream_options: dict[str, object] = {}
     logprobs: StrictBool = False
 
     @property

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Coroutine
 from pathlib import Path
 
-from agentrl.rollout.gateway.programs import AgentFailureError, kill, split_command, start_process
+from agentrl.rollout.gateway.programs import AgentFailureError, AgentProgram, kill, split_command, start_process
 from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import KEY_VARIABLE, VERIFIERS
 from agentrl.rollout.gateway.wire import Access
@@ -21,7 +21,7 @@ EXTERNAL = "external"
 _STDERR = 2
 
 
-class Workers:
+class Workers(AgentProgram):
     """One worker process for all rollouts; without a command, workers that others start. They post the rewards."""
 
     def __init__(self, words: list[str], *, name: str = "", variables: dict[str, str] | None = None) -> None:

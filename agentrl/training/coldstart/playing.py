@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -12,12 +13,15 @@ from typing import TYPE_CHECKING, cast
 from agentrl.errors import SettingsError
 from agentrl.problems.demonstrations.demonstration import Demonstration, ShownTurn
 from agentrl.rollout.environment import class_factory
+from agentrl_envs.chat.calls import FoundCall
 from agentrl_envs.chat.chat_format import plain_format
-from agentrl_envs.episode import Environment
+from agentrl_envs.episode import Environment, EnvironmentContractError
 from agentrl_envs.registry import did_you_mean
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
+
+logger = logging.getLogger(__name__)
 
 
 async def with_observations(demonstration: Demonstration, environment: Environment) -> Demonstration:
@@ -55,21 +59,40 @@ def check_template(settings: Settings, template: object) -> None:
 
 
 def check_calls(demonstrations: Sequence[Demonstration], settings: Settings) -> None:
-    """Raise SettingsError where a demonstration calls a tool that the user's class does not have."""
+    """Raise SettingsError where a demonstration lacks a column of a class's ``reset``, or calls a tool that it has not.
+
+    Calls with wrong arguments may be shown on purpose: they are a warning.
+    """
     factory = class_factory(settings.env)
     if factory is None:
         return
-    known = [schema.name for schema in factory.tools.schemas]
-    find = plain_format([]).calls.find
+    schemas = {schema.name: schema for schema in factory.tools.schemas}
+    wrong = []
     for item in demonstrations:
-        for number, turn in enumerate(item.turns, start=1):
-            unknown = [call.name for call in find(turn.model) if not call.error and call.name not in known]
-            if unknown:
-                hint = did_you_mean(unknown[0], known) or f"; its tools: {', '.join(known) or 'none'}"
+        place = item.place or item.problem.id
+        try:
+            factory.columns(item.problem)
+        except EnvironmentContractError as error:
+            raise SettingsError(f"{place}: {error}") from error
+        for number, call in _calls(item):
+            schema = schemas.get(call.name)
+            if schema is None:
+                hint = did_you_mean(call.name, schemas) or f"; its tools: {', '.join(schemas) or 'none'}"
                 raise SettingsError(
-                    f"{item.place or item.problem.id}: turn {number} calls {unknown[0]!r}, which is no tool of "
-                    f"env={settings.env}{hint}"
+                    f"{place}: turn {number} calls {call.name!r}, which is no tool of env={settings.env}{hint}"
                 )
+            refusal = schema.refusal(call.arguments if isinstance(call.arguments, dict) else {})
+            wrong += [f"{place}: turn {number}: {refusal}"] if refusal else []
+    if wrong:
+        more = f" (and {len(wrong) - 1} more such calls)" if wrong[1:] else ""
+        logger.warning("%s%s; the model learns this call, and reads the error", wrong[0], more)
+
+
+def _calls(item: Demonstration) -> Iterator[tuple[int, FoundCall]]:
+    """The calls of a demonstration that can be read, with the numbers of their turns."""
+    find = plain_format([]).calls.find
+    for number, turn in enumerate(item.turns, start=1):
+        yield from ((number, call) for call in find(turn.model) if not call.error)
 
 
 def environment_key(settings: Settings) -> dict[str, str]:

@@ -25,6 +25,11 @@ class RankGroups:
     sequence: SequenceGroup | None = None  # that group; None where every rank has rows of its own
     peers: ProcessGroup | None = None  # one rank of each group; None: all ranks
 
+    @property
+    def first(self) -> bool:
+        """True on one of the ranks that share rows."""
+        return self.sequence is None or self.sequence.rank == 0
+
 
 def rank_groups(training: TrainingSettings) -> RankGroups:
     """The groups of this rank, the same ones at each call. The first call is collective.

@@ -13,7 +13,7 @@ import torch
 from agentrl.config import dump_yaml
 from agentrl.errors import SettingsError
 from agentrl.planning.report import memory_lines
-from agentrl.planning.shapes import read_shape
+from agentrl.planning.shapes import config_of, read_shape
 from agentrl.problems.settings import BUILTIN, FORMULA
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.rollout.engines.transformers import TOO_LARGE, is_too_large
@@ -59,10 +59,11 @@ def dry_run(settings: Settings) -> None:
     if settings.cluster.kind == "ray":
         show_plan(settings, console)
     try:
-        shape = read_shape(settings.model)
+        config_of(settings.model)
     except SettingsError as error:
         console.note(f"memory: not estimated: {error}")
         return
+    shape = read_shape(settings.model)  # whose errors are the user's
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if engine_facts(settings.rollout).in_process and is_too_large(shape.parameters, device):
         console.warning(TOO_LARGE)

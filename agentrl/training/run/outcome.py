@@ -108,7 +108,7 @@ def finish_run(
         console.note(best.line(chosen))
     plots = "plots/overview.png, " if settings.telemetry.plots else ""
     console.note(
-        f"output is in {run.path}: policy/ (transformers format), {plots}metrics.jsonl, trajectories/, "
+        f"output is in {run.path}: policy/ (transformers format), {plots}metrics.jsonl, trajectories/, tokens/, "
         "checkpoints/, summary.json, config.yaml"
     )
 

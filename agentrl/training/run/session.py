@@ -26,6 +26,7 @@ from agentrl.training.engine.memory import shortages_named
 from agentrl.training.run.best import BestPolicy, best_evaluation
 from agentrl.training.run.outcome import Export, evaluation_record, finish_run
 from agentrl.training.run.signals import INTERRUPTED
+from agentrl.training.run.token_writer import TokenWriter
 from agentrl.training.step.batching import due
 from agentrl.training.step.critic import open_critic
 from agentrl.training.step.diagnostics import FIDELITY_BOUNDS
@@ -102,6 +103,7 @@ class Session:
             else open_reference(self._reference_path, settings, self._engine, start=path),
             critic=self._critic,
         )
+        self._tokens = TokenWriter(self._checkpoints.parent, settings.telemetry, objective, self._engine.groups)
         self._engines: dict[str, TrainingEngine[nn.Module]] = {"engine": self._engine}
         if self._critic is not None:
             self._engines["critic"] = self._critic.engine
@@ -163,13 +165,14 @@ class Session:
         """Release the worker and the run directory."""
         self._service.close()
         self._sender.close()
+        self._tokens.close()
         if self._run is not None:
             self._run.close()
 
     def _make_room(self) -> None:
-        """Move the optimizer state off the GPUs on which servers generate."""
-        if self._moves_state:
-            self._engine.offload()
+        """Move the optimizer states, a critic's too, off the GPUs on which servers generate."""
+        for engine in self._engines.values() if self._moves_state else ():
+            engine.offload()
 
     def request_stop(self) -> None:
         """End the run before the next step and cancel rollouts that a rank waits for. Callable from any thread."""
@@ -198,10 +201,11 @@ class Session:
         began = time.monotonic()
         plan = self._service.plan(step)
         planned = time.monotonic()
-        if self._moves_state:
-            self._engine.reload()  # the servers sleep
+        for engine in self._engines.values() if self._moves_state else ():
+            engine.reload()  # the servers sleep
         with shortages_named(self._settings.training, step=step):
-            metrics = self._trainer.train(plan)
+            recorder = self._tokens.recorder(step)
+            metrics = self._trainer.train(plan, recorder=recorder)
         updates = self._done.updates + int(metrics["policy/updates"])
         self._make_room()
         trained = time.monotonic()
@@ -217,6 +221,7 @@ class Session:
             "tokens_per_s": metrics.get("rollout/model_tokens", 0) / (ended - began),
         }
         self._commit(step, updates, metrics)
+        self._tokens.write(plan, recorder)
         if self.rank == 0:
             progress.update(step, metrics)
         self._warn_of_empty_steps(step, metrics)
@@ -259,8 +264,9 @@ class Session:
             return
         report = self._service.evaluate(self._done.step, falsified=falsified)
         if report is None:
-            of = " that reveals a value by execution" if falsified else ""
-            self._console.note(f"step {self._done.step}: not evaluated, data.eval has no problem{of}")
+            what, of = ("evaluated with falsified observations", " that reveals a value by execution")
+            what, of = (what, of) if falsified else ("evaluated", "")
+            self._console.note(f"step {self._done.step}: not {what}, data.eval has no problem{of}")
             return
         self._record(report)
         if not falsified and self._settings.checkpoint.best:
@@ -289,6 +295,7 @@ class Session:
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
+        self._tokens.settle()
         state = RunState(
             step=self._done.step,
             updates=self._done.updates,

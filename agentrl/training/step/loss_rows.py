@@ -9,7 +9,7 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from agentrl.algorithms import ESTIMATORS, AdvantageInputs, Correction, compute_advantages, reward_kl
+from agentrl.algorithms import ESTIMATORS, AdvantageInputs, Advantages, Correction, compute_advantages, reward_kl
 from agentrl.algorithms.estimators.normalization import Moments
 from agentrl.algorithms.kl import kl_penalty
 from agentrl.algorithms.rewards import add_at_last_token, overlong_penalty
@@ -37,7 +37,7 @@ class LossRowMaker:
         correction = self.corrector.correct(scored, meter=meter)
         inputs = self._inputs(scored, correction, beta=beta, meter=meter)
         made = compute_advantages(self._estimator, inputs, **self._estimator_options)
-        return LossRows(scored=scored, correction=correction, advantages=made.advantages, returns=made.returns)
+        return LossRows(scored=scored, correction=correction, rewards=inputs.rewards, **vars(made))
 
     def make_over_ranks(
         self,
@@ -59,19 +59,22 @@ class LossRowMaker:
             for update, normalizer in zip(updates, self._normalizers(updates, engine), strict=True)
             for scored in update
         ]
-        inputs = []
-        for scored, correction in zip(every, corrections, strict=True):
-            own = self._inputs(scored, correction, beta=beta, meter=meter)
-            inputs.append(own if scored.counted else _without_rows(own))
-        advantages, returns = self._advantages(inputs, homes, engine)
+        inputs = [
+            self._inputs(scored, correction, beta=beta, meter=meter)
+            for scored, correction in zip(every, corrections, strict=True)
+        ]
+        counted = [own if scored.counted else _without_rows(own) for own, scored in zip(inputs, every, strict=True)]
+        nothing = [torch.zeros_like(scored.batch.rewards) for scored in every]
         made = [
             LossRows(
                 scored=scored,
                 correction=correction,
-                advantages=own if scored.counted else torch.zeros_like(scored.batch.rewards),
-                returns=after if scored.counted else torch.zeros_like(scored.batch.rewards),
+                rewards=own.rewards,
+                **(vars(estimate) if scored.counted else dict.fromkeys(vars(estimate), none)),
             )
-            for scored, correction, own, after in zip(every, corrections, advantages, returns, strict=True)
+            for scored, correction, own, estimate, none in zip(
+                every, corrections, inputs, self._advantages(counted, homes, engine), nothing, strict=True
+            )
         ]
         if every[0].values is not None:
             meter.mean("critic/explained_variance", explained_variance(made, engine), 1.0)
@@ -80,8 +83,8 @@ class LossRowMaker:
 
     def _advantages(
         self, inputs: Sequence[AdvantageInputs], homes: Mapping[int, int], engine: TrainingEngine[nn.Module]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Advantages and returns of each micro-batch, computed on the ranks where the groups are whole. Collective."""
+    ) -> list[Advantages]:
+        """The advantages of each micro-batch, computed on the ranks where the groups are whole. Collective."""
         groups = torch.cat([item.groups for item in inputs])
         step_wide = ESTIMATORS[self._estimator].step_wide
         places = [0 if step_wide else homes[group] for group in groups.tolist()]
@@ -90,7 +93,8 @@ class LossRowMaker:
         made = compute_advantages(
             self._estimator, exchange.there(inputs), step_sum=engine.total, **self._estimator_options
         )
-        return exchange.back(made.advantages), exchange.back(made.returns)
+        parts = zip(*(exchange.back(values) for values in vars(made).values()), strict=True)
+        return [Advantages(**dict(zip(vars(made), part, strict=True))) for part in parts]
 
     def _normalizers(
         self, updates: Sequence[Sequence[ScoredRows]], engine: TrainingEngine[nn.Module]

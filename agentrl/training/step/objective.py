@@ -7,7 +7,15 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from agentrl.algorithms import LOSSES, aggregate, kl_penalty, loss_normalizer, policy_loss, step_selection
+from agentrl.algorithms import (
+    LOSSES,
+    aggregate,
+    kl_penalty,
+    loss_normalizer,
+    policy_loss,
+    step_selection,
+    token_factors,
+)
 from agentrl.kernels import TokenStatistics
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.engine.exchange import Exchange
@@ -88,6 +96,16 @@ class PolicyObjective:
             )
             value = value + beta * self._aggregated(penalty, mask, normalizer, weights)
         return value, made.metrics
+
+    def token_factors(self, rows: LossRows, normalizer: float | None) -> Tensor:
+        """The factor [B] of each row's tokens in the step's policy loss, before the correction's weights."""
+        return token_factors(
+            rows.loss_mask,
+            self._mode,
+            normalizer=normalizer,
+            length=self._length,
+            weights=rows.scored.batch.weights,
+        )
 
     @torch.no_grad()
     def selection(

@@ -44,6 +44,8 @@ class LossRows:
     correction: Correction | None
     advantages: Tensor  # [B, T]
     returns: Tensor  # [B, T]
+    baselines: Tensor  # [B, T]
+    rewards: Tensor  # [B, T] with penalties for length and KL
 
     @cached_property
     def response_mask(self) -> Tensor:

@@ -22,6 +22,7 @@ from agentrl.training.step.objective import PolicyObjective
 from agentrl.training.step.objective_settings import ObjectiveSettings
 from agentrl.training.step.reference import Reference, kl_controller
 from agentrl.training.step.rows import LossRows, ScoredRows
+from agentrl.training.step.token_recorder import TokenRecorder
 from agentrl.trajectory import Batch
 
 
@@ -43,6 +44,7 @@ class _Step:
     monitor: HeadExactMonitor | None
     beta: float
     before_update: Callable[[], None] | None
+    recorder: TokenRecorder | None
     norms: list[float] = field(default_factory=list)
 
 
@@ -82,15 +84,31 @@ class Trainer:
         if self._reference is not None:
             self._kl.load_state_dict(state["kl"])
 
-    def train(self, plan: RankPlan, *, before_update: Callable[[], None] | None = None) -> dict[str, float]:
-        """Run one step's updates; returns metrics reduced over ranks. ``before_update`` sees the gradients."""
+    def train(
+        self,
+        plan: RankPlan,
+        *,
+        before_update: Callable[[], None] | None = None,
+        recorder: TokenRecorder | None = None,
+    ) -> dict[str, float]:
+        """Run one step's updates; returns metrics reduced over ranks. ``before_update`` sees the gradients.
+
+        ``recorder`` receives the rows of this rank.
+        """
         self._engine.module.train()
         if self._critic is not None:
             self._critic.engine.module.train()
         meter = Meter(self._engine.device)
         head = self._engine.module.head
         monitor = HeadExactMonitor(head, temperature=self._temperature) if plan.head_exact else None
-        step = _Step(plan=plan, meter=meter, monitor=monitor, beta=self._kl.beta, before_update=before_update)
+        step = _Step(
+            plan=plan,
+            meter=meter,
+            monitor=monitor,
+            beta=self._kl.beta,
+            before_update=before_update,
+            recorder=recorder,
+        )
         if plan.updates and plan.passes.one_forward:
             for update in plan.updates:
                 self._one_forward(step, update)
@@ -242,6 +260,14 @@ class Trainer:
         value, metrics = self._objective.loss(
             statistics, rows, normalizer=normalizer, beta=step.beta, fresh=fresh, selected=selected
         )
+        if step.recorder is not None and rows.scored.counted:
+            update = len(step.norms)  # of the step, from 0
+            step.recorder.add(
+                rows,
+                factors=self._objective.token_factors(rows, normalizer),
+                update=update,
+                update_log_probs=statistics.log_probs.detach() if update else None,
+            )
         step.meter.total("policy/loss", value.detach())
         measure(step.meter, "policy", metrics, rows.loss_mask.sum())
         self._engine.backward(value * self._engine.world_size)

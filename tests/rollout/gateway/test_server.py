@@ -246,7 +246,7 @@ async def test_a_client_that_goes_before_its_request_is_whole_leaves_no_trace(ca
 
 async def test_keys_names_rewards_and_the_end() -> None:
     one = rollout(engine("x"))
-    async with served(one) as (_, access):
+    async with served(one) as (gateway, access):
         url = access.base_url.removesuffix("/v1")
         assert (await post(f"{access.base_url}/models", b"", "guessed", "GET"))[0] == 401
         assert (await post(f"{url}x", b"", access.api_key, "GET"))[0] == 404
@@ -263,6 +263,10 @@ async def test_keys_names_rewards_and_the_end() -> None:
         status, said = await post(f"{access.base_url}/chat/completions", body, access.api_key)
         assert (status, said["error"]["code"]) == (409, "rollout_finished")
         assert (await post(f"{url}/reward", b'{"reward": 1}', access.api_key))[0] == 409
+        gateway.dismiss(access)
+        status, said = await post(f"{access.base_url}/chat/completions", body, access.api_key)
+        assert (status, said["error"]["code"]) == (404, "rollout_not_found")
+        assert said["error"]["message"] == f"there is no rollout '{access.name}' here, or it has ended"
 
 
 async def test_workers_are_handed_rollouts_by_the_key_of_the_gateway() -> None:

@@ -1,0 +1,126 @@
+"""The statistics of one trajectory's model tokens, as the training step used them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+
+
+class RowKey(NamedTuple):
+    """Identifies a trajectory in a run: its group, its rollout in the group, its branch of the rollout."""
+
+    group: int
+    sample: int
+    branch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoryTokens:
+    """One trajectory that a step trained on. Arrays have one value for each of its ``K`` model tokens, in order.
+
+    ``log_probs``, ``entropy`` and ``energy`` are those of the policy before the step's updates, at the temperature of
+    the rollout. ``rewards`` include penalties for length and KL. ``advantages``, ``returns`` and ``baselines`` are the
+    estimator's. Optional fields are None where the step did not need them: without a rollout correction, a critic, a
+    reference policy, or an estimator that takes the energy of the head's gradient.
+
+    ``loss_weight`` is the factor of each token of ``loss_mask`` in the step's loss, before ``weights``: the loss is the
+    sum of ``loss_weight * weights * loss of the token`` over the tokens of all trajectories, plus entropy and KL terms.
+    """
+
+    group: int
+    sample: int
+    branch: int
+    parent: int  # the branch that this one forks from, -1: none
+    fork: int  # model tokens of the parent before the fork
+    share: float  # of the rollout's model tokens; 1 without branches
+    update: int  # the update of the step that trained on it, from 0
+    loss_weight: float
+    log_probs: np.ndarray  # [K]
+    entropy: np.ndarray  # [K] float16, nats
+    energy: np.ndarray  # [K] ||e_y - p||^2
+    rewards: np.ndarray  # [K]
+    returns: np.ndarray  # [K]
+    baselines: np.ndarray  # [K]
+    advantages: np.ndarray  # [K]
+    loss_mask: np.ndarray  # [K] bool, False where filters or correction reject the token
+    weights: np.ndarray | None = None  # [K] of the rollout correction, in loss and energies
+    update_log_probs: np.ndarray | None = None  # [K] of the policy that was updated; None if it is that of log_probs
+    hidden_norm_squared: np.ndarray | None = None  # [K]
+    reference_log_probs: np.ndarray | None = None  # [K]
+    values: np.ndarray | None = None  # [K] the critic's
+    bootstrap_value: float | None = None  # the critic's after the last token; 0 where the episode ended
+    greedy_return: float | None = None  # of the problem's greedy rollout
+    trajectory_energy: float | None = None  # exact ||sum of the tokens' gradients||^2
+
+    @property
+    def key(self) -> RowKey:
+        return RowKey(self.group, self.sample, self.branch)
+
+    def __len__(self) -> int:
+        return len(self.log_probs)
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """The arrays that are given, by their names; ``update`` and ``loss_weight`` with a value for each token."""
+        given = {name: getattr(self, name) for name in LISTS}
+        numbers = {name: np.full(len(self), getattr(self, name)) for name in ("update", "loss_weight")}
+        return {name: values for name, values in given.items() if values is not None} | numbers
+
+    @property
+    def ratios(self) -> np.ndarray:
+        """[K] float64: probability under the policy that was updated over that before the step; 1 in its first one."""
+        if self.update_log_probs is None:
+            return np.ones(len(self))
+        return np.exp(np.clip(self.update_log_probs.astype(np.float64) - self.log_probs, -20.0, 20.0))
+
+    @property
+    def weighed_energy(self) -> np.ndarray:
+        """[K] float64: (rho_k loss_mask_k)^2 w_k, the terms of the realized energy."""
+        energy = self.energy.astype(np.float64)
+        if self.hidden_norm_squared is not None:
+            energy = energy * self.hidden_norm_squared
+        return energy * self._kept**2
+
+    @property
+    def gradient_power(self) -> np.ndarray:
+        """[K] float64: w_k times the squared factor of grad log p in the loss, on the first update.
+
+        Its sum over the step is the diagonal proxy of the gradient's variance (docs/formulas.md 7): the cross terms
+        between tokens are not in it.
+        """
+        return self.energy * (self.loss_weight * self.advantages * self._kept) ** 2
+
+    @property
+    def _kept(self) -> np.ndarray:
+        """[K] float64: the correction's weight, 0 where the token is not in the loss."""
+        mask = self.loss_mask.astype(np.float64)
+        return mask if self.weights is None else mask * self.weights
+
+
+LISTS = tuple(item.name for item in fields(TrajectoryTokens) if "ndarray" in str(item.type))
+"""The fields with a value for each token."""
+
+NUMBERS = tuple(item.name for item in fields(TrajectoryTokens) if item.name not in LISTS)
+"""The fields with one value."""
+
+
+def realized_energies(rows: Iterable[TrajectoryTokens]) -> Mapping[RowKey, np.ndarray]:
+    """W_k [K] float64 of each row: the sum of the weighed energies up to token k, from the conversation's root.
+
+    A branch begins with the energy of its parent's tokens before the fork, if the parent is among ``rows``.
+    """
+    by_key = {row.key: row for row in rows}
+    found: dict[RowKey, np.ndarray] = {}
+
+    def of(row: TrajectoryTokens) -> np.ndarray:
+        if row.key not in found:
+            parent = by_key.get(RowKey(row.group, row.sample, row.parent)) if row.parent >= 0 else None
+            before = 0.0 if parent is None else float(of(parent)[row.fork - 1])
+            found[row.key] = before + np.cumsum(row.weighed_energy)
+        return found[row.key]
+
+    for row in by_key.values():
+        of(row)
+    return found
