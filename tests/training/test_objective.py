@@ -48,7 +48,12 @@ def expected_gradient(made: PolicyObjective, logits: Tensor, *, weights: Tensor,
         correction = Correction(weights=weights[rows, None], loss_mask=everywhere, metrics={})
         scored = scored_rows(before[rows], reference_log_probs=REFERENCE[rows, None].log())
         own = LossRows(
-            scored=scored, correction=correction, advantages=nothing, returns=nothing, baselines=nothing, rewards=nothing
+            scored=scored,
+            correction=correction,
+            advantages=nothing,
+            returns=nothing,
+            baselines=nothing,
+            rewards=nothing,
         )
         statistics = replace(scored.statistics, log_probs=column[rows], entropy=entropy[rows], full_kl=full[rows])
         value, _ = made.loss(statistics, own, normalizer=None, beta=1.0, fresh=fresh)
