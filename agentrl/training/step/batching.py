@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+import numpy as np
+
 from agentrl.algorithms import LOSSES
 from agentrl.rollout.worker import RolloutBatch
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
@@ -143,12 +145,12 @@ def _fill(
     count = max(1, math.ceil(sum(sizes) / budget / ranks)) * ranks
     while True:
         bins: list[list[Trajectory]] = [[] for _ in range(count)]
-        spent, tokens = [0.0] * count, [0] * count
+        spent, tokens = np.zeros(count), np.zeros(count, dtype=np.int64)
         for unit, cost, size in zip(units, costs, sizes, strict=True):
-            open_ones = [place for place in range(count) if not tokens[place] or tokens[place] + size <= budget]
-            if not open_ones:
+            has_room = (tokens == 0) | (tokens + size <= budget)
+            place = int(np.where(has_room, spent, np.inf).argmin())
+            if not has_room[place]:
                 break
-            place = min(open_ones, key=lambda place: spent[place])
             bins[place] += unit
             spent[place] += cost
             tokens[place] += size
