@@ -171,6 +171,20 @@ def evaluate(
 
 
 @app.command()
+def explain(
+    run: Annotated[Path, typer.Argument(help="directory of a training run", metavar="RUN")],
+    step: Annotated[int, _option("S", "a step whose trajectories and token statistics are stored")],
+    trajectory: Annotated[int, _option("T", "its number in the step, from 0")],
+    token: Annotated[int, _option("K", "its place in the response, from 0; a token of the model")],
+) -> None:
+    """Show how a token got its gradient: reward, return, baseline, advantage, correction, clipping, loss weight."""
+    from agentrl.inspection.explain import explain_command
+
+    for line in explain_command(run, step=step, trajectory=trajectory, token=token):
+        typer.echo(line)
+
+
+@app.command()
 def compare(
     first: Annotated[Path, typer.Argument(help="directory of an evaluation", metavar="A")],
     second: Annotated[Path, typer.Argument(help="directory of an evaluation", metavar="B")],

@@ -325,7 +325,7 @@ class Row:
             segment_lengths=np.array([len(segment.token_ids) for segment in segments], dtype=np.int32),
             model=np.array([segment.origin == "model" for segment in segments], dtype=bool),
             segment_rewards=np.array([segment.reward for segment in segments], dtype=np.float32),
-            model_log_probs=np.array([value for segment in segments for value in segment.log_probs], dtype=np.float32),
+            model_log_probs=np.concatenate([np.array(segment.log_probs, dtype=np.float32) for segment in segments]),
             version_spans=np.array(
                 [span for segment in segments for span in segment.version_spans], dtype=np.int32
             ).reshape(-1, 2),

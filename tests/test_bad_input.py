@@ -92,13 +92,13 @@ GOOD = {"problem": "What is 1 + 1?", "answer": "2"}
         (["--config", "nowhere.yaml"], "no config file 'nowhere.yaml'"),
         (["--env", "simpletr"], "env=\"simpletr\": unknown environment 'simpletr'; did you mean 'simpletir'?"),
         (["--env", "nowhere:Nothing"], "environment 'nowhere:Nothing': there is no module 'nowhere'"),
-        (["--env", "json:Nothing"], "environment 'json:Nothing': module 'json' has no 'Nothing'"),
+        (["--env", "json:Nothing"], f"module 'json' ({json.__file__}) has no 'Nothing'"),
         (
             ["--env", "json:JSONDecoder"],
             "JSONDecoder is neither a gymnasium.Env, nor a class with reset, nor an agentrl ",
         ),
         (["--reward", "nowhere:reward"], "reward 'nowhere:reward': there is no module 'nowhere'"),
-        (["--reward", "json:lods"], "reward 'json:lods': module 'json' has no 'lods'; did you mean 'loads'?"),
+        (["--reward", "json:lods"], f"module 'json' ({json.__file__}) has no 'lods'; did you mean 'loads'?"),
         (["--reward", "reward"], "unknown reward 'reward' (known: module:attribute)"),
         (
             ["environment.protocol=torrl"],
@@ -182,9 +182,9 @@ def test_columns_that_reset_asks_for(
         rows(name, shown | {"boxs" if name == file else "boxes": [1]})
     given = ["data.train=[{path: p.jsonl}]", "coldstart.demonstrations=shown.jsonl"]
     message = refused("train", *dry, "--env", "boxes:Keeper", *given)
-    assert message.startswith(
-        "reset() of environment 'boxes:Keeper' asks for the column 'boxes'; columns of problem a: "
-    )
+    place = "shown.jsonl:1: " if file == "shown.jsonl" else ""
+    asked = "reset() of environment 'boxes:Keeper' asks for the column 'boxes'; columns of problem a: "
+    assert message.startswith(f"{place}{asked}")
     assert "boxs" in message
 
 

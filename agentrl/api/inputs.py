@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import keyword
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -21,7 +22,7 @@ _PICKLED = '''"""An object that was passed to agentrl from a notebook or a scrip
 import pickle
 from pathlib import Path
 
-item = pickle.loads(Path(__file__).with_suffix(".pickle").read_bytes())
+{name} = pickle.loads(Path(__file__).with_suffix(".pickle").read_bytes())
 '''
 
 
@@ -65,9 +66,11 @@ class Names:
                 f"{item!r} cannot be passed to the processes of a run ({error}); define it in a module of its own"
             ) from error
         module = _write(self.folder, "notebook_{digest}.pickle", data).with_suffix(".py")
-        atomic_write(module, lambda out: out.writelines([_PICKLED.encode()]))
+        own = getattr(item, "__name__", "")
+        name = own if own.isidentifier() and not keyword.iskeyword(own) else "item"
+        atomic_write(module, lambda out: out.writelines([_PICKLED.format(name=name).encode()]))
         self.plugins.append(str(module))
-        return f"{module.stem}:item"
+        return f"{module.stem}:{name}"
 
 
 def _resolves(module: str, attribute: str, item: object) -> bool:

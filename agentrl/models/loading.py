@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
 
 from agentrl.models.attention import register_attention
 from agentrl.models.dropout import switch_off_dropout
@@ -56,7 +58,27 @@ def finish_model(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedM
     switch_off_dropout(model)
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if settings.checkpoint_offload:
+        keep_checkpoints_on_host(model.get_decoder())
     return model
+
+
+def keep_checkpoints_on_host(transformer: nn.Module) -> None:
+    """From now on, what a forward keeps of each checkpointed layer, its input, waits for the backward in host memory.
+
+    Inside of a layer nothing changes: what it recomputes stays where it is.
+    """
+    entered: list[save_on_cpu] = []
+
+    def enter(module: nn.Module, arguments: object) -> None:
+        entered.append(save_on_cpu(pin_memory=torch.cuda.is_available()))
+        entered[-1].__enter__()
+
+    def leave(module: nn.Module, arguments: object, output: object) -> None:
+        entered.pop().__exit__(None, None, None)
+
+    transformer.register_forward_pre_hook(enter)
+    transformer.register_forward_hook(leave, always_call=True)
 
 
 def read_config(settings: ModelSettings) -> PreTrainedConfig | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class TinyModelSettings(BaseModel):
@@ -52,9 +52,18 @@ class ModelSettings(BaseModel):
     """dtype of the weights in training and sampling"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, slower; enable where activations do not fit"""
+    checkpoint_offload: bool = False
+    """keep what gradient_checkpointing recomputes from in host memory until the backward pass: less memory on the GPU,
+    slower; without a GPU the memory is the same"""
     attention: Literal["auto", "sdpa", "flex", "flash"] = "auto"
     """how training computes attention over packed trajectories: sdpa on any machine; flex on GPUs; flash on GPUs with
     the package flash-attn, in bfloat16; auto: flash if it can run, else flex on GPUs for models with sliding windows or
     capped scores, else sdpa"""
     lora: LoRASettings = LoRASettings()
     tiny: TinyModelSettings = TinyModelSettings()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ModelSettings:
+        if self.checkpoint_offload and not self.gradient_checkpointing:
+            raise ValueError("checkpoint_offload=true moves what gradient_checkpointing keeps: set it to true as well")
+        return self

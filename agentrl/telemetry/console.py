@@ -45,9 +45,14 @@ class Console:
             table.add_row(*(Text(cell) for cell in row))
         self._rich.print(table)
 
-    def progress(self, total: int, done: int = 0, unit: str = "step") -> RunProgress:
-        """Progress over ``total`` steps of which ``done`` are complete; a context manager."""
+    def progress(self, total: int, done: int = 0, unit: str = "step", lines: int | None = None) -> RunProgress:
+        """Progress over ``total`` steps of which ``done`` are complete; a context manager.
+
+        Without a live display, it says about so many ``lines`` at most.
+        """
         every = None if self._settings.console == "off" else self._settings.plain_every
+        if every is not None and lines is not None:
+            every = max(every, total // lines)
         return RunProgress(self, _bar(self._rich) if self.live else None, unit, total, done, every)
 
 

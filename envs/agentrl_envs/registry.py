@@ -169,7 +169,9 @@ def import_attribute(path: str, kind: str) -> object:
         return functools.reduce(getattr, attribute.split("."), module)
     except AttributeError as error:
         hint = did_you_mean(attribute, dir(module))
-        raise PluginError(f"{kind} {path!r}: module {module_name!r} has no {attribute!r}{hint}") from error
+        file = getattr(module, "__file__", None)
+        place = f" ({file})" if file else ""
+        raise PluginError(f"{kind} {path!r}: module {module_name!r}{place} has no {attribute!r}{hint}") from error
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -191,6 +193,8 @@ def describe_error(error: BaseException) -> str:
 
     An error of the call itself, such as a missing argument, is of no place in the code that was called.
     """
+    if isinstance(error, SyntaxError):  # its text names file and line
+        return f"{type(error).__name__}: {error}"
     last = traceback.extract_tb(error.__traceback__)[-1:]
     place = "".join(f" ({at.filename}:{at.lineno})" for at in last if at.filename != _CALLS_CODE)
     return f"{type(error).__name__}: {error}{place}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -61,38 +61,37 @@ def make_world(random: Random) -> tuple[list[Town], list[Person]]:
     """Towns and people, no two of one name."""
     names = [(start + end).capitalize() for start in STARTS.split() for end in ENDS.split()]
     random.shuffle(names)
-    of_towns, of_families = names[:30], names[30:60]
+    of_towns, of_families = names[:30], names[30:80]
     towns = [Town(name=name, land=random.choice(LANDS), river=random.choice(RIVERS)) for name in of_towns]
-    called = random.sample([f"{first} {family}" for first in FIRST.split() for family in of_families], 500)
+    called = random.sample([f"{first} {family}" for first in FIRST.split() for family in of_families], 1000)
     return towns, [Person(name=name, work=random.choice(WORKS), town=random.choice(towns)) for name in called]
 
 
-def question(person: Person, random: Random) -> Question:
-    """A question that the document about a person answers, or that about the town where they were born."""
-    name, town = person.name, person.town
-    text, reply = random.choice(
-        (
+def questions(people: Sequence[Person], random: Random) -> list[Question]:
+    """Four questions about each person, in random order: two need one document, two that about their town as well."""
+    found: list[Question] = []
+    for person in people:
+        name, town = person.name, person.town
+        for text, reply in (
             (f"What is the work of {name}?", f"{name} works as {person.work}"),
             (f"In which town was {name} born?", f"{name} was born in the town {town.name}"),
             (f"In which land was {name} born?", f"{town.name} lies in {town.land}"),
             (f"On which river was {name} born?", f"{town.name} lies on the {town.river}"),
-        )
-    )
-    further = () if reply.startswith(name) else (f"where lies the town {town.name}",)
-    return Question(text=text, searches=(text, *further), reply=reply)
+        ):
+            further = () if reply.startswith(name) else (f"where lies the town {town.name}",)
+            found.append(Question(text=text, searches=(text, *further), reply=reply))
+    return random.sample(found, len(found))
 
 
-def problem(people: Sequence[Person], random: Random) -> Row:
+def problem(asked: Question) -> Row:
     """A row of data: ``problem`` is what the model reads, ``answer`` goes to ``reset``."""
-    asked = question(random.choice(people), random)
     return {"problem": asked.text, "answer": asked.answer}
 
 
-def demonstration(people: Sequence[Person], random: Random) -> Row:
+def demonstration(asked: Question) -> Row:
     """A row with the model's turns; the environment writes the observations when it plays them."""
-    asked = question(random.choice(people), random)
     turns = [*map(call, asked.searches), asked.reply]
-    return {"problem": asked.text, "answer": asked.answer, "turns": [{"model": turn} for turn in turns]}
+    return {**problem(asked), "turns": [{"model": turn} for turn in turns]}
 
 
 def call(query: str) -> str:
@@ -100,23 +99,23 @@ def call(query: str) -> str:
     return "<tool_call>\n" + json.dumps({"name": "search", "arguments": {"query": query}}) + "\n</tool_call>"
 
 
-def write(path: Path, rows: Sequence[Row]) -> None:
+def write(path: Path, rows: Iterable[Row]) -> None:
     """One row a line, each with an id."""
     lines = [json.dumps({"id": f"{path.stem}-{number}", **row}) for number, row in enumerate(rows)]
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    print(f"{path}: {len(rows)} rows")
+    print(f"{path}: {len(lines)} rows")
 
 
 def main() -> None:
-    """Questions for training and demonstrations are about the same people; those held out are about others."""
+    """Training and demonstrations ask about the same people; the questions held out are about others."""
     random, folder = Random(0), Path("data")
     folder.mkdir(exist_ok=True)
     towns, people = make_world(random)
-    seen, unseen = people[:400], people[400:]
+    seen, unseen = questions(people[:900], random), questions(people[900:], random)
     write(folder / "corpus.jsonl", [{"text": item.document} for item in (*towns, *people)])
-    write(folder / "train.jsonl", [problem(seen, random) for _ in range(3000)])
-    write(folder / "heldout.jsonl", [problem(unseen, random) for _ in range(200)])
-    write(folder / "demonstrations.jsonl", [demonstration(seen, random) for _ in range(6000)])
+    write(folder / "train.jsonl", map(problem, seen))
+    write(folder / "heldout.jsonl", map(problem, unseen))
+    write(folder / "demonstrations.jsonl", map(demonstration, seen))
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ def test_a_local_function_is_found_through_a_plugin(tmp_path: Path) -> None:
 
     names = Names(tmp_path)
     name = names.of(local_reward)
+    assert name.endswith(":local_reward")  # the name of its metric
     load_plugins(names.plugins)
     found = import_attribute(name, "reward")
     assert callable(found)

@@ -37,14 +37,6 @@ class Host:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
 
-    def cut_off(self) -> None:
-        """Let no packet through in either direction; nothing is closed."""
-        _ip("-n", self.name, "link", "set", self.interface, "down")
-
-    def join(self) -> None:
-        """Undo :meth:`cut_off`."""
-        _ip("-n", self.name, "link", "set", self.interface, "up")
-
 
 def obstacle() -> str | None:
     """Why there can be no hosts on this machine."""

@@ -35,8 +35,10 @@ class Gone:
 
 def test_a_rank_that_fails_ends_the_others() -> None:
     ranks = [LocalProcess(spec(0, SLEEP), HERE), LocalProcess(spec(1, "raise SystemExit(3)"), HERE)]
-    end = RankGroup(ranks).end()
+    reported = list[object]()
+    end = RankGroup(ranks, reported.append).end()
     assert end is not None
+    assert reported == [end]
     assert (end.rank.spec.number, end.code, end.killed) == (1, 3, False)
     assert str(end) == f"training rank 1 on {HERE.node} ended with exit code 3"
     assert ranks[0].wait(0.0) == -signal.SIGTERM

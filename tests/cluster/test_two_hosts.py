@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -83,14 +81,16 @@ def test_a_rank_on_each_host_trains_like_two_on_one_even_if_one_is_killed(cluste
     try:
         wait_until(lambda: len(line.steps("far")) >= 1, process)
         found = [cluster.ranks(host) for host in (cluster.head, cluster.other)]
-        assert [[one.environ()["RANK"] for one in ranks] for ranks in found] == [["0"], ["1"]]
-        os.kill(found[1][0].pid, signal.SIGKILL)
+        assert [len(ranks) for ranks in found] == [1, 1]
+        (killed,) = [rank for (rank,) in found if rank.environ()["RANK"] == "1"]
+        killed.kill()
         said = process.communicate(timeout=DEADLINE)[0]
     finally:
         process.kill()
         process.communicate()
     assert process.returncode == 0, said
-    assert re.search(r"training rank 1 on \S+ was ended by SIGKILL; restart 1 of 1 from the last checkpoint", said)
+    assert re.search(r"training rank 1 on \S+ was ended by SIGKILL; the other ranks end", said)
+    assert "restart 1 of 1 from the last checkpoint: training rank" in said
     assert len(re.findall(r"resumed after step [12]", said)) == 1
     line.run(*arguments, "name=near")
     assert line.steps("far") == line.steps("near") == [1, 2, 3]

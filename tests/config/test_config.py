@@ -398,6 +398,7 @@ OPERATIONAL: dict[str, Any] = {
     "training.micro_batch_tokens": 512,
     "training.worker_timeout": 60.0,
     "model.gradient_checkpointing": True,
+    "model.checkpoint_offload": True,
     "rollout.concurrency": 7,
     "rollout.vllm.placement": "external",
     "rollout.vllm.addresses": ["http://127.0.0.1:9"],

@@ -40,6 +40,14 @@ def test_plain_lines_can_be_thinned_and_the_last_is_always_shown() -> None:
     assert [line.split()[1] for line in out.getvalue().splitlines()] == ["10/25", "20/25", "25/25"]
 
 
+def test_a_long_loop_says_few_lines() -> None:
+    said, out = console()
+    with said.progress(100, lines=4) as progress:
+        for step in range(1, 101):
+            progress.update(step, {})
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["25/100", "50/100", "75/100", "100/100"]
+
+
 def test_off_keeps_notes_and_tables() -> None:
     said, out = console(console="off")
     with said.progress(1) as progress:

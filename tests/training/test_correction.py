@@ -34,8 +34,8 @@ def test_nothing_is_weighed_unless_asked() -> None:
     assert correct(made([[1.5, 0.5]])) is None
     rows = made([[1.5, 0.5]], out=[(0, 1)])
     assert correct(rows) is None
-    nothing = torch.zeros(1, 2)
-    left = LossRows(scored=rows, correction=None, advantages=nothing, returns=nothing)
+    none = dict.fromkeys(("advantages", "returns", "baselines", "rewards"), torch.zeros(1, 2))
+    left = LossRows(scored=rows, correction=None, **none)
     assert left.weights is None
     assert left.loss_mask.tolist() == [[True, False]]
 

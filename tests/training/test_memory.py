@@ -1,31 +1,78 @@
-"""A lack of memory ends in one message that names what to change."""
+"""A lack of memory halves the micro-batches, is remembered, and else ends in one message that names what to change."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 
 from agentrl.errors import WorldError
-from agentrl.training.engine.memory import shortages_named
+from agentrl.training.engine.memory import MicroBatchBudget, ShortageError
 from agentrl.training.run.session import Session
-from agentrl.training.settings import TrainingSettings
 
-SETTINGS = TrainingSettings(micro_batch_tokens=1000)
+
+def budget(folder: Path | None = None, *, configured: int = 1000, told: list[str] | None = None) -> MicroBatchBudget:
+    return MicroBatchBudget(configured, folder, told=(told if told is not None else []).append, writes=True)
 
 
 def test_the_machines_own_message_is_known() -> None:
     with (
         pytest.raises(WorldError, match=r"^step 3 ran out of memory while training \(.*alloc.*--resume"),
-        shortages_named(SETTINGS, step=3),
+        budget().named(step=3),
     ):
         torch.empty(1 << 60, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried ..."), MemoryError()])
-def test_it_names_a_budget_that_may_fit(error: Exception) -> None:
+def test_what_cannot_be_repeated_names_remedies_and_is_remembered(error: Exception, tmp_path: Path) -> None:
     remedies = r"training\.micro_batch_tokens=500\..*training\.offload=optimizer or all"
-    with pytest.raises(WorldError, match=remedies), shortages_named(SETTINGS, step=1):
+    with pytest.raises(WorldError, match=remedies), budget(tmp_path).named(step=1):
         raise error
+    resumed = budget(tmp_path)
+    resumed.recall()
+    assert resumed.tokens == 500
+
+
+def test_another_error_stays_what_it_is() -> None:
+    with pytest.raises(RuntimeError, match="shape"), budget().named(step=1):
+        raise RuntimeError("shape mismatch")
+
+
+@pytest.mark.parametrize(("size", "left"), [(5000, 500), (1000, 500), (999, 500), (500, 250), (100, 62)])
+def test_the_micro_batch_that_failed_does_not_fit_again(size: int, left: int) -> None:
+    told: list[str] = []
+    now = budget(told=told)
+    now.halve(ShortageError(rank=1, tokens=size, alone=False), step=7)
+    assert now.tokens == left
+    assert told == [
+        f"step 7: rank 1 ran out of memory in a micro-batch of {size} tokens; training.micro_batch_tokens is {left} "
+        "from now on instead of 1000, and the step is repeated with the same trajectories"
+    ]
+
+
+def test_a_second_shortage_halves_again_and_both_are_remembered(tmp_path: Path) -> None:
+    now = budget(tmp_path)
+    for size in (1000, 500):
+        now.halve(ShortageError(rank=0, tokens=size, alone=False), step=1)
+    told: list[str] = []
+    resumed = budget(tmp_path, told=told)
+    resumed.recall()
+    assert resumed.tokens == now.tokens == 250
+    assert told[0].startswith("training: micro-batches of 250 tokens, since memory ran out")
+
+
+def test_a_changed_setting_counts_more_than_what_is_remembered(tmp_path: Path) -> None:
+    budget(tmp_path).halve(ShortageError(rank=0, tokens=1000, alone=False), step=1)
+    resumed = budget(tmp_path, configured=800)
+    resumed.recall()
+    assert resumed.tokens == 800
+
+
+def test_one_trajectory_cannot_be_halved(tmp_path: Path) -> None:
+    with pytest.raises(WorldError, match=r"on rank 3, with one trajectory of 900 tokens .* model\.checkpoint_offload"):
+        budget(tmp_path).halve(ShortageError(rank=3, tokens=900, alone=True), step=2)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_critic_makes_room_for_servers_too() -> None:
@@ -42,8 +89,3 @@ def test_a_critic_makes_room_for_servers_too() -> None:
     session.__dict__ |= {"_moves_state": True, "_engines": {name: Engine(name) for name in ("engine", "critic")}}
     session._make_room()
     assert calls == ["engine", "critic"]
-
-
-def test_another_error_stays_what_it_is() -> None:
-    with pytest.raises(RuntimeError, match="shape"), shortages_named(SETTINGS, step=1):
-        raise RuntimeError("shape mismatch")

@@ -47,7 +47,14 @@ def expected_gradient(made: PolicyObjective, logits: Tensor, *, weights: Tensor,
         nothing = torch.zeros(1, 1)
         correction = Correction(weights=weights[rows, None], loss_mask=everywhere, metrics={})
         scored = scored_rows(before[rows], reference_log_probs=REFERENCE[rows, None].log())
-        own = LossRows(scored=scored, correction=correction, advantages=nothing, returns=nothing)
+        own = LossRows(
+            scored=scored,
+            correction=correction,
+            advantages=nothing,
+            returns=nothing,
+            baselines=nothing,
+            rewards=nothing,
+        )
         statistics = replace(scored.statistics, log_probs=column[rows], entropy=entropy[rows], full_kl=full[rows])
         value, _ = made.loss(statistics, own, normalizer=None, beta=1.0, fresh=fresh)
         total = total + probability * value

@@ -22,6 +22,7 @@ from agentrl.trajectory import Trajectory
 from agentrl_envs.protocols.marked_text import MarkedText
 from agentrl_envs.types import Ended
 
+_NO_ROOM = "leave no room for a reply (rollout.max_prompt_tokens, rollout.max_response_tokens)"
 # By how much a tokenizer may shorten a text before it cuts it into tokens.
 _SHORTENED = 4
 
@@ -189,7 +190,7 @@ class AgentRollout:
         characters = sum(len(message.content) for message in request.messages)
         tokens = self.settings.max_prompt_tokens + self.settings.max_response_tokens
         if characters > tokens * self.renderer.longest_token * _SHORTENED:
-            self._stop(Ended.TOKEN_LIMIT, f"its {characters} characters of context leave no room for a reply")
+            self._stop(Ended.TOKEN_LIMIT, f"its {characters} characters of context {_NO_ROOM}")
 
     def _limit(self, request: ChatRequest, root: int, context: int) -> int:
         """Most tokens of a reply. Raises WireError if there is room for none."""
@@ -197,7 +198,7 @@ class AgentRollout:
         if self.most_context is not None:
             room = min(room, self.most_context - context)
         if root > self.settings.max_prompt_tokens or room < 1:
-            self._stop(Ended.TOKEN_LIMIT, f"its {context} tokens of context leave no room for a reply")
+            self._stop(Ended.TOKEN_LIMIT, f"its {context} tokens of context {_NO_ROOM}")
         return min(self.settings.max_turn_tokens, room, request.max_tokens or room)
 
     async def _sampled(

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
 
 
+_LINES = 20  # of progress where there is no live display
+
+
 def starting_policy(settings: Settings, console: Console, *, say_found: bool = True) -> str:
     """Directory or id of the policy to start from; runs and caches a cold start if the settings ask for one."""
     if settings.coldstart.demonstrations is None and settings.model.path is not None:
@@ -46,7 +49,7 @@ def make_policy(settings: Settings, output: Path, console: Console, problems: Se
     """Run the cold start and export its policy, which is to play ``problems``, to ``output``."""
     began = time.monotonic()
     losses: list[float] = []
-    with console.progress(settings.coldstart.steps, unit="cold-start step") as progress:
+    with console.progress(settings.coldstart.steps, unit="cold-start step", lines=_LINES) as progress:
 
         def report(step: int, loss: float) -> None:
             losses.append(loss)

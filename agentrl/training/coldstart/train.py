@@ -262,7 +262,9 @@ def cached_policy(settings: Settings, demonstrations: Sequence[Demonstration]) -
     key = {
         "version": agentrl.__version__,
         # Without adapters, and without settings that a resumed run may change: it must start from the same policy.
-        "model": settings.model.model_dump(mode="json", exclude={"attention", "gradient_checkpointing", "lora"}),
+        "model": settings.model.model_dump(
+            mode="json", exclude={"attention", "gradient_checkpointing", "checkpoint_offload", "lora"}
+        ),
         "coldstart": settings.coldstart.model_dump(mode="json"),
         "environment": settings.environment.model_dump(mode="json"),
         "seed": _seed(settings),

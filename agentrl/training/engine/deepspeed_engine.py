@@ -26,6 +26,7 @@ from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import ModelSettings
 from agentrl.training.engine.groups import rank_groups
 from agentrl.training.engine.parts import Part, restore, take_part
+from agentrl.training.engine.recovery import Reductions, forget_gradients
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl.weights.sharded import read_sharded
 
@@ -191,7 +192,8 @@ class TrainingEngine(Generic[_Module_co]):
             fused=True,
         )
         # Without ZeRO DeepSpeed clips but does not tell the norm: there it is done here.
-        self._clips_here = training.stage_that_runs(bfloat16=bfloat16) == 0
+        self._stage = training.stage_that_runs(bfloat16=bfloat16)
+        self._clips_here = self._stage == 0
         self._norm = math.nan
         if self._clips_here:
             adamw.register_step_pre_hook(self._clip(decayed + others, optimizer.gradient_clip))
@@ -214,6 +216,7 @@ class TrainingEngine(Generic[_Module_co]):
             distributed_c10d._set_pg_timeout(timedelta(seconds=training.collective_deadline), group)
         self.module = module
         self.device = self._engine.device
+        self._reductions = Reductions(self._engine.optimizer)
         self._schedule: torch.optim.lr_scheduler.LambdaLR = self._engine.lr_scheduler
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -227,6 +230,25 @@ class TrainingEngine(Generic[_Module_co]):
         """Clip, update, advance the schedule, clear gradients. Returns the gradient norm before clipping."""
         self._engine.step()
         return self._norm if self._clips_here else float(self._engine.get_global_grad_norm())
+
+    # -- giving up a backward half-way (see recovery.py) -----------------------------------------------------------
+
+    @property
+    def can_rejoin(self) -> bool:
+        """Whether no other rank waits inside a forward: not at ZeRO 3, with shared rows, or amid a reduction."""
+        return self._stage < 3 and self.groups.replicas == self.world_size and not self._reductions.under_way
+
+    def begin(self) -> None:
+        """A micro-batch begins."""
+        self._reductions.begin()
+
+    def forget(self) -> None:
+        """Drop all gradients since the last step, those of a backward that failed too."""
+        forget_gradients(self._engine)
+
+    def rejoin(self) -> None:
+        """The next backward is a stand-in for the one that failed since :meth:`begin`."""
+        self._reductions.rejoin()
 
     def _clip(self, parameters: list[nn.Parameter], maximum: float) -> Callable[..., None]:
         """A hook that runs before the optimizer's step, on gradients that are summed over ranks."""

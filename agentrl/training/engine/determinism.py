@@ -1,10 +1,11 @@
-"""``training.deterministic``: the set-up of a process before it computes anything."""
+"""``training.deterministic``: the set-up of a process before it computes; and the state of its random numbers."""
 
 from __future__ import annotations
 
 import os
 
 import torch
+from torch import Tensor
 
 from agentrl.errors import SettingsError
 from agentrl.training.settings import TrainingSettings
@@ -27,3 +28,16 @@ def set_determinism(settings: TrainingSettings) -> None:
             f"digits every time; valid: {', '.join(_DETERMINISTIC)}, or unset it"
         )
     torch.use_deterministic_algorithms(True)
+
+
+def random_state() -> dict[str, Tensor]:
+    """The state of torch's random numbers, by device."""
+    state = {"cpu": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def set_random_state(state: dict[str, Tensor]) -> None:
+    """Continue with a :func:`random_state`, of the devices that are there."""
+    torch.set_rng_state(state["cpu"])
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

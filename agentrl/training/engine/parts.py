@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from agentrl.errors import SettingsError
 from agentrl.telemetry.files import world_errors
+from agentrl.training.engine.determinism import random_state, set_random_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _WEIGHT = "weight"
@@ -99,7 +100,7 @@ def take_part(module: nn.Module, optimizer: Untyped, *, updates: int, rank: int)
     adam: Untyped = getattr(optimizer, "optimizer", optimizer)
     whole_everywhere = adam is optimizer
     pieces = [] if whole_everywhere and rank else list(own_pieces(module, optimizer))
-    tensors = {f"random/{device}": state for device, state in _random_state().items()}
+    tensors = {f"random/{device}": state for device, state in random_state().items()}
     steps = None
     for piece in pieces:
         tensors[f"{_WEIGHT}/{piece.name}"] = _copied(piece.of(piece.flat))
@@ -205,19 +206,13 @@ def _copied(values: Tensor) -> Tensor:
     return values.to("cpu", copy=True)
 
 
-def _random_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
-
-
 def _restore_random_state(files: Sequence[safe_open], rank: int) -> None:
     """This rank's own state; a rank that was not there takes a seed from that of rank 0 and its own number."""
     own = files[rank % len(files)]
-    states = {key: own.get_tensor(key) for key in own.keys() if key.startswith("random/")}  # noqa: SIM118
+    names = [key for key in own.keys() if key.startswith("random/")]  # noqa: SIM118
+    states = {key.removeprefix("random/"): own.get_tensor(key) for key in names}
     if rank >= len(files):
-        drawn = hashlib.sha256(states["random/cpu"].numpy().tobytes() + str(rank).encode()).digest()
+        drawn = hashlib.sha256(states["cpu"].numpy().tobytes() + str(rank).encode()).digest()
         torch.manual_seed(int.from_bytes(drawn[:8], "little", signed=True))
         return
-    torch.set_rng_state(states["random/cpu"])
-    if torch.cuda.is_available() and "random/cuda" in states:
-        torch.cuda.set_rng_state(states["random/cuda"])
+    set_random_state(states)

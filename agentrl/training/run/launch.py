@@ -50,7 +50,7 @@ def launch(settings: Settings, run_path: Path, *, resume: bool) -> int:
                 return code
             if last:
                 raise WorldError(f"{loss}; continue from the last checkpoint with --resume")
-            console.warning(f"{loss}; restart {attempt + 1} of {settings.cluster.restarts} from the last checkpoint")
+            console.warning(f"restart {attempt + 1} of {settings.cluster.restarts} from the last checkpoint: {loss}")
             cluster.release()
         raise AssertionError("the last attempt returns or raises")
     finally:
@@ -64,9 +64,11 @@ def _attempt(
     try:
         places = cluster.reserve(bundles, patience=patience)
         _check_folder(cluster, places, run_path)
-        group = RankGroup(start_ranks(cluster, places, settings, run_path, resume=resume))
+        ranks = start_ranks(cluster, places, settings, run_path, resume=resume)
     except NodeLostError as error:
         return None, str(error)
+    console = Console(settings.telemetry)
+    group = RankGroup(ranks, lambda end: console.warning(f"{end}; the other ranks end"))
     with stop_requests(group.ask, group.insist):
         return _outcome(group, group.end())
 

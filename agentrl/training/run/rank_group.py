@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from agentrl.cluster.processes import NodeLostError, ProcessHandle
@@ -38,8 +38,10 @@ class RankEnd:
 class RankGroup:
     """Running ranks."""
 
-    def __init__(self, handles: Sequence[ProcessHandle]) -> None:
+    def __init__(self, handles: Sequence[ProcessHandle], report: Callable[[RankEnd], None] | None = None) -> None:
+        """``report`` learns of the first failure at once; the other ranks take a while to end."""
         self._handles = handles
+        self._report = report
         self._asked = threading.Event()
         self._insisted = threading.Event()
 
@@ -71,6 +73,8 @@ class RankGroup:
             if failed is None and any(end.code for end in ends.values()):
                 failed = min(ends.values(), key=lambda end: (end.lost is None, end.code))
                 if failed.code != INTERRUPTED:
+                    if self._report is not None and not self.asked:
+                        self._report(failed)
                     _end_soon(running)
             if running:
                 time.sleep(_LOOK)

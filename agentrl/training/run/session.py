@@ -22,16 +22,17 @@ from agentrl.training.coldstart.policy import starting_policy
 from agentrl.training.engine.adapter import adapter_record, check_adapter, describe_size, policy_optimizer
 from agentrl.training.engine.checkpoint import CheckpointWriter, RunState, check_reference, open_newest
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_policy
-from agentrl.training.engine.memory import shortages_named
+from agentrl.training.engine.memory import MicroBatchBudget, ShortageError
 from agentrl.training.run.best import BestPolicy, best_evaluation
 from agentrl.training.run.outcome import Export, evaluation_record, finish_run
 from agentrl.training.run.signals import INTERRUPTED
 from agentrl.training.run.token_writer import TokenWriter
-from agentrl.training.step.batching import due
+from agentrl.training.step.batching import RankPlan, due
 from agentrl.training.step.critic import open_critic
 from agentrl.training.step.diagnostics import FIDELITY_BOUNDS
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 from agentrl.training.step.reference import open_reference, reference_path
+from agentrl.training.step.token_recorder import TokenRecorder
 from agentrl.training.step.trainer import Trainer
 from agentrl.training.worker.local import LocalService
 from agentrl.training.worker.service import InterruptedRunError, RolloutService
@@ -92,6 +93,9 @@ class Session:
         self._reference_path = reference_path(settings.kl, path)
         has_critic = "values" in needs(objective).inputs
         self._critic = open_critic(settings, start=path, updates=updates) if has_critic else None
+        self._budget = MicroBatchBudget(
+            settings.training.micro_batch_tokens, self._checkpoints.parent, told=console.warning, writes=rank == 0
+        )
         self._trainer = Trainer(
             self._engine,
             objective,
@@ -102,6 +106,7 @@ class Session:
             if self._reference_path is None
             else open_reference(self._reference_path, settings, self._engine, start=path),
             critic=self._critic,
+            budget=self._budget,
         )
         self._tokens = TokenWriter(self._checkpoints.parent, settings.telemetry, objective, self._engine.groups)
         self._engines: dict[str, TrainingEngine[nn.Module]] = {"engine": self._engine}
@@ -140,6 +145,7 @@ class Session:
         self._console.note(f"training: {_reading(self._policy)}")
         self._sender.begin()  # before a checkpoint is loaded, while both sides hold the start policy's weights
         if resume:
+            self._budget.recall()
             self._restore()
         self._warn_of_damaged_trajectories()
         settings = self._settings
@@ -199,13 +205,11 @@ class Session:
     def _step(self, step: int, progress: RunProgress) -> None:
         """Roll out, train and send the weights. Raises InterruptedRunError only before the step changes anything."""
         began = time.monotonic()
-        plan = self._service.plan(step)
+        plan = self._service.plan(step, self._budget.tokens)
         planned = time.monotonic()
         for engine in self._engines.values() if self._moves_state else ():
             engine.reload()  # the servers sleep
-        with shortages_named(self._settings.training, step=step):
-            recorder = self._tokens.recorder(step)
-            metrics = self._trainer.train(plan, recorder=recorder)
+        plan, recorder, metrics = self._train(plan)
         updates = self._done.updates + int(metrics["policy/updates"])
         self._make_room()
         trained = time.monotonic()
@@ -225,6 +229,17 @@ class Session:
         if self.rank == 0:
             progress.update(step, metrics)
         self._warn_of_empty_steps(step, metrics)
+
+    def _train(self, plan: RankPlan) -> tuple[RankPlan, TokenRecorder | None, dict[str, float]]:
+        """Execute a plan; where memory runs out, another one for the same trajectories in smaller micro-batches."""
+        while True:
+            recorder = self._tokens.recorder(plan.step)
+            try:
+                with self._budget.named(step=plan.step):
+                    return plan, recorder, self._trainer.train(plan, recorder=recorder)
+            except ShortageError as shortage:
+                self._budget.halve(shortage, step=plan.step)
+            plan = self._service.plan(plan.step, self._budget.tokens)
 
     def _commit(self, step: int, updates: int, metrics: Metrics) -> None:
         """Record a finished step: the only place where a run's state advances.

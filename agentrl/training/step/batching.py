@@ -9,7 +9,11 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+import numpy as np
 
 from agentrl.algorithms import LOSSES
 from agentrl.rollout.worker import RolloutBatch
@@ -23,6 +27,26 @@ class MicroBatch:
 
     rows: tuple[Row, ...]
     dummy: bool = False
+
+    @property
+    def lengths(self) -> list[int]:
+        """Prompt and response tokens of each row."""
+        return [row.length for row in self.rows]
+
+    def stand_in(self) -> MicroBatch:
+        """A dummy of two tokens: a prompt of one, and one that the model sampled."""
+        row = self.rows[0]
+        cut = replace(
+            row,
+            prompt_length=1,
+            token_ids=row.token_ids[row.prompt_length - 1 : row.prompt_length + 1],
+            segment_lengths=np.ones(1, dtype=np.int32),
+            model=np.ones(1, dtype=bool),
+            segment_rewards=np.zeros(1, dtype=np.float32),
+            model_log_probs=np.zeros(1, dtype=np.float32),
+            version_spans=np.array([[0, 1]], dtype=np.int32),
+        )
+        return MicroBatch(rows=(cut,), dummy=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +145,12 @@ def _fill(
     count = max(1, math.ceil(sum(sizes) / budget / ranks)) * ranks
     while True:
         bins: list[list[Trajectory]] = [[] for _ in range(count)]
-        spent, tokens = [0.0] * count, [0] * count
+        spent, tokens = np.zeros(count), np.zeros(count, dtype=np.int64)
         for unit, cost, size in zip(units, costs, sizes, strict=True):
-            open_ones = [place for place in range(count) if not tokens[place] or tokens[place] + size <= budget]
-            if not open_ones:
+            has_room = (tokens == 0) | (tokens + size <= budget)
+            place = int(np.where(has_room, spent, np.inf).argmin())
+            if not has_room[place]:
                 break
-            place = min(open_ones, key=lambda place: spent[place])
             bins[place] += unit
             spent[place] += cost
             tokens[place] += size

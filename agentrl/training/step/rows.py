@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from torch import Tensor
 
 from agentrl.algorithms import Correction
 from agentrl.kernels import TokenStatistics
 from agentrl.trajectory import Batch
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_Record = TypeVar("_Record", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +54,7 @@ class LossRows:
     returns: Tensor  # [B, T]
     baselines: Tensor  # [B, T]
     rewards: Tensor  # [B, T] with penalties for length and KL
+    selected: Tensor | None = None  # [B, T] bool, where the loss takes tokens over the whole step
 
     @cached_property
     def response_mask(self) -> Tensor:
@@ -62,3 +71,56 @@ class LossRows:
     def weights(self) -> Tensor | None:
         """[B, T] of the rollout correction; None if every weight is 1."""
         return None if self.correction is None else self.correction.weights
+
+    @property
+    def lengths(self) -> list[int]:
+        """Prompt and response tokens of each row."""
+        batch = self.scored.batch
+        return [int(length) for length in (batch.prompt_lengths + batch.response_lengths).tolist()]
+
+    def take(self, rows: Sequence[int]) -> LossRows:
+        """Some of the rows, as wide as the longest response of theirs."""
+        places = torch.tensor(rows, device=self.advantages.device)
+        steps = int(self.scored.batch.response_lengths[places].max())
+        return _taken(self, places, old=self.advantages.shape[1], new=steps)
+
+    def nothing(self) -> LossRows:
+        """The first row; it takes part in collectives and weighs nothing."""
+        return replace(only := self.take([0]), scored=replace(only.scored, counted=False))
+
+    def stand_in(self) -> LossRows:
+        """As :meth:`nothing`, of two tokens: a prompt of one, and one that the model sampled."""
+        first = self.nothing()
+        cut = _taken(first, torch.zeros(1, dtype=torch.int64), old=first.advantages.shape[1], new=1)
+        batch = cut.scored.batch
+        prompt = int(batch.prompt_lengths)
+        one = torch.ones_like(batch.prompt_lengths)
+        mask = torch.ones_like(batch.response_mask)
+        ids = batch.input_ids[:, prompt - 1 : prompt + 1]
+        batch = replace(batch, input_ids=ids, prompt_lengths=one, response_lengths=one, response_mask=mask)
+        return replace(cut, scored=replace(cut.scored, batch=batch))
+
+    def parts(self, most: int) -> list[LossRows]:
+        """The rows in parts of at most ``most`` tokens, or of one row each."""
+        places: list[list[int]] = []
+        left = 0
+        for row, length in enumerate(self.lengths):
+            if not places or length > left:
+                places.append([])
+                left = most
+            places[-1].append(row)
+            left -= length
+        return [self.take(rows) for rows in places]
+
+
+def _taken(record: _Record, rows: Tensor, *, old: int, new: int) -> _Record:
+    """Some rows of a dataclass of tensors [B, ...] and of dataclasses of them; [B, old] gets ``new`` columns."""
+    taken: dict[str, object] = {}
+    for item in fields(record):
+        value = getattr(record, item.name)
+        if isinstance(value, Tensor):
+            own = value[rows]
+            taken[item.name] = own[:, :new] if own.shape[1:] == (old,) else own
+        elif is_dataclass(value) and not isinstance(value, type):
+            taken[item.name] = _taken(value, rows, old=old, new=new)
+    return replace(record, **taken)

@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from agentrl.kernels import TokenStatistics
 from agentrl.models.policy import PolicyModel, scatter_tokens
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
+from agentrl.training.engine.determinism import random_state, set_random_state
+from agentrl.training.engine.memory import Attempt, MicroBatchBudget, ShortageError
 from agentrl.training.engine.meter import Meter
 from agentrl.training.step.batching import MicroBatch, RankPlan, UpdatePlan
 from agentrl.training.step.correction import effective_sample_size
@@ -24,6 +29,9 @@ from agentrl.training.step.reference import Reference, kl_controller
 from agentrl.training.step.rows import LossRows, ScoredRows
 from agentrl.training.step.token_recorder import TokenRecorder
 from agentrl.trajectory import Batch
+
+_Result = TypeVar("_Result")
+_Rows = TypeVar("_Rows", MicroBatch, LossRows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +69,12 @@ class Trainer:
         fidelity_bound: float,
         reference: Reference | None = None,
         critic: Critic | None = None,
+        budget: MicroBatchBudget | None = None,
     ) -> None:
-        """``reference`` and ``critic`` are given if and only if ``settings`` need them."""
+        """``reference`` and ``critic`` are given if and only if ``settings`` need them.
+
+        Where memory runs out, ``budget`` says how much smaller micro-batches must be.
+        """
         self._engine = engine
         self._temperature = temperature
         self._pad_id = pad_id
@@ -73,6 +85,7 @@ class Trainer:
         self._objective = PolicyObjective(settings)
         self._reference = reference
         self._critic = critic
+        self._budget = budget
         self._kl = kl_controller(settings.kl)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
@@ -94,6 +107,9 @@ class Trainer:
         """Run one step's updates; returns metrics reduced over ranks. ``before_update`` sees the gradients.
 
         ``recorder`` receives the rows of this rank.
+
+        Raises ShortageError, on all ranks, where memory runs out before anything has changed: the step can be repeated
+        from a plan with smaller micro-batches.
         """
         self._engine.module.train()
         if self._critic is not None:
@@ -109,11 +125,12 @@ class Trainer:
             before_update=before_update,
             recorder=recorder,
         )
-        if plan.updates and plan.passes.one_forward:
-            for update in plan.updates:
-                self._one_forward(step, update)
-        elif plan.updates:
-            self._two_passes(step)
+        random = random_state()
+        try:
+            self._passes(step)
+        except ShortageError:
+            set_random_state(random)
+            raise
         metrics = {"policy/tokens": 0.0} | meter.reduce(self._engine)
         metrics |= effective_sample_size(metrics)
         if step.norms:
@@ -130,25 +147,46 @@ class Trainer:
 
     # -- passes ---------------------------------------------------------------------------------------------------
 
+    def _passes(self, step: _Step) -> None:
+        plan = step.plan
+        if plan.updates and plan.passes.one_forward:
+            for update in plan.updates:
+                self._one_forward(step, update)
+        elif plan.updates:
+            # A statistics pass over the whole step, then the updates.
+            planned = self._budget.tokens if self._budget is not None else 0
+            for number, (update, rows) in enumerate(zip(plan.updates, self._statistics_pass(step), strict=True)):
+                if self._budget is not None and self._budget.tokens < planned:
+                    rows = self._in_parts(rows, self._budget.tokens)  # memory ran out in an earlier update
+                self._train_update(step, update, rows, fresh=number == 0)
+
     def _one_forward(self, step: _Step, update: UpdatePlan) -> None:
         """Micro-batches of whole groups: the forward that is back-propagated also gives the advantages."""
         normalizer = self._objective.normalizer(update.tokens, update.sequences)
-        for micro in update.micro_batches:
+
+        def work(micro: MicroBatch) -> None:
             forward, scored = self._score(micro, step)
             rows = self._rows.make(scored, beta=step.beta, meter=step.meter)
             self._account(step, rows, forward.hidden)
             self._backward(step, forward.statistics, rows, normalizer, fresh=True)
+
+        self._over_micro_batches(work, update.micro_batches)
         self._update(step)
 
-    def _two_passes(self, step: _Step) -> None:
-        """A statistics pass over the whole step, then the updates."""
-        for number, (update, rows) in enumerate(zip(step.plan.updates, self._statistics_pass(step), strict=True)):
-            self._train_update(step, update, rows, fresh=number == 0)
+    def _over_micro_batches(self, work: Callable[[_Rows], _Result], micro_batches: Sequence[_Rows]) -> list[_Result]:
+        """What ``work`` returns for each. Raises ShortageError, on all ranks, where it did not fit."""
+        attempt = Attempt(self._engines)
+        done = [attempt.run(work, rows) for rows in micro_batches]
+        attempt.agree()
+        return done
 
     def _statistics_pass(self, step: _Step) -> list[list[LossRows]]:
         """The rows of every micro-batch of each update, their groups those of all ranks."""
         with torch.no_grad():
-            pairs = [[self._score(micro, step) for micro in update.micro_batches] for update in step.plan.updates]
+            updates = [update.micro_batches for update in step.plan.updates]
+            scored_ones = self._over_micro_batches(partial(self._score, step=step), [*chain(*updates)])
+            following = iter(scored_ones)
+            pairs = [[next(following) for _ in update] for update in updates]
             rows = self._rows.make_over_ranks(
                 [[scored for _, scored in update] for update in pairs],
                 step.plan.homes,
@@ -162,21 +200,59 @@ class Trainer:
         return rows
 
     def _train_update(self, step: _Step, update: UpdatePlan, rows: Sequence[LossRows], *, fresh: bool) -> None:
-        """``fresh``: the weights are still those of the statistics pass."""
+        """``fresh``: the weights are still those of the statistics pass.
+
+        Where memory runs out, the update is repeated with smaller micro-batches of the same rows.
+        """
+        while True:
+            measured, random = step.meter.copy(), random_state()
+            recorded = 0 if step.recorder is None else len(step.recorder.rows)
+            try:
+                self._add_gradients(step, update, rows, fresh=fresh)
+                break
+            except ShortageError as shortage:
+                if self._budget is None:
+                    raise
+                self._budget.halve(shortage, step=step.plan.step)
+                step.meter.become(measured)
+                if step.recorder is not None:
+                    step.recorder.forget_after(recorded)
+                set_random_state(random)
+                rows = self._in_parts(rows, self._budget.tokens)
+        self._update(step)
+
+    def _in_parts(self, rows: Sequence[LossRows], most: int) -> list[LossRows]:
+        """Micro-batches of at most ``most`` tokens, equally many on all ranks. Collective."""
+        parts = [part for item in rows for part in item.parts(most)]
+        count = torch.tensor([float(len(parts))], dtype=torch.float64, device=self._engine.device)
+        missing = int(self._engine.all_reduce_largest(count)) - len(parts)
+        return parts + [parts[0].nothing()] * missing
+
+    def _add_gradients(self, step: _Step, update: UpdatePlan, rows: Sequence[LossRows], *, fresh: bool) -> None:
+        """The gradients of one update. Raises ShortageError, on all ranks, where a micro-batch did not fit."""
         normalizer = self._objective.normalizer_over_ranks(rows, self._engine)
-        selected: Sequence[Tensor | None] = [None] * len(rows)
         if self._objective.selects:
-            with torch.no_grad():
-                now = [part.scored if fresh else self._forward(part.scored.batch).statistics for part in rows]
-            log_probs = [part.log_probs for part in now]
-            selected = self._objective.selection(log_probs, rows, self._engine, seed=step.plan.step)
-        for own, chosen in zip(rows, selected, strict=True):
+            rows = self._selected(step, rows, fresh=fresh)
+
+        def work(own: LossRows) -> None:
             statistics = self._forward(own.scored.batch).statistics
-            self._backward(step, statistics, own, normalizer, fresh=False, selected=chosen)
+            self._backward(step, statistics, own, normalizer, fresh=False)
             if self._critic is not None:
                 measured = self._critic.backward(own, tokens=update.model_tokens)
                 measure(step.meter, "critic", measured, own.response_mask.sum())
-        self._update(step)
+
+        self._over_micro_batches(work, rows)
+
+    def _selected(self, step: _Step, rows: Sequence[LossRows], *, fresh: bool) -> list[LossRows]:
+        """The rows with the tokens that the loss takes. Collective."""
+
+        def log_probs(own: LossRows) -> Tensor:
+            return own.scored.log_probs if fresh else self._forward(own.scored.batch).statistics.log_probs
+
+        with torch.no_grad():
+            now = self._over_micro_batches(log_probs, rows)
+        selected = self._objective.selection(now, rows, self._engine, seed=step.plan.step)
+        return [replace(own, selected=chosen) for own, chosen in zip(rows, selected, strict=True)]
 
     def _update(self, step: _Step) -> None:
         worst = step.meter.largest_of("policy/engine_abs_diff_max", self._engine)
@@ -190,6 +266,10 @@ class Trainer:
         step.norms.append(self._engine.step())
         if self._critic is not None:
             step.meter.mean("critic/gradient_norm", self._critic.engine.step(), 1.0)
+
+    @property
+    def _engines(self) -> list[TrainingEngine[nn.Module]]:
+        return [self._engine] if self._critic is None else [self._engine, self._critic.engine]
 
     # -- pieces ---------------------------------------------------------------------------------------------------
 
@@ -254,11 +334,10 @@ class Trainer:
         normalizer: float | None,
         *,
         fresh: bool,
-        selected: Tensor | None = None,
     ) -> None:
         """Add the gradient of this micro-batch's part of the loss; the parts of all ranks sum to the step's."""
         value, metrics = self._objective.loss(
-            statistics, rows, normalizer=normalizer, beta=step.beta, fresh=fresh, selected=selected
+            statistics, rows, normalizer=normalizer, beta=step.beta, fresh=fresh, selected=rows.selected
         )
         if step.recorder is not None and rows.scored.counted:
             update = len(step.norms)  # of the step, from 0

@@ -128,27 +128,28 @@ class LocalService:
         engine = self._finish(self._engine.health())
         return [*self._environment.describe(), engine, *(report.describe() for report in self._reports)]
 
-    def plan(self, step: int) -> RankPlan:
+    def plan(self, step: int, budget: int) -> RankPlan:
         """Roll out one step and plan it for this process, the only rank."""
-        return self.plans(step)[0]
+        return self.plans(step, budget)[0]
 
     def barrier(self, place: str) -> None:
         """Return at once: this process is the only rank."""
 
-    def plans(self, step: int) -> list[RankPlan]:
-        """Roll out one step and plan it for every rank; those that share rows have the same plan."""
-        self._managed.begin_rollouts()
-        self._batch = self._run(self._worker.next_batch(step))
-        self._finish(self._managed.end_rollouts())
-        training = self._settings.training
+    def plans(self, step: int, budget: int) -> list[RankPlan]:
+        """Roll out one step, unless that is done, and plan it for every rank; those that share rows have one plan."""
+        if self._batch is None or self._batch.step != step:
+            self._managed.begin_rollouts()
+            self._batch = self._run(self._worker.next_batch(step))
+            self._finish(self._managed.end_rollouts())
+        sharing = self._settings.training.sequence_parallel
         plans = plan_step(
             self._batch,
             self._objective,
-            budget=training.micro_batch_tokens,
-            ranks=self._ranks // training.sequence_parallel,
+            budget=budget,
+            ranks=self._ranks // sharing,
             attention_length=self._attention_length,
         )
-        return [plan for plan in plans for _ in range(training.sequence_parallel)]
+        return [plan for plan in plans for _ in range(sharing)]
 
     def settle(self) -> None:
         with contextlib.suppress(InterruptedRunError):

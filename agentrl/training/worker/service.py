@@ -65,8 +65,11 @@ class RolloutService(Protocol):
         """The environment, the engine and the problems, for the console."""
 
     @_call("the plan of step {step} (training.worker_timeout)", interruptible=True)
-    def plan(self, step: int) -> RankPlan:
-        """Roll out a step and return this rank's part of it."""
+    def plan(self, step: int, budget: int) -> RankPlan:
+        """Roll out a step and return this rank's part of it, in micro-batches of ``budget`` tokens.
+
+        A step that was planned but not confirmed is planned again, with the same trajectories.
+        """
 
     @_call("the batch under way (training.worker_timeout)", interruptible=True)
     def settle(self) -> None:

@@ -1,0 +1,194 @@
+"""`agentrl explain`: how one token of a recorded step got its gradient, in words and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from agentrl.algorithms import ESTIMATORS, LOSSES, compute_advantages, policy_loss
+from agentrl.errors import SettingsError
+from agentrl.inspection.recompute import facts_of, recomputed, stored_inputs
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.telemetry.tokens.stored_step import StoredStep, StoredTrajectory, read_step
+from agentrl.telemetry.tokens.token_file import TokenFacts
+from agentrl.telemetry.tokens.trajectory_tokens import RowKey, TrajectoryTokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """One model token with what its gradient was made of. ``index`` counts the model tokens of its trajectory."""
+
+    step: StoredStep
+    trajectory: StoredTrajectory
+    position: int
+    index: int
+
+    @property
+    def tokens(self) -> TrajectoryTokens:
+        assert self.trajectory.tokens is not None
+        return self.trajectory.tokens
+
+    def lines(self) -> Iterator[str]:
+        """The chain from the reward to the gradient."""
+        facts = facts_of(self.step)
+        yield from self._place()
+        yield from self._sampling()
+        yield from self._credit(facts)
+        yield from self._loss(facts)
+
+    def at(self, values: np.ndarray) -> float:
+        """The token's value among those of its trajectory's model tokens."""
+        return float(values[self.index])
+
+    def _place(self) -> Iterator[str]:
+        record, key, columns = self.trajectory.record, self.trajectory.key, self.trajectory.columns()
+        branch = f", branch {key.branch}" if record.get("branches", 1) > 1 else ""
+        number = self.trajectory.number
+        yield f"step {self.step.step}, trajectory {number}: group {key.group}, sample {key.sample}{branch}"
+        yield f"  it ended {record['ended']} with reward {sum(item['reward'] for item in record['segments']):.9g}"
+        yield (
+            f"token {self.position} of the response: model token {self.index} of {len(self.tokens)}, "
+            f"turn {columns['turn'][self.index]}, id {columns['token_id'][self.index]}"
+        )
+
+    def _sampling(self) -> Iterator[str]:
+        columns, own = self.trajectory.columns(), self.tokens
+        engine, trainer = self.at(columns["engine_log_probs"]), self.at(own.log_probs)
+        yield (
+            f"log-probability: engine {engine:.9g} (policy version {columns['policy_version'][self.index]}), "
+            f"trainer {trainer:.9g}, difference {trainer - engine:.3g}; entropy {self.at(own.entropy):.4g}"
+        )
+
+    def _credit(self, facts: TokenFacts) -> Iterator[str]:
+        own, key = self.tokens, self.trajectory.key
+        returned, baseline, advantage = (self.at(item) for item in (own.returns, own.baselines, own.advantages))
+        yield f"reward: {self.at(own.rewards):.9g} at this token; return G = {returned:.9g}"
+        yield (
+            f"energy: w = {self.at(own.energy):.9g}; "
+            f"realized energy W = {self.at(self.step.realized_energies[key]):.9g}, the sum up to this token"
+        )
+        yield f"baseline: b = {baseline:.9g} by {facts.estimator}{_options(facts.estimator_options)}"
+        for sibling, weight in baseline_weights(self.step, self.trajectory, self.index).items():
+            other = next(item for item in self.step.siblings(self.trajectory) if item.key == sibling)
+            assert other.tokens is not None
+            place = min(self.index, len(other.tokens) - 1)
+            energy = self.step.realized_energies[sibling][place]
+            yield (
+                f"  weight {weight:.6f} on trajectory {other.number}, sample {sibling.sample}: "
+                f"G = {other.tokens.returns[place]:.9g}, W = {energy:.9g}"
+            )
+        made = self.at(recomputed(self.step, self.step.siblings(self.trajectory))[key]["advantages"])
+        normalized = "" if np.isclose(advantage, returned - baseline, rtol=1e-5, atol=1e-7) else ", then normalized"
+        yield f"advantage: A = {advantage:.9g} (G - b = {returned - baseline:.9g}{normalized})"
+        same = "the same" if made == advantage else f"{made:.9g}, which differs by {abs(made - advantage):.3g}"
+        yield f"  compute_advantages on the stored statistics gives {same}"
+
+    def _loss(self, facts: TokenFacts) -> Iterator[str]:
+        own = self.tokens
+        kept = bool(own.loss_mask[self.index])
+        weight = "none" if own.weights is None else f"weight {self.at(own.weights):.9g}"
+        yield f"rollout correction: {weight}; " + ("in the loss" if kept else "rejected: not in the loss")
+        yield f"update {own.update}: ratio to the policy before the step {self.at(own.ratios):.9g}"
+        factors = loss_factors(facts, own)
+        if factors is None:
+            yield f"loss: {facts.loss} selects tokens over the whole step, which is not stored"
+        else:
+            factor = self.at(factors)
+            clipped = " (clipped: no gradient)" if kept and not factor and self.at(own.advantages) else ""
+            yield f"loss: {facts.loss}{_options(facts.loss_options)}: d loss / d log p = {factor:.9g}{clipped}"
+        yield f"loss weight: {own.loss_weight:.9g} by {facts.aggregation}"
+        power, total = self.at(own.gradient_power), self.step.gradient_power
+        share = f"{power / total:.3g}" if total else "0"
+        yield f"share of the gradient's power: {share} of the step (w (factor A)^2, without terms between tokens)"
+
+
+def explain(run: RunDirectory, *, step: int, trajectory: int, token: int) -> Explanation:
+    """The token at position ``token`` of the response. SettingsError for what is not stored or not the model's."""
+    stored = read_step(run, step)
+    facts_of(stored)
+    if not 0 <= trajectory < len(stored.trajectories):
+        raise SettingsError(f"step {step} has no trajectory {trajectory}: it has 0 to {len(stored.trajectories) - 1}")
+    found = stored.trajectories[trajectory]
+    mask = found.model_mask
+    if not 0 <= token < len(mask):
+        raise SettingsError(f"trajectory {trajectory} has no token {token}: its response has 0 to {len(mask) - 1}")
+    if not mask[token]:
+        nearest = found.positions[np.abs(found.positions - token).argmin()]
+        raise SettingsError(
+            f"token {token} of trajectory {trajectory} belongs to an observation: only tokens of the model get a "
+            f"gradient. The nearest one is {nearest}"
+        )
+    if found.tokens is None:
+        reasons = "; ".join(stored.problems) or "the filters left it out (groups/..., docs/metrics.md)"
+        raise SettingsError(f"step {step} did not train on trajectory {trajectory}: {reasons}")
+    return Explanation(
+        step=stored, trajectory=found, position=token, index=int(np.searchsorted(found.positions, token))
+    )
+
+
+def explain_command(path: Path, *, step: int, trajectory: int, token: int) -> Iterator[str]:
+    """The lines of ``agentrl explain``."""
+    if not (path / "config.yaml").is_file():
+        raise SettingsError(f"{path} is not a run directory (it has no config.yaml)")
+    return explain(RunDirectory(path), step=step, trajectory=trajectory, token=token).lines()
+
+
+def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int) -> dict[RowKey, float]:
+    """The weight of each rollout's return in the baseline of one model token; empty without a baseline of the group.
+
+    A baseline of a group is linear in the returns: the weight of a rollout is the baseline where its return is 1 and
+    all others are 0. A rollout goes by the key of its last branch.
+    """
+    facts, siblings = facts_of(step), step.siblings(trajectory)
+    if not ESTIMATORS[facts.estimator].group_based:
+        return {}
+    names = ESTIMATORS.option_names(facts.estimator)
+    neutral = {name: value for name, value in (("gamma", 1.0), ("normalize", None)) if name in names}
+    inputs = stored_inputs(siblings)
+    row = [item.key for item in siblings].index(trajectory.key)
+    last = {item.key.sample: place for place, item in enumerate(siblings)}
+    for place, item in enumerate(siblings):
+        if item.key.branch > siblings[last[item.key.sample]].key.branch:
+            last[item.key.sample] = place
+    found = {}
+    for place in last.values():
+        rewards = torch.zeros_like(inputs.rewards)
+        rewards[place, int(siblings[place].positions[-1])] = 1.0
+        probe = replace(inputs, rewards=rewards)
+        made = compute_advantages(facts.estimator, probe, step_sum=None, **(facts.estimator_options | neutral))
+        found[siblings[place].key] = float(made.baselines[row, int(trajectory.positions[index])])
+    return found
+
+
+def loss_factors(facts: TokenFacts, row: TrajectoryTokens) -> np.ndarray | None:
+    """d loss / d log p [K] of a trajectory's tokens in the update that trained on it, before ``loss_weight``.
+
+    Without the terms of entropy and KL. None where the loss selects tokens over the whole step.
+    """
+    if LOSSES.traits(facts.loss).step_wide:
+        return None
+    before = torch.from_numpy(row.log_probs.copy())[None]
+    now = before if row.update_log_probs is None else torch.from_numpy(row.update_log_probs.copy())[None]
+    now = now.clone().requires_grad_()
+    made = policy_loss(
+        facts.loss,
+        log_probs=now,
+        old_log_probs=None if row.update_log_probs is None else before,
+        advantages=torch.from_numpy(row.advantages.copy())[None],
+        loss_mask=torch.from_numpy(row.loss_mask.copy())[None],
+        response_mask=torch.ones_like(now, dtype=torch.bool),
+        weights=None if row.weights is None else torch.from_numpy(row.weights.copy())[None],
+        selected=None,
+        **facts.loss_options,
+    )
+    made.per_token.sum().backward()  # type: ignore[no-untyped-call]
+    assert now.grad is not None
+    return now.grad[0].numpy()
+
+
+def _options(given: dict[str, object]) -> str:
+    return "".join(f", {name}={value}" for name, value in given.items())

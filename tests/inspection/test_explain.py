@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentrl.algorithms import AdvantageInputs, compute_advantages
+from agentrl.errors import SettingsError
+from agentrl.inspection.explain import baseline_weights, explain, explain_command, loss_factors
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.telemetry.tokens.token_file import TokenFacts, write_tokens
+from agentrl.telemetry.tokens.trajectory_tokens import TrajectoryTokens
+
+# Two turns of the model around an observation of two tokens, and one turn.
+MASKS = ([True, True, False, False, True], [True, True, True, False, False])
+REWARDS = ([0.0, 0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.25, 0.0, 0.0])
+ENERGIES = ([0.5, 0.3, 0.0, 0.0, 0.7], [0.2, 0.9, 0.4, 0.0, 0.0])
+
+
+def inputs() -> AdvantageInputs:
+    return AdvantageInputs(
+        rewards=torch.tensor(REWARDS),
+        response_mask=torch.tensor(MASKS),
+        groups=torch.tensor([4, 4]),
+        token_energy=torch.tensor(ENERGIES),
+    )
+
+
+def record(sample: int) -> dict[str, Any]:
+    model = {"origin": "model", "text": "a", "reward": 0.0}
+    seen = {"origin": "observation", "token_ids": [8, 8], "log_probs": [], "version_spans": [], "text": "", "reward": 0}
+    two = model | {"token_ids": [5, 6], "log_probs": [-0.1, -0.4], "version_spans": [[2, 2]]}
+    one = model | {"token_ids": [7], "log_probs": [-0.2], "version_spans": [[2, 1]], "reward": 1.0}
+    three = model | {"token_ids": [5, 6, 7], "log_probs": [-0.1] * 3, "version_spans": [[2, 3]], "reward": 0.25}
+    segments = [two, seen, one] if sample == 0 else [three]
+    return {"group": 4, "sample": sample, "branch": 0, "ended": "answered", "segments": segments}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    made = RunDirectory.create(tmp_path / "x", "name: x\n")
+    made.tokens.mkdir()
+    advantages = compute_advantages("tir_otb", inputs())
+    rows = []
+    for sample, mask in enumerate(MASKS):
+        own = np.array(mask)
+        columns = {name: values[sample].numpy()[own] for name, values in vars(advantages).items()}
+        rows.append(
+            TrajectoryTokens(
+                group=4,
+                sample=sample,
+                branch=0,
+                parent=-1,
+                fork=0,
+                share=1.0,
+                update=0,
+                loss_weight=1 / 6,
+                log_probs=np.full(3, -0.5, dtype=np.float32),
+                entropy=np.zeros(3, dtype=np.float16),
+                energy=np.array(ENERGIES[sample], dtype=np.float32)[own],
+                rewards=np.array(REWARDS[sample], dtype=np.float32)[own],
+                loss_mask=np.ones(3, dtype=bool),
+                **columns,
+            )
+        )
+    facts = TokenFacts(
+        step=3, version=2, rank=0, ranks=1, estimator="tir_otb", loss="reinforce", aggregation="token_mean"
+    )
+    made.write_trajectories(3, [record(0), record(1), record(2)])
+    write_tokens(made.token_file(3, 0), facts, rows)
+    return made
+
+
+def test_the_chain_agrees_with_compute_advantages(run: RunDirectory) -> None:
+    made = compute_advantages("tir_otb", inputs())
+    for position, index in ((0, 0), (1, 1), (4, 2)):
+        found = explain(run, step=3, trajectory=0, token=position)
+        assert found.index == index
+        said = "\n".join(found.lines())
+        assert f"A = {float(made.advantages[0, position]):.9g}" in said
+        assert f"b = {float(made.baselines[0, position]):.9g}" in said
+        assert "compute_advantages on the stored statistics gives the same" in said
+        assert f"d loss / d log p = {-float(made.advantages[0, position]):.9g}" in said
+
+
+def test_the_weights_of_the_siblings_make_the_baseline(run: RunDirectory) -> None:
+    found = explain(run, step=3, trajectory=0, token=4)
+    weights = list(baseline_weights(found.step, found.trajectory, 2).values())
+    assert weights == pytest.approx([1.5 / 3.0, 1.5 / 3.0], rel=1e-6)  # W_2 is 1.5 in both
+    first = explain(run, step=3, trajectory=0, token=0)
+    weights = list(baseline_weights(first.step, first.trajectory, 0).values())
+    assert weights == pytest.approx([0.5 / 0.7, 0.2 / 0.7], rel=1e-6)
+    assert sum(np.array(weights) * [1.0, 0.25]) == pytest.approx(first.at(first.tokens.baselines), rel=1e-6)
+
+
+def test_shares_of_the_power_sum_to_one(run: RunDirectory) -> None:
+    step = explain(run, step=3, trajectory=0, token=0).step
+    assert sum(row.gradient_power.sum() for row in step.rows.values()) == pytest.approx(step.gradient_power)
+
+
+def test_a_clipped_token_has_no_gradient(run: RunDirectory) -> None:
+    found = explain(run, step=3, trajectory=0, token=4)
+    facts = TokenFacts(step=3, version=2, rank=0, ranks=1, estimator="tir_otb", loss="ppo", aggregation="token_mean")
+    moved = np.array([-0.5, -0.45, 0.0], dtype=np.float32)
+    row = TrajectoryTokens(**(vars(found.tokens) | {"update_log_probs": moved, "update": 1}))
+    factors = loss_factors(facts, row)
+    assert factors is not None
+    assert factors[1] == pytest.approx(-row.advantages[1] * np.exp(0.05), rel=1e-5)
+    assert factors[2] == 0.0  # the ratio e^0.5 is above 1.2 and the advantage positive
+
+
+@pytest.mark.parametrize(
+    ("step", "trajectory", "token", "message"),
+    [
+        (9, 0, 0, "has no trajectories of step 9; stored: steps 3 to 3"),
+        (3, 5, 0, "step 3 has no trajectory 5: it has 0 to 2"),
+        (3, 0, 5, "trajectory 0 has no token 5: its response has 0 to 4"),
+        (3, 0, 2, "token 2 of trajectory 0 belongs to an observation: .* The nearest one is 1"),
+        (3, 2, 0, "step 3 did not train on trajectory 2: the filters left it out"),
+    ],
+)
+def test_what_cannot_be_explained_says_why(
+    run: RunDirectory, step: int, trajectory: int, token: int, message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        explain(run, step=step, trajectory=trajectory, token=token)
+
+
+def test_steps_without_statistics_and_folders_without_a_run(run: RunDirectory, tmp_path: Path) -> None:
+    run.token_file(3, 0).unlink()
+    with pytest.raises(SettingsError, match=r"step 3 has no token statistics: telemetry\.tokens_every leaves it out"):
+        explain(run, step=3, trajectory=0, token=0)
+    with pytest.raises(SettingsError, match="is not a run directory"):
+        explain_command(tmp_path / "none", step=1, trajectory=0, token=0)

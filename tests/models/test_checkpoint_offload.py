@@ -1,0 +1,122 @@
+"""``model.checkpoint_offload``: inputs of checkpointed layers wait in host memory, and no bit of a gradient changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from agentrl.models import loading
+from agentrl.models.loading import read_model
+from agentrl.models.lora import with_adapter
+from agentrl.models.policy import PolicyModel
+from agentrl.models.settings import LoRASettings, ModelSettings
+from agentrl.models.value import ValueModel
+
+LAYERS, WIDTH = 3, 16
+LENGTHS, PROMPTS = (9, 14, 6), (3, 3, 2)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=40, hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.3,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("model")
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The tensors that go to host memory."""
+    found: list[Tensor] = []
+    plain = loading.save_on_cpu
+
+    def watched(**options: Any) -> Any:
+        context = plain(**options)
+        pack = context.pack_hook
+        context.pack_hook = lambda tensor: (found.append(tensor), pack(tensor))[1]
+        return context
+
+    monkeypatch.setattr(loading, "save_on_cpu", watched)
+    return found
+
+
+def model(folder: Path, *, offload: bool, checkpointing: bool = True, lora: int = 0) -> Any:
+    settings = ModelSettings(dtype="float32", gradient_checkpointing=checkpointing, checkpoint_offload=offload)
+    torch.manual_seed(1)
+    return with_adapter(read_model(folder, settings), LoRASettings(rank=lora)).to(DEVICE).train()
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, 40, (len(LENGTHS), max(LENGTHS)), generator=draw).to(DEVICE)
+    ids[1, : PROMPTS[1]] = ids[0, : PROMPTS[0]]  # one prompt, which is read once
+    prompts = torch.tensor(PROMPTS, device=DEVICE)
+    return ids, prompts, torch.tensor(LENGTHS, device=DEVICE) - prompts
+
+
+def gradients(causal_lm: Any, *, critic: bool = False) -> list[Tensor]:
+    ids, prompts, responses = batch()
+    if critic:
+        value = ValueModel(causal_lm).to(DEVICE)
+        torch.nn.init.ones_(value.value_head.weight)
+        value(ids, prompts, responses).square().sum().backward()
+    else:
+        steps = torch.arange(int(responses.max()), device=DEVICE)
+        columns = (prompts[:, None] + steps).clamp(max=ids.shape[1] - 1)
+        found, _ = PolicyModel(causal_lm)(ids, prompts, ids.gather(1, columns), steps < responses[:, None])
+        (found.log_probs.sum() + found.entropy.sum()).backward()
+    return [item.grad for item in causal_lm.parameters() if item.grad is not None]
+
+
+@pytest.mark.parametrize(("critic", "lora"), [(False, 0), (True, 0), (False, 2)])
+def test_no_bit_of_a_gradient_changes(folder: Path, moved: list[Tensor], critic: bool, lora: int) -> None:
+    plain = gradients(model(folder, offload=False, lora=lora), critic=critic)
+    assert moved == []
+    offloaded = gradients(model(folder, offload=True, lora=lora), critic=critic)
+    assert len(plain) == len(offloaded) > LAYERS
+    assert all(torch.equal(one, other) for one, other in zip(plain, offloaded, strict=True))
+    tokens = sum(LENGTHS) - PROMPTS[1] - (0 if critic else len(LENGTHS))
+    inputs = [item for item in moved if item.shape == (1, tokens, WIDTH)]
+    assert len(inputs) >= LAYERS  # of each layer, and what the last norm keeps
+    assert sum(item.numel() for item in moved) < (LAYERS + 5) * tokens * WIDTH  # and nothing from inside a layer
+
+
+def test_energies_are_the_same(folder: Path) -> None:
+    ids, prompts, responses = batch()
+    mask = torch.arange(int(responses.max()), device=DEVICE) < responses[:, None]
+    found = [
+        PolicyModel(model(folder, offload=offload)).trajectory_energies(ids, prompts, mask) for offload in (False, True)
+    ]
+    assert torch.equal(*found)
+
+
+def test_nothing_is_left_after_a_forward_that_failed(folder: Path, moved: list[Tensor]) -> None:
+    causal_lm = model(folder, offload=True)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    handle = causal_lm.get_decoder().layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError):
+        gradients(causal_lm)
+    handle.remove()
+    moved.clear()
+    (torch.ones(3, requires_grad=True) * torch.ones(3, requires_grad=True)).sum().backward()
+    assert moved == []
+
+
+def test_it_needs_checkpoints() -> None:
+    with pytest.raises(ValidationError, match="checkpoint_offload=true moves what gradient_checkpointing keeps"):
+        ModelSettings(checkpoint_offload=True)
