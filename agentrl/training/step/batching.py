@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-import numpy as np
-
 from agentrl.algorithms import LOSSES
 from agentrl.rollout.worker import RolloutBatch
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
