@@ -12,10 +12,12 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
 from agentrl.errors import SettingsError, WorldError
+from agentrl.telemetry.alarms import Ring
 from agentrl.telemetry.files import (
     LOCK_DEADLINE,
     append_line,
@@ -36,6 +38,7 @@ class RunDirectory:
         self.path = Path(path)
         self.config = self.path / "config.yaml"
         self.metrics_file = self.path / "metrics.jsonl"
+        self.alarms = self.path / "alarms.jsonl"
         self.trajectories = self.path / "trajectories"
         self.tokens = self.path / "tokens"
         self.checkpoints = self.path / "checkpoints"
@@ -119,6 +122,17 @@ class RunDirectory:
                 if line.endswith(b"\n"):
                     yield _row(line, f"{self.metrics_file}, line {number}")
 
+    def append_alarm(self, ring: Ring) -> None:
+        """Append an alarm to ``alarms.jsonl``, durable on return."""
+        append_line(self.alarms, json_line(asdict(ring)))
+
+    def rung(self) -> list[Ring]:
+        """The alarms so far, in order; a torn last line is left out."""
+        if not self.alarms.exists():
+            return []
+        lines = self.alarms.read_bytes().splitlines(keepends=True)
+        return [Ring(**_row(line, str(self.alarms))) for line in lines if line.endswith(b"\n")]
+
     def trajectory_file(self, step: int) -> Path:
         """Where the trajectories of ``step`` lie."""
         return self.trajectories / f"{step:08d}.jsonl.zst"
@@ -184,6 +198,9 @@ class RunDirectory:
         with world_errors(self.metrics_file, "cut"):
             kept = list(itertools.islice(self.metrics(), rows))
         atomic_write(self.metrics_file, lambda out: out.writelines(json_line(row) for row in kept))
+        rung = [ring for ring in self.rung() if ring.step <= step]
+        if self.alarms.exists():
+            atomic_write(self.alarms, lambda out: out.writelines(json_line(asdict(ring)) for ring in rung))
         with world_errors(self.trajectories, "cut"):
             for later in self.trajectory_steps():
                 if later > step:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from agentrl.telemetry.alarms import NAMES
 
 
 class TelemetrySettings(BaseModel):
@@ -25,3 +27,13 @@ class TelemetrySettings(BaseModel):
     """steps between two recorded files of token statistics (trainer log-probability, entropy, energy, return, baseline
     and advantage of each model token), which `agentrl explain` and `agentrl view` read; only steps whose trajectories
     are recorded have one. 0: record none"""
+    stop_on: tuple[str, ...] = ()
+    """alarms that end the run after the step at which they ring, with a checkpoint (docs/telemetry.md lists them)"""
+
+    @field_validator("stop_on")
+    @classmethod
+    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name not in NAMES:
+                raise ValueError(f"there is no alarm {name!r}; alarms: {', '.join(NAMES)}")
+        return names

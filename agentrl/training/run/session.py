@@ -15,6 +15,7 @@ from agentrl.cluster.launchers import address_of_rank_zero
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.table import engine_facts
+from agentrl.telemetry.alarms import ringing
 from agentrl.telemetry.console import Console, RunProgress
 from agentrl.telemetry.records import EvaluationRecord, Metrics
 from agentrl.telemetry.run_directory import RunDirectory
@@ -75,6 +76,8 @@ class Session:
         self._done = _Progress()
         self._saved: tuple[int, int] | None = None  # steps and evaluations in the newest checkpoint
         self._empty_steps = 0
+        self._ringing: set[str] = set()  # alarms of the last step
+        self._trained: list[Metrics] | None = None  # the rows of all steps, from the first step of this process on
         self._checkpoints = Path(settings.runs_dir) / str(settings.name) / "checkpoints"
         self._best = BestPolicy(self._checkpoints.parent)
         self._start = path = starting_policy(settings, console)
@@ -226,6 +229,7 @@ class Session:
         }
         self._commit(step, updates, metrics)
         self._tokens.write(plan, recorder)
+        self._ring(metrics)
         if self.rank == 0:
             progress.update(step, metrics)
         self._warn_of_empty_steps(step, metrics)
@@ -251,6 +255,24 @@ class Session:
         if self._run is not None:
             self._run.append_metrics(metrics)
         self._writer.settle(wait=False)
+
+    def _ring(self, metrics: Metrics) -> None:
+        """Report the alarms that begin to ring at this step, and stop the run if the settings say so."""
+        if self._run is None:
+            return
+        if self._trained is None:
+            self._trained = [row for row in self._run.metrics() if "policy/updates" in row]
+        else:
+            self._trained.append(metrics)
+        rings = ringing(self._trained)
+        for ring in rings:
+            if ring.alarm not in self._ringing:
+                self._run.append_alarm(ring)
+                self._console.warning(f"alarm {ring.alarm} at step {ring.step}: {ring.message}. Try: {ring.advice}")
+        self._ringing = {ring.alarm for ring in rings}
+        if stopping := sorted(self._ringing & set(self._settings.telemetry.stop_on)):
+            self._console.warning(f"telemetry.stop_on={', '.join(stopping)}: the run stops")
+            self.request_stop()
 
     def _warn_of_empty_steps(self, step: int, metrics: Metrics) -> None:
         if metrics["policy/updates"]:
