@@ -49,8 +49,11 @@ def moment_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
 
 
 def gradient_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
-    """Gradients, added up in float32: ``4 A`` bytes, over ``n`` from stage 2 on; in the host's memory if offloaded."""
-    return _FLOAT32 * _shared(trained_parameters(shape, setup), setup, from_stage=2) * (setup.offload == "none")
+    """Gradients, added up in float32: ``4 A`` bytes, over ``n`` from stage 2 on. With the optimizer offloaded, stage 3
+    keeps them in the host's memory; stages 1 and 2 add them up on the device all the same."""
+    if setup.offload != "none" and setup.stage == 3:
+        return 0
+    return _FLOAT32 * _shared(trained_parameters(shape, setup), setup, from_stage=2)
 
 
 def gathered_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
@@ -67,10 +70,13 @@ def bucket_bytes(setup: TrainingSetup) -> int:
 
 
 def reduction_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
-    """Stages 1 and 2 in bfloat16: the float32 copy of the bucket that is reduced, or of one larger tensor."""
-    if setup.stage in (0, 3) or not setup.bfloat16:
+    """Stages 1 and 2: the flat copy of the bucket that is reduced, and in bfloat16 the float32 copy of that, or of one
+    larger tensor."""
+    if setup.stage in (0, 3):
         return 0
-    return _FLOAT32 * max(min(_BUCKET, trained_parameters(shape, setup)), largest_trained(shape, setup))
+    filled = min(_BUCKET, trained_parameters(shape, setup))
+    wide = _FLOAT32 * max(filled, largest_trained(shape, setup)) if setup.bfloat16 else 0
+    return filled * setup.size + wide
 
 
 def reduces_early(shape: ModelShape, setup: TrainingSetup) -> bool:
@@ -97,10 +103,12 @@ def largest_trained(shape: ModelShape, setup: TrainingSetup) -> int:
 
 
 def host_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
-    """In the host's memory for one rank: ``16 A / n`` with the optimizer offloaded, and the weights with all of it."""
+    """In the host's memory for one rank: ``16 A / n`` with the optimizer offloaded, at stages 1 and 2 also a copy of
+    the trained weights in their dtype; and the weights with all of it."""
     if setup.offload == "none":
         return 0
-    moved = 4 * _FLOAT32 * _shared(trained_parameters(shape, setup), setup, from_stage=1)
+    each = 4 * _FLOAT32 + (setup.size if setup.stage < 3 else 0)
+    moved = each * _shared(trained_parameters(shape, setup), setup, from_stage=1)
     weights = _shared(shape.parameters, setup, from_stage=3) * setup.size if setup.offload == "all" else 0
     return moved + weights
 

@@ -38,7 +38,7 @@ def seven() -> ModelShape:
 
 def test_the_cheapest_settings_that_fit_are_chosen(seven: ModelShape) -> None:
     large = find_plan(seven, gpus(8, 80), wish(4096))
-    small = find_plan(seven, gpus(8, 48), wish())
+    small = find_plan(seven, gpus(8, 48), wish(16384))
     tiny = find_plan(seven, gpus(8, 32), wish(**EVERYTHING))
     assert large is not None
     assert small is not None
