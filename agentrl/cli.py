@@ -278,6 +278,23 @@ def serve_policy(
 
 
 @app.command()
+def view(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="runs, evaluations, or folders of them; default: runs", metavar="[PATH]...", show_default=False
+        ),
+    ] = None,
+    port: Annotated[int | None, _option("N", "port to listen on; default: a free one", low=1)] = None,
+    no_open: Annotated[bool, typer.Option("--no-open", help="print the address, and open no browser")] = False,
+) -> None:
+    """Show runs and evaluations in the browser: curves, trajectories, and every token. Reads files only."""
+    from agentrl.viewer.serve import view_command
+
+    view_command(paths or [Path("runs")], port=port, browse=not no_open, echo=typer.echo)
+
+
+@app.command()
 def doctor() -> None:
     """Show this machine's cores, GPUs, libraries and compiler, and the sandbox with its isolation."""
     from agentrl.doctor import report

@@ -82,6 +82,8 @@ class Session:
         self._best = BestPolicy(self._checkpoints.parent)
         self._start = path = starting_policy(settings, console)
         self._tokenizer = read_tokenizer(path)
+        if run is not None:
+            run.write_text("tokenizer.json", self._tokenizer.backend_tokenizer.to_str())  # for readers of token ids
         self._policy = read_policy(path, settings.model, settings.training)
         objective = ObjectiveSettings.of(settings)
         updates = settings.training.steps * settings.algorithm.updates_per_step

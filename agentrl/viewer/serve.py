@@ -1,0 +1,60 @@
+"""`agentrl view`: serve the viewer on this machine alone, and open it in the browser."""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+import socket
+import webbrowser
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import uvicorn
+
+from agentrl.errors import SettingsError
+from agentrl.viewer.app import make_app
+from agentrl.viewer.library import Library
+
+HOST = "127.0.0.1"
+_CHARTS = "package_data/plotly.min.js"
+
+
+def view_command(paths: Sequence[Path], *, port: int | None, browse: bool, echo: Callable[[str], object]) -> None:
+    """Serve until Ctrl-C. Raises SettingsError where there is nothing to view, or the port is in use."""
+    library = Library(paths)
+    charts = chart_library()
+    listener = listen(port)
+    token = secrets.token_urlsafe(16)
+    config = uvicorn.Config(
+        make_app(library, token=token, charts=charts),
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        ws="none",
+        timeout_graceful_shutdown=1,
+    )
+    address = f"http://{HOST}:{listener.getsockname()[1]}/?token={token}"
+    echo(f"{address}\nCtrl-C ends the viewer")
+    if browse:
+        webbrowser.open(address)
+    uvicorn.Server(config).run([listener])
+
+
+def chart_library() -> Path:
+    """The JavaScript of plotly, as its package ships it. Raises SettingsError if it is not installed."""
+    found = importlib.util.find_spec("plotly")
+    charts = Path(found.origin).parent / _CHARTS if found is not None and found.origin is not None else None
+    if charts is None or not charts.is_file():
+        raise SettingsError("agentrl view draws with plotly, which is not installed: pip install 'agentrl[view]'")
+    return charts
+
+
+def listen(port: int | None) -> socket.socket:
+    """A socket of this machine alone, at a free port by default. Raises SettingsError where the port is in use."""
+    try:
+        return socket.create_server((HOST, port or 0))
+    except OSError as error:
+        raise SettingsError(
+            f"--port {port}: cannot listen on {HOST}: {error.strerror}; leave --port out for a free one"
+        ) from error

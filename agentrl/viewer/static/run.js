@@ -1,0 +1,127 @@
+// One run: its curves, where the seconds of a step went, its alarms. A click on a point opens the step's trajectories.
+
+import { ask } from "./api.js";
+import { draw, lineWithBand, palette } from "./charts.js";
+import { choice, el, words } from "./dom.js";
+import { PANELS } from "./panels.js";
+import { smoothing } from "./runs.js";
+import { AXES, Series, smoothed } from "./series.js";
+import { table } from "./table.js";
+import { every } from "./timer.js";
+
+const REFRESH = 3; // seconds
+
+export async function runScreen([id], _query, signal) {
+  let facts = await ask(`/runs/${id}`);
+  const series = new Series(id);
+  await series.refresh();
+  const state = { axis: "step", window: 1, metric: "" };
+  const charts = el("div", { class: "grid" });
+  const alarms = el("div");
+  const head = el("div");
+  const status = el("p", { class: "hint", "aria-live": "polite" });
+
+  const open = (step) => {
+    const stored = facts.trajectory_steps;
+    if (!stored.length) return;
+    const nearest = stored.reduce((best, each) => (Math.abs(each - step) < Math.abs(best - step) ? each : best));
+    location.hash = `#/run/${id}/trajectories?first=${nearest}&last=${nearest}`;
+  };
+
+  async function show() {
+    head.replaceChildren(summary(facts, series));
+    alarms.replaceChildren(...alarmList(facts.alarms, id));
+    const panels = [...PANELS.filter((panel) => linesOf(panel, series).length), ...(state.metric ? [{ title: state.metric, lines: [[state.metric, ""]] }] : [])];
+    while (charts.children.length > panels.length) charts.lastChild.remove();
+    for (const [place, panel] of panels.entries()) {
+      charts.children[place] ?? charts.append(el("section", { class: "card" }, el("h2", {}, ""), el("div", { class: "chart" })));
+      const [title, chart] = charts.children[place].children;
+      title.textContent = panel.title;
+      chart.setAttribute("role", "img");
+      chart.setAttribute("aria-label", panel.title);
+      draw(chart, tracesOf(panel, series, state), {
+        layout: layoutOf(panel, facts.alarms, state),
+        onpoint: (_x, point) => open(point.customdata),
+      });
+    }
+  }
+
+  await show();
+  every(REFRESH, signal, async () => {
+    if (!(await series.refresh())) return;
+    facts = await ask(`/runs/${id}`);
+    await show();
+    status.textContent = `Step ${series.rows.at(-1)?.step ?? 0} came in.`;
+  });
+  const names = [["", "none"], ...series.names().map((name) => [name, name])];
+  const controls = el(
+    "div",
+    { class: "bar" },
+    choice("Over", AXES, state.axis, (value) => ((state.axis = value), show())),
+    smoothing(state, show),
+    choice("One more metric", names, state.metric, (value) => ((state.metric = value), show())),
+  );
+  const hint = el("p", { class: "hint" }, "A click on a point opens the trajectories of its step.");
+  const name = facts.path.split("/").at(-1);
+  const content = [el("h1", {}, name), head, alarms, controls, charts, hint, status, settingsOf(facts)];
+  return { title: name, trail: [["Runs", "#/"]], content };
+}
+
+function summary(facts, series) {
+  const last = series.rows.findLast((row) => "reward/mean" in row) ?? {};
+  const steps = facts.trajectory_steps;
+  const state = facts.live ? "going on" : facts.finished ? "finished" : "stopped";
+  const pairs = [["State", state], ["Last step", last.step ?? "–"], ["Estimator", facts.settings["algorithm.estimator"] ?? "–"]];
+  const links = steps.length ? el("a", { href: `${location.hash}/trajectories?first=${steps.at(-1)}&last=${steps.at(-1)}` }, "newest step") : "none stored";
+  const all = steps.length > 1 ? [" · ", el("a", { href: `${location.hash}/trajectories` }, `all ${steps.length} steps`)] : [];
+  const list = pairs.map(([key, value]) => el("div", {}, el("dt", {}, key), el("dd", {}, String(value))));
+  return el("dl", { class: "facts" }, list, el("div", {}, el("dt", {}, "Trajectories"), el("dd", {}, links, ...all)));
+}
+
+function alarmList(alarms, id) {
+  return alarms.map((alarm) => {
+    const text = `${words(alarm.alarm)}: ${alarm.message}`;
+    const link = el("a", { href: `#/run/${id}/trajectories?first=${alarm.step}&last=${alarm.step}` }, `step ${alarm.step}`);
+    return el("p", { class: "notice" }, link, ` ${text}`, el("span", { class: "hint" }, ` ${alarm.advice}`));
+  });
+}
+
+// The lines of a panel that the run has: [metric, label].
+function linesOf(panel, series) {
+  const names = new Set(series.names());
+  if (!panel.prefix) return panel.lines.filter(([name]) => names.has(name));
+  return [...names].filter((name) => name.startsWith(panel.prefix)).map((name) => [name, words(name.slice(panel.prefix.length))]);
+}
+
+function tracesOf(panel, series, state) {
+  const lines = palette();
+  const traces = linesOf(panel, series).map(([name, label], place) => ({ name, label, color: lines[place % lines.length], ...series.line(name, state.axis) }));
+  if (panel.stacked) {
+    const group = (trace) => ({ name: trace.label, x: trace.x, y: trace.y, customdata: trace.steps, type: "bar", marker: { color: trace.color } });
+    return traces.map(group);
+  }
+  return traces.flatMap(({ name, label, color, x, y, rows, steps }) => {
+    const means = smoothed(y, state.window);
+    const bounds = panel.interval?.[name];
+    const around = bounds && state.window === 1 ? rows.map((row, place) => bounds(row, means[place])) : null;
+    const low = around?.map(([value]) => value);
+    const high = around?.map(([, value]) => value);
+    return lineWithBand({ name: label, x, y: means, low, high, color, custom: steps, hidden: !label });
+  });
+}
+
+function layoutOf(panel, alarms, state) {
+  const shapes = state.axis !== "step" ? [] : alarms.map((alarm) => ({ type: "line", x0: alarm.step, x1: alarm.step, yref: "paper", y0: 0, y1: 1, line: { dash: "dot", width: 1.5, color: "#d0453a" } }));
+  const title = AXES.find(([kind]) => kind === state.axis)[1];
+  const stacked = panel.stacked ? { barmode: "stack", barnorm: panel.share ? "fraction" : "", bargap: 0.1 } : {};
+  const yaxis = { title: { text: panel.unit ?? "", standoff: 6 }, type: panel.logarithmic ? "log" : "-" };
+  return { shapes, xaxis: { title: { text: title, standoff: 4 } }, yaxis, ...stacked };
+}
+
+function settingsOf(facts) {
+  const columns = [
+    { title: "Setting", value: ([key]) => key },
+    { title: "Value", value: ([, value]) => JSON.stringify(value), class: "text" },
+  ];
+  return el("details", { class: "card" }, el("summary", {}, "Settings"), table(columns, Object.entries(facts.settings)).element);
+}

@@ -1,0 +1,109 @@
+// One trajectory: the conversation with its tokens, what training made of each, and the siblings of its group.
+
+import { ask } from "./api.js";
+import { choice, el, notices, section, short, visible, words } from "./dom.js";
+import { siblingCards, siblingChart } from "./siblings.js";
+import { fieldName, TOKEN_FIELDS } from "./token_fields.js";
+import { TokenView } from "./token_view.js";
+import { verdict } from "./trajectories.js";
+
+export async function trajectoryScreen([id, step, number]) {
+  const page = await ask(`/runs/${id}/steps/${step}/${number}`);
+  const { row, fields } = page;
+  const names = Object.keys(TOKEN_FIELDS).filter((name) => name in fields);
+  const state = { field: names[0], rank: 0, down: true };
+  const panel = el("aside", { class: "card panel", "aria-live": "off" }, el("p", { class: "quiet" }, "Point at a token, or move with the arrow keys."));
+  const legend = el("div", { class: "scale" });
+  const view = new TokenView((index, token) => describe(panel, page, names, state, index, token));
+  const conversation = conversationOf(page, view);
+
+  const colour = (name) => {
+    state.field = name;
+    state.rank = 0;
+    scaleLegend(legend, view.colour(fields[name]));
+    if (view.current >= 0) view.choose(view.current);
+  };
+  const jump = (down) => {
+    const order = fields[state.field].map((value, index) => [value, index]).filter(([value]) => value !== null);
+    order.sort(([a], [b]) => (down ? b - a : a - b));
+    state.rank = down === state.down ? state.rank % order.length : 0;
+    state.down = down;
+    if (order.length) view.choose(order[state.rank++][1], true);
+  };
+  const button = (label, down) => el("button", { class: "act", type: "button", onclick: () => jump(down) }, label);
+  const controls = el("div", { class: "bar" }, choice("Colour by", names.map((name) => [name, fieldName(name)]), state.field, colour), button("Largest", true), button("Smallest", false), legend);
+  colour(state.field);
+
+  const untold = page.tokenizer ? [] : ["The run's tokenizer is not here: tokens are shown by their ids."];
+  const without = page.fields.advantages ? [] : [reasonFor(row)];
+  const title = `${step} / ${number}`;
+  const content = [
+    el("h1", {}, `Trajectory ${number} of step ${step}`),
+    aboutTrajectory(page, id),
+    ...notices([...page.problems, ...untold, ...without]),
+    el("div", { class: "reading" }, section("Conversation", controls, conversation), panel),
+    section("Siblings along their tokens", siblingChart(page, number)),
+    section("The group side by side", siblingCards(page, id, step, number)),
+  ];
+  return { title, trail: [["Runs", "#/"], ["Run", `#/run/${id}`], [`Step ${step}`, `#/run/${id}/trajectories?first=${step}&last=${step}`]], content };
+}
+
+function reasonFor(row) {
+  if (row.dropped) return `The step did not train on this trajectory: ${row.dropped}.`;
+  return "The step has no statistics of this trajectory's tokens (telemetry.tokens_every).";
+}
+
+function aboutTrajectory({ row, problem, facts }, id) {
+  const pairs = [
+    ["Problem", el("a", { href: `#/run/${id}/trajectories?${new URLSearchParams({ problem: row.problem })}` }, row.problem)],
+    ["Gold answer", visible(String(problem.answer ?? "–"))],
+    ["Answer", visible(String(row.answer ?? "–"))],
+    ["Verdict", verdict(row)],
+    ["Reward", short(row.reward)],
+    ["Ended", words(row.ended)],
+    ["Turns", row.turns],
+    ["Seconds", short(row.seconds)],
+    ["Estimator", facts ? `${facts.estimator} ${JSON.stringify(facts.estimator_options)}` : "–"],
+  ];
+  return el("dl", { class: "facts" }, pairs.map(([key, value]) => el("div", {}, el("dt", {}, key), el("dd", {}, value))));
+}
+
+function conversationOf(page, view) {
+  const segments = [page.prompt, ...page.segments];
+  const calls = [...page.tool_calls];
+  let turn = 0;
+  return segments.map((segment) => {
+    const heading = segment.origin === "model" ? `model, turn ${turn++}` : segment.origin;
+    const count = `${segment.token_ids.length} tokens`;
+    const call = segment.origin === "observation" ? calls.shift() : undefined;
+    const tool = call ? [" · ", el("span", { class: call.outcome === "ok" ? "tag good" : "tag bad" }, words(call.outcome)), ` ${short(call.seconds)} s${call.truncated ? ", trimmed" : ""}`] : [];
+    const body = segment.origin === "model" ? view.segment(segment) : el("pre", { class: "said" }, visible(textOf(segment)));
+    return el("article", { class: `segment ${segment.origin}` }, el("h3", {}, `${heading} · ${count}`, ...tool), body);
+  });
+}
+
+function textOf({ text, pieces, token_ids: ids }) {
+  if (pieces.every((piece) => piece !== null)) return pieces.join("");
+  return text || ids.map((token) => `⟨${token}⟩`).join(" ");
+}
+
+function describe(panel, page, names, state, index, token) {
+  const exact = (value) => (value === null ? "not finite" : String(value));
+  const rows = names.map((name) => {
+    const label = el("th", { scope: "row", title: TOKEN_FIELDS[name][1] }, fieldName(name));
+    return el("tr", { class: name === state.field ? "chosen" : "", "data-field": name }, label, el("td", { class: "number" }, exact(page.fields[name][index])));
+  });
+  const kind = token.special ? "special token" : token.past ? "token past the stop" : "token";
+  const title = el("h2", {}, `${kind} ${index}: `, el("code", {}, JSON.stringify(visible(token.piece ?? ""))));
+  const formula = el("p", { class: "hint" }, `${fieldName(state.field)}: ${TOKEN_FIELDS[state.field][1]}`);
+  panel.replaceChildren(title, el("p", { class: "hint" }, `id ${token.id}`), el("table", {}, el("tbody", {}, rows)), formula);
+}
+
+function scaleLegend(legend, { low, high, signed, below }) {
+  const bar = el("b");
+  const strong = (name) => `rgb(var(${name}) / .75)`;
+  const colours = below ? [strong("--down"), "transparent"] : ["transparent", strong("--up")];
+  if (signed) colours.unshift(strong("--down"));
+  bar.style.background = `linear-gradient(to right, ${colours.join(", ")})`;
+  legend.replaceChildren(el("span", {}, short(low)), bar, el("span", {}, short(high)));
+}

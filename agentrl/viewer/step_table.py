@@ -1,0 +1,206 @@
+"""The trajectories of a step as rows of a table, and the search over many steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+
+from agentrl.errors import AgentRLError
+from agentrl.evaluation.formats import JSONObject
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.telemetry.tokens.stored_step import key_of
+from agentrl.telemetry.tokens.token_file import TokenFile
+from agentrl.telemetry.tokens.trajectory_tokens import RowKey
+from agentrl_envs.types import Ended, Verdict
+
+_KEPT_STEPS = 24  # steps whose rows stay in memory: about 0.5 MB each with 512 trajectories
+_EXCERPT = 140
+_EQUAL = 1e-8  # rewards closer than this are equal, as for the filter of groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What a row must be to be found; None: anything. ``text`` is looked for in the conversation, in any case."""
+
+    text: str = ""
+    problem: str = ""
+    ended: str = ""
+    verdict: str = ""
+    tool: str = ""
+    dropped: str = ""
+    group: int | None = None
+    least_reward: float | None = None
+    most_reward: float | None = None
+    least_turns: int | None = None
+    most_turns: int | None = None
+    least_staleness: int | None = None
+
+    def accepts(self, row: JSONObject) -> bool:
+        """Whether a row of the table fits, its text aside."""
+        return all(
+            (
+                self.problem.lower() in str(row["problem"]).lower(),
+                self.ended in ("", row["ended"]),
+                self.verdict in ("", row["verdict"]),
+                not self.tool or self.tool in row["tools"],
+                self.dropped in ("", row["dropped"]),
+                self.group in (None, row["group"]),
+                _between(self.least_reward, row["reward"], self.most_reward),
+                _between(self.least_turns, row["turns"], self.most_turns),
+                _between(self.least_staleness, row["staleness"], None),
+            )
+        )
+
+    @property
+    def is_filter(self) -> bool:
+        """Whether anything but the text is asked for."""
+        return any(getattr(self, item.name) != item.default for item in fields(self) if item.name != "text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundRows:
+    """``rows`` of the table, and where to search on: a step and a number in it, None at the end."""
+
+    rows: list[JSONObject]
+    next: tuple[int, int] | None
+    problems: list[str]
+
+
+def find_rows(
+    run: RunDirectory, steps: list[int], search: Search, *, start: tuple[int, int] = (0, 0), limit: int, seconds: float
+) -> FoundRows:
+    """The rows that ``search`` accepts in ``steps``, at most ``limit`` of them and for at most ``seconds``.
+
+    Steps that cannot be read are named in ``problems``. At least one step is searched.
+    """
+    end = time.monotonic() + seconds
+    found: list[JSONObject] = []
+    problems: list[str] = []
+    for place, step in enumerate(steps):
+        if step < start[0]:
+            continue
+        if place > 0 and step > start[0] and time.monotonic() > end:
+            return FoundRows(rows=found, next=(step, 0), problems=problems)
+        try:
+            rows = list(_of_step(run, step, search))
+        except AgentRLError as error:
+            problems.append(str(error))
+            continue
+        for row in rows:
+            if (step, row["number"]) < start:
+                continue
+            if len(found) == limit:
+                return FoundRows(rows=found, next=(step, row["number"]), problems=problems)
+            found.append(row)
+    return FoundRows(rows=found, next=None, problems=problems)
+
+
+def step_rows(run: RunDirectory, step: int) -> tuple[JSONObject, ...]:
+    """Every trajectory of a step as a row. SettingsError if the step is not stored, WorldError if it is damaged."""
+    run.check_stored(step)
+    files = (run.trajectory_file(step), *run.token_files(step))
+    return _cached_rows(run.path, step, tuple(path.stat().st_mtime_ns for path in files))
+
+
+@lru_cache(maxsize=_KEPT_STEPS)
+def _cached_rows(path: Path, step: int, _changed: tuple[int, ...]) -> tuple[JSONObject, ...]:
+    run = RunDirectory(path)
+    version, trained = _trained(run, step)
+    rows, keys = [], []
+    for number, record in enumerate(run.read_trajectories(step)):
+        rows.append(_row(number, record, version))
+        keys.append(key_of(record))
+    if version is not None:
+        for row, key in zip(rows, keys, strict=True):
+            row["trained"] = key in trained
+        _say_why(rows)
+    return tuple(rows)
+
+
+def _trained(run: RunDirectory, step: int) -> tuple[int | None, set[RowKey]]:
+    """The policy version of the step and what it trained on; None without readable token statistics."""
+    version, keys = None, set()
+    for path in run.token_files(step):
+        try:
+            file = TokenFile(path)
+            keys.update(file.stored_keys())
+        except AgentRLError:
+            continue  # the page of a trajectory names the damaged file
+        version = file.facts.version
+    return version, keys
+
+
+def _row(number: int, record: JSONObject, version: int | None) -> JSONObject:
+    model = [segment for segment in record["segments"] if segment["origin"] == "model"]
+    versions = [span[0] for segment in model for span in segment["version_spans"]]
+    problem = record["problem"]
+    return {
+        "step": record["step"],
+        "number": number,
+        "problem": problem["id"],
+        "statement": problem["statement"][:_EXCERPT],
+        "family": problem.get("family", ""),
+        "group": record["group"],
+        "sample": record["sample"],
+        "branch": record.get("branch", 0),
+        "reward": math.fsum(segment["reward"] for segment in model),
+        "ended": record["ended"],
+        "verdict": record["verdict"] or "",
+        "answer": record["answer"],
+        "turns": len(model),
+        "tokens": sum(len(segment["token_ids"]) for segment in model),
+        "tools": dict(Counter(call["outcome"] for call in record["tool_calls"])),
+        "seconds": record["seconds"],
+        "staleness": version - min(versions) if versions and version is not None else None,
+        "trained": None,
+        "dropped": "no data" if _is_no_data(record) else "",
+    }
+
+
+def _is_no_data(record: JSONObject) -> bool:
+    verdict = record["verdict"]
+    return Ended(record["ended"]).is_no_data or (verdict is not None and Verdict(verdict).is_no_data)
+
+
+def _say_why(rows: list[JSONObject]) -> None:
+    """Name the filter that left a row out of training, as far as the rows tell."""
+    groups: dict[int, list[JSONObject]] = defaultdict(list)
+    for row in rows:
+        groups[row["group"]].append(row)
+    for group in groups.values():
+        rewards = [row["reward"] for row in group if not row["dropped"] and row["ended"] != Ended.VOID_TURN]
+        equal = bool(rewards) and max(rewards) - min(rewards) <= _EQUAL
+        for row in group:
+            if not row["trained"] and not row["dropped"]:
+                void = row["ended"] == Ended.VOID_TURN
+                row["dropped"] = "void turn" if void else "equal rewards" if equal else "filtered"
+
+
+def _of_step(run: RunDirectory, step: int, search: Search) -> Iterator[JSONObject]:
+    rows = [row for row in step_rows(run, step) if search.accepts(row)]
+    if not search.text:
+        yield from rows
+        return
+    wanted = {row["number"]: row for row in rows}
+    for number, record in enumerate(run.read_trajectories(step)) if wanted else ():
+        if number in wanted and search.text.casefold() in conversation_text(record).casefold():
+            yield wanted[number]
+
+
+def conversation_text(record: JSONObject) -> str:
+    """What was said, as one text; the gold answer and the problem's id are found as well."""
+    problem = record["problem"]
+    said = (segment["text"] for segment in record["segments"])
+    return "\n".join((problem["id"], problem["statement"], json.dumps(problem["answer"]), *said))
+
+
+def _between(low: float | None, value: float | None, high: float | None) -> bool:
+    if value is None:
+        return low is None and high is None
+    return (low is None or value >= low) and (high is None or value <= high)

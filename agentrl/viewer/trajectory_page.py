@@ -1,0 +1,107 @@
+"""One trajectory: its conversation token by token, with what training made of each, and its siblings."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from agentrl.errors import AgentRLError, SettingsError
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.telemetry.tokens.stored_step import StoredStep, StoredTrajectory, read_step
+from agentrl.telemetry.tokens.token_file import TokenFile
+from agentrl.telemetry.tokens.trajectory_tokens import RowKey
+from agentrl.viewer.run_facts import flat_settings
+from agentrl.viewer.step_table import step_rows
+from agentrl.viewer.token_text import TokenText, token_text
+
+_NO_FIELDS = ("position", "index", "token_id")  # places and ids, which the page shows otherwise
+_POINTS = 1_000  # of a sibling's curve, at most: every second, third, ... token of a longer one
+
+
+def trajectory_page(run: RunDirectory, step: int, number: int) -> dict[str, object]:
+    """Everything that the page of a trajectory shows. Raises SettingsError if it is not stored."""
+    rows = step_rows(run, step)
+    if not 0 <= number < len(rows):
+        raise SettingsError(f"{run.path} has trajectories 0 to {len(rows) - 1} at step {step}, and no {number}")
+    stored = read_step(run, step, groups={rows[number]["group"]})
+    (chosen,) = (item for item in stored.trajectories if item.number == number)
+    text = token_text(run, flat_settings(run).get("model.path"))
+    record = chosen.record
+    return {
+        "row": rows[number],
+        "problem": record["problem"],
+        "reward_parts": record["reward_parts"],
+        "prompt": _segment("prompt", record["prompt_ids"], "", text),
+        "segments": [_segment(item["origin"], item["token_ids"], item["text"], text) for item in record["segments"]],
+        "tool_calls": record["tool_calls"],
+        "fields": {name: finite(values) for name, values in _fields(run, stored, chosen).items()},
+        "facts": None if stored.facts is None else asdict(stored.facts),
+        "siblings": [_sibling(stored, item, rows[item.number]) for item in stored.trajectories],
+        "problems": list(stored.problems),
+        "tokenizer": text.known,
+    }
+
+
+def _segment(origin: str, token_ids: list[int], said: str, text: TokenText) -> dict[str, object]:
+    return {
+        "origin": origin,
+        "text": said,
+        "token_ids": token_ids,
+        "pieces": text.pieces(token_ids),
+        "special": text.specials(token_ids),
+    }
+
+
+def _fields(run: RunDirectory, stored: StoredStep, item: StoredTrajectory) -> dict[str, np.ndarray]:
+    """One value per model token, by the names of the reading API and those of derived fields."""
+    columns = {name: values for name, values in item.columns().items() if name not in _NO_FIELDS}
+    if item.tokens is not None:
+        row = item.tokens
+        columns["difference"] = row.log_probs.astype(np.float64) - columns["engine_log_probs"]
+        columns["ratio"] = row.ratios
+        columns["realized_energy"] = stored.realized_energies[item.key]
+        power = step_power(run, stored.step)
+        columns["gradient_share"] = row.gradient_power / power if power > 0 else np.zeros(len(row))
+    return columns
+
+
+def _sibling(stored: StoredStep, item: StoredTrajectory, row: dict[str, object]) -> dict[str, object]:
+    """A trajectory of the group, with its curves along the model tokens where it was trained on."""
+    facts = ("number", "sample", "branch", "reward", "ended", "verdict", "answer", "turns", "tokens", "dropped")
+    about: dict[str, object] = {name: row[name] for name in facts}
+    about["text"] = "".join(segment["text"] for segment in item.record["segments"])
+    if item.tokens is not None:
+        places = np.arange(0, len(item.tokens), max(1, -(-len(item.tokens) // _POINTS)))
+        curves = (stored.realized_energies[item.key], item.tokens.baselines, item.tokens.advantages)
+        names = ("realized_energy", "baselines", "advantages")
+        about["index"] = places.tolist()
+        about["curves"] = {name: finite(curve[places]) for name, curve in zip(names, curves, strict=True)}
+    return about
+
+
+def step_power(run: RunDirectory, step: int) -> float:
+    """The sum of ``gradient_power`` over all tokens that the step trained on."""
+    files = run.token_files(step)
+    return _cached_power(tuple(files), tuple(path.stat().st_mtime_ns for path in files))
+
+
+@lru_cache(maxsize=256)
+def _cached_power(files: tuple[Path, ...], _changed: tuple[int, ...]) -> float:
+    rows: dict[RowKey, float] = {}
+    for path in files:
+        try:
+            rows |= {row.key: float(row.gradient_power.sum()) for row in TokenFile(path).rows()}
+        except AgentRLError:
+            continue  # named beside the trajectory, with the other problems of the step
+    return sum(rows.values())
+
+
+def finite(values: np.ndarray) -> list[object]:
+    """The exact values as JSON can hold them; None for what is not a finite number."""
+    listed: list[object] = values.tolist()
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        return [value if kept else None for value, kept in zip(listed, np.isfinite(values), strict=True)]
+    return listed

@@ -1,0 +1,161 @@
+"""The viewer's JSON over a made run: what is stored is what is told, to the last digit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+from viewer.conftest import client_of
+from viewer.made_run import END, HOSTILE, OUTPUT, PROGRAM, make_run
+
+from agentrl.errors import SettingsError
+from agentrl.inspection.recompute import recomputed
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.telemetry.tokens.stored_step import read_step
+from agentrl.viewer.library import Library
+
+
+def get(client: TestClient, path: str, status: int = 200) -> Any:
+    answer = client.get(f"/api{path}")
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def run_id(client: TestClient, name: str = "first") -> str:
+    (found,) = (run["id"] for run in get(client, "/places")["runs"] if run["name"] == name)
+    return str(found)
+
+
+def test_runs_are_listed_with_their_settings(client: TestClient) -> None:
+    (run,) = get(client, "/places")["runs"]
+    assert (run["name"], run["finished"], run["stored_steps"]) == ("first", False, 3)
+    assert run["settings"]["algorithm.estimator"] == "tir_otb"
+
+
+def test_metrics_come_piece_by_piece_and_a_torn_line_is_left_for_later(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first", steps=2)
+    client = client_of(tmp_path)
+    path = f"/runs/{run_id(client)}/metrics"
+    first = get(client, path)
+    assert ([row["step"] for row in first["rows"]], first["whole"]) == ([1, 2], True)
+    with run.metrics_file.open("ab") as file:
+        file.write(b'{"step":3}\n{"step":')
+    second = get(client, f"{path}?position={first['position']}")
+    assert (second["rows"], second["whole"]) == ([{"step": 3}], False)
+    with run.metrics_file.open("ab") as file:
+        file.write(b"4}\n")
+    assert get(client, f"{path}?position={second['position']}")["rows"] == [{"step": 4}]
+    RunDirectory(run.path).truncate_after(1, rows=1)  # as --resume does
+    again = get(client, f"{path}?position={second['position']}")
+    assert ([row["step"] for row in again["rows"]], again["whole"]) == ([1], True)
+
+
+@pytest.mark.parametrize(
+    ("query", "numbers"),
+    [
+        ("", [0, 1, 2, 3, 4, 5, 6, 7]),
+        ("&ended=void_turn", [2, 6]),
+        ("&dropped=void turn", [2, 6]),
+        ("&verdict=incorrect", [1, 5]),
+        ("&problem=TOY-1", [4, 5, 6, 7]),
+        ("&group=200", [0, 1, 2, 3]),
+        ("&least_reward=0.5", [0, 3, 4, 7]),
+        ("&most_reward=0.5&tool=ok", [1, 2, 5, 6]),
+        ("&tool=timeout", []),
+        ("&least_turns=3", []),
+        ("&text=BOXED{6}", [1, 5]),
+        ("&text=nowhere", []),
+    ],
+)
+def test_a_step_is_searched(client: TestClient, query: str, numbers: list[int]) -> None:
+    found = get(client, f"/runs/{run_id(client)}/trajectories?first=2&last=2{query}")
+    assert [row["number"] for row in found["rows"]] == numbers
+    assert {row["step"] for row in found["rows"]} <= {2}
+    assert found["next"] is None
+
+
+def test_a_search_of_many_steps_goes_on_where_it_stopped(client: TestClient) -> None:
+    path = f"/runs/{run_id(client)}/trajectories?verdict=correct&limit=5"
+    first = get(client, path)
+    second = get(client, f"{path}&after={first['next']}")
+    third = get(client, f"{path}&after={second['next']}")
+    rows = [(row["step"], row["number"]) for page in (first, second, third) for row in page["rows"]]
+    assert rows == [(step, number) for step in (1, 2, 3) for number in (0, 3, 4, 7)]
+    assert third["next"] is None
+
+
+def test_a_trajectory_is_told_token_by_token(client: TestClient, run: RunDirectory) -> None:
+    page = get(client, f"/runs/{run_id(client)}/steps/2/1")
+    program, output, answer = page["segments"]
+    assert "".join(program["pieces"]) == f"{HOSTILE}\n{PROGRAM}" == program["text"]
+    assert "".join(output["pieces"]) == OUTPUT
+    assert (answer["pieces"][-1], answer["special"]) == (END, [len(answer["pieces"]) - 1])
+    assert page["tool_calls"][0]["outcome"] == "ok"
+    stored = read_step(run, 2)
+    item = stored.trajectories[1]
+    group = [one for one in stored.trajectories if one.key.group == item.key.group]
+    exact = recomputed(stored, group)[item.key]
+    for name in ("advantages", "returns", "baselines"):
+        np.testing.assert_array_equal(np.float32(page["fields"][name]), exact[name])
+    assert item.tokens is not None
+    assert page["fields"]["energy"] == item.tokens.energy.tolist()
+    assert page["fields"]["engine_log_probs"] == item.columns()["engine_log_probs"].tolist()
+    share = item.tokens.gradient_power / stored.gradient_power
+    np.testing.assert_allclose(page["fields"]["gradient_share"], share, rtol=1e-12)
+    assert [sibling["number"] for sibling in page["siblings"]] == [0, 1, 2, 3]
+    assert ["curves" in sibling for sibling in page["siblings"]] == [True, True, False, True]
+    assert page["siblings"][1]["curves"]["realized_energy"] == stored.realized_energies[item.key].tolist()
+
+
+def test_damaged_and_newer_files_are_named_and_the_rest_is_shown(tmp_path: Path, run: RunDirectory) -> None:
+    shutil.copytree(run.path, tmp_path / "first")
+    copy, client = RunDirectory(tmp_path / "first"), client_of(tmp_path)
+    tokens = copy.token_file(2, 0)
+    tokens.write_bytes(tokens.read_bytes()[:-20])
+    page = get(client, f"/runs/{run_id(client)}/steps/2/1")
+    assert "advantages" not in page["fields"]
+    assert "cannot read the token statistics" in page["problems"][0]
+    records = copy.trajectory_file(3)
+    records.write_bytes(records.read_bytes()[:-20])
+    found = get(client, f"/runs/{run_id(client)}/trajectories")
+    assert {row["step"] for row in found["rows"]} == {1, 2}
+    assert "cut off or damaged" in found["problems"][0]
+    assert "cut off or damaged" in get(client, f"/runs/{run_id(client)}/steps/3/0", 503)["error"]
+
+
+def test_what_is_not_there_is_said_in_one_message(client: TestClient) -> None:
+    own = run_id(client)
+    assert "no trajectories of step 9; stored: steps 1 to 3" in get(client, f"/runs/{own}/steps/9/0", 404)["error"]
+    assert "no trajectories of step 9" in get(client, f"/runs/{own}/trajectories?first=9&last=9", 404)["error"]
+    assert "trajectories 0 to 7 at step 1, and no 8" in get(client, f"/runs/{own}/steps/1/8", 404)["error"]
+    assert "there is no run gone" in get(client, "/runs/gone", 404)["error"]
+    assert "least_turns='x' is not a number" in get(client, f"/runs/{own}/trajectories?least_turns=x", 400)["error"]
+
+
+def test_only_the_token_and_this_host_open_the_data(client: TestClient) -> None:
+    assert client.get("/api/places", headers={"Authorization": "Bearer other"}).status_code == 401
+    assert client.get("/api/places", headers={"Host": "elsewhere.example"}).status_code == 400
+    answer = client.get("/")
+    assert "script-src 'self';" in answer.headers["content-security-policy"]
+    assert client.post("/api/places").status_code == 405
+    assert client.get("/static/../app.py").status_code == 404
+
+
+def test_folders_without_runs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="holds no run"):
+        Library([tmp_path])
+    with pytest.raises(SettingsError, match="does not exist"):
+        Library([tmp_path / "missing"])
+
+
+def test_the_viewer_needs_no_torch() -> None:
+    code = "import sys, json, agentrl.viewer.serve; print(json.dumps([name in sys.modules for name in sys.argv[1:]]))"
+    command = [sys.executable, "-c", code, "torch", "transformers", "plotly"]
+    assert json.loads(subprocess.check_output(command, text=True, timeout=120)) == [False, False, False]

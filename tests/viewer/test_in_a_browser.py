@@ -1,0 +1,189 @@
+"""The viewer in a real browser, over a made run: every screen, hostile contents, keys, a phone, a run that grows."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import uvicorn
+from viewer.conftest import TOKEN
+from viewer.made_run import HOSTILE, make_run, metrics_row
+
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.telemetry.tokens.stored_step import read_step
+from agentrl.viewer.app import make_app
+from agentrl.viewer.library import Library
+from agentrl.viewer.serve import chart_library, listen
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+HERE = CHROMIUM is not None or os.environ.get("CI") == "true"  # in CI there must be one
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HERE, reason="no chromium here")]
+
+sync_api = pytest.importorskip("playwright.sync_api")
+expect = sync_api.expect
+Page = sync_api.Page
+DEADLINE = 120_000  # milliseconds, for a machine that is busy
+LONG_LINE = "x" * 100_000
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """The address of a viewer over ``folder``, in a thread."""
+    listener = listen(None)
+    app = make_app(Library([folder]), token=TOKEN, charts=chart_library())
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="error", ws="none"))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/?token={TOKEN}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[sync_api.Browser]:
+    with sync_api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def address(run: RunDirectory) -> Iterator[str]:
+    with serving(run.path.parent) as url:
+        yield url
+
+
+@pytest.fixture
+def page(browser: sync_api.Browser) -> Iterator[Page]:
+    """A page whose scripts raise nothing and break no security policy."""
+    yield from pages(browser)
+
+
+@pytest.fixture
+def phone(browser: sync_api.Browser) -> Iterator[Page]:
+    yield from pages(browser, viewport={"width": 390, "height": 800}, color_scheme="dark")
+
+
+def pages(browser: sync_api.Browser, **options: object) -> Iterator[Page]:
+    context = browser.new_context(**options)
+    opened = context.new_page()
+    opened.set_default_timeout(DEADLINE)
+    expect.set_options(timeout=DEADLINE)
+    wrong: list[str] = []
+    opened.on("pageerror", lambda error: wrong.append(str(error)))
+    opened.on("console", lambda message: wrong.append(message.text) if "Content Security" in message.text else None)
+    opened.on("dialog", lambda dialog: wrong.append(dialog.message) or dialog.dismiss())
+    yield opened
+    context.close()
+    assert wrong == []
+
+
+def open_tokens(page: Page, address: str, number: int = 0) -> None:
+    """From the table of runs to a trajectory, as a user goes."""
+    page.goto(address)
+    page.get_by_role("link", name="first").click()
+    page.get_by_role("link", name="newest step").click()
+    page.get_by_role("link", name=f"3 / {number}", exact=True).click()
+    expect(page.get_by_role("heading", name=f"Trajectory {number} of step 3")).to_be_visible()
+
+
+def test_runs_and_curves(page: Page, address: str) -> None:
+    page.goto(address)
+    expect(page.get_by_role("row", name="first")).to_contain_text("tir_otb")
+    expect(page.locator(".chart .scatterlayer .trace").first).to_be_visible()
+    page.get_by_label("Metric").select_option("policy/entropy")
+    page.get_by_label("Search runs").fill("nothing like this")
+    expect(page.get_by_text("0 of 1 runs")).to_be_visible()
+
+
+def test_a_run_shows_its_panels_and_alarms_and_a_point_opens_its_step(page: Page, address: str) -> None:
+    page.goto(address)
+    page.get_by_role("link", name="first").click()
+    for title in ("Reward", "Entropy", "Gradient norm", "How trajectories ended", "Where the seconds of a step went"):
+        expect(page.get_by_role("heading", name=title, exact=True)).to_be_visible()
+    expect(page.get_by_text("entropy collapse: entropy fell below 0.1")).to_be_visible()
+    page.locator(".chart").first.locator(".points path").nth(1).hover(force=True)
+    page.mouse.down()
+    page.mouse.up()
+    expect(page.get_by_role("heading", name="Step 2 of first")).to_be_visible()
+
+
+def test_filters_and_search_find_rows(page: Page, address: str) -> None:
+    page.goto(address)
+    page.get_by_role("link", name="first").click()
+    page.get_by_role("link", name="all 3 steps").click()
+    expect(page.locator("tbody tr")).to_have_count(24)
+    page.get_by_label("Text in the conversation").fill("BOXED{6}")
+    page.get_by_label("From step").fill("2")
+    page.get_by_role("button", name="Search", exact=True).click()
+    expect(page.locator("tbody tr")).to_have_count(4)
+    page.get_by_role("button", name="Trajectory").dblclick()
+    expect(page.locator("tbody tr").first).to_contain_text("3 / 5")
+
+
+def test_a_token_shows_the_values_that_training_used(page: Page, address: str, run: RunDirectory) -> None:
+    open_tokens(page, address)
+    item = read_step(run, 3).trajectories[0]
+    assert item.tokens is not None
+    page.locator("[data-index='4']").hover()
+    for name in ("advantages", "baselines", "returns", "energy", "log_probs"):
+        shown = page.locator(f"[data-field={name}] td").inner_text()
+        assert float(shown) == float(getattr(item.tokens, name)[4]), name
+    page.locator("[data-index='4']").click()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("[data-index='5']")).to_have_class("current")
+    page.get_by_label("Colour by").select_option("energy")
+    page.get_by_role("button", name="Largest").click()
+    largest = int(item.tokens.energy.argmax())
+    expect(page.locator(f"[data-index='{largest}']")).to_have_class("current")
+    expect(page.locator("i.special").last).to_have_text("<|endoftext|>")
+    expect(page.locator(".siblings article")).to_have_count(4)
+    expect(page.locator(".chart .scatterlayer .trace").first).to_be_attached()
+
+
+def test_contents_are_text_and_never_markup(page: Page, address: str) -> None:
+    open_tokens(page, address, number=1)
+    said = page.locator(".siblings pre").first.inner_text()
+    assert HOSTILE.replace("\u202e", "‹U+202E›") in said
+    assert page.locator("main script, main img, main a[href^='javascript']").count() == 0
+    assert "‹U+202E›" in page.locator(".segment.model").first.inner_text()
+
+
+def test_a_phone_in_the_dark_needs_no_sideways_scrolling(phone: Page, address: str) -> None:
+    open_tokens(phone, address)
+    expect(phone.locator(".chart .scatterlayer .trace").first).to_be_attached()
+    assert phone.evaluate("document.documentElement.scrollWidth") <= 390
+    dark = phone.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert max(int(part) for part in dark.removeprefix("rgb(").removesuffix(")").split(",")) < 64
+
+
+def test_curves_grow_while_the_run_writes(page: Page, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "first", steps=2)
+    with serving(run.path.parent) as url:
+        page.goto(url)
+        page.get_by_role("link", name="first").click()
+        expect(page.locator(".facts")).to_contain_text("Last step2")
+        run.append_metrics(metrics_row(3, np.random.default_rng(1)))
+        expect(page.locator(".facts")).to_contain_text("Last step3")
+
+
+def test_a_line_of_a_hundred_thousand_characters_is_shown(page: Page, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "first", groups=1, size=2, said=LONG_LINE)
+    with serving(run.path.parent) as url:
+        open_tokens(page, url)
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        assert page.locator(".tokens i").count() > 1_000
+
+
+def test_what_went_wrong_is_one_message(page: Page, address: str) -> None:
+    page.goto(address.partition("?")[0] + "?token=" + TOKEN + "#/run/gone")
+    expect(page.get_by_role("alert")).to_have_text("there is no run gone here any more")
