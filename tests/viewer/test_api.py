@@ -20,6 +20,7 @@ from agentrl.inspection.recompute import recomputed
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.stored_step import read_step
 from agentrl.viewer.library import Library
+from agentrl.viewer.serve import listen
 
 
 def get(client: TestClient, path: str, status: int = 200) -> Any:
@@ -159,3 +160,9 @@ def test_the_viewer_needs_no_torch() -> None:
     code = "import sys, json, agentrl.viewer.serve; print(json.dumps([name in sys.modules for name in sys.argv[1:]]))"
     command = [sys.executable, "-c", code, "torch", "transformers", "plotly"]
     assert json.loads(subprocess.check_output(command, text=True, timeout=120)) == [False, False, False]
+
+
+def test_a_port_in_use_is_said_in_one_message() -> None:
+    taken = listen(None)
+    with taken, pytest.raises(SettingsError, match=r"cannot listen on 127\.0\.0\.1: .*leave --port out"):
+        listen(taken.getsockname()[1])
