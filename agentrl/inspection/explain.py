@@ -123,7 +123,7 @@ def explain(run: RunDirectory, *, step: int, trajectory: int, token: int) -> Exp
             f"gradient. The nearest one is {nearest}"
         )
     if found.tokens is None:
-        reasons = "; ".join(stored.problems) or "the filters left it out (groups/..., docs/metrics.md)"
+        reasons = "; ".join(stored.problems) or "the filters left it out (see groups/... in metrics.jsonl)"
         raise SettingsError(f"step {step} did not train on trajectory {trajectory}: {reasons}")
     return Explanation(
         step=stored, trajectory=found, position=token, index=int(np.searchsorted(found.positions, token))

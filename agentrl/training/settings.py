@@ -238,8 +238,15 @@ class TrainingSettings(_Settings):
     loads kernels, trains longer micro-batches or writes its part of a large checkpoint"""
 
     def stage_that_runs(self, *, bfloat16: bool) -> int:
-        """DeepSpeed's stage: below 2, bfloat16 would accumulate in bfloat16 (0) or stay on its GPU (1)."""
-        return max(self.zero_stage, 2) if bfloat16 else self.zero_stage
+        """DeepSpeed's stage.
+
+        Below 2, bfloat16 would accumulate in bfloat16 (0) or stay on its GPU (1). At 2, float32 with an offloaded
+        optimizer runs as 1: DeepSpeed 0.19 adds up wrong gradients there once a backward fills several reduction
+        buckets, and it keeps the gradients on the device at both stages.
+        """
+        if bfloat16:
+            return max(self.zero_stage, 2)
+        return 1 if self.zero_stage == 2 and self.offload == "optimizer" else self.zero_stage
 
 
 class CheckpointSettings(_Settings):

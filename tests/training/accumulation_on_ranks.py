@@ -1,6 +1,7 @@
-"""Gradients of bfloat16 weights over many micro-batches, on as many ranks as the environment says: ``OUTPUT``.
+"""Gradients over many micro-batches, on as many ranks as the environment says: ``OUTPUT``.
 
-Run by test_accumulation.py in processes of its own; rank 0 writes what came out, by ZeRO stage and micro-batches.
+Run by test_accumulation.py in processes of its own; rank 0 writes what came out, by ZeRO stage and micro-batches, and
+the norms of a model whose gradients fill several of DeepSpeed's reduction buckets, by stage and offload.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ from typing import Any
 import torch
 from deepspeed.utils import safe_get_full_optimizer_state
 from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from agentrl.models.policy import PolicyModel
+from agentrl.training.engine import deepspeed_engine
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 
 STAGES = (0, 1, 2, 3)
 COUNTS = (1, 8, 64, 512)
 CLIP = 0.5
+OFFLOADS = ("0 none", "1 optimizer", "2 none", "2 optimizer", "3 optimizer", "3 all")
+BUCKET = 1000  # elements; the model has 7,000
 
 
 class Products(nn.Module):
@@ -55,10 +61,47 @@ def accumulate(stage: int, micro_batches: int) -> dict[str, Any]:
     }
 
 
+def policy() -> PolicyModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return PolicyModel(Qwen2ForCausalLM(Qwen2Config(vocab_size=100, num_key_value_heads=1, **sizes)))
+
+
+def norms(kind: str) -> list[float]:
+    """The gradient norms of two updates over three micro-batches each, the same on every rank."""
+    stage, offload = kind.split()
+    engine = TrainingEngine(
+        policy(),
+        optimizer=OptimizerSettings(learning_rate=0.01),
+        training=TrainingSettings(zero_stage=int(stage), persistence_threshold=0, offload=offload),
+        bfloat16=False,
+        updates=2,
+    )
+    draw = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(2):
+        for ids in torch.randint(0, 100, (3, 2, 12), generator=draw):
+            statistics, _ = engine(ids, torch.tensor([4, 4]), ids[:, 4:], torch.ones(2, 8, dtype=torch.bool))
+            engine.backward(-statistics.log_probs.mean())
+        found.append(float(engine.step()))
+    return found
+
+
+def with_small_buckets(*given: Any, **named: Any) -> dict[str, Any]:
+    config = _plain_config(*given, **named)
+    config["zero_optimization"]["reduce_bucket_size"] = BUCKET
+    return config
+
+
+_plain_config = deepspeed_engine.deepspeed_config
+
+
 def main() -> None:
     rank, _ = start_distributed(deadline=600.0)
     torch.set_num_threads(1)
-    results = {(stage, count): accumulate(stage, count) for stage in STAGES for count in COUNTS}
+    results: dict[Any, Any] = {(stage, count): accumulate(stage, count) for stage in STAGES for count in COUNTS}
+    deepspeed_engine.deepspeed_config = with_small_buckets
+    results |= {kind: norms(kind) for kind in OFFLOADS}
     if rank == 0:
         torch.save(results, sys.argv[1])
     # A rank that is gone while the other still talks to it can abort the other's end.

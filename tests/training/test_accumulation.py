@@ -1,4 +1,4 @@
-"""bfloat16 weights, float32 gradients: over how many micro-batches and ranks an update is spread does not matter."""
+"""Over how many micro-batches, ranks and reductions an update is spread does not matter, also with offloading."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import finish, start_ranks
 
-from .accumulation_on_ranks import CLIP, COUNTS, STAGES
+from .accumulation_on_ranks import CLIP, COUNTS, OFFLOADS, STAGES
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).with_name("accumulation_on_ranks.py")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[tuple[int, int], Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[Any, Any]]:
     """What one rank and two ranks found, run side by side."""
     folder = tmp_path_factory.mktemp("accumulation")
     started = {ranks: start_ranks(SCRIPT, [folder / f"{ranks}.pt"] * ranks) for ranks in (1, 2)}
@@ -30,10 +30,16 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[tuple[in
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("count", COUNTS)
 def test_no_micro_batch_is_lost_in_rounding(
-    results: dict[int, dict[tuple[int, int], Any]], ranks: int, stage: int, count: int
+    results: dict[int, dict[Any, Any]], ranks: int, stage: int, count: int
 ) -> None:
     found = results[ranks][stage, count]
     norm = float(found["exact"].norm())
     assert norm > 2 * CLIP
     assert found["norm"] == pytest.approx(norm, rel=1e-5)
     torch.testing.assert_close(found["gradient"], found["exact"] * CLIP / norm, rtol=2e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", OFFLOADS)
+def test_several_reductions_a_backward_add_up(results: dict[int, dict[Any, Any]], ranks: int, kind: str) -> None:
+    assert results[ranks][kind] == pytest.approx(results[1]["0 none"], rel=1e-5)
