@@ -84,7 +84,10 @@ class LocalCluster:
         if self._gpus is None:
             return [HERE]
         if bundle.gpus > len(self._gpus):
-            raise SettingsError(f"{bundle.holds}: only {len(self._gpus)} GPUs are visible, and every rank needs one")
+            raise SettingsError(
+                f"training.num_processes={bundle.gpus}: only {len(self._gpus)} GPUs are visible, "
+                "and every rank needs one"
+            )
         return [replace(HERE, gpus=tuple(self._gpus[: bundle.gpus]))]
 
     def start(self, spec: ProcessSpec, place: Place) -> LocalProcess:

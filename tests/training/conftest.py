@@ -15,8 +15,8 @@ import pytest
 from shared import made_once
 from warm import WarmPopen
 
-collect_ignore = ["runs_that_are_stopped.py", "stopping_env.py"]
-"""What the runs of test_signals.py import, with this folder on their path."""
+collect_ignore = ["runs_that_are_stopped.py", "shortage_on_ranks.py", "stopping_env.py"]
+"""Scripts and modules that are run with this folder on their path."""
 
 SMALL = ["--config", "tiny", "model.tiny.hidden_size=48", "model.tiny.layers=2", "coldstart.count=1024"]
 DEADLINE = 900.0

@@ -262,7 +262,8 @@ def test_advantages_follow_from_the_stored_statistics_to_the_last_digit(stored: 
     ranks, part = split.split("/")
     folder = stored / ranks / case / part
     if not folder.exists():
-        pytest.skip("this case has whole groups only")
+        assert part == "rows"  # a case with whole groups only
+        return
     step = read_step(RunDirectory(folder), 1)
     assert not step.problems
     trained = [item for item in step.trajectories if item.tokens is not None]
