@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -32,24 +33,24 @@ class AgentFailureError(Exception):
     """The agent crashed or gave no reward: its rollout is no data."""
 
 
-class AgentProgram:
-    """Plays problems through the gateway; this one has nothing to prepare, to wait for or to release."""
+class AgentProgram(ABC):
+    """Plays problems through the gateway; without more it has nothing to prepare, to wait for or to release."""
 
-    async def open(self, server: AgentGateway) -> None:
+    async def open(self, server: AgentGateway) -> None:  # noqa: B027 - most have nothing to do
         """Get to know the server."""
 
-    async def ready(self, access: Access) -> None:
+    async def ready(self, access: Access) -> None:  # noqa: B027 - most have nothing to do
         """Return when the program begins with a rollout, whose deadline counts from then."""
 
+    @abstractmethod
     async def run(self, problem: Problem, access: Access) -> float | None:
         """The reward; None if the program leaves it to others. Raises AgentFailureError. May be cancelled."""
-        raise NotImplementedError
 
+    @abstractmethod
     def describe(self) -> str:
         """A line for the console."""
-        raise NotImplementedError
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027 - most have nothing to do
         """End what does not end with its rollout."""
 
 

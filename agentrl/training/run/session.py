@@ -95,24 +95,13 @@ class Session:
             updates=updates,
         )
         self._adapter = adapter_record(settings.model.lora, base=path)
-        self._reference_path = reference_path(settings.kl, path)
         has_critic = "values" in needs(objective).inputs
         self._critic = open_critic(settings, start=path, updates=updates) if has_critic else None
         self._budget = MicroBatchBudget(
             settings.training.micro_batch_tokens, self._checkpoints.parent, told=console.warning, writes=rank == 0
         )
-        self._trainer = Trainer(
-            self._engine,
-            objective,
-            temperature=settings.rollout.temperature,
-            pad_id=TextCodec(self._tokenizer).pad_id,
-            fidelity_bound=FIDELITY_BOUNDS[settings.model.dtype],
-            reference=None
-            if self._reference_path is None
-            else open_reference(self._reference_path, settings, self._engine, start=path),
-            critic=self._critic,
-            budget=self._budget,
-        )
+        self._reference_path = reference_path(settings.kl, path)
+        self._trainer = self._open_trainer(objective)
         self._tokens = TokenWriter(self._checkpoints.parent, settings.telemetry, objective, self._engine.groups)
         self._engines: dict[str, TrainingEngine[nn.Module]] = {"engine": self._engine}
         if self._critic is not None:
@@ -123,14 +112,32 @@ class Session:
         self._moves_state = engine_facts(settings.rollout).shares_gpus and settings.training.offload == "none"
         self._make_room()
         self._service = self._open_service(path)
-        self._sender = WeightSender(
+        self._sender = self._open_sender()
+
+    def _open_trainer(self, objective: ObjectiveSettings) -> Trainer:
+        settings, reference = self._settings, None
+        if self._reference_path is not None:
+            reference = open_reference(self._reference_path, settings, self._engine, start=self._start)
+        return Trainer(
+            self._engine,
+            objective,
+            temperature=settings.rollout.temperature,
+            pad_id=TextCodec(self._tokenizer).pad_id,
+            fidelity_bound=FIDELITY_BOUNDS[settings.model.dtype],
+            reference=reference,
+            critic=self._critic,
+            budget=self._budget,
+        )
+
+    def _open_sender(self) -> WeightSender:
+        return WeightSender(
             self._service,
             self._engine,
             folder=self._checkpoints.parent / ".weights",
-            console=console,
-            lora=settings.model.lora,
-            base=path,
-            host=_own_address() if settings.rollout.vllm.placement == "external" else "127.0.0.1",
+            console=self._console,
+            lora=self._settings.model.lora,
+            base=self._start,
+            host=_own_address() if self._settings.rollout.vllm.placement == "external" else "127.0.0.1",
         )
 
     def _open_service(self, path: str) -> RolloutService:
