@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from step_on_record import CASES, WHOLE_GROUPS, Case, _flat, critic_of, reference_of, rollout_batch, tiny_model
+from step_on_record import CASES, WHOLE_GROUPS, Case, _flat, critic_of, rollout_batch, tiny_model, trainer_of
 from torch import Tensor, nn
 
 from agentrl.errors import WorldError
@@ -20,7 +20,6 @@ from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distr
 from agentrl.training.engine.memory import MicroBatchBudget, ShortageError
 from agentrl.training.settings import OptimizerSettings
 from agentrl.training.step.batching import plan_step
-from agentrl.training.step.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,16 +106,7 @@ def step(run: Run, *, budget: int, short: bool) -> dict[str, Any]:
         small_buckets(critic.engine)
     told: list[str] = []
     tokens = MicroBatchBudget(budget, None, told=told.append, writes=False)
-    trainer = Trainer(
-        engine,
-        settings,
-        temperature=0.8,
-        pad_id=0,
-        fidelity_bound=1e9,
-        reference=reference_of(case) if case.kl else None,
-        critic=critic,
-        budget=tokens,
-    )
+    trainer = trainer_of(case, engine, settings, critic, budget=tokens)
     if run.memory is not None and short:
         module = critic.engine.module if run.of_critic and critic is not None else model
         run_out(next(item for item in module.modules() if isinstance(item, nn.ModuleList)), run.memory, engine)

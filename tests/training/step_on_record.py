@@ -23,6 +23,7 @@ from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.token_file import write_tokens
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, start_distributed
 from agentrl.training.engine.groups import rank_groups
+from agentrl.training.engine.memory import MicroBatchBudget
 from agentrl.training.run.token_writer import token_facts
 from agentrl.training.settings import (
     AlgorithmSettings,
@@ -281,15 +282,7 @@ def step(case: Case, *, groups: int = GROUPS, folder: Path | None = None) -> dic
     )
     plans = plan_step(record, settings, budget=case.budget, ranks=engine.groups.replicas)
     critic = critic_of(case) if settings.algorithm.estimator == "gae" else None
-    trainer = Trainer(
-        engine,
-        settings,
-        temperature=0.8,
-        pad_id=0,
-        fidelity_bound=1e9,
-        reference=reference_of(case) if case.kl else None,
-        critic=critic,
-    )
+    trainer = trainer_of(case, engine, settings, critic)
     if case.zero_stage == 3:
         assert not any(item.numel() for item in model.parameters()), "not sharded as meant"
     critic_before = _flat(critic.engine.module) if critic is not None else torch.zeros(())
@@ -312,6 +305,25 @@ def step(case: Case, *, groups: int = GROUPS, folder: Path | None = None) -> dic
         "micro_batches": [len(update.micro_batches) for update in plans[0].updates],
         "one_forward": plans[0].passes.one_forward,
     }
+
+
+def trainer_of(
+    case: Case,
+    engine: TrainingEngine[PolicyModel],
+    settings: ObjectiveSettings,
+    critic: Critic | None,
+    budget: MicroBatchBudget | None = None,
+) -> Trainer:
+    return Trainer(
+        engine,
+        settings,
+        temperature=0.8,
+        pad_id=0,
+        fidelity_bound=1e9,
+        reference=reference_of(case) if case.kl else None,
+        critic=critic,
+        budget=budget,
+    )
 
 
 def reference_of(case: Case) -> Reference:
