@@ -194,16 +194,19 @@ async def test_its_count_of_tokens_grows_while_a_turn_is_sampled(policy: Path, a
     replica = Replica(address)
     await host.engine.open()
     try:
-        before = await replica.tokens_so_far()
-        assert before is not None
-        long = asyncio.create_task(turn(host.engine, (5, 6, 7), "slow", max_tokens=600, seed=3))
-        counts = {before}
-        while not long.done():
+        for seed in range(8):  # a busy machine may answer the first question only when the turn has ended
+            before = await replica.tokens_so_far()
+            assert before is not None
+            long = asyncio.create_task(turn(host.engine, (5, 6, 7), f"slow-{seed}", max_tokens=600, seed=seed))
+            counts = {before}
+            while not long.done():
+                counts.add(await replica.tokens_so_far() or 0)
+            taken = len((await long).token_ids)
             counts.add(await replica.tokens_so_far() or 0)
-        taken = len((await long).token_ids)
-        counts.add(await replica.tokens_so_far() or 0)
-        assert max(counts) >= before + taken
-        assert len(counts) > 2  # not only when it has ended
+            assert max(counts) >= before + taken
+            if len(counts) > 2:
+                return
+        pytest.fail("the count grew only when a turn had ended")
     finally:
         await replica.close()
         await host.engine.close()
