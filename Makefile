@@ -46,6 +46,7 @@ format: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate_configuration.py
+	$(BIN)/python docs/generate_metrics.py
 
 setup: $(STAMP)
 

@@ -2,8 +2,8 @@
 
 ``train``, ``evaluate`` and ``load_run`` are the command line's commands for scripts and notebooks; ``play`` tries an
 environment without a model. What users add by name is registered by decorators: ``register_estimator``,
-``register_loss``, ``register_environment``, ``register_protocol``, ``register_tool`` and ``register_reward``. They are
-imported when they are used.
+``register_loss``, ``register_metric``, ``register_environment``, ``register_protocol``, ``register_tool`` and
+``register_reward``. They are imported when they are used.
 """
 
 import importlib
@@ -17,6 +17,7 @@ _FACE = {
     "register_environment": "agentrl_envs.registry",
     "register_estimator": "agentrl.algorithms",
     "register_loss": "agentrl.algorithms",
+    "register_metric": "agentrl.telemetry.metrics.definitions",
     "register_protocol": "agentrl_envs.registry",
     "register_reward": "agentrl_envs.registry",
     "register_tool": "agentrl_envs.registry",

@@ -43,9 +43,10 @@ def block(page: str, words: str) -> str:
     return found
 
 
-def test_the_configuration_page_is_what_the_models_say() -> None:
-    done = subprocess.run([sys.executable, ROOT / "docs" / "generate_configuration.py", "--check"])
-    assert done.returncode == 0, "docs/configuration.md is out of date: make docs"
+@pytest.mark.parametrize("page", ["configuration", "metrics"])
+def test_a_generated_page_is_what_the_code_says(page: str) -> None:
+    done = subprocess.run([sys.executable, ROOT / "docs" / f"generate_{page}.py", "--check"])
+    assert done.returncode == 0, f"docs/{page}.md is out of date: make docs"
 
 
 def test_every_setting_is_on_the_page_with_a_meaning() -> None:

@@ -15,6 +15,7 @@ from agentrl.rollout.schedule import Schedule
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.sources import BackgroundSource, OnDemandSource, RolloutSource
 from agentrl.rollout.work_queue import QueueState, WorkQueue
+from agentrl.telemetry.metrics.definitions import user_metrics
 from agentrl.trajectory import Group
 
 
@@ -88,6 +89,8 @@ class RolloutWorker:
             "groups/skipped_long_prompt": self._queue.take_skipped(),
             "time/rollout_s": loop.time() - began,
         }
+        data = [item for group in played for item in group.trajectories if not item.no_data]
+        metrics |= user_metrics(data, metrics)
         self._check_staleness(step, metrics.get("staleness/max", 0))
         self._clock.collected()
         return RolloutBatch(

@@ -22,6 +22,7 @@ class Alarm:
     """A rule with what it watches for and what to try."""
 
     name: str
+    metrics: tuple[str, ...]  # what the rule reads, by its name in the catalogue
     rings: str  # when, with the threshold
     advice: str
     rule: Rule
@@ -149,72 +150,84 @@ def infrastructure(rows: Sequence[Metrics]) -> str | None:
 ALARMS = (
     Alarm(
         name="entropy_collapse",
+        metrics=("policy/entropy",),
         rings="5-step mean of `policy/entropy` under 0.02 nats and under a tenth of the first 5 steps'",
         advice="lower optimizer.learning_rate, raise algorithm.clip_high, or set algorithm.entropy_coefficient",
         rule=entropy_collapse,
     ),
     Alarm(
         name="reward_collapse",
+        metrics=("reward/mean",),
         rings="5-step mean of `reward/mean` under its best by 5 standard errors (the largest) and half of the range",
         advice="go back to a checkpoint with a lower optimizer.learning_rate; look at the trajectories of the fall",
         rule=reward_collapse,
     ),
     Alarm(
         name="gradient_spike",
+        metrics=("policy/gradient_norm",),
         rings="5-step median of `policy/gradient_norm` over 10 times that of the 20 before, and over all before",
         advice="look at the step's tokens with the largest share (agentrl explain); lower optimizer.gradient_clip",
         rule=gradient_spike,
     ),
     Alarm(
         name="engine_difference",
+        metrics=("policy/engine_abs_diff",),
         rings="5-step mean of `policy/engine_abs_diff` over 0.005 nats and over 5 times the first 5 steps'",
         advice="set correction.weights=token, or a wider dtype on one side; see docs/rollout.md",
         rule=engine_difference,
     ),
     Alarm(
         name="perplexity_gap",
+        metrics=("policy/log_ppl_gap",),
         rings="5-step mean of `policy/log_ppl_gap` over 0.1 nats a token",
         advice="lower the staleness (rollout.schedule) or mask what is far off (correction.ratio_mask=geometric)",
         rule=perplexity_gap,
     ),
     Alarm(
         name="void_share",
+        metrics=("rollout/ended/{ending}",),
         rings="over half of the rollouts of 5 steps ended with a void turn",
         advice="raise rollout.max_turn_tokens, or start from a policy that knows the protocol (agentrl coldstart)",
         rule=void_share,
     ),
     Alarm(
         name="truncated_share",
+        metrics=("rollout/ended/{ending}",),
         rings="over half of the rollouts of 5 steps ended at a limit",
         advice="raise rollout.max_response_tokens or environment.max_turns, or set reward.overlong_buffer",
         rule=truncated_share,
     ),
     Alarm(
         name="tool_failures",
+        metrics=("rollout/tool_outcome/{outcome}",),
         rings="over half of the tool calls of 5 steps failed, and over twice the share of the first 5 steps",
         advice="read what the failing programs print; raise environment.execution_timeout if they time out",
         rule=tool_failures,
     ),
     Alarm(
         name="no_signal",
+        metrics=("groups/trained",),
         rings="no group was trained in 5 steps in a row",
         advice="mix in easier or harder problems, raise rollout.group_size, or set rollout.max_extra_rounds",
         rule=no_signal,
     ),
     Alarm(
         name="length_explosion",
+        metrics=("rollout/model_tokens_mean",),
         rings="5-step mean of `rollout/model_tokens_mean` over 3 times the first 5 steps'",
         advice="read the longest trajectories; set reward.overlong_buffer, or aggregate by token_mean",
         rule=length_explosion,
     ),
     Alarm(
         name="staleness",
+        metrics=("staleness/mean",),
         rings="5-step mean of `staleness/mean` over 4 steps",
         advice="lower rollout.max_staleness, or give rollouts more of the hardware",
         rule=staleness,
     ),
     Alarm(
         name="infrastructure",
+        metrics=("groups/infrastructure_failures",),
         rings="over a tenth of the rollouts of 5 steps failed outside the policy",
         advice="look at the sandbox and the servers (agentrl doctor); the run's console names the errors",
         rule=infrastructure,

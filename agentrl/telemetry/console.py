@@ -13,6 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from agentrl.telemetry.metrics.catalogue import METRICS
+from agentrl.telemetry.metrics.definitions import USER_METRICS
 from agentrl.telemetry.settings import TelemetrySettings
 
 _RECENT = 20  # steps behind the running average and the time left
@@ -129,10 +131,8 @@ def describe(metrics: Mapping[str, float], average_reward: float | None) -> str:
         parts.append(f"correct {metrics['eval/correct']:.3f}")
     if "policy/loss" in metrics and "reward/mean" not in metrics:
         parts.append(f"loss {metrics['policy/loss']:.3f}")
-    if "policy/entropy" in metrics:
-        parts.append(f"entropy {metrics['policy/entropy']:.3f}")
-    if "rollout/turns_mean" in metrics:
-        parts.append(f"turns {metrics['rollout/turns_mean']:.1f}")
+    known = [*METRICS.values(), *(USER_METRICS[name].metric for name in USER_METRICS.names())]
+    parts += [one.console.format(metrics[one.name]) for one in known if one.console and one.name in metrics]
     if "tokens_per_s" in metrics:
         rate = metrics["tokens_per_s"]
         parts.append(f"{rate / 1000:.1f}k tokens/s" if rate >= 1000 else f"{rate:.0f} tokens/s")

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.telemetry.files import atomic_write
+from agentrl.telemetry.metrics.catalogue import METRICS
+from agentrl.telemetry.metrics.definitions import USER_METRICS, Metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +42,7 @@ def draw_plots(rows: Iterable[Row], folder: Path) -> list[Path]:
     measured = list(rows)
     drawn: list[Panel] = []
     files = []
-    for panel in PANELS:
+    for panel in (*PANELS, *_user_panels()):
         figure = _figure(6.4, 4.0)
         if _draw(panel, figure.add_subplot(), measured):
             drawn.append(panel)
@@ -155,11 +157,11 @@ def _evaluation(axes: Axes, rows: Sequence[Row]) -> bool:
     return True
 
 
-def _lines(label: str, *lines: tuple[str, str | None, str], logarithmic: bool = False) -> Draw:
-    """Draws lines of (key, name, color), on request on a logarithmic axis where anything is above zero."""
+def _lines(label: str, lines: Mapping[str, str], *, logarithmic: bool = False) -> Draw:
+    """Draws metrics by name in these colors, on request on a logarithmic axis where anything is above zero."""
 
     def draw(axes: Axes, rows: Sequence[Row]) -> bool:
-        drawn = [key for key, name, color in lines if _line(axes, rows, key, name, color)]
+        drawn = [key for key, color in lines.items() if _line(axes, rows, key, METRICS[key].label, color)]
         if logarithmic and any(value > 0 for key in drawn for value in series(rows, key)[1]):
             axes.set_yscale("log", nonpositive="mask")
         axes.set_ylabel(label)
@@ -185,23 +187,41 @@ def _endings(axes: Axes, rows: Sequence[Row]) -> bool:
     return True
 
 
-_PROXY = ("variance/diagonal_proxy", "diagonal proxy", BLUE)
-_POWER = ("variance/head_exact_P", "head exact: P, power", ORANGE)
-_SIGNAL = ("variance/head_exact_S", "head exact: S, signal", GREEN)
-_EXACT = ("variance/head_exact_var", "head exact: variance", RED)
-_TURNS = ("rollout/turns_mean", "turns", BLUE)
-_CALLS = ("rollout/tool_calls_mean", "tool calls", ORANGE)
-_WHOLE = ("rollout/response_tokens_mean", "with observations", BLUE)
-_OWN = ("rollout/model_tokens_mean", "the model's own", GREEN)
-_K3 = ("policy/kl_engine_k3", "KL, k3 estimate (nats per token)", BLUE)
-_DIFFERENCE = ("policy/engine_abs_diff", "mean |log-prob difference|", ORANGE)
+def _single(metric: Metric, color: str) -> Draw:
+    """Draws one metric; the axis has its name and unit."""
 
-_entropy = _lines("entropy (nats per token)", ("policy/entropy", None, VIOLET))
-_gradient_norm = _lines("gradient norm before clipping", ("policy/gradient_norm", None, ORANGE))
-_variance = _lines("gradient variance (squared norm)", _PROXY, _POWER, _SIGNAL, _EXACT, logarithmic=True)
-_tool_use = _lines("mean per trajectory", _TURNS, _CALLS)
-_length = _lines("tokens per trajectory", _WHOLE, _OWN)
-_engine_policy = _lines("engine against policy", _K3, _DIFFERENCE, logarithmic=True)
+    def draw(axes: Axes, rows: Sequence[Row]) -> bool:
+        axes.set_ylabel(
+            f"{metric.label or metric.name} ({metric.unit})" if metric.unit else metric.label or metric.name
+        )
+        return _line(axes, rows, metric.name, None, color)
+
+    return draw
+
+
+def _user_panels() -> list[Panel]:
+    entries = [USER_METRICS[name] for name in USER_METRICS.names()]
+    return [
+        Panel(file=f"{own.metric.name.replace('/', '_')}.png", title=own.metric.name, draw=_single(own.metric, BLUE))
+        for own in entries
+        if own.plot
+    ]
+
+
+_VARIANCE = {
+    "variance/diagonal_proxy": BLUE,
+    "variance/head_exact_P": ORANGE,
+    "variance/head_exact_S": GREEN,
+    "variance/head_exact_var": RED,
+}
+_entropy = _single(METRICS["policy/entropy"], VIOLET)
+_gradient_norm = _single(METRICS["policy/gradient_norm"], ORANGE)
+_variance = _lines("gradient variance (squared norm)", _VARIANCE, logarithmic=True)
+_tool_use = _lines("mean per trajectory", {"rollout/turns_mean": BLUE, "rollout/tool_calls_mean": ORANGE})
+_length = _lines("tokens per trajectory", {"rollout/response_tokens_mean": BLUE, "rollout/model_tokens_mean": GREEN})
+_engine_policy = _lines(
+    "engine against policy", {"policy/kl_engine_k3": BLUE, "policy/engine_abs_diff": ORANGE}, logarithmic=True
+)
 
 PANELS = (
     Panel(file="reward.png", title="Training reward", draw=_reward),

@@ -15,6 +15,8 @@ import pytest
 from shared import made_once
 from warm import WarmPopen
 
+from agentrl.telemetry.metrics.catalogue import metric_of
+
 collect_ignore = ["runs_that_are_stopped.py", "shortage_on_ranks.py", "stopping_env.py"]
 """Scripts and modules that are run with this folder on their path."""
 
@@ -107,7 +109,11 @@ class CommandLine:
         path = self.folder / "runs" / name / "metrics.jsonl"
         if not path.exists():
             return []
-        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        rows = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        assert {key for row in rows for key in row if metric_of(key) is None} == set(), (
+            "not in the catalogue of metrics"
+        )
+        return rows
 
     def steps(self, name: str) -> list[int]:
         """The trained steps in the order of their rows."""

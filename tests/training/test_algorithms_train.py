@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 from warm import run_warm
 
+from agentrl.telemetry.metrics.catalogue import METRICS, SECTIONS, metric_of
+from agentrl.telemetry.metrics.definitions import EVERY_STEP
 from agentrl.telemetry.run_directory import RunDirectory
 
 pytestmark = pytest.mark.slow
@@ -64,6 +66,18 @@ def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "policy" / "model.safetensors")
+
+
+def test_every_metric_is_in_the_catalogue_and_every_unconditional_one_in_every_step(runs: Path) -> None:
+    trained = [set(row) for name in NAMES for row in steps(runs / name)]
+    assert {key for row in trained for key in row if metric_of(key) is None} == set()
+    always = {metric.name for metric in METRICS.values() if metric.when == EVERY_STEP}
+    assert set.intersection(*trained) >= always
+    every = {key for name in NAMES for row in RunDirectory(runs / name).metrics() for key in row}
+    assert {key for key in every if metric_of(key) is None} == set()
+    complete = ("Reward", "Groups", "Rollout correction", "Critic", "Reference policy", "Time")
+    listed = {metric.name for section in complete for metric in SECTIONS[section]}
+    assert listed - every == {"rewards/{function}"}
 
 
 def test_ppo_trains_a_critic_and_adapts_its_penalty(runs: Path) -> None:

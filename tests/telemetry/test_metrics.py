@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from agentrl.telemetry.alarms import ALARMS
+from agentrl.telemetry.console import describe
+from agentrl.telemetry.metrics.catalogue import METRICS, SECTIONS, metric_of
+from agentrl.telemetry.metrics.definitions import USER_METRICS, register_metric, user_metrics
+from agentrl.telemetry.plots import draw_plots
+
+ROOT = Path(__file__).parents[2]
+CODE = {
+    file: file.read_text(encoding="utf-8")
+    for file in (ROOT / "agentrl").rglob("*.py")
+    if file.name != "catalogue.py" and "telemetry" not in file.parts
+}
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """Leaves no metric behind."""
+    yield
+    USER_METRICS._entries.clear()
+
+
+def test_names_are_unique_and_every_metric_says_what_it_is() -> None:
+    assert len(METRICS) == sum(map(len, SECTIONS.values()))
+    assert [metric.name for metric in METRICS.values() if not metric.meaning.endswith(".")] == []
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_metric_is_measured_somewhere(name: str) -> None:
+    """Its last word, or that of its family, is spelled in the code that measures it."""
+    word = re.sub(r"/?_?\{\w+\}$", "", name).rpartition("/")[2]
+    assert any(re.search(rf"\b_?{word}\b|{word}_", text) for text in CODE.values()), name
+
+
+def test_a_key_belongs_to_one_metric() -> None:
+    assert metric_of("rollout/ended/token_limit") is METRICS["rollout/ended/{ending}"]
+    assert metric_of("gateway/miss_tools") is METRICS["gateway/miss_{cause}"]
+    assert metric_of("eval_falsified/avg_at_k") is METRICS["eval_falsified/{figure}"]
+    assert metric_of("rollout/ended/") is None
+    assert metric_of("reward/means") is None
+
+
+def test_what_others_read_is_in_the_catalogue() -> None:
+    assert {name for alarm in ALARMS for name in alarm.metrics} <= set(METRICS)
+    panels = (ROOT / "agentrl" / "viewer" / "static" / "panels.js").read_text(encoding="utf-8")
+    shown = re.findall(r'"([a-z_]+/\w+)"', panels)
+    assert [name for name in shown if metric_of(name) is None] == []
+    assert len(shown) > 15
+
+
+def test_a_metric_of_a_plug_in_is_measured_shown_and_drawn(tmp_path: Path) -> None:
+    @register_metric("own/length", unit="calls", meaning="Calls of a trajectory.", console="calls {:.1f}")
+    def length(trajectories: list[SimpleNamespace]) -> float:
+        return sum(one.calls for one in trajectories) / len(trajectories)
+
+    @register_metric("own/nothing", unit="", meaning="Nothing.")
+    def nothing(trajectories: list[SimpleNamespace]) -> None:
+        return None
+
+    row = user_metrics([SimpleNamespace(calls=1), SimpleNamespace(calls=2)], {})
+    assert row == {"own/length": 1.5}
+    assert describe({"policy/entropy": 0.5, **row}, None) == "entropy 0.500  calls 1.5"
+    assert [file.name for file in draw_plots([{"step": 1, **row}], tmp_path)] == ["own_length.png", "overview.png"]
+    assert metric_of("own/length").unit == "calls"  # type: ignore[union-attr]
+
+
+def test_a_metric_that_fails_is_left_out_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    register_metric("bad/raises", unit="", meaning="Raises.")(lambda rows: 1 / 0)
+    register_metric("bad/infinite", unit="", meaning="No number.")(lambda rows: float("inf"))
+    register_metric("bad/taken", unit="", meaning="Another one's name.")(lambda rows: 1.0)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert user_metrics([], {"bad/taken"}) == {}
+    said = [record.message for record in caplog.records]
+    assert len(said) == 3
+    assert "'bad/raises' is left out: ZeroDivisionError: division by zero" in " ".join(said)
+    assert "inf is not finite" in " ".join(said)
+
+
+@pytest.mark.parametrize(
+    ("name", "console", "problem"),
+    [
+        ("length", "", "a name has a group and a slash"),
+        ("own/length", "{:.1f} {}", "cannot format a number"),
+        ("own/length", "calls", "shows no number"),
+    ],
+)
+def test_a_wrong_registration_says_what_is_wrong(name: str, console: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        register_metric(name, unit="", meaning="", console=console)
+
+
+def test_the_example_of_the_page_runs() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(example, "metrics.md", "exec"), {})
+    rows = [SimpleNamespace(ended="answered", tool_calls=(1, 2)), SimpleNamespace(ended="void_turn", tool_calls=())]
+    assert user_metrics(rows, {}) == {"search/calls_mean": 2.0}
