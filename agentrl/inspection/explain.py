@@ -12,20 +12,29 @@ import torch
 from agentrl.algorithms import ESTIMATORS, LOSSES, compute_advantages, policy_loss
 from agentrl.errors import SettingsError
 from agentrl.inspection.recompute import facts_of, recomputed, stored_inputs
+from agentrl.inspection.run_settings import load_run_plugins, model_path, run_settings
+from agentrl.inspection.token_text import token_text
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.stored_step import StoredStep, StoredTrajectory, read_step
 from agentrl.telemetry.tokens.token_file import TokenFacts
 from agentrl.telemetry.tokens.trajectory_tokens import RowKey, TrajectoryTokens
+from agentrl_envs.registry import UnknownNameError
+
+_AROUND = 40  # characters of the conversation that are shown before and after the token
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """One model token with what its gradient was made of. ``index`` counts the model tokens of its trajectory."""
+    """One model token with what its gradient was made of. ``index`` counts the model tokens of its trajectory.
+
+    ``pieces`` are the texts of the response's tokens, None without the run's tokenizer.
+    """
 
     step: StoredStep
     trajectory: StoredTrajectory
     position: int
     index: int
+    pieces: list[str | None]
 
     @property
     def tokens(self) -> TrajectoryTokens:
@@ -52,15 +61,25 @@ class Explanation:
         yield f"  it ended {record['ended']} with reward {sum(item['reward'] for item in record['segments']):.9g}"
         yield (
             f"token {self.position} of the response: model token {self.index} of {len(self.tokens)}, "
-            f"turn {columns['turn'][self.index]}, id {columns['token_id'][self.index]}"
+            f"turn {columns['turn'][self.index]}, id {columns['token_id'][self.index]}{self._text()}"
         )
+
+    def _text(self) -> str:
+        """The token with what stands before and after it; marks that cannot be seen are escaped."""
+        piece = self.pieces[self.position]
+        if piece is None:
+            return ""
+        before = "".join(text or "" for text in self.pieces[: self.position])[-_AROUND:]
+        after = "".join(text or "" for text in self.pieces[self.position + 1 :])[:_AROUND]
+        shown = repr(piece) if piece else "part of a character that a later token completes"
+        return f", {shown}\n  after {before!r}, before {after!r}"
 
     def _sampling(self) -> Iterator[str]:
         columns, own = self.trajectory.columns(), self.tokens
         engine, trainer = self.at(columns["engine_log_probs"]), self.at(own.log_probs)
         yield (
             f"log-probability: engine {engine:.9g} (policy version {columns['policy_version'][self.index]}), "
-            f"trainer {trainer:.9g}, difference {trainer - engine:.3g}; entropy {self.at(own.entropy):.4g}"
+            f"trainer {trainer:.9g}, difference {trainer - engine:.3g}; entropy {self.at(own.entropy):.5g}"
         )
 
     def _credit(self, facts: TokenFacts) -> Iterator[str]:
@@ -125,16 +144,26 @@ def explain(run: RunDirectory, *, step: int, trajectory: int, token: int) -> Exp
     if found.tokens is None:
         reasons = "; ".join(stored.problems) or "the filters left it out (see groups/... in metrics.jsonl)"
         raise SettingsError(f"step {step} did not train on trajectory {trajectory}: {reasons}")
+    text = token_text(run, model_path(run_settings(run)))
     return Explanation(
-        step=stored, trajectory=found, position=token, index=int(np.searchsorted(found.positions, token))
+        step=stored,
+        trajectory=found,
+        position=token,
+        index=int(np.searchsorted(found.positions, token)),
+        pieces=[piece for segment in found.record["segments"] for piece in text.pieces(segment["token_ids"])],
     )
 
 
-def explain_command(path: Path, *, step: int, trajectory: int, token: int) -> Iterator[str]:
-    """The lines of ``agentrl explain``."""
+def explain_command(path: Path, *, step: int, trajectory: int, token: int) -> list[str]:
+    """The lines of ``agentrl explain``, with the estimators and losses of the run's plug-ins."""
     if not (path / "config.yaml").is_file():
         raise SettingsError(f"{path} is not a run directory (it has no config.yaml)")
-    return explain(RunDirectory(path), step=step, trajectory=trajectory, token=token).lines()
+    run = RunDirectory(path)
+    problems = load_run_plugins(run)
+    try:
+        return list(explain(run, step=step, trajectory=trajectory, token=token).lines())
+    except UnknownNameError as error:
+        raise SettingsError("; ".join([str(error), *problems])) from error
 
 
 def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int) -> dict[RowKey, float]:

@@ -23,11 +23,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentrl.errors import AgentRLError, SettingsError
 from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.viewer.calculator import Calculator
 from agentrl.viewer.evaluation_page import evaluation_page, evaluation_summary, rollout_page
 from agentrl.viewer.library import Library
 from agentrl.viewer.metrics_file import read_new_rows
+from agentrl.viewer.queries import QueryError, asked_steps, position_of, search_of, what_if_question, whole
 from agentrl.viewer.run_facts import run_facts, run_summary
-from agentrl.viewer.step_table import Search, find_rows
+from agentrl.viewer.step_table import find_rows
 from agentrl.viewer.trajectory_page import trajectory_page
 
 STATIC = Path(__file__).parent / "static"
@@ -49,7 +51,7 @@ HEADERS = {
 Answer = Callable[[Request], object]
 
 
-def make_app(library: Library, *, token: str, charts: Path) -> Starlette:
+def make_app(library: Library, *, token: str, charts: Path, calculator: Calculator) -> Starlette:
     """The application. ``charts``: the file of the charts' library, served as it was installed."""
 
     def chart_library(_request: Request) -> Response:
@@ -58,7 +60,7 @@ def make_app(library: Library, *, token: str, charts: Path) -> Starlette:
     def page(_request: Request) -> Response:
         return FileResponse(STATIC / "index.html")
 
-    api = [Route(f"/api{path}", _endpoint(answer, token)) for path, answer in _answers(library).items()]
+    api = [Route(f"/api{path}", _endpoint(answer, token)) for path, answer in _answers(library, calculator).items()]
     return Starlette(
         routes=[
             Route("/", page),
@@ -74,7 +76,7 @@ def make_app(library: Library, *, token: str, charts: Path) -> Starlette:
     )
 
 
-def _answers(library: Library) -> Mapping[str, Answer]:
+def _answers(library: Library, calculator: Calculator) -> Mapping[str, Answer]:
     """What each address answers with."""
 
     def places(_request: Request) -> object:
@@ -94,18 +96,31 @@ def _answers(library: Library) -> Mapping[str, Answer]:
         return vars(found)
 
     def trajectories(request: Request) -> object:
-        run = library.run(request.path_params["id"])
-        steps = _asked_steps(run.trajectory_steps(), request)
+        run, given = library.run(request.path_params["id"]), request.query_params
+        steps = asked_steps(run.trajectory_steps(), given)
         if len(steps) == 1:
             run.check_stored(steps[0])
-        start = _position(request.query_params.get("after", "0:0"))
-        limit = min(_whole(request, "limit") or 1_000, 5_000)
-        found = find_rows(run, steps, _search(request), start=start, limit=limit, seconds=SEARCH_SECONDS)
+        start = position_of(given.get("after", "0:0"))
+        limit = min(whole(given, "limit") or 1_000, 5_000)
+        found = find_rows(run, steps, search_of(given), start=start, limit=limit, seconds=SEARCH_SECONDS)
         return {**vars(found), "next": None if found.next is None else "{}:{}".format(*found.next)}
 
     def trajectory(request: Request) -> object:
         place = request.path_params
         return trajectory_page(library.run(place["id"]), place["step"], place["number"])
+
+    def estimators(request: Request) -> object:
+        return calculator.ask(library.run(request.path_params["id"]).path, {"ask": "estimators"})
+
+    def what_if(request: Request) -> object:
+        place = request.path_params
+        question = {"step": place["step"], "trajectory": place["number"], **what_if_question(request.query_params)}
+        return calculator.ask(library.run(place["id"]).path, question)
+
+    def explanation(request: Request) -> object:
+        place = request.path_params
+        names = {"step": place["step"], "trajectory": place["number"], "token": place["token"]}
+        return calculator.ask(library.run(place["id"]).path, {"ask": "explain", **names})
 
     return {
         "/places": places,
@@ -113,6 +128,9 @@ def _answers(library: Library) -> Mapping[str, Answer]:
         "/runs/{id}/metrics": metrics,
         "/runs/{id}/trajectories": trajectories,
         "/runs/{id}/steps/{step:int}/{number:int}": trajectory,
+        "/runs/{id}/steps/{step:int}/{number:int}/tokens/{token:int}": explanation,
+        "/runs/{id}/steps/{step:int}/{number:int}/what_if": what_if,
+        "/runs/{id}/estimators": estimators,
         "/evaluations/{id}": lambda request: evaluation_page(library.evaluation(request.path_params["id"])),
         "/evaluations/{id}/{place:int}": lambda request: rollout_page(
             library.evaluation(request.path_params["id"]), request.path_params["place"]
@@ -133,7 +151,7 @@ def _endpoint(answer: Answer, token: str) -> Callable[[Request], Response]:
             return _json({"error": str(error)}, 404)
         except (AgentRLError, OSError) as error:
             return _json({"error": str(error)}, 503)
-        except _QueryError as error:
+        except QueryError as error:
             return _json({"error": str(error)}, 400)
 
     return endpoint
@@ -142,56 +160,6 @@ def _endpoint(answer: Answer, token: str) -> Callable[[Request], Response]:
 def _json(value: object, status: int) -> Response:
     # Texts may hold lone surrogates, which UTF-8 cannot express and JSON's escapes can.
     return Response(json.dumps(value, separators=(",", ":")), status_code=status, media_type="application/json")
-
-
-class _QueryError(ValueError):
-    """An address whose query has a value that cannot be read."""
-
-
-def _search(request: Request) -> Search:
-    given = request.query_params
-    return Search(
-        text=given.get("text", ""),
-        problem=given.get("problem", ""),
-        ended=given.get("ended", ""),
-        verdict=given.get("verdict", ""),
-        tool=given.get("tool", ""),
-        dropped=given.get("dropped", ""),
-        group=_whole(request, "group"),
-        least_reward=_number(request, "least_reward"),
-        most_reward=_number(request, "most_reward"),
-        least_turns=_whole(request, "least_turns"),
-        most_turns=_whole(request, "most_turns"),
-        least_staleness=_whole(request, "least_staleness"),
-    )
-
-
-def _asked_steps(stored: list[int], request: Request) -> list[int]:
-    """The stored steps from ``first`` to ``last``; a single step is asked for even where it is not stored."""
-    first, last = _whole(request, "first"), _whole(request, "last")
-    if first is not None and first == last:
-        return [first]
-    return [step for step in stored if (first is None or step >= first) and (last is None or step <= last)]
-
-
-def _position(text: str) -> tuple[int, int]:
-    step, _, number = text.partition(":")
-    if not (step.isdigit() and number.isdigit()):
-        raise _QueryError(f"after={text!r} is not STEP:NUMBER")
-    return int(step), int(number)
-
-
-def _whole(request: Request, name: str) -> int | None:
-    value = _number(request, name)
-    return None if value is None else int(value)
-
-
-def _number(request: Request, name: str) -> float | None:
-    text = request.query_params.get(name, "")
-    try:
-        return float(text) if text else None
-    except ValueError as error:
-        raise _QueryError(f"{name}={text!r} is not a number") from error
 
 
 class _Headers:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-import yaml
-
+from agentrl.inspection.run_settings import run_settings
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.viewer.metrics_file import read_new_rows
 
@@ -38,16 +37,9 @@ def run_facts(run: RunDirectory) -> dict[str, object]:
 
 def flat_settings(run: RunDirectory) -> dict[str, object]:
     """Every setting by its key, as on the command line; empty where ``config.yaml`` is damaged."""
-    try:
-        settings = yaml.load(run.config.read_bytes(), Loader=_LOADER)
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
     flat: dict[str, object] = {}
-    _flatten(settings, "", flat)
+    _flatten(run_settings(run), "", flat)
     return flat
-
-
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where libyaml is there
 
 
 def _flatten(value: object, key: str, flat: dict[str, object]) -> None:

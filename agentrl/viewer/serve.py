@@ -13,6 +13,7 @@ import uvicorn
 
 from agentrl.errors import SettingsError
 from agentrl.viewer.app import make_app
+from agentrl.viewer.calculator import Calculator
 from agentrl.viewer.library import Library
 
 HOST = "127.0.0.1"
@@ -25,8 +26,9 @@ def view_command(paths: Sequence[Path], *, port: int | None, browse: bool, echo:
     charts = chart_library()
     listener = listen(port)
     token = secrets.token_urlsafe(16)
+    calculator = Calculator()
     config = uvicorn.Config(
-        make_app(library, token=token, charts=charts),
+        make_app(library, token=token, charts=charts, calculator=calculator),
         lifespan="off",
         log_level="warning",
         access_log=False,
@@ -38,7 +40,10 @@ def view_command(paths: Sequence[Path], *, port: int | None, browse: bool, echo:
     echo(f"{address}\nCtrl-C ends the viewer")
     if browse:
         webbrowser.open(address)
-    uvicorn.Server(config).run([listener])
+    try:
+        uvicorn.Server(config).run([listener])
+    finally:
+        calculator.close()
 
 
 def chart_library() -> Path:

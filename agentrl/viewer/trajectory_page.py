@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 
 from agentrl.errors import AgentRLError, SettingsError
+from agentrl.inspection.json_values import drawn_places, finite
+from agentrl.inspection.run_settings import model_path, run_settings
+from agentrl.inspection.token_text import TokenText, token_text
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.stored_step import StoredStep, StoredTrajectory, read_step
 from agentrl.telemetry.tokens.token_file import TokenFile
 from agentrl.telemetry.tokens.trajectory_tokens import RowKey
-from agentrl.viewer.run_facts import flat_settings
 from agentrl.viewer.step_table import step_rows
-from agentrl.viewer.token_text import TokenText, token_text
 
 _NO_FIELDS = ("position", "index", "token_id")  # places and ids, which the page shows otherwise
-_POINTS = 1_000  # of a sibling's curve, at most: every second, third, ... token of a longer one
 
 
 def trajectory_page(run: RunDirectory, step: int, number: int) -> dict[str, object]:
@@ -28,7 +28,7 @@ def trajectory_page(run: RunDirectory, step: int, number: int) -> dict[str, obje
         raise SettingsError(f"{run.path} has trajectories 0 to {len(rows) - 1} at step {step}, and no {number}")
     stored = read_step(run, step, groups={rows[number]["group"]})
     (chosen,) = (item for item in stored.trajectories if item.number == number)
-    text = token_text(run, flat_settings(run).get("model.path"))
+    text = token_text(run, model_path(run_settings(run)))
     record = chosen.record
     return {
         "row": rows[number],
@@ -74,9 +74,10 @@ def _sibling(stored: StoredStep, item: StoredTrajectory, row: dict[str, object])
     about: dict[str, object] = {name: row[name] for name in facts}
     about["text"] = "".join(segment["text"] for segment in item.record["segments"])
     if item.tokens is not None:
-        places = np.arange(0, len(item.tokens), max(1, -(-len(item.tokens) // _POINTS)))
+        places = drawn_places(len(item.tokens))
         curves = (stored.realized_energies[item.key], item.tokens.baselines, item.tokens.advantages)
         names = ("realized_energy", "baselines", "advantages")
+        about["mean_advantage"] = float(item.tokens.advantages.mean())
         about["index"] = places.tolist()
         about["curves"] = {name: finite(curve[places]) for name, curve in zip(names, curves, strict=True)}
     return about
@@ -97,11 +98,3 @@ def _cached_power(files: tuple[Path, ...], _changed: tuple[int, ...]) -> float:
         except AgentRLError:
             continue  # named beside the trajectory, with the other problems of the step
     return sum(rows.values())
-
-
-def finite(values: np.ndarray) -> list[object]:
-    """The exact values as JSON can hold them; None for what is not a finite number."""
-    listed: list[object] = values.tolist()
-    if values.dtype.kind == "f" and not np.isfinite(values).all():
-        return [value if kept else None for value, kept in zip(listed, np.isfinite(values), strict=True)]
-    return listed

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from viewer.made_run import make_tokenizer
 
 from agentrl.algorithms import AdvantageInputs, compute_advantages
 from agentrl.errors import SettingsError
@@ -13,6 +15,7 @@ from agentrl.inspection.explain import baseline_weights, explain, explain_comman
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.token_file import TokenFacts, write_tokens
 from agentrl.telemetry.tokens.trajectory_tokens import TrajectoryTokens
+from agentrl_envs.registry import UnknownNameError
 
 # Two turns of the model around an observation of two tokens, and one turn.
 MASKS = ([True, True, False, False, True], [True, True, True, False, False])
@@ -39,11 +42,26 @@ def record(sample: int) -> dict[str, Any]:
     return {"group": 4, "sample": sample, "branch": 0, "ended": "answered", "segments": segments}
 
 
+PLUGIN = """
+from agentrl.algorithms import Advantages, NoOptions, register_estimator
+
+@register_estimator("explained_half", options=NoOptions, group_based=True)
+def half(inputs, options):
+    returns = inputs.rewards.flip(1).cumsum(1).flip(1)
+    return Advantages(advantages=returns / 2, returns=returns, baselines=returns / 2)
+"""
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    made = RunDirectory.create(tmp_path / "x", "name: x\n")
+    return make_run(tmp_path / "x", "tir_otb")
+
+
+def make_run(folder: Path, estimator: str, *, said: str = "", config: str = "name: x\n") -> RunDirectory:
+    """A step that was made by ``estimator``, which its files call ``said``."""
+    made = RunDirectory.create(folder, config)
     made.tokens.mkdir()
-    advantages = compute_advantages("tir_otb", inputs())
+    advantages = compute_advantages(estimator, inputs())
     rows = []
     for sample, mask in enumerate(MASKS):
         own = np.array(mask)
@@ -67,7 +85,13 @@ def run(tmp_path: Path) -> RunDirectory:
             )
         )
     facts = TokenFacts(
-        step=3, version=2, rank=0, ranks=1, estimator="tir_otb", loss="reinforce", aggregation="token_mean"
+        step=3,
+        version=2,
+        rank=0,
+        ranks=1,
+        estimator=said or estimator,
+        loss="reinforce",
+        aggregation="token_mean",
     )
     made.write_trajectories(3, [record(0), record(1), record(2)])
     write_tokens(made.token_file(3, 0), facts, rows)
@@ -84,6 +108,46 @@ def test_the_chain_agrees_with_compute_advantages(run: RunDirectory) -> None:
         assert f"b = {float(made.baselines[0, position]):.9g}" in said
         assert "compute_advantages on the stored statistics gives the same" in said
         assert f"d loss / d log p = {-float(made.advantages[0, position]):.9g}" in said
+
+
+@pytest.mark.parametrize("name", ["tir_otb", "otb_isolated", "rloo", "opo", "grpo"])
+def test_every_number_is_that_of_compute_advantages_to_the_last_digit(tmp_path: Path, name: str) -> None:
+    run, made = make_run(tmp_path / "x", name), compute_advantages(name, inputs())
+    for sample, mask in enumerate(MASKS):
+        for position in np.flatnonzero(mask):
+            said = "\n".join(explain(run, step=3, trajectory=sample, token=int(position)).lines())
+            for label, values in (
+                ("advantage: A", made.advantages),
+                ("baseline: b", made.baselines),
+                ("; return G", made.returns),
+            ):
+                (shown,) = re.findall(rf"{label} = (\S+)", said)
+                assert np.float32(shown) == values[sample, position].numpy(), label
+
+
+def test_the_text_of_the_token_stands_beside_its_id(run: RunDirectory) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.save(str(run.path / "tokenizer.json"))
+    ids = tokenizer.encode("2 + 3\u202e\n").ids
+    three = {**record(1), "segments": [{**record(1)["segments"][0], "token_ids": ids[:3]}]}
+    run.write_trajectories(3, [record(0), {**three, "prompt_ids": []}, record(2)])
+    texts = [tokenizer.decode([token]) for token in ids[:3]]
+    said = "\n".join(explain(run, step=3, trajectory=1, token=1).lines())
+    assert f"id {ids[1]}, {texts[1]!r}\n  after {texts[0]!r}, before {texts[2]!r}" in said
+
+
+def test_an_estimator_of_a_plug_in_is_explained(tmp_path: Path) -> None:
+    plugin = tmp_path / "explained_plugin.py"
+    plugin.write_text(PLUGIN)
+    run = make_run(tmp_path / "x", "rloo", said="explained_half", config=f"plugins: [{plugin}]\n")
+    with pytest.raises(UnknownNameError, match="explained_half"):
+        list(explain(run, step=3, trajectory=0, token=0).lines())
+    lines = "\n".join(explain_command(run.path, step=3, trajectory=0, token=0))
+    assert "b = " in lines
+    assert "by explained_half" in lines
+    gone = make_run(tmp_path / "y", "rloo", said="explained_gone", config="plugins: [gone_plugin.py]\n")
+    with pytest.raises(SettingsError, match=r"unknown estimator 'explained_gone'.*there is no file .*gone_plugin\.py"):
+        explain_command(gone.path, step=3, trajectory=0, token=0)
 
 
 def test_the_weights_of_the_siblings_make_the_baseline(run: RunDirectory) -> None:

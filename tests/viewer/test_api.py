@@ -12,15 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
-from viewer.conftest import client_of
+from viewer.conftest import TOKEN, client_of
 from viewer.made_run import END, HOSTILE, OUTPUT, PROGRAM, make_run
 
 from agentrl.errors import SettingsError
+from agentrl.inspection.explain import explain_command
 from agentrl.inspection.recompute import recomputed
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.stored_step import read_step
+from agentrl.viewer.app import make_app
+from agentrl.viewer.calculator import Calculator
 from agentrl.viewer.library import Library
-from agentrl.viewer.serve import listen
+from agentrl.viewer.serve import chart_library, listen
 
 
 def get(client: TestClient, path: str, status: int = 200) -> Any:
@@ -166,3 +169,23 @@ def test_a_port_in_use_is_said_in_one_message() -> None:
     taken = listen(None)
     with taken, pytest.raises(SettingsError, match=r"cannot listen on 127\.0\.0\.1: .*leave --port out"):
         listen(taken.getsockname()[1])
+
+
+def test_a_process_of_its_own_computes_what_if_and_explains(run: RunDirectory) -> None:
+    calculator = Calculator()
+    app = make_app(Library([run.path]), token=TOKEN, charts=chart_library(), calculator=calculator)
+    client = TestClient(app, base_url="http://127.0.0.1", headers={"Authorization": f"Bearer {TOKEN}"})
+    path = f"/runs/{run_id(client)}/steps/2/1"
+    try:
+        found = get(client, f'{path}/what_if?estimator=tir_otb&options={{"tail":"self"}}&size=2')
+        stored = read_step(run, 2)
+        group = [stored.trajectories[0], stored.trajectories[1]]
+        exact = recomputed(stored, group, estimator="tir_otb", options={"tail": "self"})[group[1].key]
+        np.testing.assert_array_equal(np.float32(found["fields"]["what_if_advantages"]), exact["advantages"])
+        assert [sibling["number"] for sibling in found["siblings"]] == [0, 1]
+        assert "N is 1 to 3" in get(client, f"{path}/what_if?estimator=rloo&size=9", 404)["error"]
+        assert "is no JSON" in get(client, f"{path}/what_if?estimator=rloo&options=x", 400)["error"]
+        assert get(client, f"{path}/tokens/3") == explain_command(run.path, step=2, trajectory=1, token=3)
+        assert "tail" in str(get(client, f"/runs/{run_id(client)}/estimators")["estimators"]["tir_otb"])
+    finally:
+        calculator.close()

@@ -15,9 +15,11 @@ import uvicorn
 from viewer.conftest import TOKEN
 from viewer.made_run import HOSTILE, make_run, metrics_row
 
+from agentrl.inspection.what_if import what_if
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.stored_step import read_step
 from agentrl.viewer.app import make_app
+from agentrl.viewer.calculator import Calculator
 from agentrl.viewer.library import Library
 from agentrl.viewer.serve import chart_library, listen
 
@@ -36,7 +38,8 @@ LONG_LINE = "x" * 100_000
 def serving(folder: Path) -> Iterator[str]:
     """The address of a viewer over ``folder``, in a thread."""
     listener = listen(None)
-    app = make_app(Library([folder]), token=TOKEN, charts=chart_library())
+    calculator = Calculator()
+    app = make_app(Library([folder]), token=TOKEN, charts=chart_library(), calculator=calculator)
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="error", ws="none"))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
@@ -46,6 +49,7 @@ def serving(folder: Path) -> Iterator[str]:
         server.should_exit = True
         thread.join()
         listener.close()
+        calculator.close()
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +152,25 @@ def test_a_token_shows_the_values_that_training_used(page: Page, address: str, r
     expect(page.locator("i.special").last).to_have_text("<|endoftext|>")
     expect(page.locator(".siblings article")).to_have_count(4)
     expect(page.locator(".chart .scatterlayer .trace").first).to_be_attached()
+
+
+def test_another_estimator_is_computed_on_the_spot(page: Page, address: str, run: RunDirectory) -> None:
+    open_tokens(page, address)
+    page.get_by_role("button", name="Choose an estimator").click()
+    page.get_by_label("tail").select_option("self")
+    page.get_by_label("leave one out").select_option("true")
+    page.get_by_label("N: rollouts").select_option("2")
+    page.get_by_role("button", name="Compute").click()
+    step = read_step(run, 3)
+    found = what_if(
+        step, step.trajectories[0], estimator="tir_otb", options={"tail": "self", "leave_one_out": True}, size=2
+    )
+    expect(page.locator("[data-power]")).to_have_attribute("data-power", str(found.power))
+    page.locator("[data-index='4']").hover()
+    shown = page.locator("[data-field=what_if_advantages] td").inner_text()
+    assert float(shown) == float(found.columns[step.trajectories[0].key]["advantages"][4])
+    page.get_by_role("button", name="Explain its gradient").click()
+    expect(page.locator(".panel pre")).to_contain_text("compute_advantages on the stored statistics gives the same")
 
 
 def test_contents_are_text_and_never_markup(page: Page, address: str) -> None:

@@ -31,7 +31,7 @@ async function show() {
     document.title = `${title} · agentrl`;
     const links = trail.map(([text, address]) => el("a", { href: address }, text));
     document.getElementById("trail").replaceChildren(...links, el("span", { "aria-current": "page" }, title));
-    page.replaceChildren(...content);
+    page.replaceChildren(...content.filter(Boolean));
     window.scrollTo(0, 0);
   } catch (error) {
     if (mine.signal.aborted) return;

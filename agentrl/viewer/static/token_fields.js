@@ -22,6 +22,9 @@ export const TOKEN_FIELDS = {
   update_log_probs: ["Log-prob, updated", "of the policy that an update of the step changed"],
   hidden_norm_squared: ["Hidden norm²", "of the head's input, for head-exact energy"],
   loss_weight: ["Loss weight", "the factor of the token in the loss, before the correction's weight"],
+  what_if_advantages: ["What if: advantage", "under the estimator chosen below"],
+  what_if_baselines: ["What if: baseline", "under the estimator chosen below"],
+  what_if_returns: ["What if: return", "under the estimator chosen below"],
   update: ["Update", "which update of the step trained on it"],
 };
 

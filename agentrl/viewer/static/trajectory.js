@@ -6,15 +6,18 @@ import { siblingCards, siblingChart } from "./siblings.js";
 import { fieldName, TOKEN_FIELDS } from "./token_fields.js";
 import { TokenView } from "./token_view.js";
 import { verdict } from "./trajectories.js";
+import { whatIf } from "./what_if.js";
 
 export async function trajectoryScreen([id, step, number]) {
   const page = await ask(`/runs/${id}/steps/${step}/${number}`);
   const { row, fields } = page;
-  const names = Object.keys(TOKEN_FIELDS).filter((name) => name in fields);
+  const known = () => Object.keys(TOKEN_FIELDS).filter((name) => name in fields);
+  const names = known();
   const state = { field: names[0], rank: 0, down: true };
   const panel = el("aside", { class: "card panel", "aria-live": "off" }, el("p", { class: "quiet" }, "Point at a token, or move with the arrow keys."));
   const legend = el("div", { class: "scale" });
-  const view = new TokenView((index, token) => describe(panel, page, names, state, index, token));
+  const explain = explainer(page, `/runs/${id}/steps/${step}/${number}`);
+  const view = new TokenView((index, token) => describe(panel, page, state, index, token, explain));
   const conversation = conversationOf(page, view);
 
   const colour = (name) => {
@@ -31,7 +34,15 @@ export async function trajectoryScreen([id, step, number]) {
     if (order.length) view.choose(order[state.rank++][1], true);
   };
   const button = (label, down) => el("button", { class: "act", type: "button", onclick: () => jump(down) }, label);
-  const controls = el("div", { class: "bar" }, choice("Colour by", names.map((name) => [name, fieldName(name)]), state.field, colour), button("Largest", true), button("Smallest", false), legend);
+  const fieldChoice = choice("Colour by", names.map((name) => [name, fieldName(name)]), state.field, colour);
+  const take = (found) => {
+    Object.assign(fields, found);
+    const options = known().map((name) => el("option", { value: name }, fieldName(name)));
+    fieldChoice.querySelector("select").replaceChildren(...options);
+    fieldChoice.querySelector("select").value = "what_if_advantages";
+    colour("what_if_advantages");
+  };
+  const controls = el("div", { class: "bar" }, fieldChoice, button("Largest", true), button("Smallest", false), legend);
   colour(state.field);
 
   const untold = page.tokenizer ? [] : ["The run's tokenizer is not here: tokens are shown by their ids."];
@@ -43,6 +54,7 @@ export async function trajectoryScreen([id, step, number]) {
     ...notices([...page.problems, ...untold, ...without]),
     el("div", { class: "reading" }, section("Conversation", controls, conversation), panel),
     section("Siblings along their tokens", siblingChart(page, number)),
+    whatIf(page, { id, step, number }, take),
     section("The group side by side", siblingCards(page, id, step, number)),
   ];
   return { title, trail: [["Runs", "#/"], ["Run", `#/run/${id}`], [`Step ${step}`, `#/run/${id}/trajectories?first=${step}&last=${step}`]], content };
@@ -87,16 +99,39 @@ function textOf({ text, pieces, token_ids: ids }) {
   return text || ids.map((token) => `⟨${token}⟩`).join(" ");
 }
 
-function describe(panel, page, names, state, index, token) {
+// From the index of a token of the model to a part of the panel that tells how it got its gradient.
+function explainer(page, address) {
+  const positions = [];
+  let position = 0;
+  for (const { origin, token_ids: ids } of page.segments) {
+    if (origin === "model") ids.forEach((_, place) => positions.push(position + place));
+    position += ids.length;
+  }
+  return (index) => {
+    const told = el("div", { "aria-live": "polite" });
+    const tell = async (event) => {
+      event.target.disabled = true;
+      try {
+        const lines = await ask(`${address}/tokens/${positions[index]}`);
+        told.replaceChildren(el("pre", { class: "said" }, visible(lines.join("\n"))));
+      } catch (error) {
+        told.replaceChildren(...notices([error.message]));
+      }
+    };
+    return el("div", {}, el("button", { class: "act", type: "button", onclick: tell }, "Explain its gradient"), told);
+  };
+}
+
+function describe(panel, page, state, index, token, explain) {
   const exact = (value) => (value === null ? "not finite" : String(value));
-  const rows = names.map((name) => {
+  const rows = Object.keys(TOKEN_FIELDS).filter((name) => name in page.fields).map((name) => {
     const label = el("th", { scope: "row", title: TOKEN_FIELDS[name][1] }, fieldName(name));
     return el("tr", { class: name === state.field ? "chosen" : "", "data-field": name }, label, el("td", { class: "number" }, exact(page.fields[name][index])));
   });
   const kind = token.special ? "special token" : token.past ? "token past the stop" : "token";
   const title = el("h2", {}, `${kind} ${index}: `, el("code", {}, JSON.stringify(visible(token.piece ?? ""))));
   const formula = el("p", { class: "hint" }, `${fieldName(state.field)}: ${TOKEN_FIELDS[state.field][1]}`);
-  panel.replaceChildren(title, el("p", { class: "hint" }, `id ${token.id}`), el("table", {}, el("tbody", {}, rows)), formula);
+  panel.replaceChildren(title, el("p", { class: "hint" }, `id ${token.id}`), el("table", {}, el("tbody", {}, rows)), formula, ...(page.fields.advantages ? [explain(index)] : []));
 }
 
 function scaleLegend(legend, { low, high, signed, below }) {

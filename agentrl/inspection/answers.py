@@ -1,0 +1,108 @@
+"""``python -m agentrl.inspection.answers RUN``: answers a line of JSON with a line of JSON, until its input ends.
+
+The viewer starts it for what needs torch and the run's plug-ins: other estimators, and the explanation of a token. A
+question is ``{"ask": NAME, ...}`` with the arguments of the method of this name; an answer is ``{"answer": ...}`` or
+``{"error": "one message"}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from agentrl.algorithms.errors import AlgorithmError
+from agentrl.errors import AgentRLError, SettingsError
+from agentrl.inspection.explain import explain
+from agentrl.inspection.json_values import drawn_places, finite
+from agentrl.inspection.run_settings import load_run_plugins
+from agentrl.inspection.what_if import WhatIf, estimator_forms, what_if
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.telemetry.tokens.stored_step import StoredStep, StoredTrajectory, read_step
+from agentrl_envs.registry import PluginError, describe_error
+
+
+class Answers:
+    """Answers about one run."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._problems = load_run_plugins(run)
+
+    def to(self, line: str) -> str:
+        """The answer to a line. What a plug-in's estimator raises is a message as well."""
+        try:
+            return json.dumps({"answer": self._answer(json.loads(line))})
+        except (AgentRLError, AlgorithmError, PluginError) as error:
+            return json.dumps({"error": "; ".join([str(error), *self._problems])})
+        except Exception as error:  # noqa: BLE001  (whatever a user's estimator raises)
+            return json.dumps({"error": describe_error(error)})
+
+    def _answer(self, question: Mapping[str, object]) -> object:
+        known: Mapping[str, Callable[..., object]] = {
+            "estimators": self.estimators,
+            "what_if": self.what_if,
+            "explain": self.explain,
+        }
+        arguments = dict(question)
+        return known[str(arguments.pop("ask"))](**arguments)
+
+    def estimators(self) -> object:
+        """Every estimator with the options that it takes."""
+        forms = {name: [asdict(form) for form in options] for name, options in estimator_forms().items()}
+        return {"estimators": forms, "problems": self._problems}
+
+    def what_if(
+        self, step: int, trajectory: int, estimator: str, options: Mapping[str, object], size: int | None
+    ) -> object:
+        """The group of a trajectory under another estimator; ``fields`` are the trajectory's own columns."""
+        stored, chosen = self._group_of(step, trajectory)
+        found = what_if(stored, chosen, estimator=estimator, options=options, size=size)
+        names = {f"what_if_{name}": name for name in ("advantages", "baselines", "returns")}
+        return {
+            "estimator": found.estimator,
+            "options": found.options,
+            "power": found.power,
+            "power_before": found.power_before,
+            "fields": {name: finite(found.columns[chosen.key][column]) for name, column in names.items()},
+            "siblings": [_curves(item, found) for item in stored.trajectories if item.key in found.columns],
+        }
+
+    def explain(self, step: int, trajectory: int, token: int) -> object:
+        """The lines of ``agentrl explain``."""
+        return list(explain(self._run, step=step, trajectory=trajectory, token=token).lines())
+
+    def _group_of(self, step: int, number: int) -> tuple[StoredStep, StoredTrajectory]:
+        stored = read_step(self._run, step)  # whole: some estimators look at all of it
+        if not 0 <= number < len(stored.trajectories):
+            raise SettingsError(f"step {step} has no trajectory {number}: it has 0 to {len(stored.trajectories) - 1}")
+        return stored, stored.trajectories[number]
+
+
+def _curves(item: StoredTrajectory, found: WhatIf) -> dict[str, object]:
+    columns = found.columns[item.key]
+    places = drawn_places(len(item.positions))
+    return {
+        "number": item.number,
+        "index": places.tolist(),
+        "advantages": finite(columns["advantages"][places]),
+        "baselines": finite(columns["baselines"][places]),
+        "mean": float(columns["advantages"].mean()),
+    }
+
+
+def main() -> None:
+    """Answer every line of the input. What plug-ins print goes to the standard error."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    run = Answers(RunDirectory(Path(sys.argv[1])))
+    for line in sys.stdin:
+        answers.write(f"{run.to(line)}\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

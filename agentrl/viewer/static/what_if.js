@@ -1,0 +1,110 @@
+// The stored group under another estimator, computed by the viewer's machine: curves beside those of training, and the
+// chosen trajectory's tokens to colour.
+
+import { ask } from "./api.js";
+import { draw, palette } from "./charts.js";
+import { choice, el, notices, section, short, words } from "./dom.js";
+import { table } from "./table.js";
+
+const ROWS = [
+  ["baselines", "baseline"],
+  ["advantages", "advantage"],
+];
+
+// `onfound` gets the columns of the trajectory's tokens, by the names of TOKEN_FIELDS.
+export function whatIf(page, { id, step, number }, onfound) {
+  if (!page.fields.advantages) return null;
+  const body = el("div", {}, el("p", { class: "hint" }, "The first computation takes some seconds: it loads torch and the run's plug-ins."));
+  const button = el("button", { class: "act", type: "button", onclick: () => open() }, "Choose an estimator");
+  body.append(button);
+
+  async function open() {
+    button.disabled = true;
+    try {
+      const { estimators, problems } = await ask(`/runs/${id}/estimators`);
+      body.replaceChildren(...notices(problems), formOf(estimators));
+    } catch (error) {
+      body.replaceChildren(...notices([error.message]), button);
+      button.disabled = false;
+    }
+  }
+
+  function formOf(estimators) {
+    const size = new Set(page.siblings.filter((sibling) => sibling.curves).map((sibling) => sibling.sample)).size;
+    const options = el("div", { class: "bar" });
+    const result = el("div", { "aria-live": "polite" });
+    const pick = (name) => options.replaceChildren(...estimators[name].map((form) => inputOf(form, page.facts.estimator_options[form.name])));
+    const first = page.facts.estimator in estimators ? page.facts.estimator : Object.keys(estimators)[0];
+    const estimator = choice("Estimator", Object.keys(estimators).map((name) => [name, name]), first, pick);
+    const sizes = [...Array(size).keys()].map((place) => [String(size - place), String(size - place)]);
+    const rollouts = choice("N: rollouts of the group", sizes, String(size), () => {});
+    pick(first);
+    const submit = async (event) => {
+      event.preventDefault();
+      result.replaceChildren(el("p", { class: "quiet" }, "Computing…"));
+      try {
+        const name = estimator.querySelector("select").value;
+        const query = { estimator: name, options: JSON.stringify(valuesOf(options)), size: rollouts.querySelector("select").value };
+        const found = await ask(`/runs/${id}/steps/${step}/${number}/what_if`, query);
+        result.replaceChildren(...shown(page, found, number));
+        onfound(found.fields);
+      } catch (error) {
+        result.replaceChildren(...notices([error.message]));
+      }
+    };
+    return el("form", { onsubmit: submit }, el("div", { class: "bar" }, estimator, rollouts), options, el("button", { class: "act", type: "submit" }, "Compute"), result);
+  }
+
+  return section("What if: the group under another estimator", body);
+}
+
+function inputOf({ name, default: standard, choices }, own) {
+  const value = own === undefined ? standard : own;
+  if (choices.length) {
+    const label = choice(words(name), choices.map((each) => [JSON.stringify(each), words(each ?? "none")]), JSON.stringify(value), () => {});
+    label.querySelector("select").name = name;
+    return label;
+  }
+  return el("label", { class: "field" }, el("span", {}, words(name)), el("input", { name, value: JSON.stringify(value), size: 8 }));
+}
+
+function valuesOf(options) {
+  const found = {};
+  for (const input of options.querySelectorAll("[name]")) {
+    try {
+      found[input.name] = JSON.parse(input.value);
+    } catch {
+      found[input.name] = input.value;
+    }
+  }
+  return found;
+}
+
+function shown(page, found, number) {
+  const before = new Map(page.siblings.map((sibling) => [sibling.number, sibling]));
+  const chart = el("div", { class: "chart", role: "img", "aria-label": "Baseline and advantage under the other estimator and in training" });
+  const lines = palette();
+  const width = (sibling) => (sibling.number === Number(number) ? 2.6 : 1.1);
+  const trace = (sibling, place, name, row, dash) => ({
+    x: dash ? before.get(sibling.number).index : sibling.index,
+    y: dash ? before.get(sibling.number).curves[name] : sibling[name],
+    name: `${sibling.number}${dash ? " in training" : ""}`,
+    legendgroup: String(sibling.number),
+    showlegend: row === 0 && !dash,
+    mode: "lines",
+    yaxis: row === 0 ? "y" : "y2",
+    line: { color: lines[place % lines.length], width: width(sibling), shape: "hv", dash },
+  });
+  const traces = ROWS.flatMap(([name], row) => found.siblings.flatMap((sibling, place) => [trace(sibling, place, name, row, "dot"), trace(sibling, place, name, row)]));
+  const axis = ([, title], row) => ({ title: { text: title }, domain: row === 0 ? [0.53, 1] : [0, 0.45] });
+  const layout = { height: 400, xaxis: { title: { text: "token of the model" }, anchor: "y2" }, yaxis: axis(ROWS[0], 0), yaxis2: axis(ROWS[1], 1) };
+  draw(chart, traces, { layout });
+  const columns = [
+    { title: "Trajectory", number: true, value: (sibling) => sibling.number },
+    { title: "Reward", number: true, value: (sibling) => before.get(sibling.number).reward },
+    { title: "Mean advantage in training", number: true, value: (sibling) => before.get(sibling.number).mean_advantage },
+    { title: `Mean advantage by ${found.estimator}`, number: true, value: (sibling) => sibling.mean },
+  ];
+  const power = `Gradient power of these trajectories: ${short(found.power)}, in training ${short(found.power_before)} (the diagonal proxy of the variance). Solid: ${found.estimator} ${JSON.stringify(found.options)}; dotted: training.`;
+  return [el("p", { class: "hint", "data-power": found.power }, power), chart, table(columns, found.siblings, { caption: "The group under both" }).element];
+}
