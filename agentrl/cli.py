@@ -287,11 +287,21 @@ def view(
     ] = None,
     port: Annotated[int | None, _option("N", "port to listen on; default: a free one", low=1)] = None,
     no_open: Annotated[bool, typer.Option("--no-open", help="print the address, and open no browser")] = False,
+    export: Annotated[Path | None, _option("FILE", "write one run as a page that opens without this command")] = None,
+    steps: Annotated[
+        str | None, _option("S,S", "steps whose trajectories --export takes along; default: the newest")
+    ] = None,
+    groups: Annotated[int | None, _option("N", "groups of each step that --export takes at most", low=1)] = None,
 ) -> None:
     """Show runs and evaluations in the browser: curves, trajectories, and every token. Reads files only."""
-    from agentrl.viewer.serve import view_command
+    from agentrl.evaluation.options import whole_numbers
+    from agentrl.viewer.serve import export_command, view_command
 
-    view_command(paths or [Path("runs")], port=port, browse=not no_open, echo=typer.echo)
+    if (export, steps, groups) == (None, None, None):
+        view_command(paths or [Path("runs")], port=port, browse=not no_open, echo=typer.echo)
+    else:
+        chosen = whole_numbers("--steps", steps or "")
+        export_command(paths or [], export, steps=chosen, groups=groups, echo=typer.echo)
 
 
 @app.command()

@@ -12,9 +12,11 @@ from pathlib import Path
 import uvicorn
 
 from agentrl.errors import SettingsError
+from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.viewer.app import make_app
 from agentrl.viewer.calculator import Calculator
 from agentrl.viewer.library import Library
+from agentrl.viewer.page_export import export_page
 
 HOST = "127.0.0.1"
 _CHARTS = "package_data/plotly.min.js"
@@ -44,6 +46,18 @@ def view_command(paths: Sequence[Path], *, port: int | None, browse: bool, echo:
         uvicorn.Server(config).run([listener])
     finally:
         calculator.close()
+
+
+def export_command(
+    paths: Sequence[Path], out: Path | None, *, steps: Sequence[int], groups: int | None, echo: Callable[[str], object]
+) -> None:
+    """Write one run as a page. Raises SettingsError where ``paths`` are not one run, or ``out`` is missing."""
+    if out is None:
+        raise SettingsError("--steps and --groups choose what --export FILE writes: give --export as well")
+    if len(paths) != 1 or not (paths[0] / "config.yaml").is_file():
+        raise SettingsError("--export writes one run: give the run's directory, for example runs/NAME")
+    export_page(RunDirectory(paths[0]), out, charts=chart_library(), steps=steps, groups=groups)
+    echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB, opens in any browser without a network")
 
 
 def chart_library() -> Path:

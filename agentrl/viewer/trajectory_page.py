@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from agentrl.errors import AgentRLError, SettingsError
+from agentrl.evaluation.formats import JSONObject
 from agentrl.inspection.json_values import drawn_places, finite
 from agentrl.inspection.run_settings import model_path, run_settings
 from agentrl.inspection.token_text import TokenText, token_text
@@ -27,8 +29,15 @@ def trajectory_page(run: RunDirectory, step: int, number: int) -> dict[str, obje
     if not 0 <= number < len(rows):
         raise SettingsError(f"{run.path} has trajectories 0 to {len(rows) - 1} at step {step}, and no {number}")
     stored = read_step(run, step, groups={rows[number]["group"]})
+    return page_of(run, stored, rows, number, token_text(run, model_path(run_settings(run))))
+
+
+def page_of(
+    run: RunDirectory, stored: StoredStep, rows: Sequence[JSONObject], number: int, text: TokenText
+) -> dict[str, object]:
+    """The same of a step that was read; ``stored`` holds the trajectory's group at least."""
     (chosen,) = (item for item in stored.trajectories if item.number == number)
-    text = token_text(run, model_path(run_settings(run)))
+    group = [item for item in stored.trajectories if item.key.group == chosen.key.group]
     record = chosen.record
     return {
         "row": rows[number],
@@ -39,7 +48,7 @@ def trajectory_page(run: RunDirectory, step: int, number: int) -> dict[str, obje
         "tool_calls": record["tool_calls"],
         "fields": {name: finite(values) for name, values in _fields(run, stored, chosen).items()},
         "facts": None if stored.facts is None else asdict(stored.facts),
-        "siblings": [_sibling(stored, item, rows[item.number]) for item in stored.trajectories],
+        "siblings": [_sibling(stored, item, rows[item.number]) for item in group],
         "problems": list(stored.problems),
         "tokenizer": text.known,
     }

@@ -21,6 +21,7 @@ from agentrl.telemetry.tokens.stored_step import read_step
 from agentrl.viewer.app import make_app
 from agentrl.viewer.calculator import Calculator
 from agentrl.viewer.library import Library
+from agentrl.viewer.page_export import export_page
 from agentrl.viewer.serve import chart_library, listen
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -171,6 +172,32 @@ def test_another_estimator_is_computed_on_the_spot(page: Page, address: str, run
     assert float(shown) == float(found.columns[step.trajectories[0].key]["advantages"][4])
     page.get_by_role("button", name="Explain its gradient").click()
     expect(page.locator(".panel pre")).to_contain_text("compute_advantages on the stored statistics gives the same")
+
+
+def test_an_exported_page_works_from_a_file_without_a_network(page: Page, run: RunDirectory, tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    export_page(run, out, charts=chart_library(), steps=[2, 3])
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.context.set_offline(True)
+    page.goto(out.as_uri())
+    expect(page.locator(".chart .scatterlayer .trace").first).to_be_visible()
+    page.get_by_role("link", name="first").click()
+    page.get_by_role("link", name="all 2 steps").click()
+    expect(page.locator("tbody tr")).to_have_count(16)
+    page.get_by_label("Text in the conversation").fill("BOXED{6}")
+    page.get_by_label("From step").fill("3")
+    page.get_by_role("button", name="Search", exact=True).click()
+    expect(page.locator("tbody tr")).to_have_count(2)
+    page.get_by_role("link", name="3 / 1", exact=True).click()
+    page.locator("[data-index='4']").hover()
+    item = read_step(run, 3).trajectories[1]
+    assert item.tokens is not None
+    assert float(page.locator("[data-field=advantages] td").inner_text()) == float(item.tokens.advantages[4])
+    assert HOSTILE.replace("\u202e", "‹U+202E›") in page.locator(".siblings pre").first.inner_text()
+    assert page.locator("main script, main img, main a[href^='javascript']").count() == 0
+    expect(page.get_by_role("button", name="Choose an estimator")).to_have_count(0)
+    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
 
 
 def test_contents_are_text_and_never_markup(page: Page, address: str) -> None:

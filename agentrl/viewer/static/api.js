@@ -1,8 +1,11 @@
-// Asks the viewer's server. The token stands in the page's own address.
+// Asks the viewer's server, or the page itself where it was exported. The token stands in the page's own address.
+
+import { answerFromPage, isExported } from "./exported.js";
 
 const token = new URLSearchParams(location.search).get("token") ?? "";
 
 export async function ask(path, query = {}) {
+  if (isExported) return answerFromPage(path, query);
   const given = Object.entries(query).filter(([, value]) => value !== "" && value !== null && value !== undefined);
   const tail = given.length ? `?${new URLSearchParams(given)}` : "";
   let answer;

@@ -4,11 +4,12 @@ let library;
 
 function loaded() {
   library ??= new Promise((resolve, reject) => {
+    if (window.Plotly) return resolve(window.Plotly); // an exported page holds it
     const script = document.createElement("script");
     script.src = "/plotly.min.js";
     script.onload = () => resolve(window.Plotly);
     script.onerror = () => reject(new Error("plotly.min.js could not be loaded"));
-    document.head.append(script);
+    return document.head.append(script);
   });
   return library;
 }

@@ -2,6 +2,7 @@
 
 import { ask } from "./api.js";
 import { choice, el, notices, section, short, visible, words } from "./dom.js";
+import { isExported } from "./exported.js";
 import { siblingCards, siblingChart } from "./siblings.js";
 import { fieldName, TOKEN_FIELDS } from "./token_fields.js";
 import { TokenView } from "./token_view.js";
@@ -131,7 +132,7 @@ function describe(panel, page, state, index, token, explain) {
   const kind = token.special ? "special token" : token.past ? "token past the stop" : "token";
   const title = el("h2", {}, `${kind} ${index}: `, el("code", {}, JSON.stringify(visible(token.piece ?? ""))));
   const formula = el("p", { class: "hint" }, `${fieldName(state.field)}: ${TOKEN_FIELDS[state.field][1]}`);
-  panel.replaceChildren(title, el("p", { class: "hint" }, `id ${token.id}`), el("table", {}, el("tbody", {}, rows)), formula, ...(page.fields.advantages ? [explain(index)] : []));
+  panel.replaceChildren(title, el("p", { class: "hint" }, `id ${token.id}`), el("table", {}, el("tbody", {}, rows)), formula, ...(page.fields.advantages && !isExported ? [explain(index)] : []));
 }
 
 function scaleLegend(legend, { low, high, signed, below }) {

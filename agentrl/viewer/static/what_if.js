@@ -4,6 +4,7 @@
 import { ask } from "./api.js";
 import { draw, palette } from "./charts.js";
 import { choice, el, notices, section, short, words } from "./dom.js";
+import { isExported } from "./exported.js";
 import { table } from "./table.js";
 
 const ROWS = [
@@ -13,7 +14,7 @@ const ROWS = [
 
 // `onfound` gets the columns of the trajectory's tokens, by the names of TOKEN_FIELDS.
 export function whatIf(page, { id, step, number }, onfound) {
-  if (!page.fields.advantages) return null;
+  if (!page.fields.advantages || isExported) return null;
   const body = el("div", {}, el("p", { class: "hint" }, "The first computation takes some seconds: it loads torch and the run's plug-ins."));
   const button = el("button", { class: "act", type: "button", onclick: () => open() }, "Choose an estimator");
   body.append(button);

@@ -1,0 +1,99 @@
+"""`agentrl view RUN --export page.html`: a run with chosen steps as one file that needs no server and no network.
+
+The page is the viewer's own, with its modules, styles and charts' library inside. What the server would answer stands
+in the page packed and in letters of base64, so nothing that a run holds is ever read as markup; the page's security
+policy runs its two scripts and nothing else, and lets them fetch nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from agentrl.errors import SettingsError
+from agentrl.inspection.run_settings import model_path, run_settings
+from agentrl.inspection.token_text import token_text
+from agentrl.telemetry.files import atomic_write
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.telemetry.tokens.stored_step import read_step
+from agentrl.viewer.app import STATIC
+from agentrl.viewer.bundle import bundle
+from agentrl.viewer.metrics_file import read_new_rows
+from agentrl.viewer.run_facts import run_facts
+from agentrl.viewer.step_table import step_rows
+from agentrl.viewer.trajectory_page import page_of
+
+RUN_ID = "run"
+_MOST = 100_000_000  # bytes; browsers open larger files slowly, and mails do not carry them
+_POLICY = (
+    "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
+    "base-uri 'none'; form-action 'none'"
+)
+
+
+def export_page(
+    run: RunDirectory, out: Path, *, charts: Path, steps: Sequence[int] = (), groups: int | None = None
+) -> None:
+    """Write the page: the run's curves, and the trajectories of ``steps`` (default: the newest that is stored).
+
+    ``groups``: at most so many of each step. Raises SettingsError for steps that are not stored, and where the page
+    would be too large to open; WorldError where it cannot be written.
+    """
+    chosen = list(steps) or run.trajectory_steps()[-1:]
+    for step in chosen:
+        run.check_stored(step)
+    atomic_write(out, lambda file: _write(file, _page(run, chosen, groups, charts)))
+
+
+def _write(file: IO[bytes], parts: Iterator[str]) -> None:
+    written = 0
+    for part in parts:
+        written += file.write(part.encode())
+        if written > _MOST:
+            raise SettingsError(
+                f"--export: the page is over {_MOST // 1_000_000} MB: choose fewer steps (--steps) or groups (--groups)"
+            )
+
+
+def _page(run: RunDirectory, steps: Sequence[int], groups: int | None, charts: Path) -> Iterator[str]:
+    library, viewer = charts.read_text(encoding="utf-8"), bundle(STATIC, "main.js")
+    scripts = [text.replace("</script", "<\\/script") for text in (library, viewer)]
+    hashes = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts)
+    policy = _POLICY.format(scripts=" ".join(f"'sha256-{one}'" for one in hashes))
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
+    style = (STATIC / "style.css").read_text(encoding="utf-8")
+    page = page.replace("<head>", f'<head>\n<meta http-equiv="content-security-policy" content="{policy}">')
+    page = page.replace('<link rel="stylesheet" href="/static/style.css">', f"<style>{style}</style>")
+    page = page.replace('<script type="module" src="/static/main.js"></script>\n', "")
+    before, _, after = page.partition("</body>")
+    yield before
+    for address, answer in _answers(run, steps, groups):
+        packed = base64.b64encode(gzip.compress(json.dumps(answer).encode(), compresslevel=6, mtime=0)).decode()
+        yield f'<script type="text/plain" data-answer="{address}">{packed}</script>\n'
+    for text in scripts:
+        yield f"<script>{text}</script>\n"
+    yield f"</body>{after}"
+
+
+def _answers(run: RunDirectory, steps: Sequence[int], groups: int | None) -> Iterator[tuple[str, object]]:
+    """What the page asks for, by the addresses of the server; the rows of all steps stand under ``/trajectories``."""
+    facts = {**run_facts(run), "id": RUN_ID, "name": run.path.resolve().name, "live": False}
+    facts |= {"trajectory_steps": list(steps), "stored_steps": len(steps)}
+    yield "/places", {"runs": [facts], "evaluations": []}
+    yield f"/runs/{RUN_ID}", facts
+    yield f"/runs/{RUN_ID}/metrics", vars(read_new_rows(run.metrics_file))
+    text = token_text(run, model_path(run_settings(run)))
+    found = []
+    for step in steps:
+        rows, stored = step_rows(run, step), read_step(run, step)
+        kept = list(dict.fromkeys(row["group"] for row in rows))[:groups]
+        chosen = [row for row in rows if row["group"] in kept]
+        found += chosen
+        for row in chosen:
+            yield f"/runs/{RUN_ID}/steps/{step}/{row['number']}", page_of(run, stored, rows, row["number"], text)
+    yield f"/runs/{RUN_ID}/trajectories", {"rows": found, "next": None, "problems": []}
