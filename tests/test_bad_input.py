@@ -6,6 +6,7 @@ own where it is found later.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from models.architectures import write_tiny
+from rollout.fakes import byte_tokenizer
 from warm import run_warm
 
 from agentrl.cli import main
@@ -264,6 +267,80 @@ def test_a_model_without_a_tokenizer(refused: Refused) -> None:
     Path("model/config.json").write_text("{}")
     for command in (["eval", "--model", "model"], ["train", "model.path=model", "data.train.0.path=p.jsonl"]):
         assert "model.path='model' holds a model but no tokenizer" in refused(*command)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models with a tokenizer: an ordinary one, and one for each reason not to train it."""
+    folder = tmp_path_factory.mktemp("models")
+    length = {"max_position_embeddings": 4096}
+    write_tiny(folder / "llama", "llama", **length)
+    write_tiny(folder / "six_heads", "llama", **length, num_attention_heads=6, hidden_size=48)
+    dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    write_tiny(folder / "dynamic", "llama", max_position_embeddings=64, rope_parameters=dynamic)
+    for name, config in {"linear": {"model_type": "qwen3_next"}, "unknown": {"model_type": "perceptron"}}.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    for made in folder.iterdir():
+        byte_tokenizer().save_pretrained(made)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "expected"),
+    [
+        (
+            "six_heads",
+            ["training.sequence_parallel=4", "--num-processes", "4"],
+            "training.sequence_parallel=4 does not divide the model's 6 query heads; valid: 1, 2, 3, 6",
+        ),
+        ("dynamic", [], "beyond 64 tokens the model's positions (dynamic) depend on the longest sequence that is"),
+        ("linear", [], "the model (qwen3_next) has layers of linear_attention, which would mix the documents of a"),
+        (
+            "unknown",
+            [],
+            "no configuration of a model that transformers knows (Unrecognized model identifier: perceptron);",
+        ),
+        ("llama", ["model.attention=flash"], "model.attention=flash needs a GPU; or set model.attention=auto"),
+        ("llama", ["model.attention=flex"], "model.attention=flex needs a GPU; or set model.attention=auto"),
+        (
+            "llama",
+            ["model.lora.rank=8", "model.lora.targets=[qkv_proj]"],
+            "no linear layer of LlamaForCausalLM has a name that ends with qkv_proj; valid: q_proj, k_proj, v_proj, o_",
+        ),
+        (
+            "llama",
+            ["model.lora.rank=8", "model.lora.targets=[lm_head]"],
+            "model.lora.targets: lm_head is the model's head, which cannot have an adapter: training computes",
+        ),
+        (
+            "llama",
+            ["model.lora.rank=0", "model.lora.targets=[q_proj]"],
+            "with model.lora.rank=0, which trains all weights and no adapter; valid ranks for adapters: 1 to 512",
+        ),
+        ("llama", ["model.lora.rank=-1"], "model.lora.rank=-1 (command line): valid is a whole number at least 0"),
+    ],
+)
+def test_models_and_how_they_are_trained(
+    refused: Refused, models: Path, model: str, arguments: list[str], expected: str
+) -> None:
+    assert not torch.cuda.is_available()
+    rows("p.jsonl", GOOD)
+    message = refused("train", f"model.path={models / model}", "data.train=[{path: p.jsonl}]", *arguments)
+    assert expected in message
+    assert "\n" not in message
+
+
+def test_adapters_of_the_tiny_policy_are_checked_before_it_is_made(refused: Refused) -> None:
+    message = refused("train", "--config", "lora", "model.lora.targets=[c_attn]", "optimizer.warmup_steps=0")
+    assert "no linear layer of Qwen2ForCausalLM has a name that ends with c_attn; valid: q_proj" in message
+
+
+def test_adapters_need_their_package(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "peft" else found(name, *more))
+    message = refused("train", "--config", "lora")
+    assert message == "model.lora.rank needs the package peft: pip install 'agentrl[lora]', or set it to 0"
 
 
 def test_unknown_benchmarks(refused: Refused) -> None:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 ATTENTION = "agentrl"
 _KINDS = ("full_attention", "sliding_attention")
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def attention(
@@ -43,6 +42,9 @@ def attention(
         raise SettingsError(f"model.path: {type(module).__name__} adds sinks or biases to its scores: not supported")
     if packed_row is not None:
         packed_row.layers.add(id(module))
+        obstacle = length_obstacle(module.config, max(packed_row.lengths))
+        if obstacle is not None:
+            raise SettingsError(obstacle)
         window = _checked_window(module, sliding_window)
         return attend(packed_row, query, key, value, scale=scaling, window=window, cap=softcap), None
     if softcap is None:
@@ -92,12 +94,9 @@ def use_packed_attention(model: PreTrainedModel, *, ranks: int = 1) -> None:
 
     Raises SettingsError for a model that cannot read packed rows, or whose heads they do not divide.
     """
-    obstacle = packing_obstacle(model.config)
-    if obstacle is not None:
-        raise SettingsError(f"model.path: {type(model).__name__} {obstacle}")
-    obstacle = sharing_obstacle(model.config, ranks)
-    if obstacle is not None:
-        raise SettingsError(obstacle)
+    for obstacle in (packing_obstacle(model.config), sharing_obstacle(model.config, ranks)):
+        if obstacle is not None:
+            raise SettingsError(obstacle)
     use_attention(model)
 
 
@@ -108,19 +107,33 @@ def sharing_obstacle(config: PreTrainedConfig, ranks: int) -> str | None:
     if ranks > 1 and heads % ranks:
         valid = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
         return f"training.sequence_parallel={ranks} does not divide the model's {heads} query heads; valid: {valid}"
-    if ranks > 1 and (kind := _length_dependent(text)) is not None:
-        return (
-            f"training.sequence_parallel={ranks}: the model's positions ({kind}) depend on the longest one in the row, "
-            "of which a rank sees only a part; valid: 1"
-        )
     return None
 
 
-def _length_dependent(text: PreTrainedConfig) -> str | None:
-    """The kind of rotary positions, if it looks at a whole row; some models have one for each kind of layer."""
-    rotary: dict[str, object] = getattr(text, "rope_parameters", None) or {}
-    kinds = [one.get("rope_type") for one in (rotary, *rotary.values()) if isinstance(one, dict)]
-    return next((kind for kind in kinds if kind in _LENGTH_DEPENDENT), None)
+def length_obstacle(config: PreTrainedConfig, longest: int) -> str | None:
+    """Why sequences of up to ``longest`` tokens cannot be packed; None if they can.
+
+    `transformers` rotates all tokens of a row by the longest sequence in it where the kind of positions looks at
+    lengths, and all alike up to a length of the model's.
+    """
+    text = config.get_text_config()
+    rotary: dict[str, Any] = getattr(text, "rope_parameters", None) or {}  # or one such for each kind of layer
+    for one in (rotary, *rotary.values()):
+        if not isinstance(one, dict):
+            continue
+        kind, limit, remedy = one.get("rope_type") or "", math.inf, ""
+        if "dynamic" in kind:
+            limit = text.max_position_embeddings
+        elif kind == "longrope" and one["short_factor"] != one["long_factor"]:
+            limit = one["original_max_position_embeddings"]
+            remedy = ", or a copy of the model whose config.json has the long_factor as its short_factor too"
+        if longest > limit:
+            return (
+                f"model.path: beyond {limit} tokens the model's positions ({kind}) depend on the longest sequence that "
+                f"is computed with them, so packed sequences of up to {longest} would change each other; valid: "
+                f"rollout.max_prompt_tokens and rollout.max_response_tokens of at most {limit} together{remedy}"
+            )
+    return None
 
 
 def packing_obstacle(config: PreTrainedConfig) -> str | None:
@@ -130,8 +143,8 @@ def packing_obstacle(config: PreTrainedConfig) -> str | None:
     if not others:
         return None
     return (
-        f"has layers of {', '.join(others)}, which would mix the documents of a packed row; supported: "
-        "full_attention and sliding_attention"
+        f"model.path: the model ({config.model_type}) has layers of {', '.join(others)}, which would mix the documents "
+        "of a packed row; valid: a model of full_attention and sliding_attention alone, such as Qwen2.5"
     )
 
 

@@ -39,8 +39,7 @@ def with_adapter(model: _Model, settings: LoRASettings) -> _Model:
     """
     if settings.rank == 0:
         return model
-    if importlib.util.find_spec("peft") is None:
-        raise SettingsError("model.lora.rank needs the package peft: pip install 'agentrl[lora]'")
+    check_peft()
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(
@@ -52,6 +51,12 @@ def with_adapter(model: _Model, settings: LoRASettings) -> _Model:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_factor(name))
     return model
+
+
+def check_peft() -> None:
+    """Raise SettingsError if peft is not installed."""
+    if importlib.util.find_spec("peft") is None:
+        raise SettingsError("model.lora.rank needs the package peft: pip install 'agentrl[lora]', or set it to 0")
 
 
 def target_layers(model: PreTrainedModel, settings: LoRASettings) -> list[str]:

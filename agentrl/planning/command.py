@@ -9,6 +9,7 @@ import torch
 
 from agentrl.config import Settings
 from agentrl.errors import SettingsError
+from agentrl.models.attention import length_obstacle
 from agentrl.planning.memory import GB, ModelShape
 from agentrl.planning.overlay import Values, may_adapt, overlay_text, plan_values, wish_of
 from agentrl.planning.report import plan_lines
@@ -94,6 +95,9 @@ def plan_command(settings: Settings, request: PlanRequest, *, critic: bool) -> l
             "adapters need the package peft: pip install 'agentrl[lora]'; "
             "or leave out --lora, and set model.lora.rank=0"
         )
+    obstacle = length_obstacle(shape.config, wish.longest_request)
+    if obstacle is not None:
+        raise SettingsError(obstacle)
     plan = plan_for(shape, machine, wish)
     title = f"{shape.name} on {machine}, {wish.context} tokens: written by agentrl plan"
     text = overlay_text(given | plan_values(plan), base=request.base, title=title)

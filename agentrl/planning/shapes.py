@@ -42,7 +42,7 @@ def shape_of(name: str, config: PreTrainedConfig, lora: LoRASettings = _ALL_LAYE
 
     obstacle = packing_obstacle(config)
     if obstacle is not None:
-        raise SettingsError(f"model.path={name!r} {obstacle}; train a model that has these alone, such as Qwen2.5")
+        raise SettingsError(obstacle)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     sizes = [item.numel() for item in model.parameters()]
@@ -95,7 +95,11 @@ def _from_file(path: Path) -> PreTrainedConfig:
         text = file.read_text(encoding="utf-8")
         return AutoConfig.for_model(**json.loads(text))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        why = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())[:200]
+        why = (
+            error.strerror
+            if isinstance(error, OSError)
+            else " ".join(str(error).split()).partition(". Should contain one of")[0][:200]
+        )
         raise SettingsError(
             f"model.path={str(path)!r}: no configuration of a model that transformers knows ({why}); valid: a "
             "config.json in Hugging Face format, with its model_type, or the directory that holds one"

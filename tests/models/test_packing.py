@@ -14,7 +14,8 @@ from torch import Tensor
 
 from agentrl.errors import SettingsError
 from agentrl.kernels import KernelInputError
-from agentrl.models.attention import attention_length, choose_attention
+from agentrl.models import attention as attention_module
+from agentrl.models.attention import attention_length, choose_attention, length_obstacle
 from agentrl.models.loading import read_config, read_model
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import ModelSettings
@@ -119,6 +120,68 @@ def test_a_change_in_one_document_changes_no_other_by_one_bit(kind: str) -> None
     start = int(batch.prompt_lengths[changed])
     ids[changed, start : start + 2] = (ids[changed, start : start + 2] + 1) % 250
     assert all(torch.equal(one, other) for one, other in zip(before, numbers(ids), strict=True))
+
+
+POSITIONS: dict[str, dict[str, Any]] = {
+    "dynamic": {"max_position_embeddings": 12, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
+    "longrope": {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0, 4.0, 8.0, 16.0],
+            "original_max_position_embeddings": 12,
+        }
+    },
+}
+"""Rotary positions that change for a whole row where one of its sequences passes 12 tokens."""
+
+
+def with_positions(kind: str) -> Any:
+    changes = POSITIONS[kind]
+    return build_tiny("llama", **changes | {"rope_parameters": {"rope_theta": 1e4} | changes["rope_parameters"]})
+
+
+def statistics_of(policy: PolicyModel, lengths: list[int]) -> Tensor:
+    """Log-probabilities of packed documents of these lengths, whose last token is not read, and prompts of two."""
+    ids = torch.arange(1, 1 + len(lengths) * max(lengths)).view(len(lengths), -1) % 250
+    given = torch.tensor(lengths)
+    mask = torch.arange(max(lengths) - 2) < given[:, None] - 2
+    with torch.no_grad():
+        statistics, _ = policy(ids, torch.full((len(lengths),), 2), ids[:, 2:], mask)
+    return statistics.log_probs
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_positions_that_change_with_the_longest_sequence_pack_up_to_where_they_change(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = PolicyModel(with_positions(kind))
+    alone = statistics_of(policy, [12])
+    assert torch.equal(statistics_of(policy, [12, 5, 12])[:10], alone)
+    message = rf"beyond 12 tokens the model's positions \({kind}\) depend on the longest sequence"
+    with pytest.raises(SettingsError, match=message):
+        statistics_of(policy, [12, 14])
+    critic = ValueModel(with_positions(kind))
+    with pytest.raises(SettingsError, match=message):
+        critic(torch.ones(1, 13, dtype=torch.int64), torch.tensor([2]), torch.tensor([11]))
+    # What the refusal is for: without it a longer neighbour changes this one's numbers.
+    monkeypatch.setattr(attention_module, "length_obstacle", lambda config, longest: None)
+    assert not torch.allclose(statistics_of(policy, [12, 14])[:10], alone, rtol=1e-2)
+
+
+def test_the_refusal_names_what_would_work() -> None:
+    dynamic, longrope = (with_positions(kind).config for kind in ("dynamic", "longrope"))
+    assert length_obstacle(dynamic, 12) is length_obstacle(longrope, 12) is None
+    valid = "valid: rollout.max_prompt_tokens and rollout.max_response_tokens of at most 12 together"
+    assert str(length_obstacle(dynamic, 40)).endswith(valid)
+    other = ", or a copy of the model whose config.json has the long_factor as its short_factor too"
+    assert str(length_obstacle(longrope, 40)).endswith(valid + other)
+    longrope.rope_parameters["short_factor"] = longrope.rope_parameters["long_factor"]
+    assert length_obstacle(longrope, 40) is None
+    layers = build_tiny("gemma3_text").config
+    layers.rope_parameters = {"full_attention": dynamic.rope_parameters, "sliding_attention": {}}
+    assert length_obstacle(layers, 256) is None
+    assert "beyond 256 tokens the model's positions (dynamic)" in str(length_obstacle(layers, 257))
 
 
 def test_values_are_those_of_one_row_at_a_time() -> None:

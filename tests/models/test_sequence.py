@@ -65,12 +65,3 @@ def test_heads_that_the_ranks_do_not_divide_are_refused() -> None:
         "training.sequence_parallel=4 does not divide the model's 6 query heads; valid: 1, 2, 3, 6"
     )
     assert [ranks for ranks in range(1, 9) if sharing_obstacle(model.config, ranks) is None] == [1, 2, 3, 6]
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "gemma3_text"])
-def test_positions_that_depend_on_the_longest_one_are_refused(kind: str) -> None:
-    config = build_tiny(kind).config
-    own = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    config.rope_parameters = own if kind == "qwen2" else {"full_attention": own, "sliding_attention": {}}
-    assert sharing_obstacle(config, 1) is None
-    assert "the model's positions (dynamic) depend on the longest one" in str(sharing_obstacle(config, 2))

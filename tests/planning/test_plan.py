@@ -141,7 +141,7 @@ def test_bad_input_is_one_message_that_says_what_works(
         (
             {"layer_types": ["full_attention", "linear_attention"]},
             [],
-            r"has layers of linear_attention, .* supported: full_attention and sliding_attention; train a model that",
+            r"has layers of linear_attention, .* valid: a model of full_attention and sliding_attention alone, such as",
         ),
         (
             {},

@@ -5,12 +5,14 @@ Not checked: data sets given by Hugging Face id, which may need a download, and 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError
-from agentrl.models.attention import attention_obstacle, sharing_obstacle
-from agentrl.models.loading import read_config
+from agentrl.models.attention import attention_obstacle, length_obstacle, packing_obstacle, sharing_obstacle
+from agentrl.models.lora import check_peft
 from agentrl.models.tokenizer import read_tokenizer
+from agentrl.planning.shapes import config_of, shape_of
 from agentrl.problems.sources import FILE_KINDS, load_source
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.rollout.engines.vllm.servers import longest_request, policy_servers
@@ -40,10 +42,10 @@ def check_inputs(settings: Settings) -> list[str]:
     check_environment(settings)  # first: its module may register an estimator or a loss
     build_rewards(settings)
     _check_template(settings)
-    _check_sharing(settings)
     objective = ObjectiveSettings.of(settings)
     loss_options(objective)  # first: an estimator may ask how its loss weighs tokens
     needs(objective)
+    _check_model(settings)
     first: list[Problem] = []
     if settings.model.path is None or settings.coldstart.demonstrations is not None:
         first += [item.problem for item in read_cold_demonstrations(settings).demonstrations[:1]]
@@ -88,13 +90,24 @@ def machine_problems(settings: Settings) -> list[str]:
     return found
 
 
-def _check_sharing(settings: Settings) -> None:
-    """Raise SettingsError if the ranks that share rows do not divide the model's heads."""
+def _check_model(settings: Settings) -> None:
+    """Raise SettingsError for a model that cannot be adapted so, or cannot read rows so long on as many ranks."""
+    model = settings.model
+    if model.lora.rank:
+        check_peft()
+    try:
+        config = config_of(model)
+    except SettingsError:
+        if model.path is not None and Path(model.path).exists():
+            raise
+        return  # reading the model reports this
+    if model.lora.targets:
+        shape_of(str(model.path), config, model.lora)
+    longest = longest_request(settings.rollout, settings.evaluation.max_response_tokens)
     ranks = settings.training.sequence_parallel
-    config = read_config(settings.model) if ranks > 1 else None  # None too if reading the model will report it
-    obstacle = None if config is None else sharing_obstacle(config, ranks)
-    if obstacle is not None:
-        raise SettingsError(obstacle)
+    for obstacle in (packing_obstacle(config), sharing_obstacle(config, ranks), length_obstacle(config, longest)):
+        if obstacle is not None:
+            raise SettingsError(obstacle)
 
 
 def _check_template(settings: Settings) -> None:
