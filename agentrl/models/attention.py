@@ -117,11 +117,11 @@ def length_obstacle(config: PreTrainedConfig, longest: int) -> str | None:
     lengths, and all alike up to a length of the model's.
     """
     text = config.get_text_config()
-    rotary: dict[str, Any] = getattr(text, "rope_parameters", None) or {}  # or one such for each kind of layer
+    rotary: dict[str, object] = getattr(text, "rope_parameters", None) or {}  # or one such for each kind of layer
     for one in (rotary, *rotary.values()):
         if not isinstance(one, dict):
             continue
-        kind, limit, remedy = one.get("rope_type") or "", math.inf, ""
+        kind, limit, remedy = str(one.get("rope_type")), math.inf, ""
         if "dynamic" in kind:
             limit = text.max_position_embeddings
         elif kind == "longrope" and one["short_factor"] != one["long_factor"]:
