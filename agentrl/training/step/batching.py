@@ -183,16 +183,18 @@ def plan_step(
             units = [piece for unit in units for piece in pieces(unit, budget // 4)]
         trained = [row for row in rows if (row.group, row.sample) not in rollouts.no_loss]
         packed = pack(units, budget, ranks=ranks, attention_length=attention_length)
+        tokens = sum(row.model_tokens for row in trained)
+        sequences = math.fsum(row.weight for row in trained)
+        model_tokens = sum(row.model_tokens for row in rows)
         for rank, micro_batches in enumerate(packed):
             updates[rank].append(
                 UpdatePlan(
-                    micro_batches=tuple(micro_batches),
-                    tokens=sum(row.model_tokens for row in trained),
-                    sequences=math.fsum(row.weight for row in trained),
-                    model_tokens=sum(row.model_tokens for row in rows),
+                    micro_batches=tuple(micro_batches), tokens=tokens, sequences=sequences, model_tokens=model_tokens
                 )
             )
     homes = find_homes(updates)
+    trajectories = sum(len(group.rollouts) for group in groups)
+    greedy = {group.index: group.greedy.reward for group in groups if group.greedy is not None}
     return [
         RankPlan(
             step=rollouts.step,
@@ -201,8 +203,8 @@ def plan_step(
             updates=tuple(updates[rank]),
             head_exact=head_exact,
             no_loss=rollouts.no_loss,
-            trajectories=sum(len(group.rollouts) for group in groups),
-            greedy_returns={group.index: group.greedy.reward for group in groups if group.greedy is not None},
+            trajectories=trajectories,
+            greedy_returns=greedy,
             homes=homes,
             metrics=rollouts.metrics if rank == 0 else {},
         )
