@@ -18,7 +18,7 @@ import yaml
 from agentrl.errors import SettingsError
 from agentrl_envs.registry import did_you_mean
 
-_IN_SHORT = {"cluster": "kind"}  # sections that a word may stand for, and the setting that it is
+_IN_SHORT = {"cluster": "kind", "sandbox": "url"}  # sections that a word may stand for, and the setting that it is
 _VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}")
 
 
@@ -139,8 +139,8 @@ def interpolate(values: object, environment: Mapping[str, str] = os.environ, pat
 def in_short(section: str, value: object) -> str | None:
     """The setting that a word in place of a whole section gives; None where ``value`` is no such word.
 
-    >>> in_short("cluster", "local"), in_short("cluster", {"kind": "local"}), in_short("env", "simpletir")
-    ('kind', None, None)
+    >>> in_short("cluster", "local"), in_short("sandbox", "local://"), in_short("env", "simpletir")
+    ('kind', 'url', None)
     """
     return _IN_SHORT.get(section) if isinstance(value, str) else None
 

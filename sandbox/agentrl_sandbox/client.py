@@ -53,6 +53,10 @@ async def open_sandbox(settings: SandboxSettings) -> Sandbox:
         from agentrl_sandbox.docker import open_docker
 
         return await open_docker(settings)
+    if len(settings.addresses) > 1:
+        from agentrl_sandbox.several.sandbox import open_several
+
+        return await open_several(settings)
     if settings.scheme in ("http", "https"):
         from agentrl_sandbox.http import open_http
 

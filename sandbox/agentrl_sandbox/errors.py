@@ -8,7 +8,8 @@ SandboxError
 ├── SessionForkError    a live session could not be forked; it continues
 ├── UnknownSessionError the session never existed, or has ended
 ├── BusyError           a service has no capacity now; the same call may succeed later
-│   └── QueueFullError  its queue is full
+│   ├── QueueFullError  its queue is full
+│   └── AbsentError     it did not answer, or the connection broke
 ├── RefusedError        a service rejected a call; retrying does not help
 └── service.gateway_settings.ServiceSettingsError  a command was given invalid settings
 """
@@ -61,6 +62,14 @@ class BusyError(SandboxError):
 
 class QueueFullError(BusyError):
     """The queue is full."""
+
+
+class AbsentError(BusyError):
+    """A service did not answer. ``begun``: it may have begun the call."""
+
+    def __init__(self, message: str, *, begun: bool) -> None:
+        super().__init__(message, retry_after=0)
+        self.begun = begun
 
 
 class RefusedError(SandboxError):

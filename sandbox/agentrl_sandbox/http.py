@@ -12,12 +12,14 @@ import ssl
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import httpx
 
 from agentrl_sandbox.call import Call, CallSandbox, checked_timeout, to_base64
 from agentrl_sandbox.errors import (
+    AbsentError,
     BusyError,
     ClosedError,
     RefusedError,
@@ -47,6 +49,17 @@ _ERRORS: dict[str, type[SandboxError]] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServiceRequest(Generic[_T]):
+    """A request to a service; ``seconds`` is what its program may take, ``read`` makes sense of the answer."""
+
+    method: str
+    path: str
+    body: object
+    seconds: float
+    read: Callable[[JsonObject], _T]
+
+
 class HttpSandbox(CallSandbox):
     """Runs programs at a service. Created by ``open_http``."""
 
@@ -74,7 +87,10 @@ class HttpSandbox(CallSandbox):
 
         Raises StartError, UnisolatedError and RefusedError.
         """
-        state = await self._ready()
+        await self.prove(await self._ready())
+
+    async def prove(self, state: JsonObject) -> None:
+        """Check the isolation and the limits that the service tells, and run a program there. Raises as ``check``."""
         self._isolation = _isolation(state)
         missing = self._isolation.missing
         if missing and not self._settings.allow_unisolated:
@@ -91,34 +107,24 @@ class HttpSandbox(CallSandbox):
         """
         if self._closed:
             raise ClosedError("the sandbox was closed")
-        seconds = checked_timeout(self._settings.timeout if call.timeout is None else call.timeout)
-        body = {
-            "program": call.program,
-            "timeout": seconds,
-            "stdin": call.stdin,
-            "request_id": request_id or uuid.uuid4().hex,
-            "files": to_base64(call.files),
-            "fetch_files": call.fetch_files,
-            "echo": call.echo,
-        }
-        path = "/v1/execute" if call.session is None else f"/v1/sessions/{call.session}/execute"
+        request = running(call, call.session, request_id, default=self._settings.timeout)
         started = time.monotonic()
         try:
-            return await self._call("POST", path, body, seconds, _execution)
+            return await self._call(request)
         except (BusyError, ClosedError) as error:  # closed while it ran
             return failed_execution(str(error), started)
 
     async def open_session(self) -> str:
         """See ``Sandbox``. Raises BusyError if the service has no capacity until ``retry_deadline``."""
-        return await self._call("POST", "/v1/sessions", {}, 0.0, _session)
+        return await self._call(opening())
 
     async def fork_session(self, session: str) -> str:
         """See ``Sandbox``. Raises BusyError if the service has no capacity until ``retry_deadline``."""
-        return await self._call("POST", f"/v1/sessions/{session}/fork", {}, 0.0, _session)
+        return await self._call(forking(session))
 
     async def close_session(self, session: str) -> None:
         """See ``Sandbox``. Raises BusyError if the service is unreachable until ``retry_deadline``."""
-        await self._call("DELETE", f"/v1/sessions/{session}", None, 0.0, lambda answer: None)
+        await self._call(closing(session))
 
     async def close(self) -> None:
         """Close the connections, which kills running programs."""
@@ -126,22 +132,31 @@ class HttpSandbox(CallSandbox):
         for connection in (*self._idle, *self._busy):
             await connection.aclose()
 
-    async def _call(self, method: str, path: str, body: object, seconds: float, read: Callable[[JsonObject], _T]) -> _T:
-        """Send a request until it gets a valid answer. The deadline counts from the first attempt.
-
-        Raises BusyError after the deadline.
-        """
+    async def once(self, request: ServiceRequest[_T]) -> _T:
+        """Send a request one time. Raises BusyError if a retry may help: AbsentError if there was no answer."""
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("a sandbox belongs to the event loop it was opened in; open another in this one")
-        deadline = 0.0
+        async with self._room:
+            return request.read(await self._send(request))
+
+    async def look(self) -> JsonObject:
+        """What the service tells of itself. Raises BusyError if it is not ready, StartError if it is something else."""
+        state = await self._send(ServiceRequest(method="GET", path="/ready", body=None, seconds=0.0, read=dict))
+        if isinstance(state, dict) and isinstance(state.get("isolation"), dict):
+            return state
+        raise StartError(f"{self._settings.url} is not an agentrl-sandbox service")
+
+    async def _call(self, request: ServiceRequest[_T]) -> _T:
+        """Send a request until it gets a valid answer. Raises BusyError after the deadline."""
+        deadline = time.monotonic() + request.seconds + self._settings.retry_deadline
         pause = _FIRST_PAUSE
         while True:
-            async with self._room:
-                deadline = deadline or time.monotonic() + seconds + self._settings.retry_deadline
-                try:
-                    return read(await self._send(method, path, body, seconds))
-                except BusyError as error:
-                    busy = error
+            try:
+                return await self.once(request)
+            except BusyError as error:
+                busy = error
+            if isinstance(busy, AbsentError):
+                self._say_absent(busy)
             rest = max(pause, busy.retry_after) * random.uniform(0.5, 1.5)
             if time.monotonic() + rest > deadline:
                 why = f"{self._settings.url} did not answer within {self._settings.retry_deadline:g} s: {busy}"
@@ -149,29 +164,31 @@ class HttpSandbox(CallSandbox):
             await asyncio.sleep(rest)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    async def _send(self, method: str, path: str, body: object, seconds: float) -> JsonObject:
+    async def _send(self, request: ServiceRequest[_T]) -> JsonObject:
         """Send one request. Raises BusyError if a retry may help."""
         if self._closed:
             raise ClosedError("the sandbox was closed")
-        timeout = httpx.Timeout(_CONNECT_SECONDS, read=seconds + _READ_TIMEOUT_SECONDS, write=_READ_TIMEOUT_SECONDS)
-        request = httpx.Request(
-            method,
-            self._settings.url.rstrip("/") + path,
+        timeout = httpx.Timeout(
+            _CONNECT_SECONDS, read=request.seconds + _READ_TIMEOUT_SECONDS, write=_READ_TIMEOUT_SECONDS
+        )
+        sent = httpx.Request(
+            request.method,
+            self._settings.url.rstrip("/") + request.path,
             headers=self._headers,
-            content=b"" if body is None else json.dumps(body).encode("ascii"),
+            content=b"" if request.body is None else json.dumps(request.body).encode("ascii"),
             extensions={"timeout": timeout.as_dict()},
         )
         connection = self._idle.pop() if self._idle else self._one_connection()
         self._busy.add(connection)
         try:
-            response = await connection.handle_async_request(request)
+            response = await connection.handle_async_request(sent)
             try:
                 await response.aread()
             finally:
                 await response.aclose()
         except httpx.TransportError as error:
-            self._say_absent(error)
-            raise BusyError(f"{type(error).__name__}: {error}", retry_after=0) from error
+            begun = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            raise AbsentError(f"{type(error).__name__}: {error}", begun=begun) from error
         finally:
             self._busy.discard(connection)
             self._idle.append(connection)
@@ -183,13 +200,13 @@ class HttpSandbox(CallSandbox):
         except ValueError as error:  # not text, or not JSON
             raise BusyError(f"{self._settings.url} gave an answer that is not JSON: {error}") from error
 
-    def _say_absent(self, error: httpx.TransportError) -> None:
+    def _say_absent(self, error: AbsentError) -> None:
         """Warn once, when an outage begins; waiting calls log nothing until their retry deadline."""
         if not self._absent and not self._closed:
             self._absent = True
             _log.warning(
                 "the sandbox at %s does not answer (%s); calls are retried for up to %g s. Restart it if it stays down",
-                *(self._settings.url, type(error).__name__, self._settings.retry_deadline),
+                *(self._settings.url, error, self._settings.retry_deadline),
             )
 
     def _one_connection(self) -> httpx.AsyncHTTPTransport:
@@ -226,13 +243,9 @@ class HttpSandbox(CallSandbox):
         deadline = time.monotonic() + min(_START_SECONDS, self._settings.retry_deadline)
         while True:
             try:
-                state = await self._send("GET", "/ready", None, 0.0)
+                return await self.look()
             except BusyError as error:
                 why = str(error)
-            else:
-                if isinstance(state, dict) and isinstance(state.get("isolation"), dict):
-                    return state
-                raise StartError(f"{self._settings.url} is not an agentrl-sandbox service")
             if time.monotonic() > deadline:
                 raise StartError(f"no sandbox is ready at {self._settings.url}: {why}")
             await asyncio.sleep(random.uniform(0.1, 0.5))
@@ -259,6 +272,38 @@ async def open_http(settings: SandboxSettings) -> HttpSandbox:
         await sandbox.close()
         raise
     return sandbox
+
+
+def running(call: Call, session: str | None, request_id: str | None, *, default: float) -> ServiceRequest[Execution]:
+    """The request that runs a program. Raises ValueError for an impossible timeout."""
+    seconds = checked_timeout(default if call.timeout is None else call.timeout)
+    body = {
+        "program": call.program,
+        "timeout": seconds,
+        "stdin": call.stdin,
+        "request_id": request_id or uuid.uuid4().hex,
+        "files": to_base64(call.files),
+        "fetch_files": call.fetch_files,
+        "echo": call.echo,
+    }
+    path = "/v1/execute" if session is None else f"/v1/sessions/{session}/execute"
+    return ServiceRequest(method="POST", path=path, body=body, seconds=seconds, read=_execution)
+
+
+def opening() -> ServiceRequest[str]:
+    """The request for a session."""
+    return ServiceRequest(method="POST", path="/v1/sessions", body={}, seconds=0.0, read=_session)
+
+
+def forking(session: str) -> ServiceRequest[str]:
+    """The request for a fork of a session."""
+    return ServiceRequest(method="POST", path=f"/v1/sessions/{session}/fork", body={}, seconds=0.0, read=_session)
+
+
+def closing(session: str) -> ServiceRequest[None]:
+    """The request that ends a session."""
+    path = f"/v1/sessions/{session}"
+    return ServiceRequest(method="DELETE", path=path, body=None, seconds=0.0, read=lambda answer: None)
 
 
 def _isolation(state: JsonObject) -> Isolation:

@@ -7,7 +7,8 @@ import re
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-_URL = re.compile(r"local://|docker://[^\s/]\S*|https?://[^\s/?#@]+/?")
+_SERVICE = re.compile(r"https?://[^\s/?#@,]+/?")
+_PLACE = re.compile(r"local://|docker://[^\s/]\S*")
 
 
 LIMITS = (
@@ -25,7 +26,8 @@ class SandboxSettings(BaseModel):
     url: str = Field(
         "local://",
         description="where programs run: local:// starts a fork server on this machine, docker://IMAGE starts a "
-        "container, http://HOST:PORT uses a service, whose own limits apply",
+        "container, http://HOST:PORT uses a service, whose own limits apply; several addresses of services, as a "
+        "list or with commas between them, share the programs, and calls of a lost service go to the others",
     )
     timeout: float = Field(10.0, gt=0, le=3600, description="seconds of wall clock time for each program")
     memory_mb: int = Field(
@@ -69,6 +71,12 @@ class SandboxSettings(BaseModel):
         description="seconds for which a call to a busy or unreachable service is retried, beyond the program's own "
         "time; then it counts as an infrastructure failure",
     )
+    service_deadline: float = Field(
+        30.0,
+        gt=0,
+        description="of several services: seconds without an answer after which one counts as lost; its calls then go "
+        "to the others and its sessions have ended",
+    )
     standby: bool = Field(
         False,
         description="keep a second server warm, which takes over at once when the first one dies; costs its memory",
@@ -84,12 +92,27 @@ class SandboxSettings(BaseModel):
         False, description="run programs even if an isolation property is missing on this machine"
     )
 
+    @field_validator("url", mode="before")
+    @classmethod
+    def _one_text(cls, url: object) -> object:
+        return ",".join(map(str, url)) if isinstance(url, list | tuple) else url
+
     @field_validator("url")
     @classmethod
     def _known_url(cls, url: str) -> str:
-        if not _URL.fullmatch(url):
-            raise ValueError(f"unknown sandbox {url!r}; valid: local://, docker://IMAGE, http://HOST:PORT")
-        return url
+        addresses = [part.strip() for part in url.split(",")]
+        if not _PLACE.fullmatch(url) and not all(map(_SERVICE.fullmatch, addresses)):
+            raise ValueError(
+                f"unknown sandbox {url!r}; valid: local://, docker://IMAGE, http://HOST:PORT (several with commas)"
+            )
+        if len(set(addresses)) < len(addresses):
+            raise ValueError(f"an address twice in {url!r}")
+        return ",".join(addresses)
+
+    @property
+    def addresses(self) -> list[str]:
+        """The parts of ``url``: of several services the address of each."""
+        return self.url.split(",")
 
     @property
     def scheme(self) -> str:

@@ -34,5 +34,5 @@ def test_compose_passes_every_setting_on():
     text = (ROOT / "compose.yaml").read_text(encoding="utf-8")
     passed = set(re.findall(r"^      (SANDBOX_\w+): \$\{\1:-\}", text, re.MULTILINE)) | {"SANDBOX_TOKEN_FILE"}
     gateway = set(GatewaySettings.model_fields) - {"host", "port"}  # fixed in the container, published by SANDBOX_BIND
-    runner = set(SandboxSettings.model_fields) - {"url", "token", "retry_deadline"}
+    runner = set(SandboxSettings.model_fields) - {"url", "token", "retry_deadline", "service_deadline"}
     assert passed == {f"SANDBOX_{name.upper()}" for name in gateway | runner}

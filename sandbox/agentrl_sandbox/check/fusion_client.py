@@ -6,7 +6,7 @@ import time
 
 from agentrl_sandbox.call import Call, to_base64
 from agentrl_sandbox.errors import BusyError, SandboxError
-from agentrl_sandbox.http import HttpSandbox, JsonObject
+from agentrl_sandbox.http import HttpSandbox, JsonObject, ServiceRequest
 from agentrl_sandbox.types import Execution, Outcome
 
 _KILLED = 128  # exit codes above this report a signal, as in a shell
@@ -34,7 +34,9 @@ class FusionSandbox(HttpSandbox):
             return fusion_execution(answer, time.monotonic() - started)
 
         try:
-            return await self._call("POST", "/run_code", body, seconds, read)
+            return await self._call(
+                ServiceRequest(method="POST", path="/run_code", body=body, seconds=seconds, read=read)
+            )
         except BusyError as error:
             return read({"status": "SandboxError", "message": str(error)})
 

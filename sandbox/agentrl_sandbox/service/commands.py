@@ -18,7 +18,7 @@ from agentrl_sandbox.service.gateway_settings import NO_TOKEN, GatewaySettings, 
 from agentrl_sandbox.service.pool.messages import check_answers_fit
 from agentrl_sandbox.settings import SandboxSettings
 
-_OF_CLIENTS = ("url", "token", "retry_deadline")  # settings that do not apply to a runner
+_OF_CLIENTS = ("url", "token", "retry_deadline", "service_deadline")  # settings that do not apply to a runner
 _WARNING = (
     "The attacks are real: without isolation they kill processes and write files. They stop by themselves at "
     "3000 processes, 3 GB of memory or disk and 100 MB of output."

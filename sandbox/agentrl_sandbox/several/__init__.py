@@ -1,0 +1,1 @@
+"""Several services as one sandbox."""
