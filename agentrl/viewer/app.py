@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agentrl.errors import AgentRLError, SettingsError
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.viewer.calculator import Calculator
-from agentrl.viewer.evaluation_page import evaluation_page, evaluation_summary, rollout_page
+from agentrl.viewer.evaluation_page import comparison_page, evaluation_page, evaluation_summary, rollout_page
 from agentrl.viewer.library import Library
 from agentrl.viewer.metrics_file import read_new_rows
 from agentrl.viewer.queries import QueryError, asked_steps, position_of, search_of, what_if_question, whole
@@ -132,6 +132,9 @@ def _answers(library: Library, calculator: Calculator) -> Mapping[str, Answer]:
         "/runs/{id}/steps/{step:int}/{number:int}/what_if": what_if,
         "/runs/{id}/estimators": estimators,
         "/evaluations/{id}": lambda request: evaluation_page(library.evaluation(request.path_params["id"])),
+        "/comparisons/{first}/{second}": lambda request: comparison_page(
+            library.evaluation(request.path_params["first"]), library.evaluation(request.path_params["second"])
+        ),
         "/evaluations/{id}/{place:int}": lambda request: rollout_page(
             library.evaluation(request.path_params["id"]), request.path_params["place"]
         ),

@@ -1,15 +1,18 @@
-"""An evaluation: its scores, its problems with their rollouts, and one conversation."""
+"""An evaluation: its scores, its problems with their rollouts, one conversation, and the comparison of two."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 import zstandard
 
 from agentrl.errors import SettingsError, WorldError
-from agentrl.evaluation.formats import JSONObject
+from agentrl.evaluation.formats import JSONObject, Results
+from agentrl.evaluation.results.pairing import compare, comparison_notes
 from agentrl.viewer.metrics_file import read_new_rows
 
 
@@ -27,7 +30,8 @@ def evaluation_summary(path: Path) -> dict[str, object]:
 def evaluation_page(path: Path) -> dict[str, object]:
     """Results, provenance and one row per rollout, in the order written."""
     results = read_object(path / "results.json")
-    rows = [_row(place, record) for place, record in enumerate(_records(path))]
+    gold = {(row["benchmark"], row["id"]): row.get("answer") for row in read_new_rows(path / "problems.jsonl").rows}
+    rows = [_row(place, record, gold) for place, record in enumerate(_records(path))]
     return {
         "path": str(path),
         "results": results.get("benchmarks", {}),
@@ -47,6 +51,34 @@ def rollout_page(path: Path, place: int) -> dict[str, object]:
     raise SettingsError(f"{path} has no rollout {place}")
 
 
+def comparison_page(first: Path, second: Path) -> dict[str, object]:
+    """B, the second, against A, paired by problem. Raises SettingsError where the two cannot be compared."""
+    before, after = (_finished(path) for path in (first, second))
+    found = compare(before, after)
+    return {
+        "paths": [str(first), str(second)],
+        "models": [results["provenance"]["model"]["name"] for results in (before, after)],
+        "notes": comparison_notes(before, after),
+        "differences": {name: asdict(one) for name, one in found.items()},
+        "scores": {name: [results["benchmarks"][name]["avg"]["mean"] for results in (before, after)] for name in found},
+        "problems": [row for name in found for row in _paired(name, before, after)],
+    }
+
+
+def _finished(path: Path) -> Results:
+    results = read_object(path / "results.json")
+    if not results:
+        raise SettingsError(f"{path} is not finished: the command that began it continues it")
+    return cast(Results, results)
+
+
+def _paired(name: str, before: Results, after: Results) -> Iterator[dict[str, object]]:
+    """The problems of a benchmark with their counts in both."""
+    ours, theirs = (results["benchmarks"][name]["per_problem"] for results in (before, after))
+    for problem, first in ours.items():
+        yield {"benchmark": name, "problem": problem, "first": first, "second": theirs[problem]}
+
+
 def read_object(path: Path) -> JSONObject:
     """A JSON file, or nothing while it is missing. Raises WorldError where it is damaged."""
     try:
@@ -58,11 +90,12 @@ def read_object(path: Path) -> JSONObject:
     return value if isinstance(value, dict) else {}
 
 
-def _row(place: int, record: JSONObject) -> dict[str, object]:
+def _row(place: int, record: JSONObject, gold: Mapping[tuple[object, object], object]) -> dict[str, object]:
     names = ("benchmark", "problem", "sample", "attempt", "ended", "verdict", "answer", "reward")
     turns = record["turns"]
     model = [turn for turn in turns if turn["origin"] == "model"]
     said = {name: record.get(name) for name in names}
+    said["gold"] = gold.get((record["benchmark"], record["problem"]))
     return {"place": place, **said, "turns": len(model), "tokens": sum(turn["tokens"] for turn in model)}
 
 

@@ -15,8 +15,8 @@ from agentrl.errors import SettingsError
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.viewer.app import make_app
 from agentrl.viewer.calculator import Calculator
+from agentrl.viewer.export.page import export_page
 from agentrl.viewer.library import Library
-from agentrl.viewer.page_export import export_page
 
 HOST = "127.0.0.1"
 _CHARTS = "package_data/plotly.min.js"

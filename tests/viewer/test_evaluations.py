@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from evaluation.runs import WrittenEngine, play, problem_set, results, transcript
 from viewer.conftest import client_of
+from viewer.made_evaluation import better, made_evaluation, written
 
-from agentrl.evaluation.records.transcript import Sample, Transcript, Turn
-
-
-def written(sample: Sample) -> Transcript:
-    turns = (Turn(origin="model", text=f"I am sample {sample.number}.", tokens=9),)
-    return transcript(sample, correct=sample.number > 1, turns=turns)
+from agentrl.evaluation.records.directory import EvaluationDirectory
+from agentrl.evaluation.results.pairing import compare
 
 
 @pytest.fixture
 def evaluation(tmp_path: Path) -> Path:
-    sets = [problem_set(2)]
-    asyncio.run(play(WrittenEngine(written), tmp_path / "scores", sets))
-    results(tmp_path / "scores", sets)
-    return tmp_path / "scores"
+    return made_evaluation(tmp_path / "scores", written)
 
 
 def test_scores_rollouts_and_a_conversation_are_told(evaluation: Path) -> None:
@@ -37,6 +31,7 @@ def test_scores_rollouts_and_a_conversation_are_told(evaluation: Path) -> None:
     assert one["rollout"]["turns"][0]["text"] == "I am sample 3."
     assert one["problem"]["id"] == "p1"
     gone = client.get(f"/api/evaluations/{about['id']}/99")
+    assert chosen["gold"] == "1"
     assert (gone.status_code, "has no rollout 99" in gone.json()["error"]) == (404, True)
 
 
@@ -48,3 +43,20 @@ def test_an_evaluation_that_goes_on_shows_its_whole_rollouts(evaluation: Path) -
     (about,) = client.get("/api/places").json()["evaluations"]
     assert (about["finished"], about["benchmarks"]) == (False, {})
     assert len(client.get(f"/api/evaluations/{about['id']}").json()["rollouts"]) == 7
+
+
+def test_two_are_compared_problem_by_problem(evaluation: Path) -> None:
+    made_evaluation(evaluation.parent / "better", better)
+    client = client_of(evaluation.parent)
+    ids = {one["name"]: one["id"] for one in client.get("/api/places").json()["evaluations"]}
+    found = client.get(f"/api/comparisons/{ids['scores']}/{ids['better']}").json()
+    before, after = (EvaluationDirectory(evaluation.parent / name).results() for name in ("scores", "better"))
+    assert found["differences"]["toy"] == json.loads(json.dumps(asdict(compare(before, after)["toy"])))
+    assert found["scores"]["toy"] == [0.5, 0.75]
+    assert [(row["problem"], row["first"]["correct"], row["second"]["correct"]) for row in found["problems"]] == [
+        ("p0", 2, 2),
+        ("p1", 2, 4),
+    ]
+    (evaluation / "results.json").unlink()
+    refused = client.get(f"/api/comparisons/{ids['scores']}/{ids['better']}")
+    assert (refused.status_code, "is not finished" in refused.json()["error"]) == (404, True)

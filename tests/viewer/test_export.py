@@ -14,8 +14,8 @@ from viewer.test_api import get, run_id
 
 from agentrl.errors import SettingsError
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.viewer.bundle import bundle
-from agentrl.viewer.page_export import export_page
+from agentrl.viewer.export.bundle import bundle
+from agentrl.viewer.export.page import export_page
 from agentrl.viewer.serve import chart_library, export_command
 
 
@@ -48,7 +48,7 @@ def test_what_cannot_be_exported_is_said_in_one_message(
         export_command([run.path.parent], out, steps=[], groups=None, echo=print)
     with pytest.raises(SettingsError, match="give --export as well"):
         export_command([run.path], None, steps=[1], groups=None, echo=print)
-    monkeypatch.setattr("agentrl.viewer.page_export._MOST", 1_000_000)
+    monkeypatch.setattr("agentrl.viewer.export.page._MOST", 1_000_000)
     with pytest.raises(SettingsError, match="the page is over 1 MB: choose fewer steps"):
         export_page(run, out, charts=chart_library())
     assert not list(tmp_path.iterdir())

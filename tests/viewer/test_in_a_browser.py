@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import uvicorn
 from viewer.conftest import TOKEN
+from viewer.made_evaluation import better, made_evaluation, written
 from viewer.made_run import HOSTILE, make_run, metrics_row
 
 from agentrl.inspection.what_if import what_if
@@ -20,8 +22,8 @@ from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.stored_step import read_step
 from agentrl.viewer.app import make_app
 from agentrl.viewer.calculator import Calculator
+from agentrl.viewer.export.page import export_page
 from agentrl.viewer.library import Library
-from agentrl.viewer.page_export import export_page
 from agentrl.viewer.serve import chart_library, listen
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -198,6 +200,27 @@ def test_an_exported_page_works_from_a_file_without_a_network(page: Page, run: R
     assert page.locator("main script, main img, main a[href^='javascript']").count() == 0
     expect(page.get_by_role("button", name="Choose an estimator")).to_have_count(0)
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+
+
+def test_evaluations_are_read_and_compared(page: Page, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as elsewhere:  # Playwright runs an event loop in this thread
+        for name, write in (("plain", written), ("better", better)):
+            elsewhere.submit(made_evaluation, tmp_path / "runs" / name, write).result()
+    with serving(tmp_path / "runs") as url:
+        page.goto(url)
+        page.get_by_role("link", name="plain").click()
+        expect(page.get_by_role("heading", name="pass@k")).to_be_visible()
+        expect(page.locator(".chart .scatterlayer .trace").first).to_be_visible()
+        page.get_by_label("Verdict").select_option("incorrect")
+        page.get_by_role("button", name="Search", exact=True).click()
+        expect(page.get_by_text("4 of 8 rollouts")).to_be_visible()
+        page.get_by_label("Compare with").select_option("better")
+        expect(page.get_by_role("heading", name="better against plain")).to_be_visible()
+        expect(page.get_by_role("row", name="toy").first).to_contain_text("+0.25")
+        page.get_by_role("link", name="4 of 4").click()
+        expect(page.get_by_text("4 of 8 rollouts")).to_be_visible()
+        page.locator("tbody a").first.click()
+        expect(page.locator(".segment.model")).to_contain_text("<img src=x onerror=alert(1)>")
 
 
 def test_contents_are_text_and_never_markup(page: Page, address: str) -> None:

@@ -22,7 +22,7 @@ from typing import IO, cast
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.data.problem_sets import ProblemSet
 from agentrl.evaluation.formats import JSONObject, ProblemRow, Provenance, Results
-from agentrl.evaluation.records.provenance import differences
+from agentrl.evaluation.records.changes import differences
 from agentrl.evaluation.records.rollout_log import read_rollouts
 from agentrl.evaluation.records.transcript import Transcript
 from agentrl.telemetry.files import LOCK_DEADLINE, atomic_write, json_line, take_lock, world_errors

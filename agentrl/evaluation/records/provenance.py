@@ -27,18 +27,6 @@ _PACKAGES = (
 )
 _SANDBOX = ("url", "timeout", "memory_mb", "max_processes", "scratch_mb", "output_limit", "flood_limit")
 
-COMPARABLE = (
-    "model.",
-    "seed",
-    "packages.",
-    "sampling.n",
-    "benchmarks.",
-    "engine.",
-    "environment.sandbox",
-    "sandbox.url",
-)
-"""Keys, or prefixes of keys, in which two comparable runs may differ. All other keys are the protocol."""
-
 
 def provenance(
     settings: EvaluationSections,
@@ -83,35 +71,6 @@ def grader_record(settings: EvaluationSections) -> JSONObject:
     """The grader's version and the settings that may change a verdict, without the number of processes."""
     limits = settings.grader.model_dump(mode="json", include={"deadline", "memory_mb", "max_length", "max_depth"})
     return {"math_verify": _version("math-verify"), **limits}
-
-
-def differences(
-    first: Mapping[str, object], second: Mapping[str, object], *, but: Sequence[str] = ()
-) -> list[tuple[str, object, object]]:
-    """Dotted key and both values of every difference, except for keys that equal or start with one of ``but``."""
-    before, after = flat(first), flat(second)
-    return [
-        (key, before.get(key, "(absent)"), after.get(key, "(absent)"))
-        for key in dict.fromkeys([*before, *after])
-        if before.get(key, "(absent)") != after.get(key, "(absent)") and not any(_under(key, name) for name in but)
-    ]
-
-
-def flat(record: Mapping[str, object], path: str = "") -> dict[str, object]:
-    """Dotted keys.
-
-    >>> flat({"a": {"b": 1, "c": {}}, "d": [2]})
-    {'a.b': 1, 'd': [2]}
-    """
-    found: dict[str, object] = {}
-    for key, value in record.items():
-        here = f"{path}.{key}" if path else key
-        found |= flat(value, here) if isinstance(value, Mapping) else {here: value}
-    return found
-
-
-def _under(key: str, name: str) -> bool:
-    return key == name or (name.endswith(".") and key.startswith(name))
 
 
 def _instruction(settings: EvaluationSections) -> dict[str, str]:

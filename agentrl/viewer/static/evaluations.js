@@ -1,21 +1,26 @@
 // An evaluation: its scores, its rollouts with answers and verdicts, and one conversation.
 
 import { ask } from "./api.js";
-import { el, section, short, visible, words } from "./dom.js";
+import { choice, el, section, short, visible, words } from "./dom.js";
+import { scoreSections } from "./scores.js";
 import { table } from "./table.js";
 import { verdict } from "./trajectories.js";
 
 export async function evaluationScreen([id], query) {
   const page = await ask(`/evaluations/${id}`);
   const search = query.get("problem") ?? "";
-  const rows = page.rollouts.filter((row) => row.problem.toLowerCase().includes(search.toLowerCase()));
+  const graded = query.get("verdict") ?? "";
+  const fits = (row) => row.problem.toLowerCase().includes(search.toLowerCase()) && ["", row.verdict].includes(graded);
+  const rows = page.rollouts.filter(fits);
+  const verdicts = [...new Set(page.rollouts.map((row) => row.verdict).filter(Boolean))].sort();
   const columns = [
     { title: "Rollout", number: true, value: (row) => row.place, cell: (row) => el("a", { href: `#/evaluation/${id}/${row.place}` }, String(row.place)) },
     { title: "Benchmark", value: (row) => row.benchmark },
     { title: "Problem", value: (row) => row.problem },
     { title: "Sample", number: true, value: (row) => row.sample },
     { title: "Verdict", value: (row) => row.verdict, cell: verdict },
-    { title: "Answer", value: (row) => row.answer, class: "text" },
+    { title: "Extracted answer", value: (row) => row.answer, class: "text" },
+    { title: "Gold answer", value: (row) => row.gold, class: "text" },
     { title: "Ended", value: (row) => row.ended, cell: (row) => words(row.ended) },
     { title: "Turns", number: true, value: (row) => row.turns },
     { title: "Tokens", number: true, value: (row) => row.tokens },
@@ -24,29 +29,27 @@ export async function evaluationScreen([id], query) {
     event.preventDefault();
     location.hash = `#/evaluation/${id}?${new URLSearchParams(new FormData(event.target))}`;
   };
-  const form = el("form", { class: "bar", role: "search", onsubmit: find }, el("label", { class: "field grow" }, el("span", {}, "Problem"), el("input", { name: "problem", type: "search", value: search })), el("button", { class: "act", type: "submit" }, "Search"));
+  const grade = el("select", { name: "verdict" }, [["", "any"], ...verdicts.map((each) => [each, words(each)])].map(([given, text]) => el("option", { value: given, selected: given === graded }, text)));
+  const byVerdict = el("label", { class: "field" }, el("span", {}, "Verdict"), grade);
+  const form = el("form", { class: "bar", role: "search", onsubmit: find }, byVerdict, el("label", { class: "field grow" }, el("span", {}, "Problem"), el("input", { name: "problem", type: "search", value: search })), el("button", { class: "act", type: "submit" }, "Search"));
   const name = page.path.split("/").at(-1);
   const content = [
     el("h1", {}, name),
-    section("Scores", scores(page.results)),
+    await comparing(id),
+    ...scoreSections(page.results),
     section("Rollouts", form, table(columns, rows, { caption: `${rows.length} of ${page.rollouts.length} rollouts` }).element),
     el("details", { class: "card" }, el("summary", {}, "Provenance"), el("pre", { class: "said" }, JSON.stringify(page.provenance, null, 1))),
   ];
   return { title: name, trail: [["Runs", "#/"]], content };
 }
 
-function scores(results) {
-  const rows = Object.entries(results);
-  if (!rows.length) return el("p", { class: "quiet" }, "The evaluation has not finished.");
-  const columns = [
-    { title: "Benchmark", value: ([name]) => name },
-    { title: "Mean", number: true, value: ([, one]) => one.avg.mean },
-    { title: "95 % from", number: true, value: ([, one]) => one.avg.problems_like_these.low },
-    { title: "to", number: true, value: ([, one]) => one.avg.problems_like_these.high },
-    { title: "Problems", number: true, value: ([, one]) => one.avg.problems },
-    { title: "Samples", number: true, value: ([, one]) => one.avg.samples },
-  ];
-  return table(columns, rows, { caption: "Intervals are for problems like these" }).element;
+// A choice of another evaluation to compare with; nothing where there is none.
+async function comparing(id) {
+  const { evaluations } = await ask("/places");
+  const others = evaluations.filter((one) => one.id !== id && one.finished);
+  if (!others.length) return null;
+  const options = [["", "choose"], ...others.map((one) => [one.id, one.name])];
+  return choice("Compare with", options, "", (other) => other && (location.hash = `#/comparison/${id}/${other}`));
 }
 
 export async function rolloutScreen([id, place]) {

@@ -1,5 +1,6 @@
 // Shows the screen that the address's end names, and lets go of the one before.
 
+import { comparisonScreen } from "./comparison.js";
 import { el } from "./dom.js";
 import { evaluationScreen, rolloutScreen } from "./evaluations.js";
 import { runScreen } from "./run.js";
@@ -14,6 +15,7 @@ const screens = [
   [/^\/run\/(\w+)\/(\d+)\/(\d+)$/, trajectoryScreen],
   [/^\/evaluation\/(\w+)$/, evaluationScreen],
   [/^\/evaluation\/(\w+)\/(\d+)$/, rolloutScreen],
+  [/^\/comparison\/(\w+)\/(\w+)$/, comparisonScreen],
 ];
 
 let current = new AbortController();

@@ -22,7 +22,7 @@ from agentrl.telemetry.files import atomic_write
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.stored_step import read_step
 from agentrl.viewer.app import STATIC
-from agentrl.viewer.bundle import bundle
+from agentrl.viewer.export.bundle import bundle
 from agentrl.viewer.metrics_file import read_new_rows
 from agentrl.viewer.run_facts import run_facts
 from agentrl.viewer.step_table import step_rows

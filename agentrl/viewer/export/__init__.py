@@ -1,0 +1,1 @@
+"""`agentrl view --export`: a run as one page."""

@@ -1,0 +1,30 @@
+"""An evaluation directory, made without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from evaluation.runs import WrittenEngine, play, problem_set, results, transcript
+
+from agentrl.evaluation.records.transcript import Sample, Transcript, Turn
+
+
+def written(sample: Sample) -> Transcript:
+    """Two of a problem's four samples are correct."""
+    turns = (Turn(origin="model", text=f"I am sample {sample.number}.", tokens=9),)
+    return transcript(sample, correct=sample.number > 1, turns=turns)
+
+
+def better(sample: Sample) -> Transcript:
+    """Problem 1 is always solved."""
+    turns = (Turn(origin="model", text="</script><img src=x onerror=alert(1)>", tokens=9),)
+    return transcript(sample, correct=sample.number > 1 or sample.problem.id == "p1", turns=turns)
+
+
+def made_evaluation(folder: Path, write: Callable[[Sample], Transcript]) -> Path:
+    sets = [problem_set(2)]
+    asyncio.run(play(WrittenEngine(write), folder, sets))
+    results(folder, sets)
+    return folder
