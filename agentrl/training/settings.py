@@ -279,6 +279,9 @@ class ColdstartSettings(_Settings):
     """share of the demonstrations that state the answer at once: in a box, or, where the environment is a class, by
     their last turn. A policy that imitates them guesses, and reinforcement learning finds that the tool pays. The tiny
     preset sets it for generated demonstrations only"""
+    direct_turn: Literal["first", "any"] = "first"
+    """where a direct answer stands: `first`, at once; `any`, in a random turn before the last, after observations that
+    do not tell it yet. A policy that imitates the second gives up early, and more often the longer a task is"""
     direct_steps: int | None = Field(None, ge=1)
     """number of final steps that show direct answers; null: all steps"""
     steps: int = Field(200, ge=1)

@@ -213,6 +213,17 @@ def test_direct_answers_replace_a_share() -> None:
     assert with_direct_answers(shown, share=0.0, seed=0) == tuple(shown)
 
 
+def test_direct_answers_in_any_turn_keep_what_was_seen_before() -> None:
+    looks = tuple(ShownTurn(model=program(f"box({n})"), observation=f"\n{n}\n") for n in range(3))
+    shown = [Demonstration(problem=PROBLEM, turns=(*looks, ShownTurn(model="\\boxed{5}")))] * 400
+    mixed = with_direct_answers(shown, share=1.0, seed=0, turn="any")
+    early = [sum(item.turns == (*looks[:kept], ShownTurn(model="\\boxed{5}")) for item in mixed) for kept in range(3)]
+    assert sum(early) == 400  # never behind the look that tells the answer
+    assert min(early) > 90
+    (single,) = with_direct_answers([replace(shown[0], turns=looks[:1])], share=1.0, seed=0, turn="any")
+    assert single.turns == (ShownTurn(model="\\boxed{5}"),)
+
+
 def test_direct_answers_in_the_words_of_the_author() -> None:
     turns = (ShownTurn(model=program("x"), observation="\n5\n"), ShownTurn(model="Answer: five"))
     shown = [Demonstration(problem=replace(PROBLEM, answer=None), turns=turns)]

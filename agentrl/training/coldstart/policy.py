@@ -62,7 +62,8 @@ def make_policy(settings: Settings, output: Path, console: Console, problems: Se
 
 def _direct_answers(cold: ColdstartSettings) -> str:
     last = "all steps" if cold.direct_steps is None else f"the last {cold.direct_steps} steps"
-    return f"cold start: in {last}, {cold.direct_share:.0%} of the demonstrations show only their answer (direct_share)"
+    how = "show only their answer" if cold.direct_turn == "first" else "answer too early, in any turn"
+    return f"cold start: in {last}, {cold.direct_share:.0%} of the demonstrations {how} (direct_share)"
 
 
 def coldstart_command(settings: Settings, output: Path) -> None:

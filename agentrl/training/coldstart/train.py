@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -186,6 +186,7 @@ async def _trained(
         share=settings.coldstart.direct_share,
         seed=seed,
         boxed=class_factory(settings.env) is None,
+        turn=settings.coldstart.direct_turn,
     )
     late_rows = [
         row if late is item else await encode_demonstration(late, environment=environment, codec=codec)
@@ -245,16 +246,26 @@ def read_cold_demonstrations(settings: Settings) -> LoadedDemonstrations:
 
 
 def with_direct_answers(
-    demonstrations: Sequence[Demonstration], *, share: float, seed: int, boxed: bool = True
+    demonstrations: Sequence[Demonstration],
+    *,
+    share: float,
+    seed: int,
+    boxed: bool = True,
+    turn: Literal["first", "any"] = "first",
 ) -> tuple[Demonstration, ...]:
-    """Replace a random ``share`` of the demonstrations by their answer alone: ``boxed``, or their last turn."""
+    """Let a random ``share`` of the demonstrations end with their answer, ``boxed`` or as their last turn states it.
+
+    It takes the place of the ``first`` turn and of all after it, or of ``any`` turn before the last, drawn at random.
+    """
     chosen = random.Random(seed)
-    return tuple(
-        replace(item, turns=(ShownTurn(model=f"\\boxed{{{item.problem.answer}}}") if boxed else item.turns[-1],))
-        if chosen.random() < share and (item.problem.answer is not None or not boxed)
-        else item
-        for item in demonstrations
-    )
+    shown = []
+    for item in demonstrations:
+        if chosen.random() < share and (item.problem.answer is not None or not boxed):
+            kept = chosen.randrange(max(1, len(item.turns) - 1)) if turn == "any" else 0
+            answer = ShownTurn(model=f"\\boxed{{{item.problem.answer}}}") if boxed else item.turns[-1]
+            item = replace(item, turns=(*item.turns[:kept], answer))
+        shown.append(item)
+    return tuple(shown)
 
 
 def cached_policy(settings: Settings, demonstrations: Sequence[Demonstration]) -> Path:
