@@ -12,7 +12,7 @@ import zstandard
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.formats import JSONObject, Results
-from agentrl.evaluation.results.pairing import compare, comparison_notes
+from agentrl.evaluation.results.differences import compare, comparison_notes
 from agentrl.viewer.metrics_file import read_new_rows
 
 

@@ -14,7 +14,7 @@ from evaluation.runs import WrittenEngine, failed, play, problem_set, results, s
 from agentrl.errors import SettingsError
 from agentrl.evaluation.records.transcript import Sample
 from agentrl.evaluation.results.comparison import compare_command
-from agentrl.evaluation.results.pairing import compare
+from agentrl.evaluation.results.differences import compare
 from agentrl.evaluation.results.regrade import FunctionGrader, regrade_command
 from agentrl_envs.registry import PluginError
 from agentrl_envs.types import Ended, Verdict

@@ -11,7 +11,7 @@ from viewer.conftest import client_of
 from viewer.made_evaluation import better, made_evaluation, written
 
 from agentrl.evaluation.records.directory import EvaluationDirectory
-from agentrl.evaluation.results.pairing import compare
+from agentrl.evaluation.results.differences import compare
 
 
 @pytest.fixture

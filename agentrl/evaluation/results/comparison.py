@@ -7,8 +7,7 @@ from pathlib import Path
 
 from agentrl.evaluation.formats import Results
 from agentrl.evaluation.records.directory import EvaluationDirectory
-from agentrl.evaluation.results.differences import Difference
-from agentrl.evaluation.results.pairing import compare, comparison_notes
+from agentrl.evaluation.results.differences import Difference, compare, comparison_notes
 from agentrl.evaluation.results.tables import Table
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.settings import TelemetrySettings
