@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentrl.cluster.devices import ALL_GPUS, free_port
+from agentrl.cluster.plan import UnplaceableError
 from agentrl.cluster.processes import STARTED_BY, Bundle, ClusterNode, Place, ProcessSpec
-from agentrl.errors import SettingsError
 
 HERE = Place(number=0, node=socket.gethostname(), address="127.0.0.1")
 """This machine, without a choice of GPUs."""
@@ -84,7 +84,7 @@ class LocalCluster:
         if self._gpus is None:
             return [HERE]
         if bundle.gpus > len(self._gpus):
-            raise SettingsError(
+            raise UnplaceableError(
                 f"training.num_processes={bundle.gpus}: only {len(self._gpus)} GPUs are visible, "
                 "and every rank needs one"
             )
@@ -101,6 +101,9 @@ class LocalCluster:
 
     def sees(self, place: Place, path: Path) -> bool:
         return path.exists()
+
+    def give_up(self, place: Place, slot: int) -> None:
+        self._gpus = self._gpus and [gpu for gpu in self._gpus if gpu != place.gpus[slot]]
 
     def release(self) -> None:
         for process in self._started:

@@ -107,6 +107,9 @@ class Cluster(Protocol):
     def sees(self, place: Place, path: Path) -> bool:
         """Whether processes there find this file or folder."""
 
+    def give_up(self, place: Place, slot: int) -> None:
+        """Reserve no more what the ``slot``-th rank of a place ran on: its GPU, or on Ray its node."""
+
     def release(self) -> None:
         """End what still runs, and give all places back; they can be reserved again."""
 

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from agentrl.cluster.plan import UnplaceableError, placed
 from agentrl.cluster.processes import Bundle, ClusterNode, NodeLostError, Place, ProcessSpec
 from agentrl.cluster.relay import LogRelay
 from agentrl.cluster.settings import ClusterSettings
+from agentrl.cluster.silence import PortWatch
 from agentrl.errors import SettingsError, WorldError
 
 if TYPE_CHECKING:
@@ -40,14 +42,19 @@ _CARRIED = (
     *("AGENTRL_", "CUDA_LAUNCH", "DEEPSPEED_", "DS_", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_"),
     *("TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "TRITON_", "VLLM_"),
 )
-_LOOK = 1.0  # seconds between two looks at a cluster that lacks nodes
+# Seconds between two looks at a cluster that lacks nodes, and for its nodes to kill what runs there.
+_LOOK = 1.0
+_LAST_CALL = 5.0
 
 
 class NodeHost:
-    """An actor: starts and watches processes on its node."""
+    """An actor: starts and watches processes on its node, and kills them once it hears nothing for ``deadline`` s."""
 
-    def __init__(self) -> None:
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._heard = time.monotonic()
         self._processes: dict[int, LocalProcess] = {}
+        threading.Thread(target=self._end_in_silence, daemon=True, name="end-in-silence").start()
 
     def place(self, number: int) -> Place:
         """This place, as the other nodes reach it."""
@@ -64,6 +71,7 @@ class NodeHost:
         """Start a process and return its id. Raises SettingsError if this node lacks its folder."""
         if spec.folder is not None and not spec.folder.is_dir():
             raise SettingsError(f"the node {place.node} has no folder {spec.folder}: all nodes need the same files")
+        self._heard = time.monotonic()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # Ray blocks it, and children inherit that
         own = {"GLOO_SOCKET_IFNAME": _interface(place.address), ALL_GPUS: ",".join(place.gpus) or None}
         process = LocalProcess(replace(spec, environment={**own, "OMP_NUM_THREADS": None, **spec.environment}), place)
@@ -71,10 +79,23 @@ class NodeHost:
         return process.pid
 
     def wait(self, pid: int, seconds: float) -> int | None:
+        self._heard = time.monotonic()
         return self._processes[pid].wait(seconds)
 
     def send_signal(self, pid: int, number: int) -> None:
         self._processes[pid].send_signal(signal.Signals(number))
+
+    def stop(self) -> None:
+        """Kill what was started here."""
+        for process in list(self._processes.values()):
+            process.end(0.0)
+
+    def _end_in_silence(self) -> None:
+        """A command that no longer hears of this node starts its ranks elsewhere: here they must not go on."""
+        while True:
+            time.sleep(_LOOK)
+            if time.monotonic() - self._heard > self._deadline:
+                self.stop()
 
 
 def _interface(address: str) -> str | None:
@@ -86,20 +107,31 @@ def _interface(address: str) -> str | None:
 class RayProcess:
     """A process that an actor has started."""
 
-    def __init__(self, spec: ProcessSpec, place: Place, host: ActorHandle[NodeHost], pid: int, deadline: float) -> None:
+    def __init__(
+        self, spec: ProcessSpec, place: Place, host: ActorHandle[NodeHost], pid: int, head: PortWatch, deadline: float
+    ) -> None:
         self.spec = spec
         self.place = place
         self._host = host
         self._pid = pid
+        self._head = head
         self._deadline = deadline
+        self._asked: tuple[ray.ObjectRef[int | None], float] | None = None
 
     def wait(self, seconds: float) -> int | None:
-        code: int | None = _answer(self._host.wait.remote(self._pid, seconds), self.place, seconds + self._deadline)
-        return code
+        """Return after ``seconds`` also if the node is silent: the next call asks for the same answer."""
+        if self._head.lost is not None:
+            raise NodeLostError(f"Ray's head {self._head.lost}")
+        if self._asked is None:
+            self._asked = self._host.wait.remote(self._pid, seconds), time.monotonic()
+        answer, since = self._asked
+        if not ray.wait([answer], timeout=seconds)[0] and time.monotonic() < since + self._deadline:
+            return None
+        self._asked = None
+        return _answer(answer, self.place, 0.0, silent=self._deadline)
 
     def send_signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(RayError):  # it is gone
-            ray.get(self._host.send_signal.remote(self._pid, int(number)), timeout=self._deadline)
+        self._host.send_signal.remote(self._pid, int(number))  # nothing waits for a node that may be gone
 
 
 class RayCluster:
@@ -110,23 +142,9 @@ class RayCluster:
         self._settings = settings
         self._group: PlacementGroup | None = None
         self._hosts: dict[int, ActorHandle[NodeHost]] = {}
+        self._given_up: set[str] = set()  # addresses
         self._relay = LogRelay()
-        before = signal.getsignal(signal.SIGTERM)
-        dashboard = False if settings.address == "local" else None
-        try:
-            ray.init(
-                address=settings.address,
-                namespace="agentrl",
-                include_dashboard=dashboard,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-        except (ConnectionError, ValueError) as error:
-            raise SettingsError(
-                f"cluster.address={settings.address}: no Ray cluster answers there ({str(error).splitlines()[0]}); "
-                "start one with 'ray start --head' (docs/cluster.md), or set cluster.address=HOST:PORT"
-            ) from error
-        signal.signal(signal.SIGTERM, before)  # Ray installs a handler that ends this process at once
+        self._head = _connect(settings)
 
     def nodes(self) -> list[ClusterNode]:
         found = [
@@ -137,29 +155,21 @@ class RayCluster:
                 gpus=int(node["Resources"].get("GPU", 0)),
             )
             for node in ray.nodes()
-            if node["Alive"]
+            if node["Alive"] and node["NodeManagerAddress"] not in self._given_up
         ]
         return sorted(found, key=lambda node: node.address)
 
     def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Place]:
         """Reserve the bundles, all on different nodes, and start an actor in each."""
-        self._await_nodes(bundles, time.monotonic() + patience)
-        seconds = self._settings.start_deadline
-        resources = [{"CPU": bundle.cpus} | ({"GPU": bundle.gpus} if bundle.gpus else {}) for bundle in bundles]
-        self._group = group = placement_group(resources, strategy="STRICT_SPREAD")
-        if not group.wait(seconds):
-            raise WorldError(
-                f"Ray has not placed {bundles[0].holds} within cluster.start_deadline={seconds:g} s: other jobs use "
-                f"the nodes (free of all: {_free()})"
-            )
-        hosts = [self._host(group, place, bundle) for place, bundle in enumerate(bundles)]
-        try:
-            found: list[Place] = ray.get([host.place.remote(n) for n, host in enumerate(hosts)], timeout=seconds)
-        except RayError as error:
-            raise WorldError(f"a node does not start processes: {str(error).splitlines()[0]}") from error
-        self._hosts = dict(enumerate(hosts))
-        # The largest bundle stays first; the others in the order of addresses, so that ranks find their files again.
-        return [found[0], *sorted(found[1:], key=lambda place: place.address)]
+        until = time.monotonic() + patience
+        while True:
+            if self._head.lost is not None:
+                self._connect_again(until)
+            self._await_nodes(bundles, until)
+            try:
+                return self._reserved(bundles)
+            except UnplaceableError:  # a node has gone meanwhile
+                self.release()
 
     def start(self, spec: ProcessSpec, place: Place) -> RayProcess:
         host = self._hosts[place.number]
@@ -168,7 +178,7 @@ class RayCluster:
         if spec.log is not None:
             self._relay.follow(spec.log)
         pid: int = self._ask(place, host.start.remote(full, place))
-        return RayProcess(spec, place, host, pid, self._settings.deadline)
+        return RayProcess(spec, place, host, pid, self._head, self._settings.deadline)
 
     def free_port(self, place: Place) -> int:
         port: int = self._ask(place, self._hosts[place.number].free_port.remote(place.address))
@@ -181,19 +191,68 @@ class RayCluster:
     def _ask(self, place: Place, answer: ray.ObjectRef[_Value]) -> _Value:
         return _answer(answer, place, self._settings.start_deadline)
 
+    def give_up(self, place: Place, slot: int) -> None:
+        self._given_up.add(place.address)
+
     def release(self) -> None:
-        for host in self._hosts.values():
-            with contextlib.suppress(RayError):
-                ray.kill(host)
-        self._hosts = {}
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
+        hosts, self._hosts = list(self._hosts.values()), {}
+        if hosts:
+            ray.wait([host.stop.remote() for host in hosts], num_returns=len(hosts), timeout=_LAST_CALL)
+        if self._head.lost is None:  # the head carries these out
+            for host in hosts:
+                with contextlib.suppress(RayError):
+                    ray.kill(host)
+            if self._group is not None:
+                remove_placement_group(self._group)
+        self._group = None
 
     def close(self) -> None:
         self.release()
         self._relay.close()
+        self._head.close()
         ray.shutdown()
+
+    def _connect_again(self, until: float) -> None:
+        """Connect to a cluster whose head was lost. Raises UnplaceableError if it has not come back."""
+        ray.shutdown()
+        while True:
+            try:
+                self._head = _connect(self._settings)
+                return
+            except SettingsError as error:
+                if time.monotonic() >= until:
+                    raise UnplaceableError(f"Ray's head {self._head.lost}: {error}") from error
+                time.sleep(_LOOK)
+
+    def _reserved(self, bundles: Sequence[Bundle]) -> list[Place]:
+        """Raises UnplaceableError if a node that it counted on is gone."""
+        seconds = self._settings.start_deadline
+        resources = [{"CPU": bundle.cpus} | ({"GPU": bundle.gpus} if bundle.gpus else {}) for bundle in bundles]
+        self._group = group = placement_group(
+            resources, strategy="STRICT_SPREAD", bundle_label_selector=self._selectors(len(bundles))
+        )
+        deadline = time.monotonic() + seconds
+        while not group.wait(_LOOK):
+            placed(bundles, self.nodes())
+            if time.monotonic() >= deadline:
+                raise WorldError(
+                    f"Ray has not placed {bundles[0].holds} within cluster.start_deadline={seconds:g} s: other jobs "
+                    f"use the nodes (free of all: {_free()})"
+                )
+        hosts = [self._host(group, place, bundle) for place, bundle in enumerate(bundles)]
+        try:
+            found: list[Place] = ray.get([host.place.remote(n) for n, host in enumerate(hosts)], timeout=seconds)
+        except RayError as error:
+            placed(bundles, self.nodes())
+            raise WorldError(f"a node does not start processes: {str(error).splitlines()[0]}") from error
+        self._hosts = dict(enumerate(hosts))
+        # The largest bundle stays first; the others in the order of addresses, so that ranks find their files again.
+        return [found[0], *sorted(found[1:], key=lambda place: place.address)]
+
+    def _selectors(self, count: int) -> list[dict[str, str]] | None:
+        """For each bundle, a label that keeps it off the nodes that were given up."""
+        names = [node["NodeID"] for node in ray.nodes() if node["NodeManagerAddress"] in self._given_up]
+        return [{"ray.io/node-id": f"!in({','.join(names)})"}] * count if names else None
 
     def _await_nodes(self, bundles: Sequence[Bundle], deadline: float) -> None:
         while True:
@@ -212,17 +271,44 @@ class RayCluster:
             max_concurrency=4,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, place),
         )
-        return cast("ActorHandle[NodeHost]", actor.remote())
+        return cast("ActorHandle[NodeHost]", actor.remote(self._settings.deadline))
 
 
-def _answer(answer: ray.ObjectRef[_Value], place: Place, seconds: float) -> _Value:
-    """The answer of a place's actor. Raises NodeLostError if none comes, and what the actor raised."""
+def _connect(settings: ClusterSettings) -> PortWatch:
+    """Connect, and watch the head. Raises SettingsError if no cluster answers."""
+    before = signal.getsignal(signal.SIGTERM)
+    # Without its head, Ray would end this process after a minute.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(round(settings.deadline + 60)))
+    try:
+        ray.init(
+            address=settings.address,
+            namespace="agentrl",
+            include_dashboard=False if settings.address == "local" else None,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except (ConnectionError, ValueError) as error:
+        raise SettingsError(
+            f"cluster.address={settings.address}: no Ray cluster answers there ({str(error).splitlines()[0]}); "
+            "start one with 'ray start --head' (docs/cluster.md), or set cluster.address=HOST:PORT"
+        ) from error
+    signal.signal(signal.SIGTERM, before)  # Ray installs a handler that ends this process at once
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    return PortWatch((host, int(port)), settings.deadline)
+
+
+def _answer(answer: ray.ObjectRef[_Value], place: Place, seconds: float, *, silent: float | None = None) -> _Value:
+    """The answer of a place's actor. Raises NodeLostError if none comes, and what the actor raised.
+
+    ``silent``: for how long it has been waited for, otherwise ``seconds``.
+    """
+    node = f"the node {place.node} ({place.address})"
     try:
         return ray.get(answer, timeout=seconds)
     except GetTimeoutError:
-        raise NodeLostError(f"{place.node} ({place.address}) has not answered for {seconds:.0f} s") from None
+        raise NodeLostError(f"{node} has not answered for {silent or seconds:.0f} s") from None
     except RayActorError:
-        raise NodeLostError(f"{place.node} ({place.address}) is gone") from None
+        raise NodeLostError(f"{node} is gone") from None
     except RayTaskError as error:
         raise error.cause from None
 

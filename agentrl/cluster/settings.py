@@ -27,9 +27,13 @@ class ClusterSettings(BaseModel):
     start_deadline: float = Field(300.0, gt=0)
     """seconds for Ray to give a run its nodes, which others may use, and for these to start processes"""
     deadline: float = Field(60.0, gt=0)
-    """seconds without an answer after which a Ray node counts as lost"""
+    """seconds without an answer after which another machine counts as lost"""
     restarts: int = Field(0, ge=0)
     """how often a run goes on by itself from its last checkpoint after it lost a rank, its worker or a node. Of use
     with several ranks or Ray; a launcher restarts its ranks itself"""
     restart_deadline: float = Field(3600.0, gt=0)
     """seconds that a restart waits for Ray nodes to come back"""
+    elastic: bool = False
+    """restart with fewer ranks if lost nodes have not come back by cluster.restart_deadline, or if a rank fails at the
+    same place again before another checkpoint is saved. With several cluster.nodes, all ranks of a node are left out;
+    otherwise one rank, or as many as share rows (training.sequence_parallel)"""

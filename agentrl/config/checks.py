@@ -222,10 +222,25 @@ def _cluster_problems(settings: Settings) -> Iterator[str]:
         )
     if cluster.kind == "environment" and cluster.restarts:
         yield f"{_given(settings, 'cluster.restarts')} with cluster.kind=environment: its launcher restarts the ranks"
+    yield from _elastic_problems(settings)
     if cluster.nodes > 1 and engine_facts(settings.rollout).shares_gpus:
         yield (
             f"rollout.vllm.placement=colocated with {_given(settings, 'cluster.nodes')}: servers start on the node of "
             "rank 0; valid: dedicated, or external with the addresses of servers on other nodes"
+        )
+
+
+def _elastic_problems(settings: Settings) -> Iterator[str]:
+    cluster, ranks, shared = settings.cluster, settings.training.num_processes, settings.training.sequence_parallel
+    if not cluster.elastic:
+        return
+    if not cluster.restarts:
+        yield "cluster.elastic=true with cluster.restarts=0: nothing restarts; valid: cluster.restarts of 1 or more"
+    if cluster.nodes > 1 and ranks // cluster.nodes % shared:
+        yield (
+            f"cluster.elastic=true with {_given(settings, 'training.sequence_parallel')} and {ranks // cluster.nodes} "
+            "ranks on a node: without one node, the ranks left may not share rows evenly; valid: a divisor of "
+            f"{ranks // cluster.nodes}"
         )
 
 

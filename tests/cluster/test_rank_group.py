@@ -11,6 +11,7 @@ from agentrl.cluster.local import HERE, LocalCluster, LocalProcess
 from agentrl.cluster.processes import NodeLostError, Place, ProcessSpec
 from agentrl.cluster.relay import LogRelay
 from agentrl.training.run.rank_group import RankGroup
+from agentrl.training.worker.wire import WorkerLostError
 
 SLEEP = "import time; time.sleep(600)"
 
@@ -27,20 +28,20 @@ class Gone:
         self.place = Place(number=1, node="far", address="10.0.0.2")
 
     def wait(self, seconds: float) -> int | None:
-        raise NodeLostError("far (10.0.0.2) is gone")
+        raise NodeLostError("the node far (10.0.0.2) is gone")
 
     def send_signal(self, number: signal.Signals) -> None:
         """It reaches nobody."""
 
 
 def test_a_rank_that_fails_ends_the_others() -> None:
-    ranks = [LocalProcess(spec(0, SLEEP), HERE), LocalProcess(spec(1, "raise SystemExit(3)"), HERE)]
+    ranks = [LocalProcess(spec(0, SLEEP), HERE), LocalProcess(spec(1, "raise SystemExit(5)"), HERE)]
     reported = list[object]()
     end = RankGroup(ranks, reported.append).end()
     assert end is not None
     assert reported == [end]
-    assert (end.rank.spec.number, end.code, end.killed) == (1, 3, False)
-    assert str(end) == f"training rank 1 on {HERE.node} ended with exit code 3"
+    assert (end.rank.spec.number, end.code, end.killed) == (1, 5, False)
+    assert str(end) == f"training rank 1 on {HERE.node} ended with exit code 5"
     assert ranks[0].wait(0.0) == -signal.SIGTERM
 
 
@@ -49,6 +50,32 @@ def test_a_lost_node_is_the_reason_even_if_other_ranks_fail_of_it() -> None:
     assert end is not None
     assert end.killed
     assert str(end) == "training rank 1 is lost: the node far (10.0.0.2) is gone"
+
+
+class Told:
+    """A rank that ends as it is told, after some looks at it."""
+
+    def __init__(self, number: int, *codes: int | None) -> None:
+        self.spec = spec(number, "")
+        self.place = HERE
+        self._codes = list(codes)
+
+    def wait(self, seconds: float) -> int | None:
+        return self._codes.pop(0)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """It ends as it is told."""
+
+
+def test_whoever_ends_with_the_worker_is_not_the_cause() -> None:
+    reported = list[object]()
+    follower = WorkerLostError.exit_code
+    end = RankGroup([Told(0, follower), Told(1, None, None, -9), Told(2, None, None, None, 1)], reported.append).end()
+    assert str(end) == f"training rank 1 on {HERE.node} was ended by SIGKILL"
+    assert reported == [end]
+    alone = RankGroup([Told(0, follower), Told(1, None, -signal.SIGTERM)], reported.append).end()
+    assert str(alone) == f"training rank 0 on {HERE.node} has lost the rollout worker"
+    assert reported == [end, alone]
 
 
 def test_ranks_that_end_well_have_no_failure() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from agentrl.rollout.engines.table import engine_facts
 from agentrl.telemetry.console import Console
 from agentrl.training.run.rank_group import RankEnd, RankGroup
 from agentrl.training.run.signals import INTERRUPTED, stop_requests
+from agentrl.training.run.sizes import RunSizes
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -41,13 +43,13 @@ def launch(settings: Settings, run_path: Path, *, resume: bool) -> int:
     console = Console(settings.telemetry)
     cluster = open_cluster(settings.cluster, _own_gpus())
     try:
-        bundles = bundles_of(settings, cluster.nodes())
+        nodes = cluster.nodes()
+        sizes = RunSizes(settings, lambda size: bundles_of(size, nodes), run_path / "checkpoints")
         for attempt in range(settings.cluster.restarts + 1):
             last = attempt == settings.cluster.restarts
-            patience = settings.cluster.restart_deadline if attempt else 0.0
-            code, loss = _attempt(cluster, bundles, settings, run_path, resume=resume or attempt > 0, patience=patience)
+            code, loss = _attempt(cluster, sizes, settings, run_path, resume=resume or attempt > 0, again=attempt > 0)
             if code is not None and (code in _FINAL or last):
-                return code
+                return code if code in _FINAL else WorldError.exit_code
             if last:
                 raise WorldError(f"{loss}; continue from the last checkpoint with --resume")
             console.warning(f"restart {attempt + 1} of {settings.cluster.restarts} from the last checkpoint: {loss}")
@@ -58,19 +60,27 @@ def launch(settings: Settings, run_path: Path, *, resume: bool) -> int:
 
 
 def _attempt(
-    cluster: Cluster, bundles: Sequence[Bundle], settings: Settings, run_path: Path, *, resume: bool, patience: float
+    cluster: Cluster, sizes: RunSizes, settings: Settings, run_path: Path, *, resume: bool, again: bool
 ) -> tuple[int | None, str]:
     """The ranks' exit code and what it was; without a code, why ranks were lost."""
+    console = Console(settings.telemetry)
+    began = time.monotonic()
     try:
-        places = cluster.reserve(bundles, patience=patience)
+        patience = settings.cluster.restart_deadline if again else 0.0
+        size, places = sizes.reserve(cluster, patience=patience, say=console.note)
         _check_folder(cluster, places, run_path)
-        ranks = start_ranks(cluster, places, settings, run_path, resume=resume)
+        ranks = start_ranks(cluster, places, size, run_path, resume=resume)
     except NodeLostError as error:
         return None, str(error)
-    console = Console(settings.telemetry)
+    if again:
+        full, nodes = settings.training.num_processes, ", ".join(place.node for place in places)
+        console.note(f"{len(ranks)} of {full} training ranks start on {nodes} after {time.monotonic() - began:.0f} s")
     group = RankGroup(ranks, lambda end: console.warning(f"{end}; the other ranks end"))
     with stop_requests(group.ask, group.insist):
-        return _outcome(group, group.end())
+        end = group.end()
+    if end is not None:
+        sizes.learn(cluster, end)
+    return _outcome(group, end)
 
 
 def _outcome(group: RankGroup, end: RankEnd | None) -> tuple[int | None, str]:

@@ -15,6 +15,7 @@ from agentrl.errors import AgentRLError
 from agentrl.evaluation.options import quoted
 from agentrl.rollout.environment import check_environment
 from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.training.run.rank_group import CRASHED, REPORTED
 from agentrl.training.run.start import run_rank
 
 
@@ -32,7 +33,7 @@ def main() -> int:
         return run_rank(settings, run, resume="--resume" in sys.argv[2:])
     except AgentRLError as error:
         print(f"error{'' if rank == '0' else f' (rank {rank})'}: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+        return REPORTED if error.exit_code == CRASHED else error.exit_code
 
 
 def end_with(starter: int) -> None:

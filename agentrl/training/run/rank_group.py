@@ -10,10 +10,17 @@ from dataclasses import dataclass
 
 from agentrl.cluster.processes import NodeLostError, ProcessHandle
 from agentrl.training.run.signals import INTERRUPTED
+from agentrl.training.worker.wire import WorkerLostError
 
-# Seconds for ranks to end by themselves once one has failed, and between looks at all of them.
+# Seconds for ranks to end by themselves once one has failed, for the cause of a loss to show, and between two looks.
 _LAST_WORDS = 30.0
+_DOUBT = 5.0
 _LOOK = 0.2
+
+CRASHED = 1
+"""Exit code of a rank that ended by an error that is not one of ours, such as that of a broken GPU."""
+REPORTED = 4
+"""Exit code of a rank that ended by an AgentRLError whose own code that is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +35,27 @@ class RankEnd:
     def killed(self) -> bool:
         return self.code < 0
 
+    @property
+    def own_fault(self) -> bool:
+        """Whether it was killed or crashed, on a node that is there."""
+        return self.lost is None and (self.killed or self.code == CRASHED)
+
+    @property
+    def gravity(self) -> int:
+        """Of several ends, the gravest is the cause: whoever ends with a peer's connection is not."""
+        if self.lost is not None:
+            return 3
+        if self.killed:
+            return 2 if self.code != -signal.SIGTERM else 0
+        return 0 if self.code == WorkerLostError.exit_code else 1
+
     def __str__(self) -> str:
         if self.lost is not None:
-            return f"training {self.rank.spec.name} is lost: the node {self.lost}"
+            return f"training {self.rank.spec.name} is lost: {self.lost}"
+        if self.code == WorkerLostError.exit_code:
+            return f"training {self.rank.spec.name} on {self.rank.place.node} has lost the rollout worker"
+        if self.code == REPORTED:
+            return f"training {self.rank.spec.name} on {self.rank.place.node} ended with an error"
         how = f"was ended by {signal.Signals(-self.code).name}" if self.killed else f"ended with exit code {self.code}"
         return f"training {self.rank.spec.name} on {self.rank.place.node} {how}"
 
@@ -44,6 +69,11 @@ class RankGroup:
         self._report = report
         self._asked = threading.Event()
         self._insisted = threading.Event()
+        self._killing = threading.Event()
+        self._ending = False
+        self._cause: RankEnd | None = None
+        self._told: RankEnd | None = None
+        self._found = 0.0
 
     @property
     def asked(self) -> bool:
@@ -65,20 +95,47 @@ class RankGroup:
 
     def end(self) -> RankEnd | None:
         """Return when all ranks have ended: how the first one failed, or None if none did."""
-        failed: RankEnd | None = None
         running = list(self._handles)
         while running:
             ends = {place: end for place, one in enumerate(running) if (end := _end_of(one)) is not None}
             running = [one for place, one in enumerate(running) if place not in ends]
-            if failed is None and any(end.code for end in ends.values()):
-                failed = min(ends.values(), key=lambda end: (end.lost is None, end.code))
-                if failed.code != INTERRUPTED:
-                    if self._report is not None and not self.asked:
-                        self._report(failed)
-                    _end_soon(running)
+            for end in ends.values():
+                self._judge(end)
+            if self._cause is not None and self._cause.code != INTERRUPTED:
+                self._tell(self._cause, at_once=not running)
+                if not self._ending:
+                    self._ending = True
+                    self._end_soon(running)
             if running:
                 time.sleep(_LOOK)
-        return failed
+        return self._cause
+
+    def _judge(self, end: RankEnd) -> None:
+        if self._killing.is_set() and end.lost is None:
+            return  # it was killed here
+        if end.code and (self._cause is None or end.gravity > self._cause.gravity):
+            self._cause = end
+            self._found = time.monotonic()
+
+    def _tell(self, cause: RankEnd, *, at_once: bool) -> None:
+        """Report the cause once; one that only follows from another has a while to turn out so."""
+        sure = at_once or cause.gravity > 0 or time.monotonic() > self._found + _DOUBT
+        if sure and cause is not self._told and not self.asked:
+            self._told = cause
+            if self._report is not None:
+                self._report(cause)
+
+    def _end_soon(self, running: Sequence[ProcessHandle]) -> None:
+        """Ask the ranks to end, and kill those that have not after a while, in a thread that ends with this process."""
+
+        def kill() -> None:
+            self._killing.set()
+            _signal(running, signal.SIGKILL)
+
+        _signal(running, signal.SIGTERM)
+        timer = threading.Timer(_LAST_WORDS, kill)
+        timer.daemon = True
+        timer.start()
 
 
 def _end_of(rank: ProcessHandle) -> RankEnd | None:
@@ -92,11 +149,3 @@ def _end_of(rank: ProcessHandle) -> RankEnd | None:
 def _signal(ranks: Sequence[ProcessHandle], number: signal.Signals) -> None:
     for rank in ranks:
         rank.send_signal(number)
-
-
-def _end_soon(running: Sequence[ProcessHandle]) -> None:
-    """Ask the ranks to end, and kill those that have not after a while, in a thread that ends with this process."""
-    _signal(running, signal.SIGTERM)
-    timer = threading.Timer(_LAST_WORDS, _signal, args=(running, signal.SIGKILL))
-    timer.daemon = True
-    timer.start()

@@ -19,10 +19,10 @@ from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.coldstart.policy import computing_processes, set_threads, starting_policy
 from agentrl.training.engine.deepspeed_engine import from_rank_zero, start_distributed
 from agentrl.training.engine.determinism import set_determinism
+from agentrl.training.engine.shared_folder import check_shared_folder
 from agentrl.training.run.launch import launch, launched
 from agentrl.training.run.preflight import check_inputs, machine_problems
 from agentrl.training.run.session import Session
-from agentrl.training.run.shared_folder import check_shared_folder
 from agentrl.training.run.signals import INTERRUPTED, sigterm_as_ctrl_c, stop_requests
 
 if TYPE_CHECKING:

@@ -19,12 +19,13 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 
 from agentrl.cluster.launchers import ranks_here
+from agentrl.cluster.silence import end_in_silence
 from agentrl.errors import AgentRLError
 from agentrl.training.coldstart.policy import computing_processes, set_threads
 from agentrl.training.engine.determinism import set_determinism
 from agentrl.training.worker.local import LocalService
 from agentrl.training.worker.service import InterruptedRunError
-from agentrl.training.worker.wire import Caller, Failure, Reply, Startup, WorkerRequest
+from agentrl.training.worker.wire import Caller, Failure, Reply, Startup, WorkerLostError, WorkerRequest
 from agentrl_envs.episode import EnvironmentContractError
 from agentrl_envs.plugins import load_plugins
 from agentrl_envs.registry import PluginError
@@ -61,7 +62,7 @@ class Server:
     def listen(self, startup: Startup) -> None:
         """Accept the other ranks' connections, then listen to all ranks."""
         arrived: queue.Queue[tuple[Caller, Connection]] = queue.Queue()
-        threading.Thread(target=_accept, args=(self._door, startup.key, arrived), daemon=True, name="accept").start()
+        threading.Thread(target=_accept, args=(self._door, startup, arrived), daemon=True, name="accept").start()
         deadline = time.monotonic() + _CONNECT
         while len(self._connections) + len(self._controls) < 2 * startup.ranks:
             try:
@@ -117,7 +118,7 @@ class Server:
             self._tell(Reply())
             self._answer_all(service)
         except _RankGoneError as error:
-            self._tell(Reply(failure=Failure(message=str(error))))
+            self._tell(Reply(failure=Failure(message=str(error), exit_code=WorkerLostError.exit_code)))
         except _REPORTED as error:
             code = error.exit_code if isinstance(error, AgentRLError) else _USERS
             self._tell(Reply(failure=Failure(message=str(error), exit_code=code)))
@@ -169,16 +170,17 @@ class Server:
             self._send(rank, reply)
 
     def _send(self, rank: int, reply: Reply) -> None:
-        with contextlib.suppress(ConnectionError):  # :meth:`_hear` detects its end
+        with contextlib.suppress(OSError):  # :meth:`_hear` detects its end
             self._connections[rank].send(reply)
 
 
-def _accept(door: socket.socket, key: bytes, arrived: queue.Queue[tuple[Caller, Connection]]) -> None:
+def _accept(door: socket.socket, startup: Startup, arrived: queue.Queue[tuple[Caller, Connection]]) -> None:
     while True:
         with contextlib.suppress(AuthenticationError, OSError, EOFError):  # not one of our ranks
             connection = Connection(door.accept()[0].detach())
-            deliver_challenge(connection, key)
-            answer_challenge(connection, key)
+            end_in_silence(connection, startup.settings.cluster.deadline)
+            deliver_challenge(connection, startup.key)
+            answer_challenge(connection, startup.key)
             arrived.put((connection.recv(), connection))
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 from agentrl.cluster.launchers import listen_for_ranks
 from agentrl.cluster.local import HERE, LocalProcess
 from agentrl.cluster.processes import ProcessSpec
+from agentrl.cluster.silence import end_in_silence
 from agentrl.errors import SettingsError, WorldError
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.training.engine.deepspeed_engine import from_rank_zero
@@ -76,8 +77,9 @@ class RemoteService:
             startup = Startup(settings=settings, policy_path=policy_path, ranks=ranks, key=place.key)
             self._connection, self._control = self._start(startup, door)
         else:
-            self._connection = _connect(place, Caller(rank=rank, control=False))
-            self._control = _connect(place, Caller(rank=rank, control=True))
+            silence = settings.cluster.deadline
+            self._connection = _connect(place, Caller(rank=rank, control=False), silence)
+            self._control = _connect(place, Caller(rank=rank, control=True), silence)
         threading.Thread(target=self._end_with_worker, daemon=True, name="end-with-worker").start()
         self._answer("the rollout worker's set-up", _START + engine_facts(settings.rollout).start_seconds)
 
@@ -121,7 +123,7 @@ class RemoteService:
         call = CALLS[name]
         arguments = call.arguments(*args, **kwargs)
         waiting_for = call.waiting_for.format(**arguments)
-        with contextlib.suppress(ConnectionError):  # the worker is gone, but its last message may still be unread
+        with contextlib.suppress(OSError):  # the worker is gone, but its last message may still be unread
             if not self._connection.poll():
                 own = arguments if self._rank == 0 else {}
                 self._connection.send(WorkerRequest(name=name, waiting_for=waiting_for, arguments=own))
@@ -142,7 +144,7 @@ class RemoteService:
             self._control.recv()
         if not self._closed.wait(_LAST_WORDS):
             print(f"rank {self._rank}: the rollout worker or another rank is gone", file=sys.stderr, flush=True)
-            os._exit(1)
+            os._exit(WorkerLostError.exit_code)
         self._control.close()
 
     def _how_it_ended(self) -> str:
@@ -162,17 +164,18 @@ class RemoteService:
 def _error_of(failure: Failure) -> Exception:
     if failure.interrupted:
         return InterruptedRunError()
-    kind = SettingsError if failure.exit_code == SettingsError.exit_code else WorldError
-    return kind(failure.message)
+    kinds = {kind.exit_code: kind for kind in (SettingsError, WorkerLostError)}
+    return kinds.get(failure.exit_code, WorldError)(failure.message)
 
 
-def _connect(place: _Place, caller: Caller) -> Connection:
+def _connect(place: _Place, caller: Caller, silence: float) -> Connection:
     """Connect to the worker, in a thread, because neither the connection nor the handshake has a deadline."""
     done: queue.Queue[Connection | Exception] = queue.Queue()
 
     def work() -> None:
         try:
             connection = Client(place.address, authkey=place.key)
+            end_in_silence(connection, silence)
             connection.send(caller)
             done.put(connection)
         except (OSError, EOFError) as error:

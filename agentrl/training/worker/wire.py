@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from agentrl.errors import WorldError
 
@@ -67,7 +67,12 @@ class Reply:
 
 
 class WorkerLostError(WorldError):
-    """The other end of a connection is gone or did not answer in time."""
+    """The other end of a connection is gone or did not answer in time.
+
+    A rank's exit code says so: the loss began elsewhere.
+    """
+
+    exit_code: ClassVar[int] = 3
 
 
 def receive(
@@ -95,5 +100,5 @@ def receive(
                     f"no answer after {time.monotonic() - began:.0f} s of waiting for {waiting_for}{told}"
                 )
         return connection.recv()
-    except (EOFError, ConnectionError) as error:
+    except (EOFError, OSError) as error:
         raise WorkerLostError(f"the connection ended while waiting for {waiting_for}") from error

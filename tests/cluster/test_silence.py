@@ -1,0 +1,38 @@
+"""A machine that has fallen silent is noticed, though no connection to it ends."""
+
+from __future__ import annotations
+
+import socket
+import time
+from multiprocessing.connection import Connection
+
+from agentrl.cluster.silence import PortWatch, end_in_silence
+
+
+def lost(address: tuple[str, int], deadline: float) -> str:
+    watch = PortWatch(address, deadline, look=0.01)
+    while watch.lost is None:
+        time.sleep(0.01)
+    return watch.lost
+
+
+def test_a_port_that_refuses_is_gone_at_once_and_a_silent_one_after_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        address = server.getsockname()
+        assert PortWatch(address, 600.0).answers()
+        # Nobody has accepted that one: the system leaves further connections unanswered.
+        assert lost(address, 0.3) == "has not answered for 0.3 s"
+    assert lost(address, 600.0) == "is gone"
+
+
+def test_the_system_is_told_when_to_end_a_connection() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_connection(server.getsockname()) as line:
+            connection = Connection(line.detach())
+        end_in_silence(connection, 40.0)
+        with socket.socket(fileno=connection.fileno()) as same:
+            tcp = [socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT]
+            assert [same.getsockopt(socket.IPPROTO_TCP, option) for option in tcp] == [20, 5, 4, 40_000]
+            assert same.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            same.detach()
+        connection.close()

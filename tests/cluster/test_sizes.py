@@ -1,0 +1,160 @@
+"""With cluster.elastic, a run takes what there is; a place where a rank fails twice is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agentrl.cluster.local import HERE, LocalCluster
+from agentrl.cluster.plan import UnplaceableError, placed
+from agentrl.cluster.processes import Bundle, ClusterNode, Place, ProcessHandle, ProcessSpec
+from agentrl.config import load_settings
+from agentrl.errors import SettingsError
+from agentrl.training.run.launch import bundles_of
+from agentrl.training.run.rank_group import CRASHED, RankEnd
+from agentrl.training.run.sizes import RunSizes
+from agentrl.training.worker.wire import WorkerLostError
+
+RAY = ["cluster=ray", "cluster.nodes=3", "cluster.restarts=9", "training.num_processes=6", "cluster.elastic=true"]
+
+
+class Nodes:
+    """A cluster of which only the nodes matter."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.waited = list[float]()
+        self.given_up = list[str]()
+
+    def nodes(self) -> list[ClusterNode]:
+        return [ClusterNode(name=f"n{one}", address=f"10.0.0.{one}", cpus=8, gpus=0) for one in range(self.count)]
+
+    def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Place]:
+        self.waited.append(patience)
+        return [
+            Place(number=number, node=node.name, address=node.address)
+            for number, node in enumerate(placed(bundles, self.nodes()))
+        ]
+
+    def start(self, spec: ProcessSpec, place: Place) -> ProcessHandle:
+        raise NotImplementedError
+
+    def free_port(self, place: Place) -> int:
+        raise NotImplementedError
+
+    def sees(self, place: Place, path: Path) -> bool:
+        raise NotImplementedError
+
+    def give_up(self, place: Place, slot: int) -> None:
+        self.given_up.append(place.address)
+
+    def release(self) -> None:
+        """Nothing runs."""
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+class Ended:
+    """A rank that has ended."""
+
+    def __init__(self, number: int, place: Place) -> None:
+        self.spec = ProcessSpec(role="rank", number=number, arguments=())
+        self.place = place
+
+    def wait(self, seconds: float) -> int | None:
+        raise NotImplementedError
+
+    def send_signal(self, number: int) -> None:
+        raise NotImplementedError
+
+
+def sizes(tmp_path: Path, *overrides: str, gpus: int = 0) -> RunSizes:
+    settings = load_settings(overrides=["data.train.0.path=builtin:arithmetic", *overrides])
+    node = ClusterNode(name="n0", address="10.0.0.0", cpus=8, gpus=gpus)
+    return RunSizes(settings, lambda size: bundles_of(size, [node]), tmp_path)
+
+
+def reserve(run: RunSizes, cluster: Nodes, patience: float) -> tuple[int, int, list[str], list[float]]:
+    """Ranks, nodes, what was said, and how long was waited for each size."""
+    said = list[str]()
+    cluster.waited.clear()
+    size, places = run.reserve(cluster, patience=patience, say=said.append)
+    assert len(places) == size.cluster.nodes
+    return size.training.num_processes, size.cluster.nodes, said, [*cluster.waited]
+
+
+def test_a_run_waits_for_its_size_and_then_takes_what_there_is(tmp_path: Path) -> None:
+    run, cluster = sizes(tmp_path, *RAY), Nodes(3)
+    assert reserve(run, cluster, 0.0) == (6, 3, [], [0.0])
+    cluster.count = 1
+    waits = ["the run needs 1 node with 3 CPUs and 2 nodes with 2 CPUs, found 1 with 8; waiting for at most 5 s"]
+    assert reserve(run, cluster, 5.0) == (2, 1, waits, [0.0, 5.0, 0.0, 0.0])
+    cluster.count = 2  # another loss later: a node has come back, and it is not waited for the third
+    assert reserve(run, cluster, 5.0) == (4, 2, [], [0.0, 0.0])
+    cluster.count = 0
+    with pytest.raises(UnplaceableError, match="needs 1 node with 3 CPUs, found none"):
+        run.reserve(cluster, patience=5.0, say=waits.append)
+
+
+def test_without_elastic_it_waits_for_its_size_alone(tmp_path: Path) -> None:
+    run, cluster = sizes(tmp_path, *RAY[:-1]), Nodes(2)
+    with pytest.raises(UnplaceableError, match="found 2 with 8"):
+        run.reserve(cluster, patience=5.0, say=lambda text: None)
+    assert cluster.waited == [0.0, 5.0]
+
+
+def test_where_a_rank_fails_twice_between_checkpoints_is_given_up(tmp_path: Path) -> None:
+    run, cluster = sizes(tmp_path, *RAY), Nodes(3)
+    _, places = run.reserve(cluster, say=str)
+    failed, other = (RankEnd(rank=Ended(number, places[number // 2]), code=CRASHED) for number in (5, 3))
+    run.learn(cluster, failed)
+    (tmp_path / "step-000001").mkdir()
+    run.learn(cluster, failed)  # it was of use in between
+    run.learn(cluster, other)
+    run.learn(cluster, replace(other, lost="the node is gone"))  # nothing to give up
+    follower = replace(other, code=WorkerLostError.exit_code)
+    run.learn(cluster, follower)
+    run.learn(cluster, follower)  # nothing of its own
+    assert cluster.given_up == []
+    run.learn(cluster, failed)
+    run.learn(cluster, failed)
+    assert cluster.given_up == ["10.0.0.2"]
+
+
+def test_on_one_machine_the_gpu_is_given_up_or_else_a_rank(tmp_path: Path) -> None:
+    local = ["cluster.restarts=1", "cluster.elastic=true", "training.num_processes=4", "training.sequence_parallel=2"]
+    run, cluster = sizes(tmp_path, *local, gpus=5), LocalCluster(["a", "b", "c", "d", "e"])
+    for left in (["a", "c", "d", "e"], ["a", "d"]):
+        _, (place,) = run.reserve(cluster, say=str)
+        end = RankEnd(rank=Ended(1, place), code=-9)
+        run.learn(cluster, end)
+        run.learn(cluster, end)
+        assert list(run.reserve(cluster, say=str)[1][0].gpus) == left
+    run = sizes(tmp_path, *local)
+    run.reserve(LocalCluster(None), say=str)
+    end = RankEnd(rank=Ended(1, HERE), code=-9)
+    run.learn(LocalCluster(None), end)
+    run.learn(LocalCluster(None), end)
+    assert run.reserve(LocalCluster(None), say=str)[0].training.num_processes == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cluster.elastic=true"], "cluster.elastic=true with cluster.restarts=0: nothing restarts"),
+        (
+            [*RAY, "training.sequence_parallel=3"],
+            "training.sequence_parallel=3 and 2 ranks on a node: without one node, the ranks left may not share rows "
+            "evenly; valid: a divisor of 2",
+        ),
+    ],
+)
+def test_what_cannot_be_elastic_is_one_message(overrides: list[str], message: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        load_settings(overrides=overrides)
+    assert str(refused.value).count("cluster.elastic") == 1
+    assert message in str(refused.value)
