@@ -4,6 +4,7 @@ g_j is the mean policy gradient of group j's trajectories, J the number of group
 P = mean_j ||g_j||^2 (power), S = ||mean_j g_j||^2 (signal), Var = (P - S) / (J - 1).
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -66,22 +67,43 @@ class HeadVarianceAccumulator:
         self.groups = 0
 
     @torch.no_grad()
-    def update(self, *, hidden: Tensor, targets: Tensor, advantages: Tensor, rows: Tensor, groups: Tensor) -> None:
+    def update(
+        self,
+        *,
+        hidden: Tensor,
+        targets: Tensor,
+        advantages: Tensor,
+        rows: Tensor,
+        groups: Tensor,
+        held: Tensor | None = None,
+        over_ranks: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         """Add the groups of a micro-batch of B trajectories with N model tokens in all.
 
         hidden [N, D], targets [N], advantages [N]; rows [N] gives the trajectory 0 .. B-1 of a token and
         groups [B] the group of a trajectory (its size counts every trajectory, also those without a token
         here).
+
+        Ranks that share the trajectories give the states of their own tokens alone: hidden [n, D], and `held` [n], the
+        numbers of these tokens. `over_ranks` adds up a tensor over these ranks; all get the sums of all.
         """
-        count = hidden.shape[0]
-        if not (targets.shape == advantages.shape == rows.shape == (count,)):
-            raise InvalidInputError("targets, advantages and rows must all be [N], as hidden [N, D]")
+        count = len(targets)
+        own = torch.arange(count, device=hidden.device) if held is None else held
+        if not (targets.shape == advantages.shape == rows.shape == (count,) and len(own) == len(hidden)):
+            raise InvalidInputError("targets, advantages and rows must all be [N], as hidden [N, D] or held of them")
         _, labels, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
         token_labels = labels[rows]
         scale = advantages.to(self._dtype) / (sizes[token_labels].to(self._dtype) * self._temperature)
         for group in range(len(sizes)):
-            chosen = (token_labels == group).nonzero().squeeze(-1)
-            self._add(hidden[chosen].to(self._dtype), targets[chosen], scale[chosen])
+            tokens = int((token_labels == group).sum())  # of all ranks, so all take the same blocks
+            if not tokens:
+                continue
+            places = (token_labels[own] == group).nonzero().squeeze(-1)
+            chosen, states = own[places], hidden[places].to(self._dtype)
+            for block, product in self._products(states, targets[chosen], scale[chosen], tokens):
+                whole = product if over_ranks is None else over_ranks(product)
+                self.power_sum += whole.double().square().sum()
+                self.gradient_sum[block] += whole
         self.groups += len(sizes)
 
     def result(self) -> HeadVariance:
@@ -93,11 +115,9 @@ class HeadVarianceAccumulator:
         variance = (power - signal) / (self.groups - 1) if self.groups > 1 else None
         return HeadVariance(power=power, signal=signal, variance=variance, groups=self.groups)
 
-    def _add(self, hidden: Tensor, targets: Tensor, scale: Tensor) -> None:
-        """One group: sum_t scale_t delta_t h_t^T, block of the vocabulary by block."""
-        if not hidden.shape[0]:
-            return
-        step = max(1, _BLOCK_ELEMENTS // max(hidden.shape))
+    def _products(self, hidden: Tensor, targets: Tensor, scale: Tensor, tokens: int) -> Iterator[tuple[slice, Tensor]]:
+        """sum_t scale_t delta_t h_t^T over tokens of a group of `tokens` in all, block of the vocabulary by block."""
+        step = max(1, _BLOCK_ELEMENTS // max(tokens, hidden.shape[1]))
         normalizer = self._log_normalizer(hidden, step)
         for start in range(0, self._weight.shape[0], step):
             block = slice(start, min(start + step, self._weight.shape[0]))
@@ -107,9 +127,7 @@ class HeadVarianceAccumulator:
             delta[inside, targets[inside] - block.start] += 1
             if self._cap is not None:
                 delta *= cap_slope(logits, self._cap, self._temperature)
-            product = (delta * scale.unsqueeze(-1)).t() @ hidden
-            self.power_sum += product.double().square().sum()
-            self.gradient_sum[block] += product
+            yield block, (delta * scale.unsqueeze(-1)).t() @ hidden
 
     def _log_normalizer(self, hidden: Tensor, step: int) -> Tensor:
         result = hidden.new_full(hidden.shape[:1], -torch.inf)

@@ -89,13 +89,15 @@ class PolicyModel(nn.Module):
         statistics = self.head(selected, targets, temperature, reference)
         return _gathered(statistics, numbers, len(places), self.sequence), selected.detach() if keep_hidden else None
 
-    def every_state(self, hidden: Tensor, input_ids: Tensor, prompt_lengths: Tensor, response_mask: Tensor) -> Tensor:
-        """The states [N, D] of all model tokens on every rank, from those that :meth:`forward` has kept. Collective."""
+    def held_tokens(self, input_ids: Tensor, prompt_lengths: Tensor, response_mask: Tensor) -> Tensor | None:
+        """The numbers [n] of the model tokens whose states :meth:`forward` keeps on this rank; None: of all.
+
+        It keeps one state where there are none, so that every rank does the same work.
+        """
         if self.sequence is None:
-            return hidden
+            return None
         row, places = self._packed(input_ids, prompt_lengths, response_mask)
-        numbers, _ = row.held(places)
-        return self.sequence.gather(hidden[: len(numbers)], numbers, len(places))
+        return row.held(places)[0]
 
     def _packed(self, input_ids: Tensor, prompt_lengths: Tensor, response_mask: Tensor) -> tuple[PackedRow, Tensor]:
         """The batch as one row, and where the states stand in it that the statistics of its N model tokens come from.

@@ -16,6 +16,7 @@ from models.architectures import build_tiny
 from rollout.fakes import played
 from torch import Tensor
 
+from agentrl.algorithms import HeadVarianceAccumulator
 from agentrl.kernels import TokenStatistics
 from agentrl.kernels.attention import AttentionBackend, SequenceGroup
 from agentrl.models.head import ReferenceHead
@@ -118,7 +119,12 @@ def found_by(case: Case, sequence: SequenceGroup | None) -> dict[str, Any]:
     counted = torch.arange(values.shape[1]) <= batch.response_lengths[:, None]
     torch.where(counted, values.square(), 0.0).sum().backward()
     found: dict[str, Any] = {name: value.detach() for name, value in vars(statistics).items()}
-    found |= {"hidden": policy.every_state(hidden, *places), "values": torch.where(counted, values.detach(), 0.0)}
+    held = policy.held_tokens(*places)
+    own = hidden if held is None else hidden[: len(held)]
+    if sequence is not None:
+        hidden = sequence.gather(own, held, len(statistics.log_probs))
+    found |= {"hidden": hidden, "values": torch.where(counted, values.detach(), 0.0)}
+    found |= head_variance(policy, batch, own, held)
     found |= {"learns": [name for name, value in vars(statistics).items() if value.requires_grad]}
     if case.energies:
         found["energies"] = policy.trajectory_energies(*places, temperature=0.7)
@@ -130,6 +136,23 @@ def found_by(case: Case, sequence: SequenceGroup | None) -> dict[str, Any]:
         if item.requires_grad
     }
     return found | {"gradients": gradients}
+
+
+def head_variance(policy: PolicyModel, batch: Batch, hidden: Tensor, held: Tensor | None) -> dict[str, Tensor]:
+    """Power and signal of the head's gradient over two groups, from the states that this rank holds."""
+    rows, columns = batch.response_mask.nonzero(as_tuple=True)
+    accumulator = HeadVarianceAccumulator(policy.head.weight, temperature=0.7)
+    accumulator.update(
+        hidden=hidden,
+        targets=batch.response_ids[rows, columns],
+        advantages=torch.linspace(-1, 2, len(rows), dtype=torch.float64),
+        rows=rows,
+        groups=torch.arange(len(batch.input_ids)) % 2,
+        held=held,
+        over_ranks=None if policy.sequence is None else policy.sequence.total,
+    )
+    found = accumulator.result()
+    return {"power": torch.tensor(found.power), "signal": torch.tensor(found.signal)}
 
 
 def groups() -> dict[int, SequenceGroup]:

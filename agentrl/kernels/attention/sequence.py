@@ -42,6 +42,12 @@ class SequenceGroup:
         received = self._swapped(states[0].unflatten(0, (self.size, -1)))  # [size, l, H / size, E], heads in order
         return received.transpose(0, 1).flatten(1, 2)[None]
 
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of ``values`` over the ranks, detached."""
+        summed = values.detach().clone()
+        torch.distributed.all_reduce(summed, group=self.group)
+        return summed
+
     def gather(self, values: Tensor, numbers: Tensor, total: int) -> Tensor:
         """[total, ...] on every rank from each one's ``values`` [n, ...], which are those of ``numbers`` [n].
 
@@ -49,8 +55,7 @@ class SequenceGroup:
         sum over ranks: so the ranks' gradients of a parameter add up to the loss's.
         """
         own = values.new_zeros(total, *values.shape[1:]).index_copy(0, numbers, values)
-        every = own.detach().clone()
-        torch.distributed.all_reduce(every, group=self.group)
+        every = self.total(own)
         held = torch.zeros(total, dtype=torch.bool, device=values.device)
         held[numbers] = True
         return torch.where(held.view(-1, *[1] * (values.dim() - 1)), own, every)

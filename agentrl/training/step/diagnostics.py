@@ -9,7 +9,7 @@ from torch import Tensor
 
 from agentrl.algorithms import HeadVarianceAccumulator, diagonal_proxy, mismatch_metrics
 from agentrl.errors import AgentRLError
-from agentrl.models.head import FusedHead
+from agentrl.models.policy import PolicyModel
 from agentrl.training.engine.meter import Meter
 from agentrl.training.step.rows import LossRows
 from agentrl.weights.sources import gathered
@@ -75,24 +75,31 @@ def _mean(values: Tensor, mask: Tensor) -> Tensor:
 class HeadExactMonitor:
     """The exact variance of the head's gradient with groups as units (docs/formulas.md 7), over all ranks."""
 
-    def __init__(self, head: FusedHead, *, temperature: float) -> None:
+    def __init__(self, policy: PolicyModel, *, temperature: float) -> None:
         """Collective under ZeRO-3, where the head's weight is gathered."""
-        done = head.logit_map
-        with gathered(head) as (weight, bias):
+        self._policy = policy
+        done = policy.head.logit_map
+        with gathered(policy.head) as (weight, bias):
             self._accumulator = HeadVarianceAccumulator(
                 weight, bias=bias, temperature=done.temperature(temperature), cap=done.output_cap
             )
 
     def add(self, rows: LossRows, hidden: Tensor) -> None:
-        """Whole groups: ``hidden`` [N, D] of the model tokens in row-major order."""
-        batch = rows.scored.batch
+        """Whole groups: ``hidden`` [N, D] of the model tokens in row-major order, or those that this rank keeps.
+
+        Ranks that share rows exchange their parts of the head's gradient, and no state.
+        """
+        batch, sequence = rows.scored.batch, self._policy.sequence
         places, columns = batch.response_mask.nonzero(as_tuple=True)
+        held = self._policy.held_tokens(batch.input_ids, batch.prompt_lengths, batch.response_mask)
         self._accumulator.update(
-            hidden=hidden,
+            hidden=hidden if held is None else hidden[: len(held)],
             targets=batch.response_ids[places, columns],
             advantages=rows.advantages[places, columns],
             rows=places,
             groups=batch.groups,
+            held=held,
+            over_ranks=None if sequence is None else sequence.total,
         )
 
     def metrics(self, reduce: Reduce) -> dict[str, float]:

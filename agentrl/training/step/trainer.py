@@ -115,8 +115,8 @@ class Trainer:
         if self._critic is not None:
             self._critic.engine.module.train()
         meter = Meter(self._engine.device)
-        head = self._engine.module.head
-        monitor = HeadExactMonitor(head, temperature=self._temperature) if plan.head_exact else None
+        policy = self._engine.module
+        monitor = HeadExactMonitor(policy, temperature=self._temperature) if plan.head_exact else None
         step = _Step(
             plan=plan,
             meter=meter,
@@ -353,9 +353,5 @@ class Trainer:
 
     def _account(self, step: _Step, rows: LossRows, hidden: Tensor | None) -> None:
         measure_forward(step.meter, rows, version=step.plan.version)
-        if step.monitor is None or hidden is None:
-            return
-        batch = rows.scored.batch
-        every = self._engine.module.every_state(hidden, batch.input_ids, batch.prompt_lengths, batch.response_mask)
-        if rows.scored.counted:
-            step.monitor.add(rows, every)
+        if step.monitor is not None and hidden is not None and rows.scored.counted:
+            step.monitor.add(rows, hidden)
