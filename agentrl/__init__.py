@@ -2,8 +2,8 @@
 
 ``train``, ``evaluate`` and ``load_run`` are the command line's commands for scripts and notebooks; ``play`` tries an
 environment without a model. What users add by name is registered by decorators: ``register_estimator``,
-``register_loss``, ``register_metric``, ``register_environment``, ``register_protocol``, ``register_tool`` and
-``register_reward``. They are imported when they are used.
+``register_loss``, ``register_metric``, ``register_tracker``, ``register_environment``, ``register_protocol``,
+``register_tool`` and ``register_reward``. They are imported when they are used.
 """
 
 import importlib
@@ -21,6 +21,7 @@ _FACE = {
     "register_protocol": "agentrl_envs.registry",
     "register_reward": "agentrl_envs.registry",
     "register_tool": "agentrl_envs.registry",
+    "register_tracker": "agentrl.telemetry.trackers.tracker",
     "train": "agentrl.api.commands",
 }
 __all__ = ["__version__", *_FACE]

@@ -43,6 +43,7 @@ class RunDirectory:
         self.tokens = self.path / "tokens"
         self.checkpoints = self.path / "checkpoints"
         self.plots = self.path / "plots"
+        self.trackers = self.path / "trackers"
         self.summary = self.path / "summary.json"
         self._unlock: Callable[[], object] | None = None
 
@@ -212,7 +213,10 @@ class RunDirectory:
     def _never_began(self, names: Iterable[str]) -> bool:
         """True if ``names``, all entries here, are only what a run makes before its first row."""
         folders = (self.trajectories, self.checkpoints, self.plots)
-        own = {path.name for path in (self.config, self.metrics_file, self.path / "tokenizer.json", *folders)}
+        own = {
+            path.name
+            for path in (self.config, self.metrics_file, self.trackers, self.path / "tokenizer.json", *folders)
+        }
         if not self.config.is_file() or not own.issuperset(names):
             return False
         empty = not self.metrics_file.exists() or self.metrics_file.stat().st_size == 0

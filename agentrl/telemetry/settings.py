@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from agentrl.telemetry.alarms import NAMES
+from agentrl.telemetry.trackers.tracker import TRACKERS
 
 
 class TelemetrySettings(BaseModel):
@@ -27,6 +28,17 @@ class TelemetrySettings(BaseModel):
     """steps between two recorded files of token statistics (trainer log-probability, entropy, energy, return, baseline
     and advantage of each model token), which `agentrl explain` and `agentrl view` read; only steps whose trajectories
     are recorded have one. 0: record none"""
+    trackers: tuple[str, ...] = ()
+    """experiment trackers that are told the settings, metrics, evaluations, plots and a sample of trajectories: wandb,
+    trackio, tensorboard, mlflow, a registered name, or module:attribute (docs/telemetry.md)"""
+    tracker_project: str = "agentrl"
+    """the project (wandb, trackio) or experiment (mlflow) of the run"""
+    tracker_tables_every: int = Field(10, ge=0)
+    """steps between two tables of trajectories that trackers get; 0: none"""
+    tracker_rows: int = Field(8, ge=1)
+    """trajectories of a table"""
+    tracker_deadline: float = Field(60.0, ge=0)
+    """seconds that a run waits at its end until the trackers have sent everything"""
     stop_on: tuple[str, ...] = ()
     """alarms that end the run after the step at which they ring, with a checkpoint (docs/telemetry.md lists them)"""
 
@@ -36,4 +48,11 @@ class TelemetrySettings(BaseModel):
         for name in names:
             if name not in NAMES:
                 raise ValueError(f"there is no alarm {name!r}; alarms: {', '.join(NAMES)}")
+        return names
+
+    @field_validator("trackers")
+    @classmethod
+    def _trackers(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            TRACKERS.check(name)
         return names

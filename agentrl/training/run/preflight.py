@@ -25,6 +25,7 @@ from agentrl.rollout.environment import (
     needs_chat_format,
 )
 from agentrl.rollout.settings import compares_answers
+from agentrl.telemetry.trackers.tracker import check_trackers
 from agentrl.training.coldstart.train import read_cold_demonstrations
 from agentrl.training.engine.groups import grouping_obstacle
 from agentrl.training.step.objective_settings import ObjectiveSettings, loss_options, needs
@@ -41,6 +42,7 @@ def check_inputs(settings: Settings) -> list[str]:
     """
     check_environment(settings)  # first: its module may register an estimator or a loss
     build_rewards(settings)
+    check_trackers(settings.telemetry.trackers)
     _check_template(settings)
     objective = ObjectiveSettings.of(settings)
     loss_options(objective)  # first: an estimator may ask how its loss weighs tokens

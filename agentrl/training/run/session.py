@@ -19,6 +19,7 @@ from agentrl.telemetry.alarms import ringing
 from agentrl.telemetry.console import Console, RunProgress
 from agentrl.telemetry.records import EvaluationRecord, Metrics
 from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.telemetry.trackers.reporting import Trackers
 from agentrl.training.coldstart.policy import starting_policy
 from agentrl.training.engine.adapter import adapter_record, check_adapter, describe_size, policy_optimizer
 from agentrl.training.engine.checkpoint import CheckpointWriter, RunState, check_reference, open_newest
@@ -79,6 +80,7 @@ class Session:
         self._ringing: set[str] = set()  # alarms of the last step
         self._trained: list[Metrics] | None = None  # the rows of all steps, from the first step of this process on
         self._checkpoints = Path(settings.runs_dir) / str(settings.name) / "checkpoints"
+        self._trackers = Trackers(settings.telemetry, run, say=console.note, warn=console.warning)
         self._best = BestPolicy(self._checkpoints.parent)
         self._start = path = starting_policy(settings, console)
         self._tokenizer = read_tokenizer(path)
@@ -169,6 +171,7 @@ class Session:
         )
         if not settings.data.eval:
             self._console.note(_UNEVALUATED)
+        self._trackers.begin(settings.model_dump(mode="json"), step=self._done.step, resumed=resume)
 
     def loop(self) -> int:
         """Run all steps and return the exit code."""
@@ -180,10 +183,11 @@ class Session:
         return 0
 
     def close(self) -> None:
-        """Release the worker and the run directory."""
+        """Release the worker and the run directory; trackers get what is left."""
         self._service.close()
         self._sender.close()
         self._tokens.close()
+        self._trackers.close()
         if self._run is not None:
             self._run.close()
 
@@ -263,6 +267,7 @@ class Session:
         self._done.step, self._done.updates = step, updates
         if self._run is not None:
             self._run.append_metrics(metrics)
+        self._trackers.row(metrics)
         self._writer.settle(wait=False)
 
     def _ring(self, metrics: Metrics) -> None:
@@ -322,6 +327,7 @@ class Session:
         self._done.evaluations.append(evaluation_record(report))
         if self._run is not None:
             self._run.append_metrics(report.metrics())
+        self._trackers.row(report.metrics())
         name = "with falsified observations" if report.falsified else "held out"
         score = report.overall
         self._console.note(
@@ -422,6 +428,7 @@ class Session:
                 evaluations=self._done.evaluations,
                 best=self._best,
             )
+        self._trackers.plots()
         self._service.barrier("the end of the run")
 
     def _export(self) -> Export:
