@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 ATTENTION = "agentrl"
 _KINDS = ("full_attention", "sliding_attention")
+_FLASH_HEAD_DIM = 256
 
 
 def attention(
@@ -152,20 +153,21 @@ def choose_attention(
     wanted: Literal["auto", "sdpa", "flex", "flash"], config: PreTrainedConfig, *, dtype: str
 ) -> AttentionBackend:
     """``model.attention`` for this machine and model. Raises SettingsError where they cannot run what is ``wanted``."""
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if wanted == "auto":
-        if attention_obstacle("flash", dtype=dtype) is None:
+        if attention_obstacle("flash", dtype=dtype, head_dim=head_dim) is None:
             return "flash"
-        text = config.get_text_config()
         masked = getattr(text, "sliding_window", None) or getattr(text, "attn_logit_softcapping", None)
         return "flex" if masked and attention_obstacle("flex", dtype=dtype) is None else "sdpa"
-    obstacle = attention_obstacle(wanted, dtype=dtype)
+    obstacle = attention_obstacle(wanted, dtype=dtype, head_dim=head_dim)
     if obstacle is not None:
         raise SettingsError(obstacle)
     return wanted
 
 
-def attention_obstacle(backend: AttentionBackend, *, dtype: str) -> str | None:
-    """Why this machine cannot train with ``backend`` in ``dtype``; None if it can."""
+def attention_obstacle(backend: AttentionBackend, *, dtype: str, head_dim: int = 0) -> str | None:
+    """Why this machine cannot train with ``backend`` in ``dtype``; None if it can. ``head_dim`` is 0 if unknown."""
     if backend == "sdpa":
         return None
     problem = None
@@ -175,6 +177,8 @@ def attention_obstacle(backend: AttentionBackend, *, dtype: str) -> str | None:
         problem = "needs the package flash-attn, which is not installed: pip install flash-attn"
     elif backend == "flash" and dtype == "float32":
         problem = "needs model.dtype=bfloat16"
+    elif backend == "flash" and head_dim > _FLASH_HEAD_DIM:
+        problem = f"takes heads of up to {_FLASH_HEAD_DIM} dimensions, and the model's have {head_dim}"
     return None if problem is None else f"model.attention={backend} {problem}; or set model.attention=auto"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from typing import Any
 
@@ -10,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernels.gpu_attention import stand_in
 from torch import Tensor
 
-from agentrl.kernels.attention import PackedRow, Stretch, attend, pack_row, variants
+from agentrl.kernels.attention import PackedRow, Stretch, attend, pack_row
 
 
 def documents(draw: random.Random, count: int) -> tuple[Tensor, list[int], list[int]]:
@@ -74,40 +74,25 @@ def one_at_a_time(
     return result.transpose(1, 2)
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
-    """What flash-attn's function of that name computes, segment by segment: queries are the last of their keys."""
-    assert given["causal"]
-    groups, cap = q.shape[1] // k.shape[1], given["softcap"]
-    bounds = [given["cu_seqlens_q"].tolist(), given["cu_seqlens_k"].tolist()]
-    parts = []
-    for (start, stop), (first, last) in zip(*map(itertools.pairwise, bounds), strict=True):
-        queries, keys = stop - start, last - first
-        apart = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
-        left = given["window_size"][0]
-        seen = (apart >= 0) & (apart <= (left if left >= 0 else keys))
-        own, other = k[first:last].repeat_interleave(groups, 1), v[first:last].repeat_interleave(groups, 1)
-        scores = given["softmax_scale"] * torch.einsum("qhe,khe->hqk", q[start:stop], own)
-        scores = cap * torch.tanh(scores / cap) if cap else scores
-        weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
-        parts.append(torch.einsum("hqk,khe->qhe", weights, other))
-    return torch.cat(parts)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (3, None), (None, 2.0), (3, 2.0)])
 @pytest.mark.parametrize("backend", ["sdpa", "flex", "flash"])
 @pytest.mark.parametrize("seed", range(3))
 def test_attention_is_that_of_each_document_alone(
     monkeypatch: pytest.MonkeyPatch, backend: Any, window: int | None, cap: float | None, seed: int
 ) -> None:
-    monkeypatch.setattr(variants, "flash_varlen", lambda: varlen)
+    stand_in(monkeypatch)
     ids, prompts, lengths = documents(random.Random(seed), 7)
     row = pack_row(ids, prompts, lengths, backend=backend)
     torch.manual_seed(seed)
     query = torch.randn(1, 4, row.input_ids.shape[1], 8, dtype=torch.float64)
     key, value = torch.randn(2, 1, 2, row.input_ids.shape[1], 8, dtype=torch.float64)
-    found = attend(row, query, key, value, scale=0.4, window=window, cap=cap)
-    torch.testing.assert_close(found, one_at_a_time(row, query, key, value, window, cap), rtol=1e-12, atol=1e-12)
+    inputs = [states.requires_grad_() for states in (query, key, value)]
+    found = attend(row, *inputs, scale=0.4, window=window, cap=cap)
+    wanted = one_at_a_time(row, *inputs, window, cap)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    gradient = torch.randn(found.shape, dtype=torch.float64)
+    for one, other in zip(*(torch.autograd.grad(made, inputs, gradient) for made in (found, wanted)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
 
 def test_a_change_in_one_document_changes_no_other_by_one_bit() -> None:

@@ -10,8 +10,10 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed
+from kernels.gpu_attention import stand_in
 from models.architectures import build_tiny
 from rollout.fakes import played
 from torch import Tensor
@@ -50,6 +52,8 @@ CASES = {
     ),
     "windows": Case(kind="mistral", changes={"sliding_window": 4}),
     "windows, capped scores": Case(kind="gemma2", changes={**WINDOWS, "attn_logit_softcapping": 2.0}),
+    "flex": Case(kind="gemma2", changes={**WINDOWS, "attn_logit_softcapping": 2.0}, attention="flex"),
+    "flash": Case(kind="qwen3", changes={"num_key_value_heads": 1}, attention="flash", energies=True),
     "recomputed": Case(kind="gemma3_text", changes=WINDOWS, checkpointing=True),
     "adapters": Case(kind="qwen3", energies=True, adapted=True),
     "model tokens on few ranks": Case(lengths=((40, 2),), energies=True),
@@ -169,6 +173,7 @@ def groups() -> dict[int, SequenceGroup]:
 def main() -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
+    stand_in(pytest.MonkeyPatch())
     results: dict[int, dict[str, Any]] = {}
     for size, sequence in groups().items():
         results[size] = {}

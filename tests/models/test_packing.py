@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernels.gpu_attention import stand_in
 from models.architectures import build_tiny, write_tiny
 from rollout.fakes import played
 from torch import Tensor
@@ -96,6 +97,32 @@ def test_packed_is_padded_is_one_row_at_a_time(kind: str, checkpointing: bool) -
             own = found.get(name, found.get("lm_head.weight") if name.startswith("lm_head") else None)
             assert own is not None, name
             assert float((own - gradient).norm()) <= 1e-5 * float(gradient.norm()) + 1e-7, name
+
+
+@pytest.mark.parametrize("backend", ["flex", "flash"])
+@pytest.mark.parametrize("kind", ["qwen3", "mistral", "gemma2"])
+def test_the_kernels_of_gpus_give_what_sdpa_gives_for_prompts_that_stand_once(
+    kind: str, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch)
+    batch = conversations(seed=6)
+    changes = MODELS[kind] | ({"attn_logit_softcapping": 2.0} if kind == "gemma2" else {})
+    found, wanted = (statistics_and_gradients(kind, changes, batch, way) for way in (backend, "sdpa"))
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        # Capped scores and norms go through float32.
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def statistics_and_gradients(kind: str, changes: dict[str, Any], batch: Batch, attention: Any) -> dict[str, Tensor]:
+    """Of a packed batch in which some documents share a prompt; energies too where they have a closed form."""
+    model = build_tiny(kind, **changes).double().train()
+    policy = PolicyModel(model, attention=attention)
+    places = (batch.input_ids, batch.prompt_lengths, batch.response_mask)
+    statistics, _ = policy(batch.input_ids, batch.prompt_lengths, batch.response_ids, batch.response_mask)
+    found = {"log_probs": statistics.log_probs.detach(), "energy": statistics.energy.detach()}
+    found |= gradients(model, statistics.log_probs, statistics.entropy)
+    return found | {"exact energies": policy.trajectory_energies(*places)}
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -248,6 +275,10 @@ def test_attention_is_chosen_by_machine_and_model(monkeypatch: pytest.MonkeyPatc
     assert (chosen("auto"), chosen("auto", dtype="float32"), chosen("flash")) == ("flash", "sdpa", "flash")
     with pytest.raises(SettingsError, match=r"needs model\.dtype=bfloat16"):
         chosen("flash", dtype="float32")
+    wide = build_tiny("qwen3", head_dim=512).config
+    assert chosen("auto", wide) == "sdpa"
+    with pytest.raises(SettingsError, match="takes heads of up to 256 dimensions, and the model's have 512; or set"):
+        chosen("flash", wide)
 
 
 def test_attention_of_a_long_document_costs_as_much_as_everything_else() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import cast
 
 import torch
@@ -24,15 +24,14 @@ def attend_by_blocks(
     window: int | None,
     cap: float | None,
 ) -> Tensor:
-    """`flex`: one call with a block mask of the row. Compiled on GPUs; a CPU has no backward pass of it."""
+    """`flex`: one call with a block mask of the row. Compiled on GPUs; on a CPU torch refuses its backward pass."""
     if window not in row.window_masks:
         row.window_masks[window] = _block_mask(row, window)
-
     attended = _flex(compiled=query.is_cuda)(
         query,
         key,
         value,
-        score_mod=None if cap is None else partial(_capped, cap),
+        score_mod=None if cap is None else _capped_at(cap),
         block_mask=row.window_masks[window],
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
@@ -40,8 +39,14 @@ def attend_by_blocks(
     return attended.transpose(1, 2)
 
 
-def _capped(cap: float, score: Tensor, *_: Tensor) -> Tensor:
-    return cap * torch.tanh(score / cap)
+@cache
+def _capped_at(cap: float) -> Callable[..., Tensor]:
+    """The same function at every call, or `flex` would be compiled anew."""
+
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return capped
 
 
 @cache
@@ -89,6 +94,7 @@ def attend_by_segments(
         causal=True,
         window_size=(-1, -1) if window is None else (window - 1, 0),
         softcap=0.0 if cap is None else cap,
+        deterministic=torch.are_deterministic_algorithms_enabled(),  # its backward pass
     )
     states = attended[0] if isinstance(attended, tuple) else attended
     return states[None]

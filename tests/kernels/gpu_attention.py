@@ -1,0 +1,40 @@
+"""The kernels of `flex` and `flash` on a CPU: what they compute, by slower functions."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentrl.kernels.attention import variants
+
+
+def stand_in(patch: pytest.MonkeyPatch) -> None:
+    """`flex` uncompiled, with the backward pass that torch has for a CPU but refuses; :func:`varlen` as `flash`."""
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    patch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    patch.setattr(flex, "_validate_device", lambda *_: None)
+    patch.setattr(variants, "flash_varlen", lambda: varlen)
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+    """What flash-attn's function of that name computes, segment by segment: queries are the last of their keys."""
+    assert given["causal"]
+    groups, cap = q.shape[1] // k.shape[1], given["softcap"]
+    bounds = [given["cu_seqlens_q"].tolist(), given["cu_seqlens_k"].tolist()]
+    parts = []
+    for (start, stop), (first, last) in zip(*map(itertools.pairwise, bounds), strict=True):
+        queries, keys = stop - start, last - first
+        apart = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+        left = given["window_size"][0]
+        seen = (apart >= 0) & (apart <= (left if left >= 0 else keys))
+        own, other = k[first:last].repeat_interleave(groups, 1), v[first:last].repeat_interleave(groups, 1)
+        scores = given["softmax_scale"] * torch.einsum("qhe,khe->hqk", q[start:stop], own)
+        scores = cap * torch.tanh(scores / cap) if cap else scores
+        weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
+        parts.append(torch.einsum("hqk,khe->qhe", weights, other))
+    return torch.cat(parts)
