@@ -90,6 +90,13 @@ class LocalCluster:
             )
         return [replace(HERE, gpus=tuple(self._gpus[: bundle.gpus]))]
 
+    def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Place:
+        """This machine, whose resources nobody counts."""
+        return HERE
+
+    def answers(self, place: Place) -> bool:
+        return True
+
     def start(self, spec: ProcessSpec, place: Place) -> LocalProcess:
         known = {} if self._gpus is None else {ALL_GPUS: ",".join(self._gpus)}
         process = LocalProcess(replace(spec, environment={**known, **spec.environment}), place)

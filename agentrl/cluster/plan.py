@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from agentrl.cluster.processes import Bundle, ClusterNode
 from agentrl.errors import SettingsError
@@ -30,19 +30,54 @@ def placed(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> list[Clus
     return chosen
 
 
-def plan_table(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> list[list[str]]:
-    """A row for each node: name, address, GPUs and CPUs in use, of how many, and for what. Raises UnplaceableError."""
-    taken = dict(zip([node.address for node in placed(bundles, nodes)], bundles, strict=True))
+def roomy(bundle: Bundle, nodes: Sequence[ClusterNode], taken: Mapping[str, Sequence[Bundle]]) -> list[ClusterNode]:
+    """The nodes with room for a further bundle. ``taken``: what others take of nodes, by address.
+
+    Raises UnplaceableError if there is none.
+    """
+    found = []
+    for node in nodes:
+        gpus, cpus = _sums(taken.get(node.address, ()))
+        if node.gpus - gpus >= bundle.gpus and node.cpus - cpus >= bundle.cpus:
+            found.append(node)
+    if not found:
+        left = ", ".join(_left(node, taken.get(node.address, ())) for node in nodes)
+        raise UnplaceableError(f"{bundle.holds} needs {bundle.gpus} GPUs and {bundle.cpus:g} CPUs; left are {left}")
+    return found
+
+
+def plan_table(
+    bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], *, everywhere: Bundle | None = None
+) -> list[list[str]]:
+    """A row for each node: name, address, GPUs and CPUs in use, of how many, and for what. Raises UnplaceableError.
+
+    ``everywhere``: what each node with room for it gets too.
+    """
+    taken: dict[str, list[Bundle]] = {node.address: [] for node in nodes}
+    for node, bundle in zip(placed(bundles, nodes), bundles, strict=True):
+        taken[node.address].append(bundle)
+    if everywhere is not None:
+        for node in roomy(everywhere, nodes, taken):
+            taken[node.address].append(everywhere)
     rows = []
     for node in nodes:
-        own = taken.get(node.address, Bundle(holds="", cpus=0))
-        rows.append(
-            [node.name, node.address, f"{own.gpus} of {node.gpus}", f"{own.cpus:g} of {node.cpus:g}", own.holds or "-"]
-        )
+        gpus, cpus = _sums(taken[node.address])
+        holds = ", ".join(bundle.holds for bundle in taken[node.address])
+        rows.append([node.name, node.address, f"{gpus} of {node.gpus}", f"{cpus:g} of {node.cpus:g}", holds or "-"])
     return rows
 
 
 PLAN_COLUMNS = ("node", "address", "GPUs", "CPUs", "what for")
+
+
+def _sums(bundles: Sequence[Bundle]) -> tuple[int, float]:
+    """GPUs and CPUs of all."""
+    return sum(bundle.gpus for bundle in bundles), sum(bundle.cpus for bundle in bundles)
+
+
+def _left(node: ClusterNode, bundles: Sequence[Bundle]) -> str:
+    gpus, cpus = _sums(bundles)
+    return f"{node.gpus - gpus} and {node.cpus - cpus:g} on {node.name}"
 
 
 def _lacking(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> str:

@@ -24,8 +24,8 @@ class ProcessSpec:
 
     ``arguments``: of the Python interpreter of its place. ``environment``: changes of the variables there; None unsets
     one. ``folder``: where it runs, otherwise where its starter runs. ``log``: the file for its output, which otherwise
-    goes where that of its starter goes. ``supervised``: whatever it has started ends with it, and it ends with its
-    starter.
+    goes where that of its starter goes; ``shown``: a starter on another node shows what is added to the log.
+    ``supervised``: whatever it has started ends with it, and it ends with its starter.
     """
 
     role: str
@@ -34,6 +34,7 @@ class ProcessSpec:
     environment: Mapping[str, str | None] = field(default_factory=dict)
     folder: Path | None = None
     log: Path | None = None
+    shown: bool = True
     supervised: bool = False
 
     @property
@@ -97,6 +98,12 @@ class Cluster(Protocol):
 
         ``patience``: seconds to wait for nodes that are not there.
         """
+
+    def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Place:
+        """A further place beside those reserved: on ``node``, or on any. Raises WorldError if it cannot be had."""
+
+    def answers(self, place: Place) -> bool:
+        """Whether processes can be started there."""
 
     def start(self, spec: ProcessSpec, place: Place) -> ProcessHandle:
         """Start a process in a place."""

@@ -7,6 +7,7 @@ single machine; they end with it, and Ray ends it with the command that asked fo
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -22,7 +23,7 @@ import psutil
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from agentrl.cluster.devices import ALL_GPUS, free_port
 from agentrl.cluster.local import LocalProcess
@@ -142,6 +143,7 @@ class RayCluster:
         self._settings = settings
         self._group: PlacementGroup | None = None
         self._hosts: dict[int, ActorHandle[NodeHost]] = {}
+        self._numbers = itertools.count()
         self._given_up: set[str] = set()  # addresses
         self._relay = LogRelay()
         self._head = _connect(settings)
@@ -171,11 +173,35 @@ class RayCluster:
             except UnplaceableError:  # a node has gone meanwhile
                 self.release()
 
+    def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Place:
+        """Start an actor with these resources. Raises WorldError if Ray has not placed it within the deadline."""
+        number = next(self._numbers)
+        where: NodeAffinitySchedulingStrategy | str = "DEFAULT"
+        if node is not None:
+            where = NodeAffinitySchedulingStrategy(_id_of(node), soft=False)
+        host = self._actor(bundle, where)
+        seconds = self._settings.start_deadline
+        try:
+            places: list[Place] = ray.get([host.place.remote(number)], timeout=seconds)
+        except RayError as error:
+            ray.kill(host)
+            why = str(error).splitlines()[0]
+            raise WorldError(f"Ray has not placed {bundle.holds} within {seconds:g} s: {why}") from error
+        self._hosts[number] = host
+        return places[0]
+
+    def answers(self, place: Place) -> bool:
+        try:
+            self.free_port(place)
+        except NodeLostError:
+            return False
+        return True
+
     def start(self, spec: ProcessSpec, place: Place) -> RayProcess:
         host = self._hosts[place.number]
         carried = {name: value for name, value in os.environ.items() if name.startswith(_CARRIED)}
         full = replace(spec, environment={**carried, **spec.environment})
-        if spec.log is not None:
+        if spec.log is not None and spec.shown:
             self._relay.follow(spec.log)
         pid: int = self._ask(place, host.start.remote(full, place))
         return RayProcess(spec, place, host, pid, self._head, self._settings.deadline)
@@ -239,13 +265,16 @@ class RayCluster:
                     f"Ray has not placed {bundles[0].holds} within cluster.start_deadline={seconds:g} s: other jobs "
                     f"use the nodes (free of all: {_free()})"
                 )
-        hosts = [self._host(group, place, bundle) for place, bundle in enumerate(bundles)]
+        hosts = [
+            self._actor(bundle, PlacementGroupSchedulingStrategy(group, place)) for place, bundle in enumerate(bundles)
+        ]
         try:
             found: list[Place] = ray.get([host.place.remote(n) for n, host in enumerate(hosts)], timeout=seconds)
         except RayError as error:
             placed(bundles, self.nodes())
             raise WorldError(f"a node does not start processes: {str(error).splitlines()[0]}") from error
         self._hosts = dict(enumerate(hosts))
+        self._numbers = itertools.count(len(hosts))
         # The largest bundle stays first; the others in the order of addresses, so that ranks find their files again.
         return [found[0], *sorted(found[1:], key=lambda place: place.address)]
 
@@ -264,14 +293,21 @@ class RayCluster:
                     raise
                 time.sleep(_LOOK)
 
-    def _host(self, group: PlacementGroup, place: int, bundle: Bundle) -> ActorHandle[NodeHost]:
+    def _actor(
+        self, bundle: Bundle, where: PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy | str
+    ) -> ActorHandle[NodeHost]:
         actor = ray.remote(NodeHost).options(
-            num_cpus=bundle.cpus,
-            num_gpus=bundle.gpus,
-            max_concurrency=4,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, place),
+            num_cpus=bundle.cpus, num_gpus=bundle.gpus, max_concurrency=4, scheduling_strategy=where
         )
         return cast("ActorHandle[NodeHost]", actor.remote(self._settings.deadline))
+
+
+def _id_of(node: ClusterNode) -> str:
+    """Ray's name of a node. Raises NodeLostError if it is gone."""
+    for found in ray.nodes():
+        if found["Alive"] and found["NodeManagerAddress"] == node.address:
+            return str(found["NodeID"])
+    raise NodeLostError(f"the node {node.name} ({node.address}) is gone")
 
 
 def _connect(settings: ClusterSettings) -> PortWatch:

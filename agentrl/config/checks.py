@@ -222,6 +222,8 @@ def _cluster_problems(settings: Settings) -> Iterator[str]:
         )
     if cluster.kind == "environment" and cluster.restarts:
         yield f"{_given(settings, 'cluster.restarts')} with cluster.kind=environment: its launcher restarts the ranks"
+    if settings.sandbox.scheme == "ray" and cluster.kind != "ray":
+        yield f"sandbox.url=ray:// with {_given(settings, 'cluster.kind')}: only Ray starts them; valid: cluster=ray"
     yield from _elastic_problems(settings)
     if cluster.nodes > 1 and engine_facts(settings.rollout).shares_gpus:
         yield (

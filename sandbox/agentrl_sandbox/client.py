@@ -53,6 +53,11 @@ async def open_sandbox(settings: SandboxSettings) -> Sandbox:
         from agentrl_sandbox.docker import open_docker
 
         return await open_docker(settings)
+    if settings.scheme == "ray":
+        raise StartError(
+            "ray:// is started by `agentrl train cluster=ray`, on the nodes of its cluster; elsewhere name services by "
+            "their addresses, http://HOST:PORT"
+        )
     if len(settings.addresses) > 1:
         from agentrl_sandbox.several.sandbox import open_several
 

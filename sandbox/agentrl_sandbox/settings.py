@@ -8,7 +8,7 @@ import re
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 _SERVICE = re.compile(r"https?://[^\s/?#@,]+/?")
-_PLACE = re.compile(r"local://|docker://[^\s/]\S*")
+_PLACE = re.compile(r"local://|ray://|docker://[^\s/]\S*")
 
 
 LIMITS = (
@@ -27,7 +27,8 @@ class SandboxSettings(BaseModel):
         "local://",
         description="where programs run: local:// starts a fork server on this machine, docker://IMAGE starts a "
         "container, http://HOST:PORT uses a service, whose own limits apply; several addresses of services, as a "
-        "list or with commas between them, share the programs, and calls of a lost service go to the others",
+        "list or with commas between them, share the programs, and calls of a lost service go to the others; ray:// "
+        "starts a service on every node of the Ray cluster (cluster=ray)",
     )
     timeout: float = Field(10.0, gt=0, le=3600, description="seconds of wall clock time for each program")
     memory_mb: int = Field(
@@ -103,7 +104,7 @@ class SandboxSettings(BaseModel):
         addresses = [part.strip() for part in url.split(",")]
         if not _PLACE.fullmatch(url) and not all(map(_SERVICE.fullmatch, addresses)):
             raise ValueError(
-                f"unknown sandbox {url!r}; valid: local://, docker://IMAGE, http://HOST:PORT (several with commas)"
+                f"unknown sandbox {url!r}; valid: local://, docker://IMAGE, http://HOST:PORT (several with commas), ray://"
             )
         if len(set(addresses)) < len(addresses):
             raise ValueError(f"an address twice in {url!r}")
@@ -116,7 +117,7 @@ class SandboxSettings(BaseModel):
 
     @property
     def scheme(self) -> str:
-        """``local``, ``docker``, ``http`` or ``https``."""
+        """``local``, ``docker``, ``ray``, ``http`` or ``https``."""
         return self.url.partition("://")[0]
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -113,3 +114,27 @@ def test_what_the_hosts_cannot_hold_ends_at_once(cluster: RayHosts, line: Comman
     said = process.communicate(timeout=DEADLINE)[0]
     assert process.returncode == 2, said
     assert "error: the run needs 1 node with 2 CPUs and 2 nodes with 1 CPU, found 2 with 4" in said
+
+
+def test_a_sandbox_on_each_host_loses_no_program_with_one_of_them(cluster: RayHosts, tmp_path: Path) -> None:
+    """The last test here: a host is lost."""
+    script = str(Path(__file__).with_name("sandboxes_on_hosts.py"))
+    process = subprocess.Popen(
+        cluster.head.command(sys.executable, script, ray_address(cluster.head), str(tmp_path / "logs")),
+        env=os.environ | cluster.variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        said = [process.stdout.readline(), process.stdout.readline()]
+        hosts = sorted(re.findall(r"http://([\d.]+):", said[0]))
+        assert hosts == [cluster.head.address, cluster.other.address]
+        cluster.other.kill()
+        said.append(process.communicate(timeout=DEADLINE)[0])
+    finally:
+        process.kill()
+        process.communicate()
+    assert re.search(r"sandbox service \d on \S+ is lost: the node", said[-1])
+    assert re.search(r"ended \{'right': \d+\}", said[-1])

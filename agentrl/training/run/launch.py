@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +13,11 @@ import torch
 from agentrl.cluster.devices import visible_gpus
 from agentrl.cluster.launchers import RankPlace
 from agentrl.cluster.opening import open_cluster
-from agentrl.cluster.plan import PLAN_COLUMNS, plan_table
+from agentrl.cluster.plan import PLAN_COLUMNS, plan_table, roomy
 from agentrl.cluster.processes import Bundle, Cluster, ClusterNode, NodeLostError, Place, ProcessHandle, ProcessSpec
+from agentrl.cluster.sandboxes import SandboxServices
 from agentrl.errors import SettingsError, WorldError
+from agentrl.evaluation.options import quoted
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.telemetry.console import Console
 from agentrl.training.run.rank_group import RankEnd, RankGroup
@@ -69,7 +72,8 @@ def _attempt(
         patience = settings.cluster.restart_deadline if again else 0.0
         size, places = sizes.reserve(cluster, patience=patience, say=console.note)
         _check_folder(cluster, places, run_path)
-        ranks = start_ranks(cluster, places, size, run_path, resume=resume)
+        sandboxes = _sandboxes(cluster, places, size, run_path, console)
+        ranks = start_ranks(cluster, places, size, run_path, resume=resume, sandboxes=sandboxes)
     except NodeLostError as error:
         return None, str(error)
     if again:
@@ -78,6 +82,8 @@ def _attempt(
     group = RankGroup(ranks, lambda end: console.warning(f"{end}; the other ranks end"))
     with stop_requests(group.ask, group.insist):
         end = group.end()
+    if sandboxes is not None:
+        sandboxes.close()
     if end is not None:
         sizes.learn(cluster, end)
     return _outcome(group, end)
@@ -92,12 +98,21 @@ def _outcome(group: RankGroup, end: RankEnd | None) -> tuple[int | None, str]:
 
 
 def start_ranks(
-    cluster: Cluster, places: Sequence[Place], settings: Settings, run_path: Path, *, resume: bool
+    cluster: Cluster,
+    places: Sequence[Place],
+    settings: Settings,
+    run_path: Path,
+    *,
+    resume: bool,
+    sandboxes: SandboxServices | None = None,
 ) -> list[ProcessHandle]:
-    """Start the ranks, equally many in each place; the first place has rank 0."""
+    """Start the ranks, equally many in each place; the first place has rank 0. ``sandboxes``: those that they use."""
     count = settings.training.num_processes
     here = count // len(places)
     master = (places[0].address, cluster.free_port(places[0]))
+    arguments = ["-m", RANK_MODULE, str(run_path.absolute()), *(["--resume"] if resume else [])]
+    arguments += [] if sandboxes is None else [quoted("sandbox.url", ",".join(sandboxes.addresses))]
+    token = {} if sandboxes is None else sandboxes.variables
     started = []
     for number in range(count):
         place = places[number // here]
@@ -105,8 +120,8 @@ def start_ranks(
         spec = ProcessSpec(
             role="rank",
             number=number,
-            arguments=("-m", RANK_MODULE, str(run_path.absolute()), *(["--resume"] if resume else [])),
-            environment=own.variables() | ({} if place.gpus else {"DS_ACCELERATOR": "cpu"}),
+            arguments=tuple(arguments),
+            environment=own.variables() | token | ({} if place.gpus else {"DS_ACCELERATOR": "cpu"}),
             folder=Path.cwd(),
             log=run_path.absolute() / "logs" / f"{place.node}-rank-{number}.log" if _elsewhere(settings) else None,
         )
@@ -141,12 +156,41 @@ def bundles_of(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundle]
     return bundles
 
 
+def sandbox_bundle(settings: Settings) -> Bundle | None:
+    """What the sandbox service of a node needs; None unless the run starts one on every node."""
+    if settings.sandbox.scheme != "ray":
+        return None
+    return Bundle(holds="sandbox", cpus=settings.cluster.sandbox_cpus)
+
+
+def _sandboxes(
+    cluster: Cluster, places: Sequence[Place], settings: Settings, run_path: Path, console: Console
+) -> SandboxServices | None:
+    """The running sandbox services, one on each node that has room beside the ranks in ``places``."""
+    bundle = sandbox_bundle(settings)
+    if bundle is None:
+        return None
+    nodes = cluster.nodes()
+    taken = {place.address: [own] for place, own in zip(places, bundles_of(settings, nodes), strict=True)}
+    fields = settings.sandbox.model_dump(exclude_none=True, exclude={"url", "retry_deadline", "service_deadline"})
+    fields.setdefault("workers", max(4, math.ceil(2 * bundle.cpus)))
+    return SandboxServices(
+        cluster,
+        roomy(bundle, nodes, taken),
+        bundle,
+        arguments=[f"{name}={value}" for name, value in fields.items()],
+        logs=run_path.absolute() / "logs",
+        say=console.note,
+    )
+
+
 def show_plan(settings: Settings, console: Console) -> None:
     """Print what would be placed where. Raises SettingsError if it cannot be placed."""
     cluster = open_cluster(settings.cluster, _own_gpus())
     try:
         nodes = cluster.nodes()
-        console.table("Resource plan", list(PLAN_COLUMNS), plan_table(bundles_of(settings, nodes), nodes))
+        table = plan_table(bundles_of(settings, nodes), nodes, everywhere=sandbox_bundle(settings))
+        console.table("Resource plan", list(PLAN_COLUMNS), table)
     finally:
         cluster.close()
 

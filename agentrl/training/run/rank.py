@@ -1,4 +1,7 @@
-"""A training rank as a cluster starts it: ``python -m agentrl.training.run.rank RUN_DIRECTORY [--resume]``."""
+"""A training rank as a cluster starts it: ``python -m agentrl.training.run.rank RUN_DIRECTORY [--resume] [KEY=VALUE]``.
+
+The settings are the run directory's, but for those given.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ def main() -> int:
     path = Path(sys.argv[1]).absolute()
     rank = os.environ["RANK"]
     try:
-        settings = load_settings(
-            overrides=[quoted("name", path.name), quoted("runs_dir", str(path.parent))], resume=True
-        )
+        given = [text for text in sys.argv[2:] if text != "--resume"]
+        own = [quoted("name", path.name), quoted("runs_dir", str(path.parent))]
+        settings = load_settings(overrides=[*own, *given], resume=True)
         check_environment(settings)  # its module may register an estimator or a loss
         run = RunDirectory.resume(path) if rank == "0" else None
         return run_rank(settings, run, resume="--resume" in sys.argv[2:])

@@ -54,12 +54,19 @@ def _train(settings: Settings, resume: bool) -> int:
             console.note(line)
         if not launched(settings):
             return run_rank(settings, run, resume=resume)
-        starting_policy(settings, console, say_found=False)  # rank 0 reports it
+        starting_policy(_here(settings), console, say_found=False)  # rank 0 reports it
         run.close()
         return launch(settings, run.path, resume=resume)
     except KeyboardInterrupt:
         console.note("stopped before training began")
         return INTERRUPTED
+
+
+def _here(settings: Settings) -> Settings:
+    """The settings of a cold start, which runs before the cluster has started services: with a sandbox of its own."""
+    if settings.sandbox.scheme != "ray":
+        return settings
+    return settings.model_copy(update={"sandbox": settings.sandbox.model_copy(update={"url": "local://"})})
 
 
 def _open_run(settings: Settings, resume: bool) -> RunDirectory:

@@ -312,7 +312,12 @@ def test_addresses_are_a_list_or_one_text():
     assert held.addresses == ["http://a:1", "http://b:2"]
 
 
-@pytest.mark.parametrize("url", ["http://a:1,local://", "http://a:1,", "http://a:1,http://a:1"])
+@pytest.mark.parametrize("url", ["http://a:1,local://", "http://a:1,", "http://a:1,http://a:1", "ray://,ray://"])
 def test_lists_of_anything_else_are_refused(url):
     with pytest.raises(ValueError, match="http"):
         SandboxSettings(url=url)
+
+
+async def test_what_only_a_run_on_ray_starts_says_so():
+    with pytest.raises(StartError, match="agentrl train cluster=ray"):
+        await open_sandbox(SandboxSettings(url="ray://"))

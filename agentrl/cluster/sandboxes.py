@@ -1,0 +1,150 @@
+"""The sandbox services of a run on several nodes: one on each, kept alive for as long as the ranks run."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentrl.cluster.processes import Bundle, Cluster, ClusterNode, NodeLostError, Place, ProcessHandle, ProcessSpec
+from agentrl.errors import AgentRLError, WorldError
+
+# Seconds between two looks at all services, from an end to the next start (doubled each time), and for the end of the
+# thread that looks.
+_LOOK = 1.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+_END = 10.0
+
+
+@dataclass(kw_only=True, eq=False)
+class _Service:
+    node: ClusterNode
+    place: Place
+    port: int
+    number: int
+    process: ProcessHandle | None = None
+    started: float = 0.0
+    pause: float = _FIRST_PAUSE
+    again_at: float = field(default=0.0)
+
+
+class SandboxServices:
+    """Running services. One that ends is started again at the same address, on the same node once that is there."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        nodes: Sequence[ClusterNode],
+        bundle: Bundle,
+        *,
+        arguments: Sequence[str],
+        logs: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        """``bundle``: what each reserves on its node. ``arguments``: further ones of ``agentrl-sandbox serve``.
+
+        Raises WorldError if no node starts one.
+        """
+        self._cluster = cluster
+        self._bundle = bundle
+        self._arguments = tuple(arguments)
+        self._logs = logs
+        self._say = say
+        self._token = secrets.token_urlsafe(32)
+        with ThreadPoolExecutor(max_workers=len(nodes)) as pool:
+            opened = list(pool.map(self._opened, range(len(nodes)), nodes))
+        self._services = [service for service in opened if service is not None]
+        if not self._services:
+            raise WorldError("no node of the cluster starts a sandbox service")
+        self._ended = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, daemon=True, name="keep-sandboxes")
+        self._keeper.start()
+
+    @property
+    def addresses(self) -> list[str]:
+        return [f"http://{service.place.address}:{service.port}" for service in self._services]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables with which clients are let in."""
+        return {"SANDBOX_TOKEN": self._token}
+
+    def close(self) -> None:
+        """Start none again. They end with their places."""
+        self._ended.set()
+        self._keeper.join(_END)
+
+    def _opened(self, number: int, node: ClusterNode) -> _Service | None:
+        try:
+            place = self._cluster.host(self._bundle, node)
+            service = _Service(node=node, place=place, port=self._cluster.free_port(place), number=number)
+            self._start(service)
+        except WorldError as error:
+            self._say(f"no sandbox service on {node.name} ({node.address}): {error}")
+            return None
+        return service
+
+    def _start(self, service: _Service) -> None:
+        place = service.place
+        address = ("--host", place.address, "--port", str(service.port))
+        spec = ProcessSpec(
+            role="sandbox",
+            number=service.number,
+            arguments=("-m", "agentrl_sandbox", "serve", *address, *self._arguments),
+            environment=self.variables,
+            log=self._logs / f"{place.node}-sandbox-{service.number}.log",
+            shown=False,
+            supervised=True,
+        )
+        service.process = self._cluster.start(spec, place)
+        service.started = time.monotonic()
+
+    def _keep(self) -> None:
+        while not self._ended.wait(_LOOK):
+            for service in self._services:
+                if service.process is not None:
+                    self._look_at(service, service.process)
+                elif time.monotonic() >= service.again_at:
+                    self._start_again(service)
+
+    def _look_at(self, service: _Service, process: ProcessHandle) -> None:
+        try:
+            code = process.wait(0.0)
+        except NodeLostError as error:
+            why = str(error)
+        else:
+            if code is None:
+                return
+            why = f"it ended with exit code {code}"
+        self._lose(service, why)
+
+    def _start_again(self, service: _Service) -> None:
+        try:
+            if service.node.address not in {node.address for node in self._cluster.nodes()}:
+                self._postpone(service)
+                return
+            if not self._cluster.answers(service.place):
+                service.place = self._cluster.host(self._bundle, service.node)
+            self._start(service)
+        except AgentRLError as error:
+            self._lose(service, str(error))
+        else:
+            self._say(f"sandbox service {service.number} on {service.place.node} is started again")
+
+    def _lose(self, service: _Service, why: str) -> None:
+        if time.monotonic() - service.started > _LONGEST_PAUSE:
+            service.pause = _FIRST_PAUSE
+        service.process = None
+        self._postpone(service)
+        if not self._ended.is_set():
+            self._say(
+                f"sandbox service {service.number} on {service.place.node} is lost: {why}; calls go to the others"
+            )
+
+    def _postpone(self, service: _Service) -> None:
+        service.again_at = time.monotonic() + service.pause
+        service.pause = min(2 * service.pause, _LONGEST_PAUSE)
