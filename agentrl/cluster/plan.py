@@ -37,12 +37,14 @@ def roomy(bundle: Bundle, nodes: Sequence[ClusterNode], taken: Mapping[str, Sequ
     """
     found = []
     for node in nodes:
-        gpus, cpus = _sums(taken.get(node.address, ()))
-        if node.gpus - gpus >= bundle.gpus and node.cpus - cpus >= bundle.cpus:
+        gpus, cpus = _left(node, taken.get(node.address, ()))
+        if gpus >= bundle.gpus and cpus >= bundle.cpus:
             found.append(node)
     if not found:
-        left = ", ".join(_left(node, taken.get(node.address, ())) for node in nodes)
-        raise UnplaceableError(f"{bundle.holds} needs {bundle.gpus} GPUs and {bundle.cpus:g} CPUs; left are {left}")
+        raise UnplaceableError(
+            f"no node has room for: {bundle.holds} ({_amount(bundle.gpus, bundle.cpus)}); left are "
+            + ", ".join(f"{_amount(*_left(node, taken.get(node.address, ())))} on {node.name}" for node in nodes)
+        )
     return found
 
 
@@ -75,9 +77,14 @@ def _sums(bundles: Sequence[Bundle]) -> tuple[int, float]:
     return sum(bundle.gpus for bundle in bundles), sum(bundle.cpus for bundle in bundles)
 
 
-def _left(node: ClusterNode, bundles: Sequence[Bundle]) -> str:
+def _left(node: ClusterNode, bundles: Sequence[Bundle]) -> tuple[int, float]:
+    """GPUs and CPUs that are left of a node."""
     gpus, cpus = _sums(bundles)
-    return f"{node.gpus - gpus} and {node.cpus - cpus:g} on {node.name}"
+    return node.gpus - gpus, node.cpus - cpus
+
+
+def _amount(gpus: int, cpus: float) -> str:
+    return f"{gpus} GPU{'' if gpus == 1 else 's'}, {cpus:g} CPU{'' if cpus == 1 else 's'}"
 
 
 def _lacking(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> str:

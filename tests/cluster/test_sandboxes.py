@@ -35,7 +35,9 @@ def test_every_node_with_room_gets_one_and_the_table_shows_it() -> None:
         ["n3", "10.0.0.3", "0 of 0", "1 of 4", "sandbox"],
     ]
     taken = {"10.0.0.1": [Bundle(holds="rank 0", cpus=2)]}
-    with pytest.raises(UnplaceableError, match="sandbox needs 0 GPUs and 1 CPUs; left are 0 and 0 on n1"):
+    with pytest.raises(
+        UnplaceableError, match=r"no node has room for: sandbox \(0 GPUs, 1 CPU\); left are 0 GPUs, 0 CPUs on n1"
+    ):
         roomy(SANDBOX, [node(1, 2)], taken)
 
 
