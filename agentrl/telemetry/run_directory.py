@@ -153,6 +153,13 @@ class RunDirectory:
 
     def read_trajectories(self, step: int) -> Iterator[JsonRecord]:
         """The rows that were written for ``step``. Raises WorldError for a missing or damaged file."""
+        return (record for _, record in self.chosen_trajectories(step, lambda _number, _line: True))
+
+    def chosen_trajectories(self, step: int, wanted: Callable[[int, bytes], bool]) -> Iterator[tuple[int, JsonRecord]]:
+        """The place, from 0, and the row of each line of which ``wanted(place, line)`` is true.
+
+        Others are not parsed, which takes most of the time. Raises WorldError as :meth:`read_trajectories`.
+        """
         import zstandard
 
         path = self.trajectory_file(step)
@@ -160,8 +167,9 @@ class RunDirectory:
             if not frame_is_whole(path):
                 raise WorldError(f"cannot read the trajectories {path}: the file is cut off or damaged")
             with path.open("rb") as packed, zstandard.ZstdDecompressor().stream_reader(packed) as plain:
-                for number, line in enumerate(io.BufferedReader(plain), start=1):
-                    yield _row(line, f"{path}, line {number}")
+                for number, line in enumerate(io.BufferedReader(plain)):
+                    if wanted(number, line):
+                        yield number, _row(line, f"{path}, line {number + 1}")
         except (OSError, zstandard.ZstdError) as error:
             raise WorldError(f"cannot read the trajectories {path}: {error}") from error
 

@@ -114,7 +114,7 @@ def _cached_rows(path: Path, step: int, _changed: tuple[int, ...]) -> tuple[JSON
     version, trained = _trained(run, step)
     rows, keys = [], []
     for number, record in enumerate(run.read_trajectories(step)):
-        rows.append(_row(number, record, version))
+        rows.append(_row(step, number, record, version))
         keys.append(key_of(record))
     if version is not None:
         for row, key in zip(rows, keys, strict=True):
@@ -136,12 +136,12 @@ def _trained(run: RunDirectory, step: int) -> tuple[int | None, set[RowKey]]:
     return version, keys
 
 
-def _row(number: int, record: JSONObject, version: int | None) -> JSONObject:
+def _row(step: int, number: int, record: JSONObject, version: int | None) -> JSONObject:
     model = [segment for segment in record["segments"] if segment["origin"] == "model"]
     versions = [span[0] for segment in model for span in segment["version_spans"]]
     problem = record["problem"]
     return {
-        "step": record["step"],
+        "step": step,
         "number": number,
         "problem": problem["id"],
         "statement": problem["statement"][:_EXCERPT],
@@ -188,9 +188,19 @@ def _of_step(run: RunDirectory, step: int, search: Search) -> Iterator[JSONObjec
         yield from rows
         return
     wanted = {row["number"]: row for row in rows}
-    for number, record in enumerate(run.read_trajectories(step)) if wanted else ():
-        if number in wanted and search.text.casefold() in conversation_text(record).casefold():
+    if not wanted:
+        return
+    for number, record in run.chosen_trajectories(
+        step, lambda number, line: number in wanted and _may_hold(line, search.text)
+    ):
+        if search.text.casefold() in conversation_text(record).casefold():
             yield wanted[number]
+
+
+def _may_hold(line: bytes, text: str) -> bool:
+    """False only if a record cannot hold the text: letters and digits stand in JSON as they are."""
+    plain = text.isascii() and text.replace(" ", "").isalnum() and line.isascii()
+    return not plain or text.lower().encode() in line.lower()
 
 
 def conversation_text(record: JSONObject) -> str:

@@ -103,7 +103,7 @@ def _cached_power(files: tuple[Path, ...], _changed: tuple[int, ...]) -> float:
     rows: dict[RowKey, float] = {}
     for path in files:
         try:
-            rows |= {row.key: float(row.gradient_power.sum()) for row in TokenFile(path).rows()}
+            rows |= dict(TokenFile(path).gradient_powers())
         except AgentRLError:
             continue  # named beside the trajectory, with the other problems of the step
     return sum(rows.values())

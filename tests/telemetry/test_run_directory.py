@@ -166,6 +166,8 @@ def test_trajectories_are_compressed_and_come_back(run: RunDirectory) -> None:
     assert list(run.read_trajectories(12)) == rows
     assert path.stat().st_size < len(json.dumps(rows)) / 5
     assert run.trajectory_steps() == [12]
+    found = run.chosen_trajectories(12, lambda place, line: place > 37 or b'"p-2"' in line)
+    assert list(found) == [(place, rows[place]) for place in (2, 38, 39)]
 
 
 def test_no_trajectories_are_an_empty_file(run: RunDirectory) -> None:

@@ -90,6 +90,14 @@ def test_rows_come_back_to_the_last_digit(tmp_path: Path) -> None:
     assert rows[1].ratios == pytest.approx(np.exp(-0.7 + np.arange(5) / 3))
 
 
+def test_powers_are_read_without_the_other_columns(tmp_path: Path) -> None:
+    weights = np.array([0.1, 1.3], dtype=np.float32)
+    rows = [row(1, weights=weights), row(2, loss_mask=np.array([True, False]))]
+    write_tokens(tmp_path / "tokens.parquet", facts(), rows)
+    found = dict(TokenFile(tmp_path / "tokens.parquet").gradient_powers())
+    assert found == {item.key: item.gradient_power.sum() for item in rows}
+
+
 def test_a_rank_without_rows_writes_a_file_without_rows(tmp_path: Path) -> None:
     write_tokens(tmp_path / "t", facts(), [])
     assert list(TokenFile(tmp_path / "t").rows()) == []

@@ -76,6 +76,8 @@ def test_metrics_come_piece_by_piece_and_a_torn_line_is_left_for_later(tmp_path:
         ("&least_turns=3", []),
         ("&text=BOXED{6}", [1, 5]),
         ("&text=nowhere", []),
+        ("&text=LET ME COMPUTE", [0, 1, 2, 3, 4, 5, 6, 7]),
+        ('&text=5"', []),
     ],
 )
 def test_a_step_is_searched(client: TestClient, query: str, numbers: list[int]) -> None:

@@ -154,7 +154,8 @@ def test_a_token_shows_the_values_that_training_used(page: Page, address: str, r
     expect(page.locator(f"[data-index='{largest}']")).to_have_class("current")
     expect(page.locator("i.special").last).to_have_text("<|endoftext|>")
     expect(page.locator(".siblings article")).to_have_count(4)
-    expect(page.locator(".chart .scatterlayer .trace").first).to_be_attached()
+    page.locator(".chart").first.scroll_into_view_if_needed()
+    expect(page.locator(".chart .scatterlayer .trace").first).to_be_visible()
 
 
 def test_another_estimator_is_computed_on_the_spot(page: Page, address: str, run: RunDirectory) -> None:
@@ -233,7 +234,8 @@ def test_contents_are_text_and_never_markup(page: Page, address: str) -> None:
 
 def test_a_phone_in_the_dark_needs_no_sideways_scrolling(phone: Page, address: str) -> None:
     open_tokens(phone, address)
-    expect(phone.locator(".chart .scatterlayer .trace").first).to_be_attached()
+    phone.locator(".chart").first.scroll_into_view_if_needed()
+    expect(phone.locator(".chart .scatterlayer .trace").first).to_be_visible()
     assert phone.evaluate("document.documentElement.scrollWidth") <= 390
     dark = phone.evaluate("getComputedStyle(document.body).backgroundColor")
     assert max(int(part) for part in dark.removeprefix("rgb(").removesuffix(")").split(",")) < 64

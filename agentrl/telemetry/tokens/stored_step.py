@@ -102,10 +102,16 @@ def read_step(run: RunDirectory, step: int, *, groups: Collection[int] | None = 
     """
     run.check_stored(step)
     facts, rows, problems = _tokens(run, step, groups)
-    trajectories = []
-    for number, record in enumerate(run.read_trajectories(step)):
-        if groups is None or record["group"] in groups:
-            trajectories.append(StoredTrajectory(number=number, record=record, tokens=rows.get(key_of(record))))
+    marks = None if groups is None else [b'"group":%d,' % group for group in groups]
+
+    def may_belong(_number: int, line: bytes) -> bool:
+        return marks is None or any(mark in line for mark in marks)
+
+    trajectories = [
+        StoredTrajectory(number=number, record=record, tokens=rows.get(key_of(record)))
+        for number, record in run.chosen_trajectories(step, may_belong)
+        if groups is None or record["group"] in groups
+    ]
     return StoredStep(step=step, trajectories=tuple(trajectories), facts=facts, rows=rows, problems=tuple(problems))
 
 

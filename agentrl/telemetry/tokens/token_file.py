@@ -12,7 +12,7 @@ import numpy as np
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.telemetry.files import atomic_write
-from agentrl.telemetry.tokens.trajectory_tokens import LISTS, NUMBERS, RowKey, TrajectoryTokens
+from agentrl.telemetry.tokens.trajectory_tokens import LISTS, NUMBERS, RowKey, TrajectoryTokens, kept_of, power_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -103,6 +103,25 @@ class TokenFile:
                 if keys is None or row.key in keys:
                     yield row
 
+    def gradient_powers(self) -> Iterator[tuple[RowKey, float]]:
+        """Every trajectory with the sum of its ``gradient_power``; reads only the columns that it is made of."""
+        import pyarrow as pa
+
+        names = [*_KEY, "loss_weight", "energy", "advantages", "loss_mask", "weights"]
+        for block in range(self._file.num_row_groups):
+            try:
+                table = self._file.read_row_group(block, columns=names)
+            except (OSError, pa.ArrowException) as error:
+                raise WorldError(f"cannot read the token statistics {self.path}: {error}") from error
+            given = [name for name in names if name in table.column_names]
+            columns = {name: _arrays(table[name].combine_chunks()) for name in given if name in LISTS}
+            numbers = {name: table[name].to_pylist() for name in given if name not in LISTS}
+            for row in range(table.num_rows):
+                own = {name: values[row] for name, values in (numbers | columns).items()}
+                kept = kept_of(own["loss_mask"], own.get("weights"))
+                power = power_of(own["energy"], own["loss_weight"], own["advantages"], kept)
+                yield RowKey(*(own[name] for name in _KEY)), float(power.sum())
+
     def _keys(self, block: int) -> list[RowKey]:
         columns = self._file.read_row_group(block, columns=_KEY)
         return [RowKey(*key) for key in zip(*(columns[name].to_pylist() for name in _KEY), strict=True)]
@@ -149,9 +168,17 @@ def _rows(table: pa.Table) -> Iterator[TrajectoryTokens]:
 
 
 def _arrays(column: pa.ListArray) -> list[np.ndarray | None]:
-    flat = column.values.to_numpy(zero_copy_only=False)
-    starts = column.offsets.to_numpy()
+    flat, starts = _array(column.values), _array(column.offsets)
     missing = column.is_null().to_pylist()
     return [
         None if none else flat[start:end] for none, start, end in zip(missing, starts[:-1], starts[1:], strict=True)
     ]
+
+
+def _array(values: pa.Array) -> np.ndarray:
+    """The values, which are none of them missing. ``to_numpy`` would import pandas, which takes half a second."""
+    import pyarrow as pa
+
+    if pa.types.is_boolean(values.type):
+        return np.from_dlpack(values.cast(pa.uint8())).view(np.bool_)
+    return np.from_dlpack(values)

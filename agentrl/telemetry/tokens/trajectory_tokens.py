@@ -90,13 +90,23 @@ class TrajectoryTokens:
         Its sum over the step is the diagonal proxy of the gradient's variance (docs/formulas.md 7): the cross terms
         between tokens are not in it.
         """
-        return self.energy * (self.loss_weight * self.advantages * self._kept) ** 2
+        return power_of(self.energy, self.loss_weight, self.advantages, self._kept)
 
     @property
     def _kept(self) -> np.ndarray:
         """[K] float64: the correction's weight, 0 where the token is not in the loss."""
-        mask = self.loss_mask.astype(np.float64)
-        return mask if self.weights is None else mask * self.weights
+        return kept_of(self.loss_mask, self.weights)
+
+
+def kept_of(loss_mask: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
+    """[K] float64: the correction's weight, 0 where the token is not in the loss."""
+    mask = loss_mask.astype(np.float64)
+    return mask if weights is None else mask * weights
+
+
+def power_of(energy: np.ndarray, loss_weight: float, advantages: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """[K] float64: :attr:`TrajectoryTokens.gradient_power`."""
+    return energy * (loss_weight * advantages * kept) ** 2
 
 
 LISTS = tuple(item.name for item in fields(TrajectoryTokens) if "ndarray" in str(item.type))

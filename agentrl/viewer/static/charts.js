@@ -18,20 +18,36 @@ const colour = (name) => getComputedStyle(document.documentElement).getPropertyV
 
 export const palette = () => [1, 2, 3, 4, 5, 6, 7, 8].map((place) => colour(`--line-${place}`));
 
-const attached = async (element) => {
-  for (let waits = 0; !element.isConnected && waits < 600; waits++) await new Promise(requestAnimationFrame);
-  return element.isConnected;
-};
+// What is to be drawn once its element is about to be seen; only the newest of several.
+const waiting = new WeakMap();
+const seen = new WeakSet();
+const watch = new IntersectionObserver(
+  (entries) => {
+    for (const { target, isIntersecting } of entries) {
+      if (!isIntersecting) continue;
+      watch.unobserve(target);
+      seen.add(target);
+      drawNow(target, ...waiting.get(target));
+    }
+  },
+  { rootMargin: "300px" },
+);
 
-// Draws `traces` into `element`, or draws them anew, once it is on the page and its width is known. `onpoint` gets the
-// x of a point that was clicked.
+// Draws `traces` into `element`, or draws them anew; as soon as it is on the page and near what is seen of it. `onpoint`
+// gets the x of a point that was clicked.
 export function draw(element, traces, options = {}) {
+  if (seen.has(element)) return drawNow(element, traces, options);
+  waiting.set(element, [traces, options]);
+  return watch.observe(element);
+}
+
+function drawNow(element, traces, options) {
   drawn(element, traces, options).catch((error) => element.replaceChildren(error.message));
 }
 
 async function drawn(element, traces, { layout = {}, onpoint }) {
   const plotly = await loaded();
-  if (!(await attached(element))) return;
+  if (!element.isConnected) return;
   const axis = { gridcolor: colour("--rule"), zerolinecolor: colour("--rule"), linecolor: colour("--rule"), automargin: true };
   const axes = Object.fromEntries(
     ["xaxis", "yaxis", ...Object.keys(layout).filter((name) => /^[xy]axis\d?$/.test(name))].map((name) => [

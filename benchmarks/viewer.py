@@ -1,0 +1,217 @@
+"""How the viewer bears a large run: seconds to its start, seconds to draw its pages in Chromium, and its memory.
+
+``python benchmarks/viewer.py [FOLDER [STEPS TRAJECTORIES TOKENS]]`` (default: a temporary folder, 1000 steps of 512
+trajectories of 4096 tokens). The run that it makes has the size of a real one in all that the viewer reads: every
+step has a file of trajectories and one of token statistics of full size. Four steps are different; the files of the
+others are hard links to them, so that the run takes some hundred megabytes of disk instead of 60 gigabytes. The first
+trajectory of every step has 16384 tokens. A folder that holds a run already is measured as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import yaml
+from playwright.sync_api import Page, sync_playwright
+from tokenizers import Tokenizer, decoders, models
+
+from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.telemetry.tokens.token_file import TokenFacts, write_tokens
+from agentrl.telemetry.tokens.trajectory_tokens import TrajectoryTokens
+from agentrl.viewer.library import Library
+
+LONG = 16_384  # tokens of each step's first trajectory
+TURNS = 4
+GROUP = 8
+DIFFERENT = 4  # steps that are written; the others are links to them
+VOCABULARY = 32_000
+DEADLINE = 300_000  # milliseconds that a page may take before the measurement is given up
+
+
+def make_run(folder: Path, steps: int, trajectories: int, tokens: int) -> RunDirectory:
+    """A run in the layout of training."""
+    run = RunDirectory.create(folder, yaml.safe_dump({"name": folder.name, "algorithm": {"estimator": "tir_otb"}}))
+    run.tokens.mkdir(exist_ok=True)
+    words = {f" word{number}": number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=" word0"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    draw = np.random.default_rng(0)
+    for step in range(1, steps + 1):
+        if step <= DIFFERENT:
+            _write_step(run, step, [LONG, *[tokens] * (trajectories - 1)], draw)
+        else:
+            written = (step - 1) % DIFFERENT + 1
+            os.link(run.trajectory_file(written), run.trajectory_file(step))
+            os.link(run.token_file(written, 0), run.token_file(step, 0))
+    rows = [{"step": step, **{name: float(draw.uniform()) for name in METRICS}} for step in range(1, steps + 1)]
+    run.metrics_file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run.close()
+    return run
+
+
+METRICS = (
+    *("reward/mean", "reward/stderr", "policy/entropy", "policy/gradient_norm", "policy/tokens"),
+    *("rollout/turns_mean", "rollout/model_tokens_mean", "rollout/ended/answered", "rollout/ended/void_turn"),
+    *("time/step_s", "time/train_s", "time/transfer_s", "time/train_idle_s"),
+    *(f"other/{number}" for number in range(80)),
+)
+
+
+def _write_step(run: RunDirectory, step: int, lengths: Sequence[int], draw: np.random.Generator) -> None:
+    run.write_trajectories(step, (_record(step, number, length, draw) for number, length in enumerate(lengths)))
+    facts = TokenFacts(
+        step=step, version=step - 1, rank=0, ranks=1, estimator="tir_otb", loss="ppo", aggregation="token_mean"
+    )
+    write_tokens(run.token_file(step, 0), facts, [_tokens(*item, draw) for item in enumerate(lengths)])
+
+
+def _record(step: int, number: int, length: int, draw: np.random.Generator) -> dict[str, object]:
+    segments = []
+    for turn in range(TURNS):
+        ids = draw.integers(0, VOCABULARY, length // TURNS).tolist()
+        segments.append(
+            {
+                "origin": "model",
+                "token_ids": ids,
+                "text": "".join(f" word{token}" for token in ids),
+                "log_probs": np.log(draw.beta(5, 1, len(ids))).astype(np.float32).tolist(),
+                "version_spans": [[step - 1, len(ids)]],
+                "reward": float(number % 2) if turn == TURNS - 1 else 0.0,
+            }
+        )
+        seen = draw.integers(0, VOCABULARY, 20).tolist()
+        observation = {"origin": "observation", "token_ids": seen, "text": "\nCode execution result: 5\n"}
+        segments.append({**observation, "log_probs": [], "version_spans": [], "reward": 0.0})
+    problem = {"id": f"toy-{number // GROUP}", "statement": "What is 2 + 3?", "answer": "5", "source": "toy"}
+    return {
+        "problem": {**problem, "family": "", "setup": "", "info": {}, "messages": []},
+        "step": step,
+        "group": number // GROUP,
+        "sample": number % GROUP,
+        "prompt_ids": draw.integers(0, VOCABULARY, 200).tolist(),
+        "segments": segments,
+        "ended": "answered",
+        "verdict": "correct" if number % 2 else "incorrect",
+        "answer": "5",
+        "tool_calls": [{"outcome": "ok", "seconds": 0.2, "truncated": False, "printed": "5\n"}] * TURNS,
+        "seconds": 30.0,
+        "reward_parts": {},
+        "branch": 0,
+        "branches": 1,
+        "parent": -1,
+        "fork": 0,
+        "weight": 1.0,
+    }
+
+
+def _tokens(number: int, length: int, draw: np.random.Generator) -> TrajectoryTokens:
+    length = length // TURNS * TURNS
+    probability = draw.beta(5, 1, length).astype(np.float32)
+    returns = np.full(length, number % 2, dtype=np.float32)
+    baselines = (0.5 + 0.1 * np.cumsum(draw.normal(size=length)) / length).astype(np.float32)
+    return TrajectoryTokens(
+        group=number // GROUP,
+        sample=number % GROUP,
+        branch=0,
+        parent=-1,
+        fork=0,
+        share=1.0,
+        update=0,
+        loss_weight=1e-6,
+        log_probs=np.log(probability),
+        entropy=(1 - probability).astype(np.float16),
+        energy=(1 - probability) ** 2,
+        rewards=np.zeros(length, dtype=np.float32),
+        returns=returns,
+        baselines=baselines,
+        advantages=returns - baselines,
+        loss_mask=np.ones(length, dtype=bool),
+    )
+
+
+def measure(run: RunDirectory) -> None:
+    """Start the viewer as a user does, walk through its pages, and print what was measured."""
+    began = time.perf_counter()
+    command = [sys.executable, "-m", "agentrl.cli", "view", str(run.path), "--no-open"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().strip()
+            with urllib.request.urlopen(address, timeout=60) as answer:
+                answer.read()
+            print(f"start to the first page: {time.perf_counter() - began:.2f} s")
+            walk(run, address)
+            status = Path(f"/proc/{server.pid}/status").read_text().splitlines()
+            peak = next(line for line in status if line.startswith("VmHWM"))
+            print(f"most memory of the viewer: {int(peak.split()[1]) / 1024:.0f} MB")
+        finally:
+            server.terminate()
+
+
+def walk(run: RunDirectory, address: str) -> None:
+    """Every kind of page, as it is drawn for the first time, then the long trajectory twice more."""
+    (place,) = Library([run.path]).places()
+    newest = run.trajectory_steps()[-1]
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page()
+        page.set_default_timeout(DEADLINE)
+        page.goto(address)
+        page.wait_for_selector("[data-ready]")
+        own, step = f"#/run/{place.id}", f"first={newest}&last={newest}"
+        show(page, "run", own)
+        show(page, f"step {newest}", f"{own}/trajectories?{step}")
+        for times in ("first", "second", "third"):
+            show(page, f"a trajectory of {LONG} tokens, {times} time", f"{own}/{newest}/0")
+            show(page, f"its step, {times} time again", f"{own}/trajectories?{step}")
+        show(page, "another trajectory of the step", f"{own}/{newest}/9")
+        show(page, "a search of conversations over all steps, its first answer", f"{own}/trajectories?text=nowhere")
+        browser.close()
+
+
+def show(page: Page, name: str, place: str) -> None:
+    """Go to a page; print the seconds from the click until it is drawn, and those that its server took."""
+    page.evaluate("performance.clearResourceTimings()")
+    seconds = page.evaluate(
+        """async (place) => {
+            const began = performance.now();
+            location.hash = place;
+            const main = document.getElementById("page");
+            while (main.dataset.ready !== place) await new Promise((resolve) => setTimeout(resolve, 2));
+            await new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)));
+            return (performance.now() - began) / 1000;
+        }""",
+        place,
+    )
+    entries = "performance.getEntriesByType('resource').map((entry) => entry.responseEnd - entry.requestStart)"
+    waited = sum(page.evaluate(entries)) / 1000
+    print(f"{name}: {seconds:.2f} s, {waited:.2f} s of them waiting for answers")
+
+
+def main() -> None:
+    given = [int(text) for text in sys.argv[2:5]] or [1000, 512, 4096]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(temporary) / "large"
+        run = RunDirectory(folder)
+        if not run.metrics_file.exists():
+            run = make_run(folder, *given)
+        files = [path for path in run.path.rglob("*") if path.is_file()]
+        size = sum(path.stat().st_size for path in files)
+        print(f"{len(files)} files that hold {size / 1e9:.1f} GB, links counted each")
+        measure(run)
+
+
+if __name__ == "__main__":
+    main()
