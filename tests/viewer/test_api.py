@@ -77,7 +77,7 @@ def test_metrics_come_piece_by_piece_and_a_torn_line_is_left_for_later(tmp_path:
         ("&text=BOXED{6}", [1, 5]),
         ("&text=nowhere", []),
         ("&text=LET ME COMPUTE", [0, 1, 2, 3, 4, 5, 6, 7]),
-        ('&text=5"', []),
+        ("&text=ed{5}.", [0, 3, 4, 7]),
     ],
 )
 def test_a_step_is_searched(client: TestClient, query: str, numbers: list[int]) -> None:
