@@ -5,14 +5,17 @@ A rule gives a sentence that names what it saw, or None.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from agentrl.telemetry.machine import DISK_FREE, MEMORY_FREE
 from agentrl.telemetry.records import Metrics
 
 _RECENT = 5  # rows behind an average of the present
 _PAST = 20  # rows behind a median of the past
+_GIB = 1024**3
 
 Rule = Callable[[Sequence[Metrics]], str | None]
 
@@ -147,6 +150,37 @@ def infrastructure(rows: Sequence[Metrics]) -> str | None:
     return f"{failed / whole:.0%} of the rollouts failed outside the policy"
 
 
+def standstill(rows: Sequence[Metrics]) -> str | None:
+    """After 100 steps, neither reward nor entropy of 20 steps differs from the first 20 by 2.5 standard errors."""
+    if len(rows) < 5 * _PAST:
+        return None
+    moved = [_change(_series(rows, key)) for key in ("reward/mean", "policy/entropy")]
+    if any(change is None or change >= 2.5 for change in moved):
+        return None
+    return f"reward and entropy are those of the first {_PAST} steps"
+
+
+def disk(rows: Sequence[Metrics]) -> str | None:
+    """Less than 1 GiB free, or full within 20 steps at the pace of the last 20."""
+    free = _series(rows, DISK_FREE)
+    if not free:
+        return None
+    if free[-1] < _GIB:
+        return f"the disk of the run directory has {free[-1] / _GIB:.2f} GiB left"
+    pace = (free[-_PAST - 1] - free[-1]) / _PAST if len(free) > _PAST else 0.0
+    if pace <= 0 or free[-1] > _PAST * pace:
+        return None
+    return f"the disk of the run directory is full in {free[-1] / pace:.0f} steps ({free[-1] / _GIB:.2f} GiB left)"
+
+
+def memory(rows: Sequence[Metrics]) -> str | None:
+    """Mean share of free memory over five steps under 5 %."""
+    free = _series(rows[-_RECENT:], MEMORY_FREE)
+    if len(free) < _RECENT or statistics.fmean(free) >= 0.05:
+        return None
+    return f"{statistics.fmean(free):.1%} of the memory of rank 0's machine is free"
+
+
 ALARMS = (
     Alarm(
         name="entropy_collapse",
@@ -232,7 +266,31 @@ ALARMS = (
         advice="look at the sandbox and the servers (agentrl doctor); the run's console names the errors",
         rule=infrastructure,
     ),
+    Alarm(
+        name="standstill",
+        metrics=("reward/mean", "policy/entropy"),
+        rings="after 100 steps, `reward/mean` and `policy/entropy` within 2.5 standard errors of the first 20 steps'",
+        advice="raise optimizer.learning_rate; see that groups have a signal (groups/trained) and that tokens get it",
+        rule=standstill,
+    ),
+    Alarm(
+        name="disk",
+        metrics=(DISK_FREE,),
+        rings="under 1 GiB free in the run directory, or full in 20 steps at the pace of the last 20",
+        advice="lower checkpoint.keep; raise telemetry.trajectories_every and telemetry.tokens_every; free space",
+        rule=disk,
+    ),
+    Alarm(
+        name="memory",
+        metrics=(MEMORY_FREE,),
+        rings="under 5 % of the memory of rank 0's machine (or its control group) free, mean of 5 steps",
+        advice="lower rollout.concurrency or training.micro_batch_tokens; lower rollout.kv_cache_tokens",
+        rule=memory,
+    ),
 )
+
+MACHINE_METRICS = (DISK_FREE, MEMORY_FREE)
+"""What :func:`agentrl.telemetry.machine.free_room` adds to the rows that the rules see; no row of a file has them."""
 
 NAMES = tuple(alarm.name for alarm in ALARMS)
 
@@ -247,6 +305,18 @@ def _first_and_last(rows: Sequence[Metrics], key: str) -> tuple[float | None, fl
     if len(values) < 2 * _RECENT:
         return None, None
     return statistics.fmean(values[:_RECENT]), statistics.fmean(values[-_RECENT:])
+
+
+def _change(values: Sequence[float]) -> float | None:
+    """How far the means of the first and last 20 values lie apart, in standard errors; None for too few values."""
+    if len(values) < 2 * _PAST:
+        return None
+    first, last = values[:_PAST], values[-_PAST:]
+    difference = abs(statistics.fmean(last) - statistics.fmean(first))
+    error = ((statistics.variance(first) + statistics.variance(last)) / _PAST) ** 0.5
+    if error == 0:
+        return math.inf if difference else 0.0
+    return difference / error
 
 
 def _above(rows: Sequence[Metrics], key: str, limit: float, message: str) -> str | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import re
 import shutil
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -11,6 +13,8 @@ from pathlib import Path
 
 LIBRARIES = ("agentrl", "agentrl-sandbox", "torch", "deepspeed", "transformers", "gymnasium", "math-verify", "vllm")
 _GIB = 1024**3
+DISK_FREE = "machine/disk_free_bytes"
+MEMORY_FREE = "machine/memory_free_share"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,25 @@ def usable_memory() -> int:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _read("/sys/fs/cgroup/memory.max").strip()
     return min(memory, int(limit)) if limit.isdigit() else memory
+
+
+def free_room(folder: Path) -> dict[str, float]:
+    """What is free on the disk of ``folder``, and of the memory that this process may use; for alarms."""
+    found = {MEMORY_FREE: free_memory() / usable_memory()}
+    with contextlib.suppress(OSError):  # a disk that does not answer has no number
+        found[DISK_FREE] = float(shutil.disk_usage(folder).free)
+    return found
+
+
+def free_memory() -> int:
+    """Bytes of memory that are available: the machine's, no more than its control group has left without its cache."""
+    machine = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
+    free = int(machine[1]) * 1024 if machine else usable_memory()
+    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
+    if not (limit.isdigit() and used.isdigit()):
+        return free
+    cache = re.search(r"^inactive_file (\d+)", _read("/sys/fs/cgroup/memory.stat"), re.MULTILINE)
+    return max(0, min(free, int(limit) - int(used) + (int(cache[1]) if cache else 0)))
 
 
 def find_compiler() -> str | None:

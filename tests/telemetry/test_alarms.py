@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 from agentrl.telemetry.alarms import ALARMS, NAMES, Ring, ringing
+from agentrl.telemetry.machine import DISK_FREE, MEMORY_FREE
 from agentrl.telemetry.records import Metrics
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.settings import TelemetrySettings
 
+GIB = 1024.0**3
 HEALTHY: Metrics = {
     "policy/entropy": 0.5,
     "policy/gradient_norm": 0.1,
@@ -25,6 +27,8 @@ HEALTHY: Metrics = {
     "groups/trained": 8,
     "groups/infrastructure_failures": 0,
     "staleness/mean": 0.0,
+    DISK_FREE: 50 * GIB,
+    MEMORY_FREE: 0.5,
 }
 FAILING: dict[str, Metrics] = {
     "entropy_collapse": {"policy/entropy": 0.004},
@@ -39,7 +43,12 @@ FAILING: dict[str, Metrics] = {
     "length_explosion": {"rollout/model_tokens_mean": 400},
     "staleness": {"staleness/mean": 6.0},
     "infrastructure": {"groups/infrastructure_failures": 20},
+    "standstill": {},
+    "disk": {DISK_FREE: 0.9 * GIB},
+    "memory": {MEMORY_FREE: 0.04},
 }
+BEFORE = {"standstill": 95}  # healthy rows, where more than 30 are needed
+AT_ONCE = {"disk"}
 
 
 def history(last: Metrics, *, healthy: int = 30, failing: int = 5) -> list[Metrics]:
@@ -53,12 +62,13 @@ def test_every_alarm_has_a_case_here() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_alarm_rings_where_its_metric_fails_and_no_other_does(name: str) -> None:
-    assert [ring.alarm for ring in ringing(history(FAILING[name]))] == [name]
+    assert [ring.alarm for ring in ringing(history(FAILING[name], healthy=BEFORE.get(name, 30)))] == [name]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_step_rings_nothing(name: str) -> None:
-    assert ringing(history(FAILING[name], failing=1)) == []
+    rings = ringing(history(FAILING[name], healthy=BEFORE.get(name, 30), failing=1))
+    assert [ring.alarm for ring in rings] == ([name] if name in AT_ONCE else [])
 
 
 def test_a_healthy_run_is_silent_from_its_first_row_on() -> None:
@@ -68,6 +78,46 @@ def test_a_healthy_run_is_silent_from_its_first_row_on() -> None:
 
 def test_rows_without_metrics_ring_nothing() -> None:
     assert ringing([{"step": step} for step in range(1, 40)]) == []
+
+
+def messages(rows: list[Metrics]) -> dict[str, str]:
+    return {ring.alarm: ring.message for ring in ringing([row | {"step": step} for step, row in enumerate(rows, 1)])}
+
+
+def test_a_disk_that_fills_rings_twenty_steps_before_it_is_full() -> None:
+    def filling(steps: int) -> list[Metrics]:
+        return [{DISK_FREE: (100.0 - 2 * step) * GIB} for step in range(steps + 1)]
+
+    assert "disk" not in messages(filling(29))  # 42 GiB, 2 a step: 21 steps
+    assert messages(filling(30)) == {"disk": "the disk of the run directory is full in 20 steps (40.00 GiB left)"}
+    assert messages([{DISK_FREE: (20.0 + step) * GIB} for step in range(40)]) == {}
+    assert messages([{DISK_FREE: GIB}]) == {}
+    assert messages([{DISK_FREE: GIB / 2}]) == {"disk": "the disk of the run directory has 0.50 GiB left"}
+
+
+def test_memory_rings_by_the_mean_of_five_steps() -> None:
+    share = [0.5] * 3 + [0.01, 0.02, 0.06, 0.07, 0.08]  # the last five: 0.048
+    assert messages([{MEMORY_FREE: value} for value in share]) == {
+        "memory": "4.8% of the memory of rank 0's machine is free"
+    }
+    assert messages([{MEMORY_FREE: value} for value in [*share[:-1], 0.09]]) == {}
+
+
+def test_standstill_needs_reward_and_entropy_to_stay() -> None:
+    noise = [0.1 * (-1) ** step for step in range(100)]  # of 20 values: mean 0, variance 0.01 * 20 / 19
+
+    def rows(reward: float, entropy: float) -> list[Metrics]:
+        changed = [step >= 80 for step in range(100)]
+        pairs = zip(noise, changed, strict=True)
+        return [
+            {"reward/mean": 1 + one + reward * late, "policy/entropy": 1 + one + entropy * late} for one, late in pairs
+        ]
+
+    error = (2 * (0.01 * 20 / 19) / 20) ** 0.5
+    assert "standstill" in messages(rows(2.4 * error, -2.4 * error))
+    assert messages(rows(2.6 * error, 0.0)) == {}
+    assert messages(rows(0.0, -2.6 * error)) == {}
+    assert messages(rows(0.0, 0.0)[:99]) == {}
 
 
 def test_a_ring_says_what_it_saw_and_what_to_try() -> None:

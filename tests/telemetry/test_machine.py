@@ -1,10 +1,21 @@
 from __future__ import annotations
 
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
-from agentrl.telemetry.machine import Machine, _quota_cores, describe_machine, find_compiler
+from agentrl.telemetry.machine import (
+    DISK_FREE,
+    MEMORY_FREE,
+    Machine,
+    _quota_cores,
+    describe_machine,
+    find_compiler,
+    free_memory,
+    free_room,
+)
 
 
 def test_what_is_found_here_is_said() -> None:
@@ -13,6 +24,27 @@ def test_what_is_found_here_is_said() -> None:
     assert machine.libraries["torch"].startswith("2.")
     assert machine.python == sys.version.split()[0]
     assert machine.lines()[0].startswith(f"machine: {machine.cores} cores")
+
+
+def test_what_is_free_is_a_part_of_what_there_is(tmp_path: Path) -> None:
+    free = free_room(tmp_path)
+    assert 0 < free[MEMORY_FREE] <= 1
+    assert 0 <= free[DISK_FREE] <= shutil.disk_usage(tmp_path).total
+    assert list(free_room(tmp_path / "gone")) == [MEMORY_FREE]
+
+
+def test_a_control_group_has_what_its_limit_leaves_with_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = "/sys/fs/cgroup/memory."
+    files = {
+        "/proc/meminfo": "MemTotal: 9 kB\nMemAvailable:       4000 kB\n",
+        f"{group}max": "1000000\n",
+        f"{group}current": "900000\n",
+        f"{group}stat": "anon 1\ninactive_file 250000\n",
+    }
+    monkeypatch.setattr("agentrl.telemetry.machine._read", lambda path: files.get(path, ""))
+    assert free_memory() == 350_000
+    files[f"{group}max"] = "max\n"
+    assert free_memory() == 4_096_000
 
 
 def test_lines() -> None:

@@ -17,6 +17,7 @@ from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.table import engine_facts
 from agentrl.telemetry.alarms import ringing
 from agentrl.telemetry.console import Console, RunProgress
+from agentrl.telemetry.machine import free_room
 from agentrl.telemetry.records import EvaluationRecord, Metrics
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.trackers.reporting import Trackers
@@ -278,6 +279,7 @@ class Session:
             self._trained = [row for row in self._run.metrics() if "policy/updates" in row]
         else:
             self._trained.append(metrics)
+        self._trained[-1] = metrics | free_room(self._run.path)
         rings = ringing(self._trained)
         for ring in rings:
             if ring.alarm not in self._ringing:

@@ -1,0 +1,90 @@
+"""Which alarms ring on runs that are made to fail, and on healthy ones? Trains the tiny preset and prints a table.
+
+    python benchmarks/alarms.py [--cases healthy frozen ...] [--seeds 0 1 2] [KEY=VALUE ...]
+    python benchmarks/alarms.py --replay RUN ...
+
+The runs are short: 8 problems x 8 trajectories a step, without evaluation. ``--replay`` goes through the metrics of
+runs that exist, step by step, with the rules as they are now.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from agentrl.telemetry.alarms import Ring, ringing
+from agentrl.telemetry.run_directory import RunDirectory
+
+BROKEN_MASK = '''
+from agentrl import register_loss
+
+
+@register_loss("shifted_rows")
+def shifted_rows(inputs, options):
+    """reinforce with the mask and the advantages of the row above: of another trajectory."""
+    mask, advantages = inputs.mask.roll(1, 0), inputs.advantages.roll(1, 0)
+    return -(advantages * mask) * inputs.log_probs, {}
+'''
+SHORT = (
+    "rollout.problems_per_step=8",
+    "training.steps=120",
+    "checkpoint.every=1000",
+    "algorithm.head_exact_every=0",
+    "data.eval=[]",
+    "telemetry.plots=false",
+    "telemetry.plain_every=10",
+)
+CASES = {
+    "healthy": (),
+    "learning rate 1e-2": ("optimizer.learning_rate=1e-2",),
+    "mask of another row": ("algorithm.loss=shifted_rows",),
+    "frozen weights": ("optimizer.learning_rate=1e-12",),
+    "groups of one": ("rollout.group_size=1", "algorithm.drop_zero_variance=true"),
+    "turns of 12 tokens": ("rollout.max_turn_tokens=12",),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--replay", type=Path, nargs="+", default=[], help="run directories")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    options = parser.parse_args()
+    print("| run | steps | alarms, with the step at which they began |\n|---|---|---|", flush=True)
+    for path in options.replay:
+        print(line(str(path), RunDirectory(path)), flush=True)
+    for case in [] if options.replay else options.cases:
+        for seed in options.seeds:
+            with tempfile.TemporaryDirectory() as folder:
+                print(line(f"{case}, seed {seed}", train(case, seed, Path(folder), options.overrides)), flush=True)
+
+
+def train(case: str, seed: int, folder: Path, overrides: Iterable[str]) -> RunDirectory:
+    """One run in ``folder``; what it says goes to standard error."""
+    plugin = folder / "broken_mask.py"
+    plugin.write_text(BROKEN_MASK)
+    own = (f"plugins=[{plugin}]", f"runs_dir={folder}", "name=run", f"seed={seed}")
+    command = [sys.executable, "-m", "agentrl.cli", "train", "--env", "simpletir", "--config", "tiny"]
+    command += [*own, *SHORT, *CASES[case], *overrides]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    return RunDirectory(folder / "run")
+
+
+def line(name: str, run: RunDirectory) -> str:
+    """A row of the table, from the metrics of a run."""
+    rows = [row for row in run.metrics() if "policy/updates" in row]
+    first: dict[str, Ring] = {}
+    for count in range(1, len(rows) + 1):
+        for ring in ringing(rows[:count]):
+            first.setdefault(ring.alarm, ring)
+    rang = "; ".join(f"`{ring.alarm}` {ring.step}: {ring.message}" for ring in first.values())
+    return f"| {name} | {len(rows)} | {rang or 'none'} |"
+
+
+if __name__ == "__main__":
+    main()
