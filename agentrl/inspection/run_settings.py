@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import yaml
 
@@ -31,13 +32,18 @@ def model_path(settings: Mapping[str, object]) -> object:
 def load_run_plugins(run: RunDirectory) -> list[str]:
     """Load the modules in which the run's estimators and losses were registered; returns what could not be loaded.
 
-    A plug-in that is gone matters only to a run that took its estimator or loss from it, so it is no error here.
+    A plug-in that is gone matters only to a run that took its estimator or loss from it, so it is no error here. A file
+    that came with the run is not loaded: whoever opens the run of someone else must not run their code.
     """
     named = run_settings(run).get("plugins")
+    folder = run.path.resolve()
     problems = []
-    for name in named if isinstance(named, list) else []:
+    for name in map(str, named if isinstance(named, list) else []):
+        if Path(name).expanduser().resolve().is_relative_to(folder):
+            problems.append(f"plugins {name!r}: it lies in the run's own folder, so it is not loaded")
+            continue
         try:
-            load_plugins([str(name)])
+            load_plugins([name])
         except PluginError as error:
             problems.append(str(error))
     return problems

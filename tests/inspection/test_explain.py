@@ -150,6 +150,15 @@ def test_an_estimator_of_a_plug_in_is_explained(tmp_path: Path) -> None:
         explain_command(gone.path, step=3, trajectory=0, token=0)
 
 
+def test_a_run_brings_no_code_of_its_own(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "sent", "rloo", said="explained_sent")
+    inside = run.path / "sent_plugin.py"
+    inside.write_text(f"raise SystemExit({str(tmp_path)!r})\n")
+    run.config.write_text(f"plugins: [{inside}]\n")
+    with pytest.raises(SettingsError, match=r"sent_plugin\.py.*lies in the run's own folder"):
+        explain_command(run.path, step=3, trajectory=0, token=0)
+
+
 def test_the_weights_of_the_siblings_make_the_baseline(run: RunDirectory) -> None:
     found = explain(run, step=3, trajectory=0, token=4)
     weights = list(baseline_weights(found.step, found.trajectory, 2).values())
