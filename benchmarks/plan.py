@@ -25,6 +25,7 @@ from typing import TypedDict
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from agentrl.models.loading import keep_checkpoints_on_host
 from agentrl.models.lora import with_adapter
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import LoRASettings
@@ -33,6 +34,7 @@ from agentrl.planning.estimate import rank_memory
 from agentrl.planning.memory import ModelShape, Offload, TrainingSetup
 from agentrl.planning.shapes import shape_of
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
+from agentrl.training.engine.groups import rank_groups
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 
 _BASE: Mapping[str, object] = {
@@ -67,12 +69,16 @@ class Case:
     ranks: int = 1
     bfloat16: bool = False
     checkpointing: bool = False
+    checkpoint_offload: bool = False
+    shared: int = 1  # ranks that share a row
     offload: Offload = "none"
     lora_rank: int = 0
 
     def __str__(self) -> str:
         words = [self.kind, f"ZeRO {self.stage}", "bfloat16" if self.bfloat16 else "float32", f"{self.tokens} tokens"]
         words += [f"{self.ranks} ranks"] * (self.ranks > 1) + ["checkpointing"] * self.checkpointing
+        words += ["in host memory"] * self.checkpoint_offload
+        words += [f"rows shared by {self.shared}"] * (self.shared > 1)
         words += [f"offload {self.offload}"] * (self.offload != "none")
         words += [f"adapters of rank {self.lora_rank}"] * (self.lora_rank > 0)
         return ", ".join(words)
@@ -89,6 +95,8 @@ class Case:
             bfloat16=self.bfloat16,
             tokens=self.tokens,
             checkpointing=self.checkpointing,
+            checkpoint_offload=self.checkpoint_offload,
+            sequence_parallel=self.shared,
             offload=self.offload,
             lora_rank=self.lora_rank,
             head_backend="chunked",
@@ -104,6 +112,9 @@ CASES = (
     Case(kind="mistral", stage=2, tokens=1024, ranks=2, more={"sliding_window": None}, checkpointing=True),
     Case(kind="qwen2", stage=3, tokens=512, ranks=2, bfloat16=True, more=_TIED),
     Case(kind="llama", stage=3, tokens=1024, ranks=2, more={"num_hidden_layers": 12}),
+    Case(kind="qwen2", stage=2, tokens=4096, ranks=2, shared=2),
+    Case(kind="qwen2", stage=3, tokens=4096, ranks=2, shared=2, more={"num_key_value_heads": 1}, checkpointing=True),
+    Case(kind="qwen2", stage=0, tokens=2048, checkpointing=True, checkpoint_offload=True),
     Case(kind="qwen2", stage=2, tokens=512, more=_LARGE, lora_rank=16),
     Case(kind="qwen3", stage=2, tokens=512, more={"head_dim": 64}, bfloat16=True, offload="optimizer"),
 )
@@ -181,10 +192,15 @@ def _engine(case: Case, shape: ModelShape) -> TrainingEngine[PolicyModel]:
     with_adapter(model, LoRASettings(rank=case.lora_rank))
     if case.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if case.checkpoint_offload:
+        keep_checkpoints_on_host(model.get_decoder())
+    training = TrainingSettings(
+        zero_stage=case.stage, offload=case.offload, num_processes=case.ranks, sequence_parallel=case.shared
+    )
     return TrainingEngine(
-        PolicyModel(model, backend="chunked").train(),
+        PolicyModel(model, backend="chunked", sequence=rank_groups(training).sequence).train(),
         optimizer=OptimizerSettings(),
-        training=TrainingSettings(zero_stage=case.stage, offload=case.offload, num_processes=case.ranks),
+        training=training,
         bfloat16=case.bfloat16,
         updates=2,
     )

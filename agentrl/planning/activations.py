@@ -2,7 +2,8 @@
 
 A model of two and one of four layers run forward and backward on torch's `meta` device; the bytes that live are
 counted, and go on linearly with the number of layers. Attention stands in by what a fused kernel keeps (arXiv
-2307.08691): queries, keys, values, the result, and a float32 number for each query and head.
+2307.08691): queries, keys, values, the result, and a float32 number for each query and head. Where ranks share rows it
+goes through the exchanges that training makes, with nothing sent.
 """
 
 from __future__ import annotations
@@ -10,21 +11,25 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from agentrl.kernels.attention import SequenceGroup
 from agentrl.models.lora import with_adapter
 from agentrl.models.settings import LoRASettings
 from agentrl.planning.memory import ModelShape, TrainingSetup
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _ATTENTION = "agentrl_planned"
@@ -95,6 +100,7 @@ class BackboneBytes:
 
     saved: int  # after the forward
     peak: int  # of forward and backward
+    host: int  # in host memory after the forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +112,8 @@ class _Case:
     layers: int
     bfloat16: bool
     checkpointing: bool
+    checkpoint_offload: bool
+    shared: int  # ranks that share a row
     lora_rank: int
 
 
@@ -115,9 +123,14 @@ def backbone_bytes(shape: ModelShape, setup: TrainingSetup) -> BackboneBytes:
     found = [_counted(_case(shape, setup, depth), setup.local_tokens) for depth in depths]
     first, last = found[0], found[-1]
     more = (shape.layers - depths[-1]) / max(1, depths[-1] - depths[0])
+
+    def extended(one: int, other: int) -> int:
+        return round(other + more * (other - one))
+
     return BackboneBytes(
-        saved=round(last.saved + more * (last.saved - first.saved)),
-        peak=round(last.peak + more * (last.peak - first.peak)),
+        saved=extended(first.saved, last.saved),
+        peak=extended(first.peak, last.peak),
+        host=extended(first.host, last.host),
     )
 
 
@@ -128,22 +141,39 @@ def _case(shape: ModelShape, setup: TrainingSetup, layers: int) -> _Case:
         layers=layers,
         bfloat16=setup.bfloat16,
         checkpointing=setup.checkpointing,
+        checkpoint_offload=setup.checkpoint_offload,
+        shared=setup.sequence_parallel,
         lora_rank=setup.lora_rank,
     )
 
 
 @lru_cache(maxsize=4096)
 def _counted(case: _Case, tokens: int) -> BackboneBytes:
-    model = _shrunk(case)
+    model, host = _shrunk(case), _HostMemory()
     with torch.device("meta"), LiveBytes("meta") as counted:
         counted.leave_out([*model.parameters(), *model.buffers()])
-        hidden = model.get_decoder()(
-            input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False
-        ).last_hidden_state
+        with saved_tensors_hooks(host.take, host.give_back) if case.checkpoint_offload else nullcontext():
+            hidden = model.get_decoder()(
+                input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False
+            ).last_hidden_state
         saved = counted.live
         counted.restart()
         hidden.backward(torch.empty_like(hidden))
-    return BackboneBytes(saved=saved, peak=counted.peak)
+    return BackboneBytes(saved=saved, peak=max(saved, counted.peak), host=host.held)
+
+
+class _HostMemory:
+    """Takes what autograd keeps, and gives back tensors like it (``model.checkpoint_offload``)."""
+
+    def __init__(self) -> None:
+        self.held = 0
+
+    def take(self, tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+        self.held += tensor.nbytes
+        return tensor.shape, tensor.dtype
+
+    def give_back(self, kept: tuple[torch.Size, torch.dtype]) -> Tensor:
+        return torch.empty(kept[0], dtype=kept[1], device="meta")
 
 
 @lru_cache(maxsize=16)
@@ -151,11 +181,12 @@ def _shrunk(case: _Case) -> PreTrainedModel:
     """A model of the first layers, without memory; it drops each gradient when it is there."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
-    AttentionInterface.register(_ATTENTION, _attention)
+    attention = f"{_ATTENTION}_{case.shared}"
+    AttentionInterface.register(attention, partial(_attention, ranks=_NoRanks.of(case.shared)))
     config = with_layers(case.config, case.layers)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16 if case.bfloat16 else torch.float32, attn_implementation=_ATTENTION
+            config, dtype=torch.bfloat16 if case.bfloat16 else torch.float32, attn_implementation=attention
         )
         with_adapter(model, LoRASettings(rank=case.lora_rank))
     if case.checkpointing:
@@ -203,8 +234,41 @@ class _FusedAttention(torch.autograd.Function):
         return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
 
 
+class _NothingSent(torch.autograd.Function):
+    """The memory of an exchange: a tensor of the same shape, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, blocks: Tensor) -> Tensor:
+        return torch.empty_like(blocks)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> Tensor:
+        return torch.empty_like(gradient.contiguous())
+
+
+class _NoRanks(SequenceGroup):
+    """Ranks that share rows, none of which is there."""
+
+    @classmethod
+    def of(cls, size: int) -> _NoRanks:
+        return cls(rank=0, size=size, group=cast("ProcessGroup", None))
+
+    def _swapped(self, blocks: Tensor) -> Tensor:
+        swapped: Tensor = _NothingSent.apply(blocks.contiguous())
+        return swapped
+
+
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **options: object
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    *,
+    ranks: SequenceGroup,
+    **options: object,
 ) -> tuple[Tensor, None]:
+    if ranks.size > 1:
+        query, key, value = ranks.by_heads(query), ranks.keys_by_heads(key), ranks.keys_by_heads(value)
     result: Tensor = _FusedAttention.apply(query, key, value)
-    return result, None
+    return (ranks.by_tokens(result) if ranks.size > 1 else result), None

@@ -39,7 +39,7 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
         static=_static(shape, setup)
         | {"KV cache": kv_tokens * kv_bytes(shape, setup.size), "context (assumed)": context},
         phases=_phases(shape, setup),
-        host=host_bytes(shape, setup),
+        host=host_bytes(shape, setup) + backbone_bytes(shape, setup).host,
     )
 
 
@@ -57,25 +57,29 @@ def _static(shape: ModelShape, setup: TrainingSetup) -> Bytes:
         "master copy": master,
         "optimizer": moments,
         "gradients": gradients,
-        "gradient bucket": bucket_bytes(setup) if setup.stage == 3 else 0,
+        "gradient bucket": bucket_bytes(shape, setup) if setup.stage in (1, 3) else 0,
         "reference": weights if setup.reference and not setup.lora_rank else 0,
         "critic": weights + gradients + master + moments if setup.critic else 0,
     }
 
 
 def _phases(shape: ModelShape, setup: TrainingSetup) -> dict[str, Bytes]:
-    """The head comes before the first gradient, the reduction of the last bucket after the last activation."""
+    """The head comes before the first gradient, the reduction of the last bucket after the last activation.
+
+    Stage 1 reduces in the step, where the bucket takes the place of the gradients.
+    """
     backbone = backbone_bytes(shape, setup)
     saved = {"activations": backbone.saved}
-    bucket = {"gradient bucket": bucket_bytes(setup)} if setup.stage in (1, 2) else {}
+    bucket = {"gradient bucket": bucket_bytes(shape, setup)} if setup.stage == 2 else {}
     reduction = {"reduction": reduction_bytes(shape, setup)}
     backward = saved | bucket | {"backward": backbone.peak - backbone.saved}
-    return {
+    phases = {
         "head": saved | {"head": head_bytes(shape, setup)},
         "backward": backward | (reduction if reduces_early(shape, setup) else {}),
-        "reduction": bucket | reduction,
-        "step": {"step": step_bytes(shape, setup)},
     }
+    if setup.stage == 1:
+        return phases
+    return phases | {"reduction": bucket | reduction, "step": {"step": step_bytes(shape, setup)}}
 
 
 def kv_bytes(shape: ModelShape, size: int) -> int:

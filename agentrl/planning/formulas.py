@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 
 from agentrl.planning.memory import ModelShape, TrainingSetup
 
-_BUCKET = 500_000_000
-"""Elements that DeepSpeed collects before it reduces gradients (reduce_bucket_size)."""
+REDUCE_BUCKET = 500_000_000
+"""Elements of gradients that DeepSpeed collects at most before it reduces them."""
 _LIVE = 1_000_000_000
 """Gathered elements that ZeRO-3 keeps at most (stage3_max_live_parameters)."""
 _FLOAT32 = 4
@@ -63,25 +63,32 @@ def gathered_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     return min(shape.parameters, max(_LIVE, shape.largest_parameter)) * setup.size
 
 
-def bucket_bytes(setup: TrainingSetup) -> int:
-    """The bucket that gradients wait in: float32 and always there at stage 3; in the weights' dtype and from the first
-    gradient of a backward on at stages 1 and 2."""
-    return 0 if setup.stage == 0 else _BUCKET * (_FLOAT32 if setup.stage == 3 else setup.size)
+def bucket_elements(shape: ModelShape, setup: TrainingSetup) -> int:
+    """Of the bucket that gradients wait in: those of all trained parameters, or as many as it holds."""
+    return min(REDUCE_BUCKET, trained_parameters(shape, setup))
+
+
+def bucket_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
+    """The bucket: float32 and always there at stage 3; in the weights' dtype at stage 1 from an update's first gradient
+    on, at stage 2 from that of a backward."""
+    if setup.stage == 0:
+        return 0
+    return bucket_elements(shape, setup) * (_FLOAT32 if setup.stage == 3 else setup.size)
 
 
 def reduction_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
-    """Stages 1 and 2: the flat copy of the bucket that is reduced, and in bfloat16 the float32 copy of that, or of one
+    """Stage 2: the flat copy of the bucket that is reduced, and in bfloat16 the float32 copy of that, or of one
     larger tensor."""
-    if setup.stage in (0, 3):
+    if setup.stage != 2:
         return 0
-    filled = min(_BUCKET, trained_parameters(shape, setup))
+    filled = bucket_elements(shape, setup)
     wide = _FLOAT32 * max(filled, largest_trained(shape, setup)) if setup.bfloat16 else 0
     return filled * setup.size + wide
 
 
 def reduces_early(shape: ModelShape, setup: TrainingSetup) -> bool:
     """Whether the bucket fills up while the activations are still there."""
-    return trained_parameters(shape, setup) > _BUCKET
+    return trained_parameters(shape, setup) > REDUCE_BUCKET
 
 
 def step_bytes(shape: ModelShape, setup: TrainingSetup) -> int:

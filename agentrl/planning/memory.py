@@ -42,6 +42,7 @@ class TrainingSetup:
     bfloat16: bool
     tokens: int  # of a micro-batch, on all ranks that share its row
     checkpointing: bool = False
+    checkpoint_offload: bool = False
     offload: Offload = "none"
     sequence_parallel: int = 1
     lora_rank: int = 0

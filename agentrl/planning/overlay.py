@@ -29,6 +29,7 @@ def setup_of(
         bfloat16=bfloat16,
         tokens=tokens or training.micro_batch_tokens,
         checkpointing=settings.model.gradient_checkpointing,
+        checkpoint_offload=settings.model.checkpoint_offload,
         offload=training.offload,
         sequence_parallel=training.sequence_parallel,
         lora_rank=settings.model.lora.rank,
@@ -67,6 +68,7 @@ def plan_values(plan: Plan) -> Values:
     values: Values = {
         "model.dtype": "bfloat16" if setup.bfloat16 else "float32",
         "model.gradient_checkpointing": setup.checkpointing,
+        "model.checkpoint_offload": setup.checkpoint_offload,
         "rollout.engine": "vllm",
         "rollout.vllm.placement": plan.placement,
         "rollout.vllm.replicas": plan.replicas,

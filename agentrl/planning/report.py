@@ -51,7 +51,7 @@ def _does(plan: Plan) -> str:
     setup = plan.setup
     words = [f"{setup.ranks} ranks" if setup.ranks > 1 else "1 rank", f"ZeRO {setup.stage}"]
     if setup.checkpointing:
-        words.append("gradient checkpointing")
+        words.append("gradient checkpointing" + " in the host's memory" * setup.checkpoint_offload)
     if setup.offload != "none":
         words.append("the optimizer offloaded" if setup.offload == "optimizer" else "optimizer and weights offloaded")
     if setup.sequence_parallel > 1:

@@ -26,6 +26,8 @@ LORA_RANK = 32
 """Of the adapters that a plan proposes: the published practice for reinforcement learning is 1 to 32."""
 _SHARED = (1, 2, 4, 8)
 """Ranks that share a row (training.sequence_parallel)."""
+_CHECKPOINTS = ((False, False), (True, False), (True, True))
+"""Whether layers are recomputed, and whether what that takes waits in host memory."""
 _LARGEST_SHARE = 0.85
 _SHARE_STEP = 0.05
 
@@ -74,6 +76,7 @@ class Plan:
 class _Candidate:
     stage: int
     checkpointing: bool
+    checkpoint_offload: bool
     offload: Offload
     sequence_parallel: int
     placement: Placement
@@ -83,7 +86,9 @@ class _Candidate:
     def cost(self) -> tuple[bool, float]:
         """For the order alone: adapters last, for they train something else; then the step's time, relative.
 
-        Recomputing a forward adds one of three parts. Stage 3 sends half as much again (arXiv 1910.02054, section 7).
+        Recomputing a forward adds one of three parts. Its inputs in host memory cross the bus twice: for 7B 0.4 MB a
+        token, 16 us at 25 GB/s, beside 150 us of computing. Stage 3 sends half as much again (arXiv 1910.02054,
+        section 7).
         Offloaded states cross the bus in each step, offloaded weights in each micro-batch (arXiv 2104.07857). Two ranks
         that share rows send up to 4 D numbers of two bytes a token and layer, forward and backward, half of them to the
         other: for 7B 0.8 MB a token, 40 us at 20 GB/s (no NVLink), beside 110 us of computing at 400 TFLOP/s. Dedicated
@@ -91,6 +96,7 @@ class _Candidate:
         """
         factors = (
             4 / 3 if self.checkpointing else 1.0,
+            1.1 if self.checkpoint_offload else 1.0,
             1.15 if self.stage == 3 else 1.0,
             {"none": 1.0, "optimizer": 1.3, "all": 3.0}[self.offload],
             1.0 if self.sequence_parallel == 1 else 1.35 + 0.01 * self.sequence_parallel,  # as few as will do
@@ -119,8 +125,8 @@ def _candidates(shape: ModelShape, machine: Hardware, wish: Wish) -> Iterator[_C
     """DeepSpeed frees the GPU for a colocated server at stages 1 and 2 alone, and offloads weights at stage 3 alone."""
     adapters = (wish.lora_rank,) if wish.only_adapt else (0, wish.lora_rank) if wish.may_adapt else (0,)
     placements: tuple[Placement, ...] = ("colocated", "dedicated") if machine.gpus > 1 else ("colocated",)
-    for stage, checkpointing, offload, shared, placement, lora in itertools.product(
-        (2, 3), (False, True), OFFLOADS if wish.may_offload else OFFLOADS[:1], _SHARED, placements, adapters
+    for stage, (checkpointing, moved), offload, shared, placement, lora in itertools.product(
+        (2, 3), _CHECKPOINTS, OFFLOADS if wish.may_offload else OFFLOADS[:1], _SHARED, placements, adapters
     ):
         ranks = _training_gpus(machine, placement)
         if (placement == "colocated" and stage == 3) or (offload == "all" and stage < 3) or (ranks == 1 and stage == 3):
@@ -130,6 +136,7 @@ def _candidates(shape: ModelShape, machine: Hardware, wish: Wish) -> Iterator[_C
         yield _Candidate(
             stage=stage,
             checkpointing=checkpointing,
+            checkpoint_offload=moved,
             offload=offload,
             sequence_parallel=shared,
             placement=placement,
@@ -148,6 +155,7 @@ def _setup(machine: Hardware, wish: Wish, candidate: _Candidate) -> TrainingSetu
         bfloat16=wish.bfloat16,
         tokens=wish.context,
         checkpointing=candidate.checkpointing,
+        checkpoint_offload=candidate.checkpoint_offload,
         offload=candidate.offload,
         sequence_parallel=candidate.sequence_parallel,
         lora_rank=candidate.lora_rank,

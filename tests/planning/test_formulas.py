@@ -10,6 +10,7 @@ from planning.support import setup, tiny_shape
 from agentrl.models.settings import ModelSettings
 from agentrl.planning.estimate import kv_bytes, rank_memory, server_memory
 from agentrl.planning.formulas import (
+    bucket_bytes,
     gathered_bytes,
     gradient_bytes,
     host_bytes,
@@ -90,8 +91,33 @@ def test_more_layers_and_more_tokens_need_more_and_checkpointing_less() -> None:
     plain = kept(shape, setup())
     assert kept(deeper, setup()) == pytest.approx(2 * plain, rel=0.02)
     assert kept(shape, setup(tokens=2048)) == pytest.approx(2 * plain, rel=0.02)
-    assert kept(shape, setup(tokens=2048, sequence_parallel=2)) == plain
     assert kept(shape, setup(checkpointing=True)) < plain / 5
+
+
+def test_ranks_that_share_rows_keep_attentions_result_twice_and_copies_of_heads() -> None:
+    shape = tiny_shape()
+    plain = kept(shape, setup())
+    # Of each of the 6 layers the result [1024, 4 x 16] in 2 bytes by heads, beside that by tokens.
+    results = 6 * 1024 * 4 * 16 * 2
+    assert kept(shape, setup(tokens=2048, sequence_parallel=2)) == plain + results
+    # Four ranks hold a copy each of one of two heads: keys and values of 4096 tokens instead of two heads' of 1024.
+    copies = 6 * 2 * (4096 - 2 * 1024) * 16 * 2
+    assert kept(shape, setup(tokens=4096, sequence_parallel=4)) == plain + results + copies
+
+
+def test_inputs_of_layers_move_to_the_hosts_memory() -> None:
+    shape, on_device = tiny_shape(), setup(checkpointing=True)
+    moved = setup(checkpointing=True, checkpoint_offload=True)
+    inputs = 6 * 1024 * 64 * 2
+    assert kept(shape, on_device) - kept(shape, moved) >= inputs
+    assert inputs <= rank_memory(shape, moved).host < 2 * inputs
+    assert rank_memory(shape, on_device).host == 0
+
+
+def test_the_bucket_is_no_larger_than_the_gradients() -> None:
+    small, large = replace(tiny_shape(), parameters=1000), replace(tiny_shape(), parameters=10**9)
+    assert [bucket_bytes(small, setup(stage=stage)) for stage in (0, 2, 3)] == [0, 2000, 4000]
+    assert [bucket_bytes(large, setup(stage=stage)) for stage in (0, 2, 3)] == [0, 10**9, 2 * 10**9]
 
 
 def kept(shape: ModelShape, how: TrainingSetup) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from planning.support import setup, tiny_shape
+from torch.autograd.graph import save_on_cpu
 from transformers import AutoModelForCausalLM
 
+from agentrl.models import loading
 from agentrl.models.policy import PolicyModel
 from agentrl.planning.activations import LiveBytes
 from agentrl.planning.estimate import rank_memory
@@ -52,6 +54,26 @@ def test_the_estimate_is_within_15_percent_of_the_bytes_of_a_real_step(
     shape = tiny_shape(kind, **more)
     how = setup(ranks=1, stage=0, bfloat16=False, tokens=tokens, checkpointing=checkpointing)
     assert rank_memory(shape, how).total == pytest.approx(measured_peak(shape, how), rel=0.15)
+
+
+def test_what_waits_in_the_hosts_memory_is_what_a_real_forward_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    plain = loading.save_on_cpu
+
+    def watched(**options: bool) -> save_on_cpu:
+        context = plain(**options)
+        pack = context.pack_hook
+        context.pack_hook = lambda tensor: (moved.append(tensor.nbytes), pack(tensor))[1]
+        return context
+
+    monkeypatch.setattr(loading, "save_on_cpu", watched)
+    shape = tiny_shape()
+    model = AutoModelForCausalLM.from_config(shape.config, dtype=torch.float32)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    loading.keep_checkpoints_on_host(model.get_decoder())
+    model.train().get_decoder()(input_ids=torch.zeros(1, 1024, dtype=torch.int64), use_cache=False)
+    how = setup(ranks=1, stage=0, bfloat16=False, checkpointing=True, checkpoint_offload=True)
+    assert rank_memory(shape, how).host == sum(moved)
 
 
 def test_a_storage_counts_once_and_until_its_last_view_is_gone() -> None:

@@ -17,7 +17,13 @@ from warm import WarmPopen
 
 from agentrl.telemetry.metrics.catalogue import metric_of
 
-collect_ignore = ["dying_rank.py", "runs_that_are_stopped.py", "shortage_on_ranks.py", "stopping_env.py"]
+collect_ignore = [
+    "dying_rank.py",
+    "runs_that_are_stopped.py",
+    "short_env.py",
+    "shortage_on_ranks.py",
+    "stopping_env.py",
+]
 """Scripts and modules that are run with this folder on their path."""
 
 SMALL = ["--config", "tiny", "model.tiny.hidden_size=48", "model.tiny.layers=2", "coldstart.count=1024"]

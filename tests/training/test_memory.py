@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentrl.errors import WorldError
-from agentrl.training.engine.memory import MicroBatchBudget, ShortageError
+from agentrl.errors import SettingsError, WorldError
+from agentrl.training.engine.memory import MicroBatchBudget
+from agentrl.training.engine.recovery import Shortage
 from agentrl.training.run.session import Session
 
 
@@ -43,7 +44,7 @@ def test_another_error_stays_what_it_is() -> None:
 def test_the_micro_batch_that_failed_does_not_fit_again(size: int, left: int) -> None:
     told: list[str] = []
     now = budget(told=told)
-    now.halve(ShortageError(rank=1, tokens=size, alone=False), step=7)
+    now.halve(Shortage(rank=1, tokens=size, alone=False), step=7)
     assert now.tokens == left
     assert told == [
         f"step 7: rank 1 ran out of memory in a micro-batch of {size} tokens; training.micro_batch_tokens is {left} "
@@ -54,7 +55,7 @@ def test_the_micro_batch_that_failed_does_not_fit_again(size: int, left: int) ->
 def test_a_second_shortage_halves_again_and_both_are_remembered(tmp_path: Path) -> None:
     now = budget(tmp_path)
     for size in (1000, 500):
-        now.halve(ShortageError(rank=0, tokens=size, alone=False), step=1)
+        now.halve(Shortage(rank=0, tokens=size, alone=False), step=1)
     told: list[str] = []
     resumed = budget(tmp_path, told=told)
     resumed.recall()
@@ -63,16 +64,33 @@ def test_a_second_shortage_halves_again_and_both_are_remembered(tmp_path: Path) 
 
 
 def test_a_changed_setting_counts_more_than_what_is_remembered(tmp_path: Path) -> None:
-    budget(tmp_path).halve(ShortageError(rank=0, tokens=1000, alone=False), step=1)
+    budget(tmp_path).halve(Shortage(rank=0, tokens=1000, alone=False), step=1)
     resumed = budget(tmp_path, configured=800)
     resumed.recall()
     assert resumed.tokens == 800
 
 
 def test_one_trajectory_cannot_be_halved(tmp_path: Path) -> None:
-    with pytest.raises(WorldError, match=r"on rank 3, with one trajectory of 900 tokens .* model\.checkpoint_offload"):
-        budget(tmp_path).halve(ShortageError(rank=3, tokens=900, alone=True), step=2)
+    with pytest.raises(SettingsError, match=r"on rank 3, with one trajectory of 900 tokens .*checkpoint_offload"):
+        budget(tmp_path).halve(Shortage(rank=3, tokens=900, alone=True), step=2)
     assert not list(tmp_path.iterdir())
+
+
+def test_outside_micro_batches_smaller_ones_are_tried_once_a_step() -> None:
+    now, outside = budget(), Shortage(rank=1, tokens=0, alone=False)
+    now.halve(outside, step=1)
+    now.halve(outside, step=2)
+    assert now.tokens == 250
+    with pytest.raises(SettingsError, match=r"^step 2 .* on rank 1, outside micro-batches, .*training\.offload"):
+        now.halve(outside, step=2)
+
+
+def test_what_began_to_change_weights_is_not_repeated_and_the_next_run_has_smaller_ones(tmp_path: Path) -> None:
+    with pytest.raises(WorldError, match=r"had begun to change the weights.*training.micro_batch_tokens=500\."):
+        budget(tmp_path).halve(Shortage(rank=0, tokens=0, alone=False, changed=True), step=1)
+    resumed = budget(tmp_path)
+    resumed.recall()
+    assert resumed.tokens == 500
 
 
 def test_a_critic_makes_room_for_servers_too() -> None:

@@ -6,12 +6,17 @@ Only attention mixes tokens. There the ranks exchange slices of all heads for al
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed
 from torch import Tensor
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -21,6 +26,7 @@ class SequenceGroup:
     rank: int  # among them
     size: int
     group: torch.distributed.ProcessGroup
+    ready: Callable[[], None] = _nothing  # called before each collective
 
     def part(self, length: int) -> slice:
         """This rank's slice of a row of ``length`` tokens, which the ranks divide."""
@@ -45,6 +51,7 @@ class SequenceGroup:
     def total(self, values: Tensor) -> Tensor:
         """The sum of ``values`` over the ranks, detached."""
         summed = values.detach().clone()
+        self.ready()
         torch.distributed.all_reduce(summed, group=self.group)
         return summed
 
@@ -61,26 +68,27 @@ class SequenceGroup:
         return torch.where(held.view(-1, *[1] * (values.dim() - 1)), own, every)
 
     def _swapped(self, blocks: Tensor) -> Tensor:
-        swapped: Tensor = _Swap.apply(blocks.contiguous(), self.group)
+        swapped: Tensor = _Swap.apply(blocks.contiguous(), self)
         return swapped
 
 
 class _Context(Protocol):
     """What backward needs."""
 
-    group: torch.distributed.ProcessGroup
+    ranks: SequenceGroup
 
 
 class _Swap(torch.autograd.Function):
-    """(blocks [size, ...], group): block r goes to rank r, and the result's block r comes from there."""
+    """(blocks [size, ...], ranks): block r goes to rank r, and the result's block r comes from there."""
 
     @staticmethod
-    def forward(ctx: _Context, blocks: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: _Context, blocks: Tensor, ranks: SequenceGroup) -> Tensor:
+        ctx.ranks = ranks
         received = torch.empty_like(blocks)
-        torch.distributed.all_to_all_single(received, blocks, group=group)
+        ranks.ready()
+        torch.distributed.all_to_all_single(received, blocks, group=ranks.group)
         return received
 
     @staticmethod
     def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Swap.apply(gradient.contiguous(), ctx.group), None
+        return _Swap.apply(gradient.contiguous(), ctx.ranks), None

@@ -24,9 +24,17 @@ from agentrl.models.loading import read_model
 from agentrl.models.lora import with_adapter
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import ModelSettings
+from agentrl.planning.formulas import REDUCE_BUCKET
 from agentrl.training.engine.groups import rank_groups
-from agentrl.training.engine.parts import Part, restore, take_part
-from agentrl.training.engine.recovery import Reductions, forget_gradients
+from agentrl.training.engine.parts import Part, Untyped, restore, take_part
+from agentrl.training.engine.recovery import (
+    agree_before_collectives,
+    agreement_of_ranks,
+    before_collective,
+    forget_gathered,
+    forget_gradients,
+    open_forwards,
+)
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl.weights.sharded import read_sharded
 
@@ -53,9 +61,16 @@ def learning_rate_factor(step: int, settings: OptimizerSettings, total: int) -> 
 
 
 def deepspeed_config(
-    training: TrainingSettings, *, bfloat16: bool, gradient_clip: float = 0.0, world_size: int = 1
+    training: TrainingSettings,
+    *,
+    bfloat16: bool,
+    gradient_clip: float = 0.0,
+    world_size: int = 1,
+    trained: int = REDUCE_BUCKET,
 ) -> dict[str, Any]:
     """DeepSpeed's own configuration. ``step()`` ends an accumulation, however many micro-batches it had.
+
+    ``trained``: parameters that have a gradient; DeepSpeed allocates the whole bucket whatever they fill of it.
 
     Gradients are added up in float32 over micro-batches and ranks, whatever the dtype of the weights: in bfloat16 256
     equal ones plus another are still 256.
@@ -63,6 +78,7 @@ def deepspeed_config(
     zero: dict[str, Any] = {
         "stage": training.stage_that_runs(bfloat16=bfloat16),
         "overlap_comm": False,
+        "reduce_bucket_size": min(REDUCE_BUCKET, trained),
         "stage3_param_persistence_threshold": training.persistence_threshold,
     }
     on_the_host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
@@ -109,6 +125,8 @@ def start_distributed(*, deadline: float) -> tuple[int, int]:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         torch.distributed.init_process_group(backend, timeout=timedelta(seconds=deadline))
     deepspeed.init_distributed(verbose=False)
+    agreement_of_ranks()
+    agree_before_collectives(deepspeed.comm.comm.cdb)
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
@@ -155,6 +173,7 @@ def swap_between_ranks(
     if len(sent) == 1:
         return values
     result = values.new_empty(sum(received), *values.shape[1:])
+    before_collective()
     torch.distributed.all_to_all_single(result, values.contiguous(), received, sent, group=group)
     return result
 
@@ -197,11 +216,13 @@ class TrainingEngine(Generic[_Module_co]):
         self._norm = math.nan
         if self._clips_here:
             adamw.register_step_pre_hook(self._clip(decayed + others, optimizer.gradient_clip))
+        adamw.register_step_pre_hook(lambda *_: agreement_of_ranks().weights_change())
         config = deepspeed_config(
             training,
             bfloat16=bfloat16,
             gradient_clip=0.0 if self._clips_here else optimizer.gradient_clip,
             world_size=self.world_size,
+            trained=sum(map(_elements, trained)),
         )
         with _visible_statistics(module):
             self._engine, *_ = deepspeed.initialize(
@@ -216,7 +237,7 @@ class TrainingEngine(Generic[_Module_co]):
             distributed_c10d._set_pg_timeout(timedelta(seconds=training.collective_deadline), group)
         self.module = module
         self.device = self._engine.device
-        self._reductions = Reductions(self._engine.optimizer)
+        self._forwards = 0
         self._schedule: torch.optim.lr_scheduler.LambdaLR = self._engine.lr_scheduler
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -231,24 +252,15 @@ class TrainingEngine(Generic[_Module_co]):
         self._engine.step()
         return self._norm if self._clips_here else float(self._engine.get_global_grad_norm())
 
-    # -- giving up a backward half-way (see recovery.py) -----------------------------------------------------------
-
-    @property
-    def can_rejoin(self) -> bool:
-        """Whether no other rank waits inside a forward: not at ZeRO 3, with shared rows, or amid a reduction."""
-        return self._stage < 3 and self.groups.replicas == self.world_size and not self._reductions.under_way
-
     def begin(self) -> None:
-        """A micro-batch begins."""
-        self._reductions.begin()
+        """A try begins that may be given up half-way."""
+        self._forwards = len(open_forwards(self._engine.optimizer.parameter_offload)) if self._stage == 3 else 0
 
     def forget(self) -> None:
-        """Drop all gradients since the last step, those of a backward that failed too."""
+        """Give up the try: drop all gradients since the last step. Not collective."""
         forget_gradients(self._engine)
-
-    def rejoin(self) -> None:
-        """The next backward is a stand-in for the one that failed since :meth:`begin`."""
-        self._reductions.rejoin()
+        if self._stage == 3:
+            del open_forwards(self._engine.optimizer.parameter_offload)[self._forwards :]
 
     def _clip(self, parameters: list[nn.Parameter], maximum: float) -> Callable[..., None]:
         """A hook that runs before the optimizer's step, on gradients that are summed over ranks."""
@@ -265,6 +277,7 @@ class TrainingEngine(Generic[_Module_co]):
     def all_reduce(self, values: Tensor) -> Tensor:
         """The sum of ``values`` over ranks with different rows, in place."""
         if self.groups.replicas > 1:
+            before_collective()
             torch.distributed.all_reduce(values, group=self.groups.peers)
         return values
 
@@ -275,6 +288,7 @@ class TrainingEngine(Generic[_Module_co]):
     def all_reduce_largest(self, values: Tensor) -> Tensor:
         """The largest of each of ``values`` over ranks, in place."""
         if self.groups.replicas > 1:
+            before_collective()
             torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX, group=self.groups.peers)
         return values
 
@@ -324,26 +338,50 @@ def read_policy(path: str | Path, model: ModelSettings, training: TrainingSettin
     return PolicyModel(causal_lm, backend=training.head_backend, attention=attention, sequence=sequence)
 
 
+def _elements(parameter: nn.Parameter) -> int:
+    """Those of the whole parameter."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
 def _dimensions(parameter: nn.Parameter) -> int:
     """Those of the whole parameter; a shard has one."""
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def frozen(module: nn.Module, training: TrainingSettings, *, bfloat16: bool) -> Callable[..., Any]:
-    """The forward of a module that is never trained, on this rank's device; ZeRO 3 shards its parameters."""
+class FrozenModule:
+    """The forward of a module that is never trained."""
+
+    def __init__(self, forward: Callable[..., Any], offload: Untyped = None) -> None:
+        """``offload``: DeepSpeed's, where ZeRO 3 shards its parameters."""
+        self._forward = forward
+        self._offload = offload
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def begin(self) -> None:
+        """A try begins that may be given up half-way."""
+
+    def forget(self) -> None:
+        """Give up the try."""
+        if self._offload is not None:
+            forget_gathered(self._offload)
+
+
+def frozen(module: nn.Module, training: TrainingSettings, *, bfloat16: bool) -> FrozenModule:
+    """A module that is never trained, on this rank's device; ZeRO 3 shards its parameters."""
     import deepspeed
 
     module.requires_grad_(False).eval()
     if training.zero_stage < 3:
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-        return module.to(device)
+        return FrozenModule(module.to(device))
     world_size = torch.distributed.get_world_size()
     config = deepspeed_config(training, bfloat16=bfloat16, world_size=world_size)
     with _visible_statistics(module):
         engine, *_ = deepspeed.initialize(model=module, config=config)
     engine.eval()
-    forward: Callable[..., Any] = engine
-    return forward
+    return FrozenModule(engine, engine.optimizer)
 
 
 @contextmanager

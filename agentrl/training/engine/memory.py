@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor
+import torch.distributed
 
-from agentrl.errors import WorldError
+from agentrl.errors import SettingsError, WorldError
 from agentrl.telemetry.files import atomic_write, world_errors
+from agentrl.training.engine.recovery import Shortage, ShortageError, agreement_of_ranks
 
 _Result = TypeVar("_Result")
-_Rows = TypeVar("_Rows", bound="RowsOfForward")
 
 _SHORTAGES = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 """What torch's RuntimeError says where the machine's memory is meant."""
@@ -30,92 +30,61 @@ _REMEDIES = (
 _RECORD = "micro_batch_tokens.json"
 
 
-class ShortageError(Exception):
-    """Memory ran out in a micro-batch of one rank at least. All ranks raise it together, outside collectives."""
-
-    def __init__(self, *, rank: int, tokens: int, alone: bool) -> None:
-        """``tokens`` of the smallest micro-batch that failed; ``alone``: one held a single trajectory."""
-        super().__init__(f"rank {rank} ran out of memory in a micro-batch of {tokens} tokens")
-        self.rank, self.tokens, self.alone = rank, tokens, alone
-
-
-class RowsOfForward(Protocol):
-    """The trajectories of one micro-batch."""
-
-    @property
-    def lengths(self) -> list[int]: ...
-
-    def stand_in(self: _Rows) -> _Rows: ...
-
-
-class Rejoining(Protocol):
-    """An engine that can give up a backward half-way (:class:`.deepspeed_engine.TrainingEngine`)."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-
-    @property
-    def can_rejoin(self) -> bool: ...
+class Forgetting(Protocol):
+    """A module under DeepSpeed whose try can be given up half-way (:class:`.deepspeed_engine.TrainingEngine`)."""
 
     def begin(self) -> None: ...
 
     def forget(self) -> None: ...
 
-    def rejoin(self) -> None: ...
-
-    def all_reduce_largest(self, values: Tensor) -> Tensor: ...
-
 
 class Attempt:
-    """One try at a row of micro-batches, after which all ranks agree whether it succeeded.
+    """One try at some work, after which all ranks agree whether it succeeded.
 
-    A rank whose memory runs out meets the others in their collectives with a small stand-in for its micro-batch, and
-    for each one after it: the try is given up where no rank waits for another one.
+    All ranks do the same pieces of work, with the same collectives. Where memory runs out on one, they leave the try
+    together, and nothing of it is left in the modules.
     """
 
-    def __init__(self, engines: Sequence[Rejoining]) -> None:
-        self._engines = engines
-        self._failed: tuple[int, int] | None = None  # tokens and rows of this rank's micro-batch
+    def __init__(self, modules: Sequence[Forgetting]) -> None:
+        self._modules = modules
+        self._agreement = agreement_of_ranks()
+        self._rank = torch.distributed.get_rank()
+        self._agreement.begin()
+        for module in modules:
+            module.begin()
 
-    def run(self, work: Callable[[_Rows], _Result], rows: _Rows) -> _Result:
-        """What ``work`` returns on a micro-batch, or on its stand-in once the try has failed."""
-        if self._failed is None:
-            for engine in self._engines:
-                engine.begin()
-            try:
-                return work(rows)
-            except (RuntimeError, MemoryError) as error:
-                if not is_shortage(error) or not all(engine.can_rejoin for engine in self._engines):
-                    raise
-                self._failed = (sum(rows.lengths), len(rows.lengths))
-            # With the exception its frames are gone, and what they held.
-            free(self._engines)
-            if self._engines[0].world_size == 1:
-                self.agree()
-            for engine in self._engines:
-                engine.rejoin()
-        return work(rows.stand_in())
+    def run(self, work: Callable[[], _Result], *, lengths: Sequence[int] = ()) -> _Result:
+        """What a piece of ``work`` returns, on a micro-batch of trajectories of these ``lengths`` or on none.
+
+        Raises ShortageError where memory ran out on this rank, or on another one that it would wait for.
+        """
+        try:
+            with self._agreement.trying():
+                return work()
+        except ShortageError as error:
+            found: Shortage | None = error.shortage
+        except (RuntimeError, MemoryError) as error:
+            if not is_shortage(error):
+                raise
+            found = None
+        # With the exception its frames are gone, and what they held.
+        own = Shortage(rank=self._rank, tokens=sum(lengths), alone=len(lengths) == 1)
+        raise ShortageError(self._forget(found or self._agreement.outcome(own) or own))
 
     def agree(self) -> None:
         """Return if every rank succeeded; otherwise raise ShortageError on all. Collective."""
-        engine = self._engines[0]
-        tokens, rows = self._failed or (0, 0)
-        own = [1, int(rows == 1), -tokens, engine.rank] if self._failed else [0, 0, -(2**52), -1]
-        largest = engine.all_reduce_largest(torch.tensor(own, dtype=torch.float64, device=engine.device))
-        failed, alone, size, rank = map(int, largest.tolist())
-        if failed:
-            free(self._engines)
-            raise ShortageError(rank=rank, tokens=-size, alone=bool(alone))
+        found = self._agreement.outcome()
+        if found is not None:
+            raise ShortageError(self._forget(found))
 
-
-def free(engines: Sequence[Rejoining]) -> None:
-    """Give back what a failed try still holds: gradients, and memory that its graph occupied. Not collective."""
-    for engine in engines:
-        engine.forget()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    def _forget(self, found: Shortage) -> Shortage:
+        """Drop what the try still holds: gradients, gathered weights, and memory that its graph occupied."""
+        for module in self._modules:
+            module.forget()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return found
 
 
 def is_shortage(error: BaseException) -> bool:
@@ -148,6 +117,7 @@ class MicroBatchBudget:
         self._file = None if folder is None else folder / _RECORD
         self._told = told
         self._writes = writes
+        self._outside: int | None = None  # the step in which memory ran out outside micro-batches
 
     def recall(self) -> None:
         """Continue with what the run directory remembers, if the setting is the same as then."""
@@ -162,21 +132,42 @@ class MicroBatchBudget:
                 f"training.micro_batch_tokens than {self._configured} counts again"
             )
 
-    def halve(self, shortage: ShortageError, *, step: int) -> None:
-        """Halve until the micro-batch that failed does not fit. Raises WorldError where that is a single trajectory."""
+    def halve(self, shortage: Shortage, *, step: int) -> None:
+        """Halve until the micro-batch that failed does not fit.
+
+        Raises WorldError where the step cannot be repeated, and SettingsError where no smaller micro-batch would help:
+        after a single trajectory, or a second shortage of a step outside micro-batches, to which they matter by the
+        fragments of memory alone that they leave.
+        """
+        before, outside = self.tokens, not shortage.tokens
         if shortage.alone:
-            raise WorldError(
-                f"step {step} ran out of memory while training: on rank {shortage.rank}, with one trajectory of "
-                f"{shortage.tokens} tokens in the micro-batch, which cannot be smaller; continue from the last "
-                f"checkpoint with --resume and one of: {_REMEDIES}"
+            raise SettingsError(
+                f"{_on(shortage, step)}, with one trajectory of {shortage.tokens} tokens in the micro-batch, which "
+                f"cannot be smaller; continue from the last checkpoint with --resume and one of: {_REMEDIES}"
             )
-        before = self.tokens
-        while self.tokens >= min(before, shortage.tokens):
-            self.tokens = self.tokens // 2
+        if outside and self._outside == step:
+            raise SettingsError(
+                f"{_on(shortage, step)}, outside micro-batches, which were made smaller already; continue from the "
+                f"last checkpoint with --resume and one of: {_REMEDIES}"
+            )
+        while self.tokens >= min(before, shortage.tokens or before):
+            self.tokens = max(1, self.tokens // 2)
+        self._outside = step if outside else None
         self._remember()
+        if shortage.changed:
+            raise WorldError(
+                f"{_on(shortage, step)}, in an update that had begun to change the weights, which cannot be repeated; "
+                f"{self._resume()}"
+            )
         self._told(
             f"step {step}: {shortage}; training.micro_batch_tokens is {self.tokens} from now on instead of {before}, "
             "and the step is repeated with the same trajectories"
+        )
+
+    def _resume(self) -> str:
+        return (
+            "continue from the last checkpoint with --resume, then with "
+            f"training.micro_batch_tokens={self.tokens}. Where that is not enough: {_REMEDIES}"
         )
 
     @contextmanager
@@ -192,10 +183,8 @@ class MicroBatchBudget:
             self._writes = True  # the others may wait for this rank until they are ended
             self._remember()
             raise WorldError(
-                f"step {step} ran out of memory while training ({why}), where it cannot be repeated: at "
-                "training.zero_stage=3, with training.sequence_parallel, or in the optimizer's update; continue from "
-                f"the last checkpoint with --resume, then with training.micro_batch_tokens={self.tokens}. Where that "
-                f"is not enough: {_REMEDIES}"
+                f"step {step} ran out of memory while training ({why}), where other ranks may wait for this one; "
+                f"{self._resume()}"
             ) from error
 
     def _remember(self) -> None:
@@ -204,3 +193,7 @@ class MicroBatchBudget:
         text = json.dumps(asdict(_Record(configured=self._configured, tokens=self.tokens)))
         with world_errors(self._file, "write"):
             atomic_write(self._file, lambda out: out.write(text.encode()))
+
+
+def _on(shortage: Shortage, step: int) -> str:
+    return f"step {step} ran out of memory while training: on rank {shortage.rank}"

@@ -25,7 +25,8 @@ from agentrl.training.coldstart.policy import starting_policy
 from agentrl.training.engine.adapter import adapter_record, check_adapter, describe_size, policy_optimizer
 from agentrl.training.engine.checkpoint import CheckpointWriter, RunState, check_reference, open_newest
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_policy
-from agentrl.training.engine.memory import MicroBatchBudget, ShortageError
+from agentrl.training.engine.memory import MicroBatchBudget
+from agentrl.training.engine.recovery import ShortageError
 from agentrl.training.run.best import BestPolicy, best_evaluation
 from agentrl.training.run.outcome import Export, evaluation_record, finish_run
 from agentrl.training.run.signals import INTERRUPTED
@@ -255,8 +256,8 @@ class Session:
             try:
                 with self._budget.named(step=plan.step):
                     return plan, recorder, self._trainer.train(plan, recorder=recorder)
-            except ShortageError as shortage:
-                self._budget.halve(shortage, step=plan.step)
+            except ShortageError as error:
+                self._budget.halve(error.shortage, step=plan.step)
             plan = self._service.plan(plan.step, self._budget.tokens)
 
     def _commit(self, step: int, updates: int, metrics: Metrics) -> None:

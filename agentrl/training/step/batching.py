@@ -9,7 +9,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,21 +30,6 @@ class MicroBatch:
     def lengths(self) -> list[int]:
         """Prompt and response tokens of each row."""
         return [row.length for row in self.rows]
-
-    def stand_in(self) -> MicroBatch:
-        """A dummy of two tokens: a prompt of one, and one that the model sampled."""
-        row = self.rows[0]
-        cut = replace(
-            row,
-            prompt_length=1,
-            token_ids=row.token_ids[row.prompt_length - 1 : row.prompt_length + 1],
-            segment_lengths=np.ones(1, dtype=np.int32),
-            model=np.ones(1, dtype=bool),
-            segment_rewards=np.zeros(1, dtype=np.float32),
-            model_log_probs=np.zeros(1, dtype=np.float32),
-            version_spans=np.array([[0, 1]], dtype=np.int32),
-        )
-        return MicroBatch(rows=(cut,), dummy=True)
 
 
 @dataclass(frozen=True, kw_only=True)

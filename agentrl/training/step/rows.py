@@ -88,18 +88,6 @@ class LossRows:
         """The first row; it takes part in collectives and weighs nothing."""
         return replace(only := self.take([0]), scored=replace(only.scored, counted=False))
 
-    def stand_in(self) -> LossRows:
-        """As :meth:`nothing`, of two tokens: a prompt of one, and one that the model sampled."""
-        first = self.nothing()
-        cut = _taken(first, torch.zeros(1, dtype=torch.int64), old=first.advantages.shape[1], new=1)
-        batch = cut.scored.batch
-        prompt = int(batch.prompt_lengths)
-        one = torch.ones_like(batch.prompt_lengths)
-        mask = torch.ones_like(batch.response_mask)
-        ids = batch.input_ids[:, prompt - 1 : prompt + 1]
-        batch = replace(batch, input_ids=ids, prompt_lengths=one, response_lengths=one, response_mask=mask)
-        return replace(cut, scored=replace(cut.scored, batch=batch))
-
     def parts(self, most: int) -> list[LossRows]:
         """The rows in parts of at most ``most`` tokens, or of one row each."""
         places: list[list[int]] = []

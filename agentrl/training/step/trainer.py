@@ -16,8 +16,9 @@ from agentrl.kernels import TokenStatistics
 from agentrl.models.policy import PolicyModel, scatter_tokens
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.engine.determinism import random_state, set_random_state
-from agentrl.training.engine.memory import Attempt, MicroBatchBudget, ShortageError
+from agentrl.training.engine.memory import Attempt, Forgetting, MicroBatchBudget
 from agentrl.training.engine.meter import Meter
+from agentrl.training.engine.recovery import ShortageError
 from agentrl.training.step.batching import MicroBatch, RankPlan, UpdatePlan
 from agentrl.training.step.correction import effective_sample_size
 from agentrl.training.step.critic import Critic
@@ -175,8 +176,15 @@ class Trainer:
 
     def _over_micro_batches(self, work: Callable[[_Rows], _Result], micro_batches: Sequence[_Rows]) -> list[_Result]:
         """What ``work`` returns for each. Raises ShortageError, on all ranks, where it did not fit."""
-        attempt = Attempt(self._engines)
-        done = [attempt.run(work, rows) for rows in micro_batches]
+        attempt = Attempt(self._modules)
+        done = [attempt.run(partial(work, rows), lengths=rows.lengths) for rows in micro_batches]
+        attempt.agree()
+        return done
+
+    def _tried(self, work: Callable[[], _Result]) -> _Result:
+        """What ``work`` between micro-batches returns. Raises ShortageError, on all ranks, where it did not fit."""
+        attempt = Attempt(self._modules)
+        done = attempt.run(work)
         attempt.agree()
         return done
 
@@ -187,12 +195,15 @@ class Trainer:
             scored_ones = self._over_micro_batches(partial(self._score, step=step), [*chain(*updates)])
             following = iter(scored_ones)
             pairs = [[next(following) for _ in update] for update in updates]
-            rows = self._rows.make_over_ranks(
-                [[scored for _, scored in update] for update in pairs],
-                step.plan.homes,
-                self._engine,
-                beta=step.beta,
-                meter=step.meter,
+            rows = self._tried(
+                partial(
+                    self._rows.make_over_ranks,
+                    [[scored for _, scored in update] for update in pairs],
+                    step.plan.homes,
+                    self._engine,
+                    beta=step.beta,
+                    meter=step.meter,
+                )
             )
         for own, update in zip(rows, pairs, strict=True):
             for part, (forward, _) in zip(own, update, strict=True):
@@ -209,17 +220,17 @@ class Trainer:
             recorded = 0 if step.recorder is None else len(step.recorder.rows)
             try:
                 self._add_gradients(step, update, rows, fresh=fresh)
-                break
-            except ShortageError as shortage:
+                self._update(step)
+                return
+            except ShortageError as error:
                 if self._budget is None:
                     raise
-                self._budget.halve(shortage, step=step.plan.step)
+                self._budget.halve(error.shortage, step=step.plan.step)
                 step.meter.become(measured)
                 if step.recorder is not None:
                     step.recorder.forget_after(recorded)
                 set_random_state(random)
                 rows = self._in_parts(rows, self._budget.tokens)
-        self._update(step)
 
     def _in_parts(self, rows: Sequence[LossRows], most: int) -> list[LossRows]:
         """Micro-batches of at most ``most`` tokens, equally many on all ranks. Collective."""
@@ -263,13 +274,19 @@ class Trainer:
         )
         if step.before_update is not None:
             step.before_update()
-        step.norms.append(self._engine.step())
+        norms = self._tried(lambda: [engine.step() for engine in self._engines])
+        step.norms.append(norms[0])
         if self._critic is not None:
-            step.meter.mean("critic/gradient_norm", self._critic.engine.step(), 1.0)
+            step.meter.mean("critic/gradient_norm", norms[1], 1.0)
 
     @property
     def _engines(self) -> list[TrainingEngine[nn.Module]]:
         return [self._engine] if self._critic is None else [self._engine, self._critic.engine]
+
+    @property
+    def _modules(self) -> list[Forgetting]:
+        """All that ZeRO may shard."""
+        return [*self._engines, *([] if self._reference is None else [self._reference.module])]
 
     # -- pieces ---------------------------------------------------------------------------------------------------
 
