@@ -9,6 +9,8 @@ from agentrl.inspection.run_settings import run_settings
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.viewer.metrics_file import read_new_rows
 
+_NOTES = "notes.md"
+_MOST_NOTES = 20_000  # bytes
 _LIVE = 120.0  # seconds since the last row of a run that counts as going on
 
 
@@ -20,6 +22,7 @@ def run_summary(run: RunDirectory) -> dict[str, object]:
         "live": not run.summary.is_file() and time.time() - run.metrics_file.stat().st_mtime < _LIVE,
         "modified": run.metrics_file.stat().st_mtime,
         "stored_steps": len(steps),
+        "notes": _notes(run),
         "settings": flat_settings(run),
     }
 
@@ -33,6 +36,15 @@ def run_facts(run: RunDirectory) -> dict[str, object]:
         "token_steps": run.token_steps(),
         "alarms": read_new_rows(run.alarms).rows,
     }
+
+
+def _notes(run: RunDirectory) -> str:
+    """The user's own notes: the file ``notes.md`` in the run's directory, its beginning at least."""
+    try:
+        with (run.path / _NOTES).open("rb") as file:
+            return file.read(_MOST_NOTES).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def flat_settings(run: RunDirectory) -> dict[str, object]:

@@ -40,6 +40,7 @@ def page_of(
     group = [item for item in stored.trajectories if item.key.group == chosen.key.group]
     record = chosen.record
     return {
+        "run": run.path.resolve().name,
         "row": rows[number],
         "problem": record["problem"],
         "reward_parts": record["reward_parts"],

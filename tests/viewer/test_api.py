@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from starlette.testclient import TestClient
 from viewer.conftest import TOKEN, client_of
@@ -134,6 +135,25 @@ def test_damaged_and_newer_files_are_named_and_the_rest_is_shown(tmp_path: Path,
     assert {row["step"] for row in found["rows"]} == {1, 2}
     assert "cut off or damaged" in found["problems"][0]
     assert "cut off or damaged" in get(client, f"/runs/{run_id(client)}/steps/3/0", 503)["error"]
+
+
+def test_a_run_of_a_newer_version_is_refused_in_one_message(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first", steps=1)
+    file = run.token_file(1, 0)
+    table = pq.read_table(file)
+    newer = json.loads(table.schema.metadata[b"agentrl"]) | {"format": 2}
+    pq.write_table(table.replace_schema_metadata({b"agentrl": json.dumps(newer)}), file)
+    client = client_of(tmp_path)
+    assert len(get(client, f"/runs/{run_id(client)}/trajectories")["rows"]) == 8
+    said = get(client, f"/runs/{run_id(client)}/steps/1/0", 404)["error"]
+    assert "has format 2 and this version of agentrl reads format 1" in said
+
+
+def test_notes_are_shown_and_searched(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first", steps=1)
+    (run.path / "notes.md").write_text("try \u202e <b>", encoding="utf-8")
+    client = client_of(tmp_path)
+    assert get(client, f"/runs/{run_id(client)}")["notes"] == "try \u202e <b>"
 
 
 def test_what_is_not_there_is_said_in_one_message(client: TestClient) -> None:

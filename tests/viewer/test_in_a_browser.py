@@ -137,6 +137,31 @@ def test_filters_and_search_find_rows(page: Page, address: str) -> None:
     expect(page.locator("tbody tr").first).to_contain_text("3 / 5")
 
 
+def test_one_problem_is_followed_over_the_steps(page: Page, address: str) -> None:
+    page.goto(address)
+    page.get_by_role("link", name="first").click()
+    page.get_by_role("link", name="newest step").click()
+    page.get_by_role("link", name="toy-1").first.click()
+    expect(page.get_by_role("heading", name="This problem over the steps")).to_be_visible()
+    expect(page.locator("tbody tr")).to_have_count(12)
+    page.locator(".chart").first.locator(".points path").nth(4).hover(force=True)
+    page.mouse.down()
+    page.mouse.up()
+    expect(page.get_by_role("heading", name="of step 2")).to_be_visible()
+
+
+def test_rows_that_are_no_data_and_dropped_ones_say_why(page: Page, address: str) -> None:
+    page.goto(address)
+    page.get_by_role("link", name="first").click()
+    page.get_by_role("link", name="all 3 steps").click()
+    page.get_by_label("Not trained: why").select_option("void turn")
+    page.get_by_role("button", name="Search", exact=True).click()
+    expect(page.locator("tbody tr")).to_have_count(6)
+    page.get_by_role("link", name="1 / 2", exact=True).click()
+    expect(page.get_by_text("The step did not train on this trajectory: void turn.")).to_be_visible()
+    expect(page.get_by_role("button", name="Choose an estimator")).to_have_count(0)
+
+
 def test_a_token_shows_the_values_that_training_used(page: Page, address: str, run: RunDirectory) -> None:
     open_tokens(page, address)
     item = read_step(run, 3).trajectories[0]
@@ -148,6 +173,10 @@ def test_a_token_shows_the_values_that_training_used(page: Page, address: str, r
     page.locator("[data-index='4']").click()
     page.keyboard.press("ArrowRight")
     expect(page.locator("[data-index='5']")).to_have_class("current")
+    page.keyboard.press("End")
+    expect(page.locator("[data-index].current")).to_have_attribute("data-index", str(len(item.tokens) - 1))
+    page.keyboard.press("Home")
+    expect(page.locator("[data-index='0']")).to_have_class("current")
     page.get_by_label("Colour by").select_option("energy")
     page.get_by_role("button", name="Largest").click()
     largest = int(item.tokens.energy.argmax())
@@ -232,6 +261,17 @@ def test_contents_are_text_and_never_markup(page: Page, address: str) -> None:
     assert "‹U+202E›" in page.locator(".segment.model").first.inner_text()
 
 
+@pytest.mark.parametrize("screen", ["", "#/run/ID", "#/run/ID/trajectories?first=3&last=3", "#/run/ID/3/1"])
+def test_no_screen_of_a_phone_scrolls_sideways(phone: Page, address: str, run: RunDirectory, screen: str) -> None:
+    (place,) = Library([run.path]).places()
+    phone.goto(address)
+    expect(phone.get_by_role("row", name="first")).to_be_visible()
+    target = screen.replace("ID", place.id)
+    phone.goto(address + target)
+    expect(phone.locator("main")).to_have_attribute("data-ready", target)
+    assert phone.evaluate("document.documentElement.scrollWidth") <= 390
+
+
 def test_a_phone_in_the_dark_needs_no_sideways_scrolling(phone: Page, address: str) -> None:
     open_tokens(phone, address)
     phone.locator(".chart").first.scroll_into_view_if_needed()
@@ -249,6 +289,17 @@ def test_curves_grow_while_the_run_writes(page: Page, tmp_path: Path) -> None:
         expect(page.locator(".facts")).to_contain_text("Last step2")
         run.append_metrics(metrics_row(3, np.random.default_rng(1)))
         expect(page.locator(".facts")).to_contain_text("Last step3")
+
+
+def test_a_long_table_is_shown_in_parts(page: Page, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "first", steps=1, groups=40, size=8)
+    with serving(run.path.parent) as url:
+        page.goto(url)
+        page.get_by_role("link", name="first").click()
+        page.get_by_role("link", name="newest step").click()
+        expect(page.locator("tbody tr")).to_have_count(250)
+        page.get_by_role("button", name="Show more: 250 of 320 rows are shown").click()
+        expect(page.locator("tbody tr")).to_have_count(320)
 
 
 def test_a_line_of_a_hundred_thousand_characters_is_shown(page: Page, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ function drawNow(element, traces, options) {
 async function drawn(element, traces, { layout = {}, onpoint }) {
   const plotly = await loaded();
   if (!element.isConnected) return;
-  const axis = { gridcolor: colour("--rule"), zerolinecolor: colour("--rule"), linecolor: colour("--rule"), automargin: true };
+  const axis = { gridcolor: colour("--rule"), zerolinecolor: colour("--rule"), linecolor: colour("--rule"), automargin: true, exponentformat: "power" };
   const axes = Object.fromEntries(
     ["xaxis", "yaxis", ...Object.keys(layout).filter((name) => /^[xy]axis\d?$/.test(name))].map((name) => [
       name,
@@ -62,7 +62,7 @@ async function drawn(element, traces, { layout = {}, onpoint }) {
     plot_bgcolor: "transparent",
     font: { family: "inherit", size: 12, color: colour("--quiet") },
     colorway: palette(),
-    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } },
+    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 }, traceorder: "normal" },
     hovermode: "closest",
     ...layout,
     ...axes,

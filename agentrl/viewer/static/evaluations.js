@@ -19,8 +19,8 @@ export async function evaluationScreen([id], query) {
     { title: "Problem", value: (row) => row.problem },
     { title: "Sample", number: true, value: (row) => row.sample },
     { title: "Verdict", value: (row) => row.verdict, cell: verdict },
-    { title: "Extracted answer", value: (row) => row.answer, class: "text" },
-    { title: "Gold answer", value: (row) => row.gold, class: "text" },
+    { title: "Extracted answer", value: (row) => row.answer, class: "brief" },
+    { title: "Gold answer", value: (row) => row.gold, class: "brief" },
     { title: "Ended", value: (row) => row.ended, cell: (row) => words(row.ended) },
     { title: "Turns", number: true, value: (row) => row.turns },
     { title: "Tokens", number: true, value: (row) => row.tokens },
@@ -35,7 +35,7 @@ export async function evaluationScreen([id], query) {
   const name = page.path.split("/").at(-1);
   const content = [
     el("h1", {}, name),
-    await comparing(id),
+    el("div", { class: "bar" }, await comparing(id)),
     ...scoreSections(page.results),
     section("Rollouts", form, table(columns, rows, { caption: `${rows.length} of ${page.rollouts.length} rollouts` }).element),
     el("details", { class: "card" }, el("summary", {}, "Provenance"), el("pre", { class: "said" }, JSON.stringify(page.provenance, null, 1))),

@@ -37,6 +37,7 @@ async function show() {
     window.scrollTo(0, 0);
   } catch (error) {
     if (mine.signal.aborted) return;
+    document.getElementById("trail").replaceChildren(el("a", { href: "#/" }, "Runs"));
     page.replaceChildren(el("p", { class: "notice", role: "alert" }, error.message));
   }
   page.dataset.ready = location.hash;

@@ -46,6 +46,7 @@ export const PANELS = [
   },
   {
     title: "Staleness",
+    fromZero: true,
     unit: "policy versions",
     lines: [
       ["staleness/mean", "mean"],

@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { draw, lineWithBand, palette } from "./charts.js";
-import { choice, el, words } from "./dom.js";
+import { choice, el, visible, words } from "./dom.js";
 import { PANELS } from "./panels.js";
 import { smoothing } from "./runs.js";
 import { AXES, Series, smoothed } from "./series.js";
@@ -40,7 +40,7 @@ export async function runScreen([id], _query, signal) {
       chart.setAttribute("role", "img");
       chart.setAttribute("aria-label", panel.title);
       draw(chart, tracesOf(panel, series, state), {
-        layout: layoutOf(panel, facts.alarms, state),
+        layout: layoutOf(panel, series.places(facts.alarms, state.axis), state),
         onpoint: (_x, point) => open(point.customdata),
       });
     }
@@ -63,7 +63,8 @@ export async function runScreen([id], _query, signal) {
   );
   const hint = el("p", { class: "hint" }, "A click on a point opens the trajectories of its step.");
   const name = facts.path.split("/").at(-1);
-  const content = [el("h1", {}, name), head, alarms, controls, charts, hint, status, settingsOf(facts)];
+  const notes = facts.notes ? el("p", { class: "notes" }, visible(facts.notes)) : null;
+  const content = [el("h1", {}, name), head, notes, alarms, controls, charts, hint, status, settingsOf(facts)];
   return { title: name, trail: [["Runs", "#/"]], content };
 }
 
@@ -78,12 +79,17 @@ function summary(facts, series) {
   return el("dl", { class: "facts" }, list, el("div", {}, el("dt", {}, "Trajectories"), el("dd", {}, links, ...all)));
 }
 
+const FIRST_ALARMS = 4; // the others are folded away
+
 function alarmList(alarms, id) {
-  return alarms.map((alarm) => {
+  const shown = alarms.map((alarm) => {
     const text = `${words(alarm.alarm)}: ${alarm.message}`;
     const link = el("a", { href: `#/run/${id}/trajectories?first=${alarm.step}&last=${alarm.step}` }, `step ${alarm.step}`);
     return el("p", { class: "notice" }, link, ` ${text}`, el("span", { class: "hint" }, ` ${alarm.advice}`));
   });
+  if (shown.length <= FIRST_ALARMS + 1) return shown;
+  const more = shown.splice(0, shown.length - FIRST_ALARMS);
+  return [...shown, el("details", { class: "card" }, el("summary", {}, `${more.length} earlier alarms`), ...more)];
 }
 
 // The lines of a panel that the run has: [metric, label].
@@ -97,8 +103,10 @@ function tracesOf(panel, series, state) {
   const lines = palette();
   const traces = linesOf(panel, series).map(([name, label], place) => ({ name, label, color: lines[place % lines.length], ...series.line(name, state.axis) }));
   if (panel.stacked) {
-    const group = (trace) => ({ name: trace.label, x: trace.x, y: trace.y, customdata: trace.steps, type: "bar", marker: { color: trace.color } });
-    return traces.map(group);
+    // Over hours, a bar lies where its step lay: from the end of the step before to its own end.
+    const lasted = (trace) => trace.rows.map((row) => (row["time/step_s"] ?? 0) / 3600);
+    const timeline = (trace) => (state.axis === "hours" ? { width: lasted(trace), offset: lasted(trace).map((hours) => -hours) } : {});
+    return traces.map((trace) => ({ name: trace.label, x: trace.x, y: trace.y, customdata: trace.steps, type: "bar", marker: { color: trace.color }, ...timeline(trace) }));
   }
   return traces.flatMap(({ name, label, color, x, y, rows, steps }) => {
     const means = smoothed(y, state.window);
@@ -111,10 +119,10 @@ function tracesOf(panel, series, state) {
 }
 
 function layoutOf(panel, alarms, state) {
-  const shapes = state.axis !== "step" ? [] : alarms.map((alarm) => ({ type: "line", x0: alarm.step, x1: alarm.step, yref: "paper", y0: 0, y1: 1, line: { dash: "dot", width: 1.5, color: "#d0453a" } }));
+  const shapes = alarms.map((place) => ({ type: "line", x0: place, x1: place, yref: "paper", y0: 0, y1: 1, line: { dash: "dot", width: 1.5, color: "#d0453a" } }));
   const title = AXES.find(([kind]) => kind === state.axis)[1];
   const stacked = panel.stacked ? { barmode: "stack", barnorm: panel.share ? "fraction" : "", bargap: 0.1 } : {};
-  const yaxis = { title: { text: panel.unit ?? "", standoff: 6 }, type: panel.logarithmic ? "log" : "-" };
+  const yaxis = { title: { text: panel.unit ?? "", standoff: 6 }, type: panel.logarithmic ? "log" : "-", rangemode: panel.fromZero ? "tozero" : "normal" };
   return { shapes, xaxis: { title: { text: title, standoff: 4 } }, yaxis, ...stacked };
 }
 

@@ -47,7 +47,7 @@ export async function runsScreen(_parts, _query, signal) {
 
   function list() {
     const lines = palette();
-    const rows = readable.filter((run) => run.name.toLowerCase().includes(state.search.toLowerCase()));
+    const rows = readable.filter((run) => `${run.name}\n${run.notes}`.toLowerCase().includes(state.search.toLowerCase()));
     const toggle = (run) => (event) => {
       if (event.target.checked) state.chosen.add(run.id);
       else state.chosen.delete(run.id);
@@ -62,6 +62,7 @@ export async function runsScreen(_parts, _query, signal) {
       },
       { title: "Run", value: (run) => run.name, cell: (run) => [swatch(lines[colours.get(run.id) % lines.length]), el("a", { href: `#/run/${run.id}` }, run.name)] },
       { title: "State", value: stateOf, cell: (run) => el("span", { class: run.live ? "tag good" : "tag" }, stateOf(run)) },
+      ...(readable.some((run) => run.notes) ? [{ title: "Notes", value: (run) => run.notes.split("\n")[0], class: "text" }] : []),
       { title: "Estimator", value: (run) => run.settings["algorithm.estimator"] },
       { title: "Environment", value: (run) => run.settings.env },
       { title: "Seed", number: true, value: (run) => run.settings.seed },
@@ -78,7 +79,7 @@ export async function runsScreen(_parts, _query, signal) {
     const rows = keys.filter((key) => key !== "name" && new Set(shown.map((run) => text(run, key))).size > 1);
     if (shown.length < 2) return differing.replaceChildren();
     const columns = [{ title: "Setting", value: (key) => key }];
-    shown.forEach((run) => columns.push({ title: run.name, value: (key) => text(run, key) }));
+    shown.forEach((run) => columns.push({ title: run.name, value: (key) => text(run, key), class: "brief" }));
     const content = rows.length ? table(columns, rows, {}).element : el("p", { class: "quiet" }, "The chosen runs have the same settings.");
     return differing.replaceChildren(section("Settings that differ", content));
   }

@@ -39,6 +39,12 @@ export class Series {
     return { x, y, steps, rows };
   }
 
+  // Where alarms lie on an axis.
+  places(alarms, kind) {
+    const at = new Map(this.axis(kind).map((place, row) => [this.rows[row].step, place]));
+    return [...new Set(alarms.map((alarm) => at.get(alarm.step)))].filter((place) => place !== undefined);
+  }
+
   axis(kind) {
     if (kind === "step") return this.rows.map((row) => row.step);
     const [name, scale] = kind === "hours" ? ["time/step_s", 3600] : ["policy/tokens", 1];

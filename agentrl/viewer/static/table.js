@@ -2,9 +2,13 @@
 
 import { el, short, visible } from "./dom.js";
 
+const SHOWN = 250; // rows that are drawn at first, and with every "Show more"
+
 export function table(columns, rows, { caption, order = null, mark } = {}) {
   const body = el("tbody");
   let sorted = order;
+  let most = SHOWN;
+  const more = el("button", { class: "act", type: "button", onclick: () => ((most += SHOWN), fill()) });
   const heads = columns.map((column, place) => {
     const sort = () => {
       sorted = { place, down: sorted?.place === place ? !sorted.down : Boolean(column.number) };
@@ -21,12 +25,14 @@ export function table(columns, rows, { caption, order = null, mark } = {}) {
       const { value } = columns[sorted.place];
       shown.sort((a, b) => compare(value(a), value(b)) * (sorted.down ? -1 : 1));
     }
-    body.replaceChildren(...shown.map((row) => el("tr", { class: mark?.(row) ?? "" }, columns.map((column) => cell(column, row)))));
+    more.hidden = shown.length <= most;
+    more.textContent = `Show more: ${Math.min(most, shown.length)} of ${shown.length} rows are shown`;
+    body.replaceChildren(...shown.slice(0, most).map((row) => el("tr", { class: mark?.(row) ?? "" }, columns.map((column) => cell(column, row)))));
   }
   fill();
   const head = el("thead", {}, el("tr", {}, heads));
   const whole = el("table", {}, caption ? el("caption", {}, caption) : null, head, body);
-  return { element: el("div", { class: "wide", tabIndex: 0, role: "region", "aria-label": caption ?? "Table" }, whole), fill };
+  return { element: el("div", { class: "wide", tabIndex: 0, role: "region", "aria-label": caption ?? "Table" }, whole, more), fill };
 }
 
 function cell(column, row) {

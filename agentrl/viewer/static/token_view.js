@@ -41,7 +41,8 @@ export class TokenView {
     box.addEventListener("click", (event) => of(event) && this.choose(Number(of(event).dataset.index)));
     box.addEventListener("focus", () => this.current < 0 && this.choose(first));
     box.addEventListener("keydown", (event) => {
-      const move = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 }[event.key];
+      const all = this.items.length;
+      const move = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -all, End: all }[event.key];
       if (!move) return;
       event.preventDefault();
       this.choose(Math.min(this.items.length - 1, Math.max(0, this.current + move)), true);

@@ -22,6 +22,8 @@ const FIELDS = [
   ["group", "Group", "number"],
 ];
 
+const ALWAYS = 4; // fields that are shown before "More filters"
+
 export async function trajectoriesScreen([id], query) {
   const facts = await ask(`/runs/${id}`);
   const asked = Object.fromEntries(query);
@@ -32,6 +34,8 @@ export async function trajectoriesScreen([id], query) {
   const status = el("p", { class: "hint", role: "status" });
   const more = el("button", { class: "act", type: "button", onclick: () => next() }, "Search on");
   let after = "";
+  const course = section("This problem over the steps", el("div", { class: "chart", role: "img", "aria-label": "Reward of this problem over the steps" }));
+  course.hidden = true;
 
   async function next() {
     const found = await ask(`/runs/${id}/trajectories`, { ...asked, after });
@@ -42,6 +46,7 @@ export async function trajectoriesScreen([id], query) {
     status.textContent = `${rows.length} trajectories${after ? `, so far: searched up to step ${after.split(":")[0]}` : ""}`;
     shown.fill();
     await histogram();
+    await overSteps();
   }
 
   async function histogram() {
@@ -55,12 +60,31 @@ export async function trajectoriesScreen([id], query) {
     draw(chart, rewards.length ? [bar] : [], { layout, onpoint });
   }
 
+  // The rewards of one problem along the steps.
+  async function overSteps() {
+    if (!asked.problem || new Set(rows.map((row) => row.problem)).size !== 1) return;
+    const byStep = grouped(rows);
+    const steps = [...byStep.keys()].sort((a, b) => a - b);
+    const means = steps.map((step) => byStep.get(step).reduce((sum, row) => sum + row.reward, 0) / byStep.get(step).length);
+    const points = { name: "trajectory", x: rows.map((row) => row.step), y: rows.map((row) => row.reward), customdata: rows.map((row) => row.number), mode: "markers", marker: { size: 7, opacity: 0.35 } };
+    const line = { name: "mean", x: steps, y: means, mode: "lines+markers" };
+    const onpoint = (step, { customdata }) => (location.hash = customdata === undefined ? `#/run/${id}/trajectories?${new URLSearchParams({ ...asked, first: step, last: step })}` : `#/run/${id}/${step}/${customdata}`);
+    course.hidden = false;
+    draw(course.querySelector(".chart"), [points, line], { layout: { height: 200, showlegend: true, xaxis: { title: { text: "step" } }, yaxis: { title: { text: "reward" } } }, onpoint });
+  }
+
   await next();
   const steps = asked.first && asked.first === asked.last ? `Step ${asked.first}` : "Trajectories";
   const name = facts.path.split("/").at(-1);
   const hint = el("p", { class: "hint" }, "A click on a bar shows its trajectories alone.");
-  const content = [el("h1", {}, `${steps} of ${name}`), neighbours(id, asked, facts.trajectory_steps), filters(id, asked), problems, section("Rewards", chart, hint), section("Found", shown.element, status, more)];
+  const content = [el("h1", {}, `${steps} of ${name}`), neighbours(id, asked, facts.trajectory_steps), filters(id, asked), problems, course, section("Rewards", chart, hint), section("Found", shown.element, status, more)];
   return { title: steps, trail: [["Runs", "#/"], [name, `#/run/${id}`]], content };
+}
+
+function grouped(rows) {
+  const found = new Map();
+  rows.forEach((row) => found.set(row.step, [...(found.get(row.step) ?? []), row]));
+  return found;
 }
 
 function go(id, values) {
@@ -86,12 +110,16 @@ function filters(id, asked) {
       : el("input", { name, type: kind, value, step: "any", size: kind === "number" ? 6 : 20 });
     return el("label", { class: kind === "search" ? "field grow" : "field" }, el("span", {}, label), input);
   });
+  const plain = FIELDS.slice(0, ALWAYS).map(([name]) => name);
+  const wide = window.matchMedia("(min-width: 60rem)").matches;
+  const open = wide || FIELDS.some(([name]) => !plain.includes(name) && asked[name]);
+  const more = el("details", { class: "all", open }, el("summary", {}, "More filters"), el("div", { class: "filters" }, inputs.slice(ALWAYS)));
   const submit = (event) => {
     event.preventDefault();
     go(id, Object.fromEntries(new FormData(event.target)));
   };
   const buttons = [el("button", { class: "act", type: "submit" }, "Search"), el("a", { href: `#/run/${id}/trajectories` }, "clear")];
-  return el("form", { class: "card filters", onsubmit: submit, role: "search" }, inputs, buttons);
+  return el("form", { class: "card filters", onsubmit: submit, role: "search" }, inputs.slice(0, ALWAYS), more, buttons);
 }
 
 function columnsOf(id) {
@@ -102,7 +130,7 @@ function columnsOf(id) {
     { title: "Reward", number: true, value: (row) => row.reward },
     { title: "Ended", value: (row) => row.ended, cell: (row) => words(row.ended) },
     { title: "Verdict", value: (row) => row.verdict, cell: (row) => verdict(row) },
-    { title: "Answer", value: (row) => row.answer, class: "text" },
+    { title: "Answer", value: (row) => row.answer, class: "brief" },
     { title: "Turns", number: true, value: (row) => row.turns },
     { title: "Tokens", number: true, value: (row) => row.tokens },
     { title: "Tools", value: tools, cell: tools },

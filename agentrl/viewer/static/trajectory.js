@@ -58,7 +58,7 @@ export async function trajectoryScreen([id, step, number]) {
     whatIf(page, { id, step, number }, take),
     section("The group side by side", siblingCards(page, id, step, number)),
   ];
-  return { title, trail: [["Runs", "#/"], ["Run", `#/run/${id}`], [`Step ${step}`, `#/run/${id}/trajectories?first=${step}&last=${step}`]], content };
+  return { title, trail: [["Runs", "#/"], [page.run, `#/run/${id}`], [`Step ${step}`, `#/run/${id}/trajectories?first=${step}&last=${step}`]], content };
 }
 
 function reasonFor(row) {
