@@ -48,16 +48,29 @@ def roomy(bundle: Bundle, nodes: Sequence[ClusterNode], taken: Mapping[str, Sequ
     return found
 
 
+def allot(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], taken: dict[str, list[Bundle]]) -> None:
+    """Add each bundle to what is ``taken`` of the node with room that has least left. Raises UnplaceableError."""
+    for bundle in bundles:
+        room = roomy(bundle, nodes, taken)
+        tightest = min(room, key=lambda node: (*_left(node, taken.get(node.address, ())), node.address))
+        taken.setdefault(tightest.address, []).append(bundle)
+
+
 def plan_table(
-    bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], *, everywhere: Bundle | None = None
+    bundles: Sequence[Bundle],
+    nodes: Sequence[ClusterNode],
+    *,
+    beside: Sequence[Bundle] = (),
+    everywhere: Bundle | None = None,
 ) -> list[list[str]]:
     """A row for each node: name, address, GPUs and CPUs in use, of how many, and for what. Raises UnplaceableError.
 
-    ``everywhere``: what each node with room for it gets too.
+    ``beside``: further bundles, which may share a node. ``everywhere``: what each node with room for it gets too.
     """
     taken: dict[str, list[Bundle]] = {node.address: [] for node in nodes}
     for node, bundle in zip(placed(bundles, nodes), bundles, strict=True):
         taken[node.address].append(bundle)
+    allot(beside, nodes, taken)
     if everywhere is not None:
         for node in roomy(everywhere, nodes, taken):
             taken[node.address].append(everywhere)

@@ -43,6 +43,7 @@ _CARRIED = (
     *("AGENTRL_", "CUDA_LAUNCH", "DEEPSPEED_", "DS_", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_"),
     *("TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "TRITON_", "VLLM_"),
 )
+_ADDRESS = "AGENTRL_RAY_ADDRESS"  # environment variable of a process that the cluster at this address has started
 # Seconds between two looks at a cluster that lacks nodes, and for its nodes to kill what runs there.
 _LOOK = 1.0
 _LAST_CALL = 5.0
@@ -75,6 +76,7 @@ class NodeHost:
         self._heard = time.monotonic()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # Ray blocks it, and children inherit that
         own = {"GLOO_SOCKET_IFNAME": _interface(place.address), ALL_GPUS: ",".join(place.gpus) or None}
+        own[_ADDRESS] = ray.get_runtime_context().gcs_address
         process = LocalProcess(replace(spec, environment={**own, "OMP_NUM_THREADS": None, **spec.environment}), place)
         self._processes[process.pid] = process
         return process.pid
@@ -312,12 +314,13 @@ def _id_of(node: ClusterNode) -> str:
 
 def _connect(settings: ClusterSettings) -> PortWatch:
     """Connect, and watch the head. Raises SettingsError if no cluster answers."""
+    in_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     # Without its head, Ray would end this process after a minute.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(round(settings.deadline + 60)))
     try:
         ray.init(
-            address=settings.address,
+            address=os.environ.get(_ADDRESS, settings.address),
             namespace="agentrl",
             include_dashboard=False if settings.address == "local" else None,
             log_to_driver=False,
@@ -328,7 +331,8 @@ def _connect(settings: ClusterSettings) -> PortWatch:
             f"cluster.address={settings.address}: no Ray cluster answers there ({str(error).splitlines()[0]}); "
             "start one with 'ray start --head' (docs/cluster.md), or set cluster.address=HOST:PORT"
         ) from error
-    signal.signal(signal.SIGTERM, before)  # Ray installs a handler that ends this process at once
+    if in_main:
+        signal.signal(signal.SIGTERM, before)  # Ray installs a handler that ends this process at once
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     return PortWatch((host, int(port)), settings.deadline)
 

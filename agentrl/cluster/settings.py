@@ -23,10 +23,13 @@ class ClusterSettings(BaseModel):
     cpus_per_rank: float = Field(1.0, gt=0)
     """CPUs that each rank reserves of a Ray node"""
     worker_cpus: float = Field(1.0, ge=0)
-    """CPUs that the rollout worker and what it starts reserve on the Ray node of rank 0"""
+    """CPUs that the rollout worker and what it starts there reserve on the Ray node of rank 0"""
     sandbox_cpus: float = Field(1.0, ge=0)
     """CPUs that a sandbox service reserves on each Ray node with sandbox.url=ray://. It runs twice as many programs at
     once, and at least 4, unless sandbox.workers is set"""
+    server_cpus: float = Field(1.0, gt=0)
+    """CPUs that a vLLM server reserves on the Ray node that gets it (rollout.vllm.placement=dedicated), beside its
+    GPUs"""
     start_deadline: float = Field(300.0, gt=0)
     """seconds for Ray to give a run its nodes, which others may use, and for these to start processes"""
     deadline: float = Field(60.0, gt=0)

@@ -11,7 +11,7 @@ from typing import Literal
 from agentrl.config.settings import Settings
 from agentrl.errors import SettingsError
 from agentrl.models.settings import LoRASettings
-from agentrl.rollout.engines.table import engine_facts
+from agentrl.rollout.engines.table import engine_facts, servers_on_nodes
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl_envs.settings import ChatSettings, SimpleTIRSettings, ToolChatSettings
 
@@ -224,6 +224,8 @@ def _cluster_problems(settings: Settings) -> Iterator[str]:
         yield f"{_given(settings, 'cluster.restarts')} with cluster.kind=environment: its launcher restarts the ranks"
     if settings.sandbox.scheme == "ray" and cluster.kind != "ray":
         yield f"sandbox.url=ray:// with {_given(settings, 'cluster.kind')}: only Ray starts them; valid: cluster=ray"
+    if servers_on_nodes(settings.rollout, cluster.kind) and settings.rollout.vllm.devices is not None:
+        yield f"{_given(settings, 'rollout.vllm.devices')} with cluster.kind=ray: Ray chooses the GPUs; valid: null"
     yield from _elastic_problems(settings)
     if cluster.nodes > 1 and engine_facts(settings.rollout).shares_gpus:
         yield (

@@ -24,8 +24,8 @@ class VLLMSettings(BaseModel):
     placement: Literal["colocated", "dedicated", "external"] = Field(
         "dedicated",
         description="colocated: servers are started on the training GPUs and sleep during training; dedicated: "
-        "servers are started on other GPUs of this machine, or on its CPU; external: servers already run "
-        "at addresses",
+        "servers are started on other GPUs of this machine, or on its CPU, and with cluster=ray on any node; "
+        "external: servers already run at addresses",
     )
     addresses: list[str] = Field([], description="addresses of external servers, as http://HOST:PORT")
     replicas: int = Field(1, ge=1, description="number of servers to start")

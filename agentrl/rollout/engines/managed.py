@@ -11,6 +11,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from agentrl.cluster.opening import open_cluster
+from agentrl.cluster.settings import ClusterSettings
 from agentrl.errors import SettingsError
 from agentrl.models.settings import LoRASettings, ModelSettings
 from agentrl.models.tokenizer import TextCodec
@@ -33,7 +35,8 @@ class EngineRequest:
 
     ``longest``: tokens of the longest sequence that will be requested. ``folder``: the place for servers' logs and
     their initial weights. ``model``: the loaded policy, for an engine in this process. ``shared``: ``model`` is the
-    trained module itself, so weights need no transfer. ``trained``: the weights will change.
+    trained module itself, so weights need no transfer. ``trained``: the weights will change. ``cluster``: starts the
+    servers on its nodes; None: they start on this machine.
     """
 
     rollout: RolloutSettings
@@ -47,6 +50,7 @@ class EngineRequest:
     trained: bool = True
     training_gpus: int = 0
     deterministic: bool = False
+    cluster: ClusterSettings | None = None
 
 
 class ManagedEngine(Protocol):
@@ -179,6 +183,8 @@ class ManagedVLLM:
         # Weights that never change can stay tied, even on a CPU.
         copied = request.trained and not self._external and not self._adapters
         start = request.folder / ".weights" / "start"
+        cluster = request.cluster
+        self._cluster = None if cluster is None else open_cluster(cluster, None)
         self.engine = server_engine(
             rollout,
             request.codec,
@@ -189,13 +195,15 @@ class ManagedVLLM:
             folder=request.folder / "servers",
             training_gpus=request.training_gpus,
             backend=self._backend,
+            cluster=self._cluster,
+            cpus=1.0 if cluster is None else cluster.server_cpus,
         )
 
     async def open(self) -> None:
         try:
             await self.engine.open()
         except BaseException:
-            await self.engine.close()
+            await self.close()
             raise
 
     def begin_rollouts(self) -> None:
@@ -246,6 +254,8 @@ class ManagedVLLM:
 
     async def close(self) -> None:
         await self.engine.close()
+        if self._cluster is not None:
+            await asyncio.to_thread(self._cluster.close)
 
     async def _compare(self, probe: Probe) -> str | None:
         """Get every server's checksums and scores of the probe; resume requests if all are right."""

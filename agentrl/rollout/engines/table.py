@@ -16,7 +16,7 @@ class EngineFacts:
     computes in the rollout worker, with a model loaded there. ``reproducible``: the same requests give the same bits,
     regardless of when they arrive. ``kv_slots``: tokens of its KV cache, if a setting fixes the number.
     ``prompt_limit``: tokens of the longest prompt that it accepts. ``shares_gpus``: it shares GPUs with the training
-    ranks, so one of the two is idle while the other computes. ``starts_servers``: it starts servers on this machine.
+    ranks, so one of the two is idle while the other computes. ``starts_servers``: it starts servers.
     ``start_seconds``: how long opening it may take beyond loading a model.
     """
 
@@ -34,6 +34,11 @@ class EngineFacts:
 def engine_facts(rollout: RolloutSettings) -> EngineFacts:
     """The facts about the engine named by ``rollout.engine``."""
     return ENGINES[rollout.engine](rollout)
+
+
+def servers_on_nodes(rollout: RolloutSettings, cluster: str) -> bool:
+    """Whether a cluster of this kind (``cluster.kind``) places the servers that the engine starts on its nodes."""
+    return cluster == "ray" and engine_facts(rollout).starts_servers and rollout.vllm.placement == "dedicated"
 
 
 def _transformers(rollout: RolloutSettings) -> EngineFacts:

@@ -13,12 +13,13 @@ import torch
 from agentrl.cluster.devices import visible_gpus
 from agentrl.cluster.launchers import RankPlace
 from agentrl.cluster.opening import open_cluster
-from agentrl.cluster.plan import PLAN_COLUMNS, plan_table, roomy
+from agentrl.cluster.plan import PLAN_COLUMNS, allot, plan_table, roomy
 from agentrl.cluster.processes import Bundle, Cluster, ClusterNode, NodeLostError, Place, ProcessHandle, ProcessSpec
 from agentrl.cluster.sandboxes import SandboxServices
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.options import quoted
-from agentrl.rollout.engines.table import engine_facts
+from agentrl.rollout.engines.table import servers_on_nodes
+from agentrl.rollout.engines.vllm.placed import server_bundles
 from agentrl.telemetry.console import Console
 from agentrl.training.run.rank_group import RankEnd, RankGroup
 from agentrl.training.run.signals import INTERRUPTED, stop_requests
@@ -47,6 +48,8 @@ def launch(settings: Settings, run_path: Path, *, resume: bool) -> int:
     cluster = open_cluster(settings.cluster, _own_gpus())
     try:
         nodes = cluster.nodes()
+        if settings.cluster.kind == "ray":
+            _table(settings, nodes)  # what cannot be placed ends the run here
         sizes = RunSizes(settings, lambda size: bundles_of(size, nodes), run_path / "checkpoints")
         for attempt in range(settings.cluster.restarts + 1):
             last = attempt == settings.cluster.restarts
@@ -130,30 +133,32 @@ def start_ranks(
 
 
 def bundles_of(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundle]:
-    """What the ranks of a run need of each node; the first one has rank 0, with the worker and the servers it starts.
+    """What the ranks of a run need of each node; the first one has rank 0, with the worker.
 
     A rank needs a GPU if the nodes have any.
     """
     cluster, count = settings.cluster, settings.training.num_processes
     here = count // cluster.nodes
     gpus = 1 if any(node.gpus for node in nodes) else 0
-    vllm = settings.rollout.vllm
-    dedicated = engine_facts(settings.rollout).starts_servers and vllm.placement == "dedicated"
-    # On a single machine, servers choose among all of its GPUs.
-    servers = vllm.replicas * vllm.tensor_parallel_size if dedicated and gpus and cluster.kind == "ray" else 0
     bundles = []
     for place in range(cluster.nodes):
         ranks = f"rank {place}" if here == 1 else f"ranks {place * here} to {(place + 1) * here - 1}"
-        beside = ", worker" + (f", {vllm.replicas} servers" if servers else "")
         first = place == 0
         bundles.append(
             Bundle(
-                holds=ranks + (beside if first else ""),
+                holds=ranks + (", worker" if first else ""),
                 cpus=here * cluster.cpus_per_rank + (cluster.worker_cpus if first else 0.0),
-                gpus=here * gpus + (servers if first else 0),
+                gpus=here * gpus,
             )
         )
     return bundles
+
+
+def servers_of(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundle]:
+    """What the vLLM servers need that the worker places on the nodes of the cluster, each on one node."""
+    if not servers_on_nodes(settings.rollout, settings.cluster.kind):
+        return []
+    return server_bundles(settings.rollout.vllm, nodes, settings.cluster.server_cpus)
 
 
 def sandbox_bundle(settings: Settings) -> Bundle | None:
@@ -172,6 +177,7 @@ def _sandboxes(
         return None
     nodes = cluster.nodes()
     taken = {place.address: [own] for place, own in zip(places, bundles_of(settings, nodes), strict=True)}
+    allot(servers_of(settings, nodes), nodes, taken)  # the worker will start them
     fields = settings.sandbox.model_dump(exclude_none=True, exclude={"url", "retry_deadline", "service_deadline"})
     fields.setdefault("workers", max(4, math.ceil(2 * bundle.cpus)))
     return SandboxServices(
@@ -189,10 +195,15 @@ def show_plan(settings: Settings, console: Console) -> None:
     cluster = open_cluster(settings.cluster, _own_gpus())
     try:
         nodes = cluster.nodes()
-        table = plan_table(bundles_of(settings, nodes), nodes, everywhere=sandbox_bundle(settings))
-        console.table("Resource plan", list(PLAN_COLUMNS), table)
+        console.table("Resource plan", list(PLAN_COLUMNS), _table(settings, nodes))
     finally:
         cluster.close()
+
+
+def _table(settings: Settings, nodes: Sequence[ClusterNode]) -> list[list[str]]:
+    """The rows of the resource plan. Raises UnplaceableError."""
+    servers, sandbox = servers_of(settings, nodes), sandbox_bundle(settings)
+    return plan_table(bundles_of(settings, nodes), nodes, beside=servers, everywhere=sandbox)
 
 
 def _check_folder(cluster: Cluster, places: Sequence[Place], run_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from agentrl.cluster.launchers import address_of_rank_zero
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
-from agentrl.rollout.engines.table import engine_facts
+from agentrl.rollout.engines.table import engine_facts, servers_on_nodes
 from agentrl.telemetry.alarms import ringing
 from agentrl.telemetry.console import Console, RunProgress
 from agentrl.telemetry.machine import free_room
@@ -134,6 +134,8 @@ class Session:
         )
 
     def _open_sender(self) -> WeightSender:
+        rollout, cluster = self._settings.rollout, self._settings.cluster
+        elsewhere = rollout.vllm.placement == "external" or servers_on_nodes(rollout, cluster.kind)
         return WeightSender(
             self._service,
             self._engine,
@@ -141,7 +143,7 @@ class Session:
             console=self._console,
             lora=self._settings.model.lora,
             base=self._start,
-            host=_own_address() if self._settings.rollout.vllm.placement == "external" else "127.0.0.1",
+            host=_own_address() if elsewhere else "127.0.0.1",
         )
 
     def _open_service(self, path: str) -> RolloutService:

@@ -25,7 +25,7 @@ from agentrl.problems.sampler import ProblemSampler
 from agentrl.problems.sources import load_mixture
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.managed import EngineRequest, open_managed_engine
-from agentrl.rollout.engines.table import engine_facts
+from agentrl.rollout.engines.table import engine_facts, servers_on_nodes
 from agentrl.rollout.engines.vllm.servers import longest_request
 from agentrl.rollout.environment import build_rewards, environment_and_codec, needs_answers
 from agentrl.rollout.filters import FilterRules
@@ -122,6 +122,7 @@ class LocalService:
             shared=trained is not None,
             training_gpus=ranks_here(settings.training.num_processes),
             deterministic=settings.training.deterministic,
+            cluster=settings.cluster if servers_on_nodes(settings.rollout, settings.cluster.kind) else None,
         )
 
     def describe(self) -> list[str]:
@@ -216,7 +217,7 @@ class LocalService:
 
     def close(self) -> None:
         self._finish(self._worker.close())
-        self._finish(self._engine.close())
+        self._finish(self._managed.close())
         if self._rewards is not None:
             self._finish(self._rewards.close())
         self._finish(self._environment.close())

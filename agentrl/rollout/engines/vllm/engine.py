@@ -76,9 +76,7 @@ class VLLMEngine:
 
     async def open(self) -> None:
         """Start the servers to be started and check every server. Raises SettingsError or WorldError."""
-        for member in self._members:
-            if member.server is not None:
-                member.server.start()
+        await asyncio.gather(*(member.start() for member in self._members))
         await asyncio.gather(*(self._open(member) for member in self._members))
         self._gate.set()
 

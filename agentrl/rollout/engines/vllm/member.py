@@ -32,15 +32,34 @@ class Member:
         self.place = place
         self.load = load
         self.server = None if isinstance(served, str) else served
-        self.replica = Replica(served if isinstance(served, str) else served.plan.address)
-        self.address = self.replica.address
-        self.pulse = Pulse(self.address, self.replica.tokens_so_far, gate, stall_deadline=settings.stall_deadline)
         self.identity: Identity | None = None
         self.stale = False
         self.failure = ""
         self.reviving: asyncio.Task[None] | None = None
         self._gate = gate
         self._settings = settings
+        self._reach(served if isinstance(served, str) else served.plan.address)
+
+    def _reach(self, address: str) -> None:
+        """Speak with the server at this address."""
+        self.replica = Replica(address)
+        self.address = self.replica.address
+        seconds = self._settings.stall_deadline
+        self.pulse = Pulse(self.address, self.replica.tokens_so_far, self._gate, stall_deadline=seconds)
+
+    async def start(self) -> None:
+        """Start the server's process, if it has one, perhaps at another address. Raises WorldError if it cannot."""
+        if self.server is None:
+            return
+        loop = asyncio.get_running_loop()
+        self.server.when_ended = lambda: loop.call_soon_threadsafe(self.pulse.cut)
+        await asyncio.to_thread(self.server.start)
+        if self.server.plan.address != self.address:
+            told = self.replica.tells_checksums
+            await self.pulse.close()
+            await self.replica.close()
+            self._reach(self.server.plan.address)
+            self.replica.tells_checksums = told
 
     @property
     def answers(self) -> bool:
@@ -107,7 +126,7 @@ class Member:
             await self._gate.wait()
             version = weights.version
             if self.server is not None and self.server.ended:
-                self._restart(self.server)
+                await self._restart(self.server)
             try:
                 await self.replica.healthy()
                 if not await weights.held_by(self.replica):
@@ -138,7 +157,7 @@ class Member:
         except TimeoutError:
             raise TooSlowError(f"its weights were not proved within {seconds:g} s") from None
 
-    def _restart(self, server: ServerProcess) -> None:
+    async def _restart(self, server: ServerProcess) -> None:
         said = server.last_words()
         if says_out_of_memory(said) and server.starts:
             self.admit_less()
@@ -148,4 +167,7 @@ class Member:
                 f"(rollout.vllm.restarts={self._settings.restarts}); the end of its log:\n{said}"
             )
         logger.warning("the vLLM server %s has ended and is started again", self.address)
-        server.start()
+        try:
+            await self.start()
+        except WorldError as error:  # no node has room for it now
+            self.failure = str(error)

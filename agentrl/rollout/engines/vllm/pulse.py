@@ -31,6 +31,7 @@ class Pulse:
         self._tokens = tokens
         self._gate = gate
         self._stall_deadline = stall_deadline
+        self._why = f"computed no token for {stall_deadline:g} s"
         self._limits: set[asyncio.Timeout] = set()
         self._watch: asyncio.Task[None] | None = None
 
@@ -48,7 +49,7 @@ class Pulse:
                 raise
             if self._watch is not None and self._watch.done():
                 self._watch.result()  # raises if the poll itself has a bug
-            raise TooSlowError(f"{self._address} computed no token for {self._stall_deadline:g} s") from None
+            raise TooSlowError(f"{self._address} {self._why}") from None
         finally:
             self._limits.discard(limit)
             if not self._limits and self._watch is not None:
@@ -90,6 +91,11 @@ class Pulse:
             watch, self._watch = self._watch, None
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
+
+    def cut(self) -> None:
+        """End running requests at once: the server's process has ended, or its machine is lost."""
+        self._why = "has ended"
+        self._end_all()
 
     def _end_all(self) -> None:
         for limit in self._limits:

