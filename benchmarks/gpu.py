@@ -4,8 +4,8 @@
     python benchmarks/gpu.py --only kernel step  these sections
     python benchmarks/gpu.py --tiny              the same code at small sizes on the CPU: no figure means anything
 
-Every section prints its lines, or why it did not run; one that breaks or takes longer than its limit says so, and the
-next one runs. Sections:
+Every section prints its lines, or why it did not run; one that breaks or takes longer than its limit says so, gives its
+memory back, and the next one runs. Sections:
 
 kernel     token statistics by each backend against the bare products (cuBLAS) and the full logits: time, extra memory
 step       forward, backward and update of random models of Qwen2.5's shapes with as many layers as fit, packed and
@@ -13,17 +13,21 @@ step       forward, backward and update of random models of Qwen2.5's shapes wit
 colocated  the tiny job in bfloat16 with vLLM on the same GPU, which sleeps while it trains and wakes with weights over
            CUDA IPC that are verified: seconds of a transfer, mean |log-prob difference| of engine and trainer
 job        the tiny job with the `transformers` engine: seconds, share of right answers before and after
+
+On a CPU the server of `colocated` does not sleep, and takes the weights from files.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import gpu_step
@@ -35,7 +39,23 @@ from agentrl.kernels import token_statistics, triton_obstacle
 
 Section = Callable[[bool], Iterator[str]]
 _LIMIT = 330.0
-"""Seconds that one command of a section may take."""
+"""Seconds that a run of the tiny job may take."""
+_STEP_LIMIT = 165.0
+"""Seconds that the steps of one model may take, packed or padded: two models, both ways, in as long as two runs."""
+_GRACE = 20.0
+"""Seconds to end after a command was asked to."""
+_SMALL = {
+    "coldstart.steps": "120",
+    "coldstart.count": "2048",
+    "coldstart.direct_steps": "20",
+    "evaluation.problems": "8",
+    "evaluation.samples": "1",
+    "evaluation.falsified": "false",
+    "rollout.problems_per_step": "8",
+    "algorithm.drop_zero_variance": "false",  # so each step trains and sends its weights
+}
+"""A short run with a start that is too weak to learn from."""
+_SMALLEST = {"coldstart.steps": "21", "coldstart.count": "64", "rollout.problems_per_step": "2", "training.steps": "2"}
 
 
 class NotRun(Exception):
@@ -47,6 +67,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=sorted(SECTIONS), default=list(SECTIONS))
     parser.add_argument("--tiny", action="store_true", help="small sizes on the CPU, to try the program")
     options = parser.parse_args()
+    if options.tiny:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before CUDA starts, and for what is started here
     print(f"torch {torch.__version__}, {_device(options.tiny)}", flush=True)
     for name in options.only:
         run_section(name, tiny=options.tiny)
@@ -64,6 +86,9 @@ def run_section(name: str, *, tiny: bool) -> None:
         print(f"{name}: did not run: {reason}", flush=True)
     except Exception as error:  # noqa: BLE001 - the next section runs, whatever breaks this one
         print(f"{name}: broke: {type(error).__name__}: {str(error).strip()[-600:]}", flush=True)
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # the next section's processes use the same GPU
     print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
 
 
@@ -124,22 +149,28 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def step(tiny: bool) -> Iterator[str]:
-    """Each model in a process of its own."""
+    """Each model, packed and padded, in a process of its own, whose end frees its memory."""
     for model in ("tiny",) if tiny else ("Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B"):
-        done = _command([sys.executable, gpu_step.__file__, "--model", model])
-        yield from done.stdout.splitlines()
-        if done.returncode:
-            yield f"{model}: broke: {done.stderr.strip()[-600:]}"
+        for way in gpu_step.WAYS:
+            done = _command([sys.executable, gpu_step.__file__, "--model", model, "--way", way], limit=_STEP_LIMIT)
+            yield from done.stdout.splitlines()
+            if done.returncode:
+                yield f"{model}, {way}: broke: {done.stderr.strip()[-600:]}"
 
 
 def colocated(tiny: bool) -> Iterator[str]:
     """Three steps beside a server."""
+    beside = {"placement": "colocated", "transfer": "ipc", "gpu_memory_utilization": "0.4"}
     if tiny:
-        raise NotRun("vLLM cannot sleep on a CPU")
-    beside = {"placement": "colocated", "transfer": "ipc", "gpu_memory_utilization": 0.4}
-    vllm = [f"rollout.vllm.{name}={value}" for name, value in beside.items()]
-    rows = _train(["model.dtype=bfloat16", "rollout.engine=vllm", *vllm, "training.steps=3"])
-    for row in rows:
+        beside = {"placement": "dedicated", "transfer": "file"}
+    settings = {
+        "model.dtype": "float32" if tiny else "bfloat16",
+        "model.tiny.heads": "3",
+        "rollout.engine": "vllm",
+        "training.steps": "3",
+    }
+    settings |= {f"rollout.vllm.{name}": value for name, value in beside.items()}
+    for row in _train(_SMALL | settings | (_SMALLEST if tiny else {})):
         yield (
             f"step {row['step']:g}: {row['time/step_s']:.1f} s, of which transfer with wake and verification "
             f"{row['time/transfer_s']:.1f} s; mean |log-prob difference| {row['policy/engine_abs_diff']:.2g}"
@@ -149,9 +180,7 @@ def colocated(tiny: bool) -> Iterator[str]:
 def job(tiny: bool) -> Iterator[str]:
     """The tiny main job."""
     began = time.monotonic()
-    small = ["training.steps=1", "coldstart.steps=2", "coldstart.count=64", "rollout.problems_per_step=2"]
-    small += ["evaluation.problems=2", "evaluation.samples=1", "coldstart.direct_steps=0", "coldstart.direct_share=0"]
-    rows = _train(small if tiny else ["training.steps=60", "evaluation.falsified=false"])
+    rows = _train(_SMALL | _SMALLEST if tiny else {"training.steps": "30", "evaluation.falsified": "false"})
     seconds = time.monotonic() - began
     shares = [row["reward/mean"] for row in rows]
     ends = max(1, len(shares) // 10)
@@ -161,26 +190,30 @@ def job(tiny: bool) -> Iterator[str]:
     )
 
 
-def _train(settings: Sequence[str]) -> list[dict[str, float]]:
+def _train(settings: Mapping[str, str]) -> list[dict[str, float]]:
     """The metrics of a run of the tiny job. Raises RuntimeError with what it said last."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "agentrl.cli", "train", "--env", "simpletir", f"runs_dir={folder}", "name=gpu"]
-        done = _command([*command, *settings])
+        done = _command([*command, *(f"{key}={value}" for key, value in settings.items())], limit=_LIMIT)
         if done.returncode:
             raise RuntimeError(done.stderr.strip() or done.stdout.strip())
         lines = (Path(folder) / "gpu" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [row for row in map(json.loads, lines) if "time/step_s" in row]
 
 
-def _command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """What it printed and how it ended; 124 if it took too long."""
+def _command(command: Sequence[str], *, limit: float) -> subprocess.CompletedProcess[str]:
+    """What it printed and how it ended; 124 if it took longer than ``limit`` seconds."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            out, problems = process.communicate(timeout=_LIMIT)
+            out, problems = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
             process.terminate()  # agentrl ends its servers
-            out, problems = process.communicate()
-            return subprocess.CompletedProcess(command, 124, out, f"it took longer than {_LIMIT:.0f} s")
+            try:
+                out, _ = process.communicate(timeout=_GRACE)
+            except subprocess.TimeoutExpired:
+                process.kill()  # its servers end with it
+                out, _ = process.communicate()
+            return subprocess.CompletedProcess(command, 124, out, f"it took longer than {limit:.0f} s")
     return subprocess.CompletedProcess(command, process.returncode, out, problems)
 
 

@@ -1,6 +1,6 @@
 """One model of the section `step` of gpu.py: training steps, packed and padded, at several lengths.
 
-    python benchmarks/gpu_step.py --model Qwen/Qwen2.5-7B
+    python benchmarks/gpu_step.py --model Qwen/Qwen2.5-7B --way packed
 
 A random model in bfloat16 with gradient checkpointing, on one rank at ZeRO 2, with as many of its layers as the planner
 says fit. The documents' lengths are drawn from a log-normal with sigma 1; padded rows are those of one micro-batch. The
@@ -27,7 +27,7 @@ from agentrl.models.head import ReferenceHead
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import ModelSettings
 from agentrl.planning.activations import with_layers
-from agentrl.planning.estimate import rank_memory, usable
+from agentrl.planning.estimate import CONTEXT, rank_memory, usable
 from agentrl.planning.memory import ModelShape, TrainingSetup
 from agentrl.planning.shapes import read_shape, shape_of
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _REPEATS = 3
-_PUBLISHED = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+_PUBLISHED = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 """Dense bfloat16 operations a second, by the names of GPUs."""
 
 
@@ -60,6 +60,9 @@ class PaddedPolicy(PolicyModel):
         return self.head(selected, response_ids[rows, columns], temperature, reference), None
 
 
+WAYS: dict[str, type[PolicyModel]] = {"packed": PolicyModel, "padded": PaddedPolicy}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """Where it runs."""
@@ -73,24 +76,23 @@ class Machine:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
-    model = parser.parse_args().model
-    tiny = model == "tiny"
+    parser.add_argument("--way", choices=list(WAYS), required=True)
+    options = parser.parse_args()
+    tiny = options.model == "tiny"
     start_distributed(deadline=600.0)
     machine = this_machine(tiny=tiny)
     lengths = (256,) if tiny else (2048, 8192, 16384)
-    shape = fitting(read_shape(ModelSettings(path=None if tiny else model)), max(lengths), machine)
+    shape = fitting(read_shape(ModelSettings(path=None if tiny else options.model)), max(lengths), machine)
     print(f"{shape.name}: {shape.layers} layers, {shape.parameters / 1e9:.2f}B parameters, {machine.about}", flush=True)
-    for way in (PolicyModel, PaddedPolicy):
-        engine = _engine(way, shape, machine)
-        for tokens in lengths:
-            try:
-                print(_line(engine, shape, tokens, machine, padded=way is PaddedPolicy), flush=True)
-            except torch.OutOfMemoryError:
-                print(f"{_way(way is PaddedPolicy)}, {tokens} tokens: did not run: out of memory", flush=True)
-                engine.module.zero_grad()
-        del engine
-        if not tiny:
-            torch.cuda.empty_cache()
+    engine = _engine(WAYS[options.way], shape, machine)
+    for place, tokens in enumerate(lengths):
+        try:
+            print(_line(engine, shape, tokens, machine, way=options.way), flush=True)
+        except torch.OutOfMemoryError:
+            # A backward pass that broke off leaves gradients behind, and longer rows need more.
+            left = ", ".join(str(count) for count in lengths[place:])
+            print(f"{options.way}, {left} tokens: did not run: out of memory", flush=True)
+            break
 
 
 def this_machine(*, tiny: bool) -> Machine:
@@ -125,12 +127,12 @@ def setup(tokens: int, *, tiny: bool) -> TrainingSetup:
 
 
 def fitting(whole: ModelShape, tokens: int, machine: Machine) -> ModelShape:
-    """The shape with as many layers as fit."""
+    """The shape with as many layers as fit beside the process that started this one, which may hold a context too."""
     if machine.memory is None:
         return whole
     for layers in range(whole.layers, 0, -1):
         shape = shape_of(whole.name, with_layers(whole.config, layers))
-        if rank_memory(shape, setup(tokens, tiny=False)).total <= usable(machine.memory):
+        if rank_memory(shape, setup(tokens, tiny=False), context=2 * CONTEXT).total <= usable(machine.memory):
             return shape
     raise SystemExit(f"{whole.name}: did not run: not even one layer fits")
 
@@ -159,9 +161,7 @@ def _config(model: torch.nn.Module) -> PreTrainedConfig:
     return config
 
 
-def _line(
-    engine: TrainingEngine[PolicyModel], shape: ModelShape, tokens: int, machine: Machine, *, padded: bool
-) -> str:
+def _line(engine: TrainingEngine[PolicyModel], shape: ModelShape, tokens: int, machine: Machine, *, way: str) -> str:
     lengths = documents(tokens)
     on_gpu = machine.memory is not None
     _step(engine, shape, lengths)  # to warm up
@@ -175,18 +175,14 @@ def _line(
         torch.cuda.synchronize()
     seconds = (time.perf_counter() - began) / _REPEATS
     used = operations(shape, lengths) / seconds / machine.speed
-    said = f"{_way(padded)}, {tokens} tokens in {len(lengths)} documents: {seconds:.3f} s a step, "
+    said = f"{way}, {tokens} tokens in {len(lengths)} documents: {seconds:.3f} s a step, "
     said += f"{tokens / seconds:,.0f} tokens/s, utilisation {used:.3f}"
     if not on_gpu:
         return f"{said}; memory is measured on GPUs alone"
-    held = tokens if not padded else len(lengths) * max(lengths)
+    held = tokens if way == "packed" else len(lengths) * max(lengths)
     estimate = rank_memory(shape, replace(setup(tokens, tiny=False), tokens=held)).total
     peak = torch.cuda.max_memory_allocated()
     return f"{said}; peak {peak / 1e9:.1f} GB, estimate {estimate / 1e9:.1f} GB, ratio {estimate / peak:.3f}"
-
-
-def _way(padded: bool) -> str:
-    return "padded" if padded else "packed"
 
 
 def documents(tokens: int) -> list[int]:
