@@ -1,12 +1,13 @@
-"""What token statistics cost: seconds to write and to read a step, and bytes a token.
+"""What telemetry costs: the token statistics of a step, and the slices of a trace.
 
-``python benchmarks/telemetry.py [TRAJECTORIES TOKENS]`` (default 128 of 4096). The values are random as those of a real
-step are: log-probabilities, energies and entropies to their last digit, returns equal within a trajectory.
+``python benchmarks/telemetry.py [--rows 128] [--tokens 4096] [--run RUN]``. The values are random as those of a real
+step are: log-probabilities, energies and entropies to their last digit, returns equal within a trajectory. With a run
+(one with ``telemetry.trace=true`` for the second), also the share of a step's time that its statistics and slices take.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -14,10 +15,13 @@ from statistics import median
 
 import numpy as np
 
+from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.token_file import TokenFacts, TokenFile, write_tokens
 from agentrl.telemetry.tokens.trajectory_tokens import TrajectoryTokens
+from agentrl.telemetry.trace import span, start_trace, stop_trace
 
 REPEATS = 5
+SLICES = 100_000
 
 
 def rows(trajectories: int, tokens: int) -> list[TrajectoryTokens]:
@@ -51,7 +55,19 @@ def rows(trajectories: int, tokens: int) -> list[TrajectoryTokens]:
 
 
 def main() -> None:
-    trajectories, tokens = map(int, sys.argv[1:3]) if len(sys.argv) > 2 else (128, 4096)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=128, help="trajectories of the step")
+    parser.add_argument("--tokens", type=int, default=4096, help="model tokens of each")
+    parser.add_argument("--run", type=Path, help="a run directory")
+    options = parser.parse_args()
+    token_seconds = statistics_cost(options.rows, options.tokens)
+    slice_seconds = trace_cost()
+    if options.run is not None:
+        shares(RunDirectory(options.run), token_seconds, slice_seconds)
+
+
+def statistics_cost(trajectories: int, tokens: int) -> float:
+    """Seconds to write a token's statistics."""
     step = rows(trajectories, tokens)
     facts = TokenFacts(step=1, version=0, rank=0, ranks=1, estimator="tir_otb", loss="ppo", aggregation="token_mean")
     writing, reading = [], []
@@ -69,6 +85,42 @@ def main() -> None:
     print(f"{count} tokens: {size / count:.1f} bytes a token")
     print(f"write {median(writing):.3f} s, read {median(reading):.3f} s (medians of {REPEATS})")
     print(f"write {median(writing) / count * 1e6:.2f} s a million tokens")
+    return median(writing) / count
+
+
+def trace_cost() -> float:
+    """Seconds of a slice, when it is traced."""
+    without = min(slices() for _ in range(REPEATS))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        start_trace(path, "rank 0")
+        seconds = median(slices() for _ in range(REPEATS))
+        stop_trace()
+        size = path.stat().st_size / (REPEATS * SLICES)
+    print(f"a slice of the trace: {seconds * 1e6:.1f} us, {size:.0f} bytes; without a trace {without * 1e6:.2f} us")
+    return seconds
+
+
+def slices() -> float:
+    began = time.perf_counter()
+    for number in range(SLICES):
+        with span("turn", number=number):
+            pass
+    return (time.perf_counter() - began) / SLICES
+
+
+def shares(run: RunDirectory, token_seconds: float, slice_seconds: float) -> None:
+    """Print the medians over the steps of a run."""
+    steps = [row for row in run.metrics() if row.get("policy/tokens")]
+    tokens = [row["policy/tokens"] * token_seconds / row["time/step_s"] for row in steps]
+    seconds = median(row["time/step_s"] for row in steps)
+    own = median(row["policy/tokens"] for row in steps)
+    print(f"{run.path.name}: a step takes {seconds:.2f} s and trains on {own:.0f} tokens (medians)")
+    print(f"token statistics take {median(tokens):.3%} of a step's time, written beside training")
+    if run.trace.exists():
+        with run.trace.open("rb") as lines:
+            count = sum(1 for _ in lines) / len(steps)
+        print(f"the trace has {count:.0f} slices a step, {count * slice_seconds / seconds:.3%} of its time")
 
 
 if __name__ == "__main__":

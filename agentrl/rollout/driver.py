@@ -29,6 +29,7 @@ from agentrl.rollout.gateway.export import RolloutPlace
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.turn_loop import SampledTurn, TurnLoop, pooled
 from agentrl.rollout.work_queue import RolloutRequest
+from agentrl.telemetry.trace import now, on_lane, since, span
 from agentrl.trajectory import Group, Segment, Trajectory, one_after_another
 from agentrl_envs.episode import Environment, Episode, UnavailableError
 from agentrl_envs.protocols.marked_text import MarkedText
@@ -128,7 +129,8 @@ class _TokenSampler:
 
     async def _piece(self, turn: int, part: int, sampling: Sampling) -> Completion:
         request_id = f"{self.name}-{turn:04d}-{part:06d}"
-        await self.running.before_turn(request_id)
+        with span("wait for the others") if self.running.rounds is not None else nullcontext():
+            await self.running.before_turn(request_id)
         seed = sampling_key(*self.keys, turn, part)
         piece = await self.engine.generate(
             self.context, sampling, trajectory_id=self.name, request_id=request_id, seed=seed
@@ -281,12 +283,16 @@ class Driver:
     async def _player(self, jobs: Jobs, running: _Running, finished: Callable[[Trajectory], None]) -> None:
         try:
             while (job := await jobs()) is not None:
-                async with self._admission if running.rounds is None else nullcontext():
-                    await running.fair_yield.wait()
-                    branches = await self._rollout(job, running)
-                    self._admission.ended(sum(item.length for item in branches), branches[-1].seconds)
-                    for trajectory in branches:
-                        finished(trajectory)
+                with on_lane(f"{self.label}trajectories"):
+                    began = now()
+                    async with self._admission if running.rounds is None else nullcontext():
+                        since(began, "wait for admission")
+                        await running.fair_yield.wait()
+                        branches = await self._rollout(job, running)
+                        self._admission.ended(sum(item.length for item in branches), branches[-1].seconds)
+                        _trace(job, branches[-1], began)
+                        for trajectory in branches:
+                            finished(trajectory)
         finally:
             if running.rounds is not None:
                 running.rounds.leave()
@@ -409,6 +415,12 @@ class Driver:
             return replace(trajectory, ended=Ended.INFRASTRUCTURE_FAILURE)
         await running.fair_yield.wait()
         return trajectory.with_rewards(score.turns, score.parts)
+
+
+def _trace(job: Job, last: Trajectory, began: int) -> None:
+    """The slice of a rollout, on its lane, around those of its turns."""
+    place = {"step": job.step, "group": job.request.index, "sample": job.sample}
+    since(began, f"{job.request.problem.id} {job.sample}", ended=str(last.ended), reward=last.reward, **place)
 
 
 def _messages(trajectory: Trajectory) -> tuple[Message, ...]:

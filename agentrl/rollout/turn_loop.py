@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 from agentrl.rollout.engines.base import EngineError
 from agentrl.rollout.gates import FairYield
 from agentrl.rollout.settings import RolloutSettings
+from agentrl.telemetry.trace import span
 from agentrl_envs.episode import Environment, Episode, NamesCalls, UnavailableError
 from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict
 
@@ -92,14 +93,18 @@ class TurnLoop:
         return Ended.INFRASTRUCTURE_FAILURE
 
     async def _turns(self, episode: Episode) -> Ended:
-        self.sampler.begin(await self._reply(episode, episode.start()))
+        with span("start"):
+            self.sampler.begin(await self._reply(episode, episode.start()))
         while True:
             room = self.settings.max_response_tokens - self.sampler.used
             limit = min(self.settings.max_turn_tokens, room)
-            turn = await self.sampler.sample(episode, limit)
+            with span("turn"):
+                turn = await self.sampler.sample(episode, limit)
             if turn is None:
                 return Ended.TOKEN_LIMIT
-            step = await self._reply(episode, episode.step(turn.text))
+            with span("environment") as facts:
+                step = await self._reply(episode, episode.step(turn.text))
+                facts["tool calls"] = len(step.tool_calls)
             await self.fair_yield.wait()
             ended = self._ended(step, turn, full=turn.full and limit == room)
             if ended is not None:

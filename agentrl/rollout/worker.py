@@ -16,6 +16,7 @@ from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.sources import BackgroundSource, OnDemandSource, RolloutSource
 from agentrl.rollout.work_queue import QueueState, WorkQueue
 from agentrl.telemetry.metrics.definitions import user_metrics
+from agentrl.telemetry.trace import now, since
 from agentrl.trajectory import Group
 
 
@@ -63,7 +64,7 @@ class RolloutWorker:
         While the filters leave too few groups, up to ``max_extra_rounds`` further rounds are played.
         """
         loop = asyncio.get_running_loop()
-        began = loop.time()
+        began, collecting = loop.time(), now()
         deadline = began + self.settings.step_deadline
         self._step = step
         if self._source is None:
@@ -89,6 +90,7 @@ class RolloutWorker:
             "groups/skipped_long_prompt": self._queue.take_skipped(),
             "time/rollout_s": loop.time() - began,
         }
+        since(collecting, "collect groups", step=step)
         data = [item for group in played for item in group.trajectories if not item.no_data]
         metrics |= user_metrics(data, metrics)
         self._check_staleness(step, metrics.get("staleness/max", 0))

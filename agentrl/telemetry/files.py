@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from agentrl.errors import SettingsError, WorldError
 
+_BLOCK = 1 << 16
 LOCK_DEADLINE = 10.0  # seconds: a killed run's children may hold a lock for a moment
 
 
@@ -82,12 +83,17 @@ def repair_torn_line(path: Path) -> int:
     if not path.exists():
         return 0
     with world_errors(path, "repair"), path.open("rb+") as file:
-        content = file.read()
-        end = content.rfind(b"\n") + 1
-        if end < len(content):
+        size = start = file.seek(0, os.SEEK_END)
+        end = 0
+        while start and not end:  # from the end: the file may be large
+            stop, start = start, max(0, start - _BLOCK)
+            file.seek(start)
+            newline = file.read(stop - start).rfind(b"\n")
+            end = start + newline + 1 if newline >= 0 else 0
+        if end < size:
             file.truncate(end)
             os.fsync(file.fileno())
-        return len(content) - end
+        return size - end
 
 
 def _sync_folder(folder: Path) -> None:

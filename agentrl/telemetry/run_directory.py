@@ -44,6 +44,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.plots = self.path / "plots"
         self.trackers = self.path / "trackers"
+        self.trace = self.path / "trace.json"
         self.summary = self.path / "summary.json"
         self._unlock: Callable[[], object] | None = None
 
@@ -89,6 +90,7 @@ class RunDirectory:
             raise SettingsError(f"cannot write to the run directory {run.path}: {error.strerror}") from error
         run._complete()
         repair_torn_line(run.metrics_file)
+        repair_torn_line(run.trace)
         return run
 
     def close(self) -> None:
@@ -221,10 +223,8 @@ class RunDirectory:
     def _never_began(self, names: Iterable[str]) -> bool:
         """True if ``names``, all entries here, are only what a run makes before its first row."""
         folders = (self.trajectories, self.checkpoints, self.plots)
-        own = {
-            path.name
-            for path in (self.config, self.metrics_file, self.trackers, self.path / "tokenizer.json", *folders)
-        }
+        begun = (self.config, self.metrics_file, self.trackers, self.trace, self.path / "tokenizer.json")
+        own = {path.name for path in (*begun, *folders)}
         if not self.config.is_file() or not own.issuperset(names):
             return False
         empty = not self.metrics_file.exists() or self.metrics_file.stat().st_size == 0

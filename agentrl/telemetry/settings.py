@@ -28,6 +28,9 @@ class TelemetrySettings(BaseModel):
     """steps between two recorded files of token statistics (trainer log-probability, entropy, energy, return, baseline
     and advantage of each model token), which `agentrl explain` and `agentrl view` read; only steps whose trajectories
     are recorded have one. 0: record none"""
+    trace: bool = False
+    """write trace.json, which Perfetto (ui.perfetto.dev) opens: the steps of ranks and worker, every trajectory with
+    its turns, programs and waiting, servers and sandboxes"""
     trackers: tuple[str, ...] = ()
     """experiment trackers that are told the settings, metrics, evaluations, plots and a sample of trajectories: wandb,
     trackio, tensorboard, mlflow, a registered name, or module:attribute (docs/telemetry.md)"""

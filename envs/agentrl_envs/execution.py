@@ -15,6 +15,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import stamina
 
@@ -28,6 +29,9 @@ PRINTED = 4096
 
 KILLED = frozenset({Outcome.TIMEOUT, Outcome.MEMORY_LIMIT, Outcome.OUTPUT_LIMIT, Outcome.KILLED})
 """Outcomes that end a session together with the program."""
+
+traced: Callable[[], AbstractContextManager[object]] = nullcontext
+"""What surrounds the run of each program; a trace of rollouts puts its own here."""
 
 logger = logging.getLogger(__name__)
 
@@ -82,12 +86,13 @@ class EpisodeSandbox:
         async def run() -> Execution:
             if self._settings.interpreter == "session":
                 options["session"] = await self._open_session()
-            execution = await self._sandbox.execute(
-                program,
-                timeout=timeout or self._settings.execution_timeout,
-                request_id=request_id,
-                **options,  # type: ignore[arg-type]
-            )
+            with traced():
+                execution = await self._sandbox.execute(
+                    program,
+                    timeout=timeout or self._settings.execution_timeout,
+                    request_id=request_id,
+                    **options,  # type: ignore[arg-type]
+                )
             if execution.outcome is Outcome.INFRASTRUCTURE_FAILURE:
                 raise _InfrastructureError(execution)
             return execution

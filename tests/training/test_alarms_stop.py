@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from telemetry.traces import check_nested, read_trace
 from training.conftest import CommandLine
 
 from agentrl.telemetry.run_directory import RunDirectory
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.slow
 def test_an_alarm_is_said_recorded_and_stops_the_run(command_line: CommandLine, random_policy: Path) -> None:
     failing = [
         "telemetry.trackers=[tensorboard]",
+        "telemetry.trace=true",
         "rollout.group_size=1",
         "algorithm.drop_zero_variance=true",
         "training.steps=9",
@@ -28,3 +30,20 @@ def test_an_alarm_is_said_recorded_and_stops_the_run(command_line: CommandLine, 
     run = RunDirectory(command_line.folder / "runs" / "failing")
     assert list((run.trackers / "tensorboard").glob("events.out.tfevents.*"))
     assert [(ring.step, ring.alarm) for ring in run.rung()] == [(5, "no_signal")]
+    check_trace(run)
+
+
+def check_trace(run: RunDirectory) -> None:
+    """Slices lie within each other; every stored trajectory has one, around its turns; rank 0 has the steps."""
+    lanes = read_trace(run.trace)
+    check_nested(lanes)
+    rows = [slice for (group, _), slices in lanes.items() if group == "trajectories" for slice in slices]
+    played = {tuple(row["args"].values())[2:] for row in rows if "ended" in row.get("args", {})}
+    steps = run.trajectory_steps()
+    assert steps == [1, 2, 3, 4, 5]
+    stored = {(row["step"], row["group"], row["sample"]) for step in steps for row in run.read_trajectories(step)}
+    assert played == stored
+    assert {"turn", "environment", "start", "wait for admission"} <= {row["name"] for row in rows}
+    rank = [row["name"] for row in lanes["rank 0", "1"]]
+    assert [rank.count(name) for name in ("step", "wait for rollouts", "train", "send weights")] == [6, 6, 5, 5]
+    # The sixth step was stopped while it waited.

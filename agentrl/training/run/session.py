@@ -20,6 +20,7 @@ from agentrl.telemetry.console import Console, RunProgress
 from agentrl.telemetry.machine import free_room
 from agentrl.telemetry.records import EvaluationRecord, Metrics
 from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.telemetry.trace import span, start_trace, stop_trace
 from agentrl.telemetry.trackers.reporting import Trackers
 from agentrl.training.coldstart.policy import starting_policy
 from agentrl.training.engine.adapter import adapter_record, check_adapter, describe_size, policy_optimizer
@@ -83,6 +84,8 @@ class Session:
         self._trained: list[Metrics] | None = None  # the rows of all steps, from the first step of this process on
         self._checkpoints = Path(settings.runs_dir) / str(settings.name) / "checkpoints"
         self._trackers = Trackers(settings.telemetry, run, say=console.note, warn=console.warning)
+        if settings.telemetry.trace:
+            start_trace(RunDirectory(self._checkpoints.parent).trace, f"rank {rank}")
         self._best = BestPolicy(self._checkpoints.parent)
         self._start = path = starting_policy(settings, console)
         self._tokenizer = read_tokenizer(path)
@@ -192,6 +195,7 @@ class Session:
         self._sender.close()
         self._tokens.close()
         self._trackers.close()
+        stop_trace()
         if self._run is not None:
             self._run.close()
 
@@ -212,12 +216,14 @@ class Session:
         self._evaluate_if_due()  # at the start, or if a stop skipped it
         with self._console.progress(steps, self._done.step) as progress:
             for step in range(self._done.step + 1, steps):
-                self._step(step, progress)
+                with span("step", step=step):
+                    self._step(step, progress)
                 self._evaluate_if_due()
                 if due(step, every):
                     self._save()
             if self._done.step < steps:
-                self._step(steps, progress)
+                with span("step", step=steps):
+                    self._step(steps, progress)
         self._evaluate()
         if self._settings.evaluation.falsified:
             self._evaluate(falsified=True)
@@ -225,16 +231,19 @@ class Session:
     def _step(self, step: int, progress: RunProgress) -> None:
         """Roll out, train and send the weights. Raises InterruptedRunError only before the step changes anything."""
         began = time.monotonic()
-        plan = self._service.plan(step, self._budget.tokens)
+        with span("wait for rollouts"):
+            plan = self._service.plan(step, self._budget.tokens)
         planned = time.monotonic()
         for engine in self._engines.values() if self._moves_state else ():
             engine.reload()  # the servers sleep
-        plan, recorder, metrics = self._train(plan)
+        with span("train"):
+            plan, recorder, metrics = self._train(plan)
         updates = self._done.updates + int(metrics["policy/updates"])
         self._make_room()
         trained = time.monotonic()
-        self._service.settle()
-        self._sender.send(updates)
+        with span("send weights"):
+            self._service.settle()
+            self._sender.send(updates)
         ended = time.monotonic()
         metrics = {"step": step, **plan.metrics, **metrics}
         metrics |= {
@@ -318,7 +327,8 @@ class Session:
             return
         if any((item["step"], item["falsified"]) == (self._done.step, falsified) for item in self._done.evaluations):
             return
-        report = self._service.evaluate(self._done.step, falsified=falsified)
+        with span("evaluate", step=self._done.step):
+            report = self._service.evaluate(self._done.step, falsified=falsified)
         if report is None:
             what, of = ("evaluated with falsified observations", " that reveals a value by execution")
             what, of = (what, of) if falsified else ("evaluated", "")
@@ -364,7 +374,8 @@ class Session:
             reference=self._reference_path,
             adapter=self._adapter,
         )
-        self._writer.save(self._engines, state)
+        with span("save", step=self._done.step):
+            self._writer.save(self._engines, state)
         self._saved = (self._done.step, len(self._done.evaluations))
 
     def _settle_best_of(self, saved: RunState) -> None:

@@ -33,12 +33,14 @@ from agentrl.rollout.gateway.settings import is_agent
 from agentrl.rollout.work_queue import QueueState
 from agentrl.rollout.worker import RolloutBatch, RolloutWorker
 from agentrl.telemetry.run_directory import RunDirectory
+from agentrl.telemetry.trace import call, start_trace, stop_trace
 from agentrl.training.step.batching import RankPlan, due, plan_step
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 from agentrl.training.worker.event_loop import Loop
 from agentrl.training.worker.service import InterruptedRunError
 from agentrl.weights.native import TransferTarget
 from agentrl.weights.verify import Probe, probe_tokens
+from agentrl_envs import execution
 from agentrl_envs.episode import Environment
 
 if TYPE_CHECKING:
@@ -63,6 +65,10 @@ class LocalService:
         """Opens environment and engine. An engine in this process samples from ``trained``, or else from a copy."""
         self._settings = settings
         self._ranks = ranks
+        self._folder = Path(settings.runs_dir).absolute() / str(settings.name)
+        if settings.telemetry.trace:
+            start_trace(RunDirectory(self._folder).trace, "rollout worker")
+            execution.traced = partial(call, "sandbox", "program")
         environment, codec = environment_and_codec(settings, read_tokenizer(policy_path), policy_path)
         self._environment = environment
         self._loop = Loop(resting=settings.rollout.schedule == "synchronous")
@@ -72,7 +78,6 @@ class LocalService:
         self._run(environment.open())
         if self._rewards is not None:
             self._run(self._rewards.open())
-        self._folder = Path(settings.runs_dir).absolute() / str(settings.name)
         self._managed = self._run(open_managed_engine(self._engine_request(policy_path, codec, trained)))
         self._engine = self._managed.engine
         self._make_driver = partial(
@@ -222,6 +227,8 @@ class LocalService:
             self._finish(self._rewards.close())
         self._finish(self._environment.close())
         self._loop.close()
+        execution.traced = contextlib.nullcontext
+        stop_trace()
 
     async def _probe_tokens(self) -> tuple[int, ...]:
         problems = ProblemSampler(self._mixture, seed=self._settings.seed).next(_PROBE_PROBLEMS)

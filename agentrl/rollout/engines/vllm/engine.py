@@ -22,6 +22,7 @@ from agentrl.rollout.engines.vllm.replica import Replica
 from agentrl.rollout.engines.vllm.served_weights import Check, ServedAdapters, ServedWeights
 from agentrl.rollout.engines.vllm.server import ServerProcess, says_out_of_memory
 from agentrl.rollout.settings import RolloutSettings
+from agentrl.telemetry.trace import call
 
 logger = logging.getLogger(__name__)
 
@@ -134,15 +135,16 @@ class VLLMEngine:
         self._balancer.take(member.place, trajectory_id, **size)
         try:
             async with self._weights.used(member.replica, version) as adapter, member.pulse.watched():
-                completion = await member.replica.generate(
-                    token_ids,
-                    sampling,
-                    request_id=f"{request_id}-{secrets.token_hex(3)}",  # a server rejects an id that it still holds
-                    seed=seed if self._vllm.seeded else None,
-                    eos_ids=self._codec.end_ids,
-                    salt=self._weights.salt(version),
-                    adapter=adapter,
-                )
+                with call(f"server {member.place}", "request", context=len(token_ids)):
+                    completion = await member.replica.generate(
+                        token_ids,
+                        sampling,
+                        request_id=f"{request_id}-{secrets.token_hex(3)}",  # a server rejects one that it still holds
+                        seed=seed if self._vllm.seeded else None,
+                        eos_ids=self._codec.end_ids,
+                        salt=self._weights.salt(version),
+                        adapter=adapter,
+                    )
         finally:
             self._balancer.give_back(member.place, trajectory_id, **size)
         completion = self._weights.dated(completion, version)

@@ -1,0 +1,186 @@
+"""A trace of where a run's time went, in the JSON format that Perfetto and Chrome open: ``telemetry.trace=true``.
+
+All processes of a run append events to one file, each a line. The array is never closed: the format allows that, and
+so the file is valid whenever a process is killed. Without a trace, every function here returns at once.
+
+Not guarded: processes on several machines over a file system whose appends are not atomic (NFS).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import json
+import logging
+import os
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+
+from agentrl.telemetry.files import world_errors
+
+_LARGEST_BUFFER = 1 << 16  # bytes that wait to be written
+_LONGEST_WAIT = 1_000_000_000  # nanoseconds
+
+logger = logging.getLogger(__name__)
+
+Lane = tuple[int, int]  # the trace's numbers of a group of lanes (a "process") and of one lane (a "thread")
+Fact = str | int | float | None
+
+_HERE: ContextVar[Lane | None] = ContextVar("lane", default=None)
+
+
+class Trace:
+    """One process's writer. ``main``: the lane of what belongs to no other, by its group's name."""
+
+    def __init__(self, path: Path, main: str) -> None:
+        with world_errors(path, "write"):
+            _begin_file(path)
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._path, self._failed = path, False
+        self._lock = threading.Lock()
+        self._buffer = bytearray()
+        self._written = time.monotonic_ns()
+        self._to_wall = time.time_ns() - time.monotonic_ns()
+        self._free: dict[str, list[int]] = {}
+        self._used: dict[str, int] = {}
+        self.main = self.take(main)
+
+    def take(self, group: str) -> Lane:
+        """A lane of a group, the lowest that is free."""
+        with self._lock:
+            free = self._free.setdefault(group, [])
+            lane = heapq.heappop(free) if free else self._used.get(group, 0)
+            known = self._used.get(group, 0)
+            self._used[group] = max(known, lane + 1)
+        number = zlib.crc32(group.encode()) & 0x7FFFFFFF
+        if lane == known:
+            self._name(group, number, lane)
+        return number, lane + 1
+
+    def give_back(self, group: str, lane: Lane) -> None:
+        """Another slice may take the lane."""
+        with self._lock:
+            heapq.heappush(self._free[group], lane[1] - 1)
+
+    def slice(self, name: str, lane: Lane, began: int, facts: dict[str, Fact]) -> None:
+        """A slice from ``began`` (monotonic nanoseconds) until now."""
+        start, end = (began + self._to_wall) // 1000, (time.monotonic_ns() + self._to_wall) // 1000
+        event = {"ph": "X", "name": name, "pid": lane[0], "tid": lane[1], "ts": start, "dur": end - start}
+        self._add(event | ({"args": facts} if facts else {}))
+
+    def flush(self) -> None:
+        """Write what waits."""
+        with self._lock:
+            self._write()
+
+    def close(self) -> None:
+        """Write what waits and close the file."""
+        with self._lock:
+            self._write()
+            os.close(self._file)
+
+    def _name(self, group: str, number: int, lane: int) -> None:
+        if lane == 0:
+            self._add({"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": group}})
+        self._add({"ph": "M", "name": "thread_name", "pid": number, "tid": lane + 1, "args": {"name": f"{lane + 1}"}})
+
+    def _add(self, event: dict[str, object]) -> None:
+        line = json.dumps(event, ensure_ascii=True, separators=(",", ":")).encode() + b",\n"
+        with self._lock:
+            self._buffer += line
+            if len(self._buffer) > _LARGEST_BUFFER or time.monotonic_ns() - self._written > _LONGEST_WAIT:
+                self._write()
+
+    def _write(self) -> None:
+        self._written = time.monotonic_ns()
+        if not self._failed:
+            try:
+                os.write(self._file, self._buffer)
+            except OSError as error:  # a full disk: the run itself will say so, or has room for what it needs
+                self._failed = True
+                logger.warning("the trace %s ends here: %s", self._path, error.strerror)
+        self._buffer.clear()
+
+
+_current: Trace | None = None
+
+
+def start_trace(path: Path, main: str) -> None:
+    """Trace this process into ``path``, from now on; nothing changes where it is traced already."""
+    global _current
+    if _current is None:
+        _current = Trace(path, main)
+
+
+def stop_trace() -> None:
+    """End the trace of this process."""
+    global _current
+    trace, _current = _current, None
+    if trace is not None:
+        trace.close()
+
+
+@contextlib.contextmanager
+def span(name: str, **facts: Fact) -> Iterator[dict[str, Fact]]:
+    """A slice on the lane of this task, or on the process's own. Facts that are known later go into what it yields."""
+    trace = _current
+    if trace is None:
+        yield facts
+        return
+    began, lane = time.monotonic_ns(), _HERE.get() or trace.main
+    try:
+        yield facts
+    finally:
+        trace.slice(name, lane, began, facts)
+
+
+@contextlib.contextmanager
+def on_lane(group: str) -> Iterator[None]:
+    """A lane of ``group`` of its own for the spans of this task."""
+    trace = _current
+    if trace is None:
+        yield
+        return
+    lane = trace.take(group)
+    before = _HERE.set(lane)
+    try:
+        yield
+    finally:
+        _HERE.reset(before)
+        trace.give_back(group, lane)
+
+
+@contextlib.contextmanager
+def call(group: str, name: str, **facts: Fact) -> Iterator[None]:
+    """A slice on this task's lane, if it has one, and the same on a lane of what serves it."""
+    own = contextlib.nullcontext() if _HERE.get() is None else span(name, **facts)
+    with own, on_lane(group), span(name, **facts):
+        yield
+
+
+def now() -> int:
+    """The beginning of a slice that :func:`since` ends."""
+    return time.monotonic_ns()
+
+
+def since(began: int, name: str, **facts: Fact) -> None:
+    """A slice from ``began`` until now, where no ``with`` fits."""
+    if _current is not None:
+        _current.slice(name, _HERE.get() or _current.main, began, facts)
+
+
+def _begin_file(path: Path) -> None:
+    """Make the file with its first line, unless another process has."""
+    if path.exists():
+        return
+    own = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    own.write_bytes(b"[\n")
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.link(own, path)
+    finally:
+        own.unlink()

@@ -1,0 +1,32 @@
+"""Reads a trace as Perfetto does, and checks that its slices fit."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+Slices = list[dict[str, Any]]
+
+
+def read_trace(path: Path) -> dict[tuple[str, str], Slices]:
+    """The slices of each lane, by the names of its group and its own, in order. The array need not be closed."""
+    events = json.loads(path.read_text().rstrip().rstrip(",") + "]")
+    named = {(row["name"], row["pid"], row["tid"]): row["args"]["name"] for row in events if row["ph"] == "M"}
+    slices = [row for row in events if row["ph"] == "X"]
+    order = sorted(slices, key=lambda row: (row["pid"], row["tid"], row["ts"], -row["dur"]))
+    lanes = groupby(order, key=lambda row: (row["pid"], row["tid"]))
+    return {(named["process_name", pid, 0], named["thread_name", pid, tid]): list(rows) for (pid, tid), rows in lanes}
+
+
+def check_nested(lanes: dict[tuple[str, str], Slices]) -> None:
+    """Of two slices of a lane, one lies within the other or before it."""
+    for lane, slices in lanes.items():
+        around: list[int] = []  # the ends of the slices that are open
+        for row in slices:
+            while around and around[-1] <= row["ts"]:
+                around.pop()
+            end = row["ts"] + row["dur"]
+            assert not around or end <= around[-1], (lane, row)
+            around.append(end)
