@@ -5,6 +5,9 @@ trajectories of 4096 tokens). The run that it makes has the size of a real one i
 step has a file of trajectories and one of token statistics of full size. Four steps are different; the files of the
 others are hard links to them, so that the run takes some hundred megabytes of disk instead of 60 gigabytes. The first
 trajectory of every step has 16384 tokens. A folder that holds a run already is measured as it is.
+
+Of every page it prints the seconds from the click until it is drawn, and the processor time of the server and of the
+page's main thread in them: their sum is what an idle machine takes, however busy this one is.
 """
 
 from __future__ import annotations
@@ -151,7 +154,7 @@ def measure(run: RunDirectory) -> None:
             with urllib.request.urlopen(address, timeout=60) as answer:
                 answer.read()
             print(f"start to the first page: {time.perf_counter() - began:.2f} s")
-            walk(run, address)
+            walk(run, address, server.pid)
             status = Path(f"/proc/{server.pid}/status").read_text().splitlines()
             peak = next(line for line in status if line.startswith("VmHWM"))
             print(f"most memory of the viewer: {int(peak.split()[1]) / 1024:.0f} MB")
@@ -159,7 +162,7 @@ def measure(run: RunDirectory) -> None:
             server.terminate()
 
 
-def walk(run: RunDirectory, address: str) -> None:
+def walk(run: RunDirectory, address: str, server: int) -> None:
     """Every kind of page, as it is drawn for the first time, then the long trajectory twice more."""
     (place,) = Library([run.path]).places()
     newest = run.trajectory_steps()[-1]
@@ -170,34 +173,54 @@ def walk(run: RunDirectory, address: str) -> None:
         page.set_default_timeout(DEADLINE)
         page.goto(address)
         page.wait_for_selector("[data-ready]")
+        watch = Watch(page, server)
         own, step = f"#/run/{place.id}", f"first={newest}&last={newest}"
-        show(page, "run", own)
-        show(page, f"step {newest}", f"{own}/trajectories?{step}")
+        watch.show("run", own)
+        watch.show(f"step {newest}", f"{own}/trajectories?{step}")
         for times in ("first", "second", "third"):
-            show(page, f"a trajectory of {LONG} tokens, {times} time", f"{own}/{newest}/0")
-            show(page, f"its step, {times} time again", f"{own}/trajectories?{step}")
-        show(page, "another trajectory of the step", f"{own}/{newest}/9")
-        show(page, "a search of conversations over all steps, its first answer", f"{own}/trajectories?text=nowhere")
+            watch.show(f"a trajectory of {LONG} tokens, {times} time", f"{own}/{newest}/0")
+            watch.show("back to its step", f"{own}/trajectories?{step}")
+        watch.show("its sibling", f"{own}/{newest}/1")
+        watch.show("a trajectory of another group", f"{own}/{newest}/9")
+        watch.show("a search of conversations over all steps, its first answer", f"{own}/trajectories?text=nowhere")
         browser.close()
 
 
-def show(page: Page, name: str, place: str) -> None:
-    """Go to a page; print the seconds from the click until it is drawn, and those that its server took."""
-    page.evaluate("performance.clearResourceTimings()")
-    seconds = page.evaluate(
-        """async (place) => {
-            const began = performance.now();
-            location.hash = place;
-            const main = document.getElementById("page");
-            while (main.dataset.ready !== place) await new Promise((resolve) => setTimeout(resolve, 2));
-            await new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)));
-            return (performance.now() - began) / 1000;
-        }""",
-        place,
-    )
-    entries = "performance.getEntriesByType('resource').map((entry) => entry.responseEnd - entry.requestStart)"
-    waited = sum(page.evaluate(entries)) / 1000
-    print(f"{name}: {seconds:.2f} s, {waited:.2f} s of them waiting for answers")
+class Watch:
+    """Goes to pages and prints how long each took."""
+
+    def __init__(self, page: Page, server: int) -> None:
+        self._page = page
+        self._server = server
+        self._session = page.context.new_cdp_session(page)
+        self._session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def show(self, name: str, place: str) -> None:
+        """Go to ``place``, and wait until it stands and two frames are drawn."""
+        server, thread = self._server_seconds(), self._page_seconds()
+        seconds = self._page.evaluate(
+            """async (place) => {
+                const began = performance.now();
+                location.hash = place;
+                const main = document.getElementById("page");
+                while (main.dataset.ready !== place) await new Promise((resolve) => setTimeout(resolve, 5));
+                await new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)));
+                return (performance.now() - began) / 1000;
+            }""",
+            place,
+        )
+        server, thread = self._server_seconds() - server, self._page_seconds() - thread
+        print(
+            f"{name}: {seconds:.2f} s; processor time {server + thread:.2f} s (server {server:.2f}, page {thread:.2f})"
+        )
+
+    def _server_seconds(self) -> float:
+        fields = Path(f"/proc/{self._server}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def _page_seconds(self) -> float:
+        metrics = self._session.send("Performance.getMetrics")["metrics"]
+        return float(next(one["value"] for one in metrics if one["name"] == "TaskDuration"))
 
 
 def main() -> None:

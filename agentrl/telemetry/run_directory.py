@@ -30,6 +30,8 @@ from agentrl.telemetry.files import (
 from agentrl.telemetry.frames import frame_is_whole
 from agentrl.telemetry.records import JsonRecord, Metrics, Summary
 
+_READ = 1 << 20  # bytes of trajectories that are decompressed at a time
+
 
 class RunDirectory:
     """One run's directory. Make it with :meth:`create` or :meth:`resume`; readers may use the constructor alone."""
@@ -169,7 +171,7 @@ class RunDirectory:
             if not frame_is_whole(path):
                 raise WorldError(f"cannot read the trajectories {path}: the file is cut off or damaged")
             with path.open("rb") as packed, zstandard.ZstdDecompressor().stream_reader(packed) as plain:
-                for number, line in enumerate(io.BufferedReader(plain)):
+                for number, line in enumerate(io.BufferedReader(plain, _READ)):
                     if wanted(number, line):
                         yield number, _row(line, f"{path}, line {number + 1}")
         except (OSError, zstandard.ZstdError) as error:

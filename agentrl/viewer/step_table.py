@@ -111,29 +111,32 @@ def step_rows(run: RunDirectory, step: int) -> tuple[JSONObject, ...]:
 @lru_cache(maxsize=_KEPT_STEPS)
 def _cached_rows(path: Path, step: int, _changed: tuple[int, ...]) -> tuple[JSONObject, ...]:
     run = RunDirectory(path)
-    version, trained = _trained(run, step)
+    version, powers = _trained(run, step)
     rows, keys = [], []
     for number, record in enumerate(run.read_trajectories(step)):
         rows.append(_row(step, number, record, version))
         keys.append(key_of(record))
     if version is not None:
+        total = sum(powers.values())
         for row, key in zip(rows, keys, strict=True):
-            row["trained"] = key in trained
+            row["trained"] = key in powers
+            row["power"] = powers.get(key)
+            row["gradient_share"] = powers[key] / total if key in powers and total > 0 else None
         _say_why(rows)
     return tuple(rows)
 
 
-def _trained(run: RunDirectory, step: int) -> tuple[int | None, set[RowKey]]:
-    """The policy version of the step and what it trained on; None without readable token statistics."""
-    version, keys = None, set()
+def _trained(run: RunDirectory, step: int) -> tuple[int | None, dict[RowKey, float]]:
+    """The policy version of the step and what it trained on, with its gradient power; None without statistics."""
+    version, powers = None, dict[RowKey, float]()
     for path in run.token_files(step):
         try:
             file = TokenFile(path)
-            keys.update(file.stored_keys())
+            powers |= dict(file.gradient_powers())
         except AgentRLError:
             continue  # the page of a trajectory names the damaged file
         version = file.facts.version
-    return version, keys
+    return version, powers
 
 
 def _row(step: int, number: int, record: JSONObject, version: int | None) -> JSONObject:
@@ -159,6 +162,8 @@ def _row(step: int, number: int, record: JSONObject, version: int | None) -> JSO
         "seconds": record["seconds"],
         "staleness": version - min(versions) if versions and version is not None else None,
         "trained": None,
+        "power": None,
+        "gradient_share": None,
         "dropped": "no data" if _is_no_data(record) else "",
     }
 

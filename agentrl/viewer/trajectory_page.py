@@ -9,15 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from agentrl.errors import AgentRLError, SettingsError
+from agentrl.errors import SettingsError
 from agentrl.evaluation.formats import JSONObject
 from agentrl.inspection.json_values import drawn_places, finite
 from agentrl.inspection.run_settings import model_path, run_settings
 from agentrl.inspection.token_text import TokenText, token_text
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.stored_step import StoredStep, StoredTrajectory, read_step
-from agentrl.telemetry.tokens.token_file import TokenFile
-from agentrl.telemetry.tokens.trajectory_tokens import RowKey
 from agentrl.viewer.step_table import step_rows
 
 _NO_FIELDS = ("position", "index", "token_id")  # places and ids, which the page shows otherwise
@@ -28,7 +26,8 @@ def trajectory_page(run: RunDirectory, step: int, number: int) -> dict[str, obje
     rows = step_rows(run, step)
     if not 0 <= number < len(rows):
         raise SettingsError(f"{run.path} has trajectories 0 to {len(rows) - 1} at step {step}, and no {number}")
-    stored = read_step(run, step, groups={rows[number]["group"]})
+    files = (run.trajectory_file(step), *run.token_files(step))
+    stored = _cached_group(run.path, step, rows[number]["group"], tuple(path.stat().st_mtime_ns for path in files))
     return page_of(run, stored, rows, number, token_text(run, model_path(run_settings(run))))
 
 
@@ -47,12 +46,17 @@ def page_of(
         "prompt": _segment("prompt", record["prompt_ids"], "", text),
         "segments": [_segment(item["origin"], item["token_ids"], item["text"], text) for item in record["segments"]],
         "tool_calls": record["tool_calls"],
-        "fields": {name: finite(values) for name, values in _fields(run, stored, chosen).items()},
+        "fields": {name: finite(values) for name, values in _fields(stored, chosen, rows).items()},
         "facts": None if stored.facts is None else asdict(stored.facts),
         "siblings": [_sibling(stored, item, rows[item.number]) for item in group],
         "problems": list(stored.problems),
         "tokenizer": text.known,
     }
+
+
+@lru_cache(maxsize=2)  # from one trajectory of a group to the next
+def _cached_group(path: Path, step: int, group: int, _changed: tuple[int, ...]) -> StoredStep:
+    return read_step(RunDirectory(path), step, groups={group})
 
 
 def _segment(origin: str, token_ids: list[int], said: str, text: TokenText) -> dict[str, object]:
@@ -65,7 +69,7 @@ def _segment(origin: str, token_ids: list[int], said: str, text: TokenText) -> d
     }
 
 
-def _fields(run: RunDirectory, stored: StoredStep, item: StoredTrajectory) -> dict[str, np.ndarray]:
+def _fields(stored: StoredStep, item: StoredTrajectory, rows: Sequence[JSONObject]) -> dict[str, np.ndarray]:
     """One value per model token, by the names of the reading API and those of derived fields."""
     columns = {name: values for name, values in item.columns().items() if name not in _NO_FIELDS}
     if item.tokens is not None:
@@ -73,7 +77,7 @@ def _fields(run: RunDirectory, stored: StoredStep, item: StoredTrajectory) -> di
         columns["difference"] = row.log_probs.astype(np.float64) - columns["engine_log_probs"]
         columns["ratio"] = row.ratios
         columns["realized_energy"] = stored.realized_energies[item.key]
-        power = step_power(run, stored.step)
+        power = sum(other["power"] or 0.0 for other in rows)  # of the step
         columns["gradient_share"] = row.gradient_power / power if power > 0 else np.zeros(len(row))
     return columns
 
@@ -91,20 +95,3 @@ def _sibling(stored: StoredStep, item: StoredTrajectory, row: dict[str, object])
         about["index"] = places.tolist()
         about["curves"] = {name: finite(curve[places]) for name, curve in zip(names, curves, strict=True)}
     return about
-
-
-def step_power(run: RunDirectory, step: int) -> float:
-    """The sum of ``gradient_power`` over all tokens that the step trained on."""
-    files = run.token_files(step)
-    return _cached_power(tuple(files), tuple(path.stat().st_mtime_ns for path in files))
-
-
-@lru_cache(maxsize=256)
-def _cached_power(files: tuple[Path, ...], _changed: tuple[int, ...]) -> float:
-    rows: dict[RowKey, float] = {}
-    for path in files:
-        try:
-            rows |= dict(TokenFile(path).gradient_powers())
-        except AgentRLError:
-            continue  # named beside the trajectory, with the other problems of the step
-    return sum(rows.values())

@@ -116,6 +116,7 @@ def test_a_trajectory_is_told_token_by_token(client: TestClient, run: RunDirecto
     assert page["fields"]["engine_log_probs"] == item.columns()["engine_log_probs"].tolist()
     share = item.tokens.gradient_power / stored.gradient_power
     np.testing.assert_allclose(page["fields"]["gradient_share"], share, rtol=1e-12)
+    assert page["row"]["gradient_share"] == pytest.approx(share.sum(), rel=1e-12)
     assert [sibling["number"] for sibling in page["siblings"]] == [0, 1, 2, 3]
     assert ["curves" in sibling for sibling in page["siblings"]] == [True, True, False, True]
     assert page["siblings"][1]["curves"]["realized_energy"] == stored.realized_energies[item.key].tolist()
