@@ -19,8 +19,8 @@ from rollout.vllm_support import CODEC, VOCABULARY, ask, eventually, is_up
 
 from agentrl.cluster.devices import free_port
 from agentrl.cluster.local import LocalCluster, LocalProcess
-from agentrl.cluster.plan import UnplaceableError
 from agentrl.cluster.processes import Bundle, ClusterNode, NodeLostError, Place, ProcessSpec
+from agentrl.errors import WorldError
 from agentrl.rollout.engines.vllm.engine import VLLMEngine
 from agentrl.rollout.engines.vllm.placed import PlacedServer, server_bundles
 from agentrl.rollout.engines.vllm.server import plan_servers
@@ -88,7 +88,7 @@ class Nodes(LocalCluster):
     def host(self, bundle: Bundle, node: ClusterNode | None = None) -> Place:
         free = [node.name for node in self.nodes() if node.name not in self.taken]
         if not free:
-            raise UnplaceableError("no node has room")
+            raise WorldError("no node has room")
         self.taken.add(free[0])
         return Place(number=next(self._numbers), node=free[0], address="127.0.0.1", gpus=("6", "7"))
 
@@ -181,6 +181,7 @@ async def test_while_no_node_has_room_the_others_serve(nodes: Nodes, tmp_path: P
         done = await asyncio.gather(*(ask(engine, name=str(number)) for number in range(8)))
         assert {one.token_ids for one in done} == {(8, 9, 10, 11)}
         assert sum(is_up(engine, place) for place in range(2)) == 1
+        await eventually(lambda: "no node has room" in engine._lost)
         nodes.lost.clear()
         await eventually(lambda: is_up(engine, 0) and is_up(engine, 1))
     assert sorted(one.place.node for one in nodes.running) == ["a", "b", "b"]

@@ -125,9 +125,9 @@ class Member:
         while True:
             await self._gate.wait()
             version = weights.version
-            if self.server is not None and self.server.ended:
-                await self._restart(self.server)
             try:
+                if self.server is not None and self.server.ended:
+                    await self._restart(self.server)
                 await self.replica.healthy()
                 if not await weights.held_by(self.replica):
                     self.stale = True
@@ -166,8 +166,9 @@ class Member:
                 f"the vLLM server {self.address} ended {server.starts} times "
                 f"(rollout.vllm.restarts={self._settings.restarts}); the end of its log:\n{said}"
             )
-        logger.warning("the vLLM server %s has ended and is started again", self.address)
+        ended = self.address
         try:
             await self.start()
         except WorldError as error:  # no node has room for it now
-            self.failure = str(error)
+            raise ServerCallError(f"it has ended and cannot be started: {error}") from error
+        logger.warning("the vLLM server %s has ended and is started again", ended)
