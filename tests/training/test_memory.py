@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from agentrl.errors import SettingsError, WorldError
-from agentrl.training.engine.memory import MicroBatchBudget
-from agentrl.training.engine.recovery import Shortage
+from agentrl.training.engine import memory
+from agentrl.training.engine.deepspeed_engine import start_distributed
+from agentrl.training.engine.memory import Attempt, Fitted, MicroBatchBudget
+from agentrl.training.engine.recovery import Agreement, Shortage, ShortageError
 from agentrl.training.run.session import Session
 
 
@@ -107,3 +109,42 @@ def test_a_critic_makes_room_for_servers_too() -> None:
     session.__dict__ |= {"_moves_state": True, "_engines": {name: Engine(name) for name in ("engine", "critic")}}
     session._make_room()
     assert calls == ["engine", "critic"]
+
+
+def test_what_has_fitted_counts_by_kind_from_the_second_step_on() -> None:
+    fitted = Fitted()
+    for _ in range(2):
+        fitted.add("scoring", 100)
+        assert not fitted.holds("scoring", 200)
+        fitted.end_step()
+    assert fitted.holds("scoring", 100)
+    assert not fitted.holds("scoring", 101)
+    assert not fitted.holds("training", 1)
+    first = Fitted()
+    first.add("scoring", 100)
+    first.end_step()
+    assert not first.holds("scoring", 100)  # its optimizer had no states yet
+
+
+def test_only_a_watched_try_agrees_before_its_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_distributed(deadline=60.0)
+    agreement = Agreement(torch.distributed.group.WORLD)
+    monkeypatch.setattr(memory, "agreement_of_ranks", lambda: agreement)
+    agreed: list[int] = []
+    monkeypatch.setattr(agreement, "outcome", lambda own=None: agreed.append(1) or own)
+
+    def work() -> None:
+        for _ in range(3):
+            agreement.before_collective()
+
+    def fail() -> None:
+        raise MemoryError
+
+    for watch, times in ((True, 4), (False, 0)):
+        agreed.clear()
+        attempt = Attempt([], watch=watch)
+        attempt.run(work)
+        attempt.agree()
+        assert len(agreed) == times
+        with pytest.raises(ShortageError if watch else MemoryError):
+            Attempt([], watch=watch).run(fail)

@@ -252,6 +252,11 @@ class TrainingEngine(Generic[_Module_co]):
         self._engine.step()
         return self._norm if self._clips_here else float(self._engine.get_global_grad_norm())
 
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether ranks wait for each other in every layer: at ZeRO 3, and where they share rows."""
+        return self._stage == 3 or self.groups.replicas < self.world_size
+
     def begin(self) -> None:
         """A try begins that may be given up half-way."""
         self._forwards = len(open_forwards(self._engine.optimizer.parameter_offload)) if self._stage == 3 else 0

@@ -38,18 +38,44 @@ class Forgetting(Protocol):
     def forget(self) -> None: ...
 
 
+class Fitted:
+    """What has fitted into memory: the largest micro-batch of each kind of work, by its tokens.
+
+    The first step does not count: states that it makes, such as an optimizer's, take room from the second.
+    """
+
+    def __init__(self) -> None:
+        self._largest: dict[str, int] = {}
+        self._steps = 0
+
+    def holds(self, kind: str, tokens: int) -> bool:
+        """Whether as much work of this ``kind`` has fitted before."""
+        return tokens <= self._largest.get(kind, -1)
+
+    def add(self, kind: str, tokens: int) -> None:
+        """It fits."""
+        if self._steps:
+            self._largest[kind] = max(tokens, self._largest.get(kind, 0))
+
+    def end_step(self) -> None:
+        """A step is done."""
+        self._steps += 1
+
+
 class Attempt:
     """One try at some work, after which all ranks agree whether it succeeded.
 
     All ranks do the same pieces of work, with the same collectives. Where memory runs out on one, they leave the try
-    together, and nothing of it is left in the modules.
+    together, and nothing of it is left in the modules. A try that is not watched raises the error of memory itself, on
+    the rank where it ran out; the others wait until they are ended.
     """
 
-    def __init__(self, modules: Sequence[Forgetting]) -> None:
+    def __init__(self, modules: Sequence[Forgetting], *, watch: bool = True) -> None:
+        """``watch``: agree before each collective. Collective."""
         self._modules = modules
         self._agreement = agreement_of_ranks()
         self._rank = torch.distributed.get_rank()
-        self._agreement.begin()
+        self._agreement.begin(watch=watch)
         for module in modules:
             module.begin()
 
@@ -64,7 +90,7 @@ class Attempt:
         except ShortageError as error:
             found: Shortage | None = error.shortage
         except (RuntimeError, MemoryError) as error:
-            if not is_shortage(error):
+            if not is_shortage(error) or not self._agreement.watching:
                 raise
             found = None
         # With the exception its frames are gone, and what they held.
@@ -72,8 +98,8 @@ class Attempt:
         raise ShortageError(self._forget(found or self._agreement.outcome(own) or own))
 
     def agree(self) -> None:
-        """Return if every rank succeeded; otherwise raise ShortageError on all. Collective."""
-        found = self._agreement.outcome()
+        """Return if every rank succeeded; otherwise raise ShortageError on all. Collective if the try is watched."""
+        found = self._agreement.outcome() if self._agreement.watching else None
         if found is not None:
             raise ShortageError(self._forget(found))
 

@@ -2,7 +2,8 @@
 
 A rank whose memory has run out cannot take part in the collectives that the others expect of it. So the ranks agree
 before each collective of a try, over gloo and host memory, that none has run out: whoever has tells the others there,
-and all leave the try where none waits for another one.
+and all leave the try where none waits for another one. Where ranks meet in every layer, tries are watched
+only until their micro-batches have fitted (:class:`.memory.Fitted`).
 """
 
 from __future__ import annotations
@@ -65,16 +66,22 @@ class Agreement:
     def __init__(self, group: ProcessGroup | None) -> None:
         """``group``: all ranks; None where there is one."""
         self._group = group
+        self.watching = True
         self._trying = self._changed = False
 
-    def begin(self) -> None:
-        """A try begins: no weight has changed."""
+    def begin(self, *, watch: bool) -> None:
+        """A try begins: no weight has changed. Ranks agree before its collectives if one wants it. Collective."""
         self._changed = False
+        self.watching = True
+        if self._group is not None:
+            wanted = torch.tensor([watch], dtype=torch.float64)
+            torch.distributed.all_reduce(wanted, op=torch.distributed.ReduceOp.MAX, group=self._group)
+            self.watching = bool(wanted)
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """Agree before each collective inside."""
-        self._trying = True
+        """Agree before each collective inside, if this try is watched."""
+        self._trying = self.watching
         try:
             yield
         finally:

@@ -16,7 +16,7 @@ from agentrl.kernels import TokenStatistics
 from agentrl.models.policy import PolicyModel, scatter_tokens
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.engine.determinism import random_state, set_random_state
-from agentrl.training.engine.memory import Attempt, Forgetting, MicroBatchBudget
+from agentrl.training.engine.memory import Attempt, Fitted, Forgetting, MicroBatchBudget
 from agentrl.training.engine.meter import Meter
 from agentrl.training.engine.recovery import ShortageError
 from agentrl.training.step.batching import MicroBatch, RankPlan, UpdatePlan
@@ -56,6 +56,10 @@ class _Step:
     recorder: TokenRecorder | None
     norms: list[float] = field(default_factory=list)
 
+    def kind(self, work: str) -> str:
+        """Of a forward: exact energies keep hidden states, so their micro-batches take more memory."""
+        return work if self.monitor is None else f"{work} with exact energies"
+
 
 class Trainer:
     """Executes plans. The same plan split over one rank or many, in few micro-batches or many, gives the same step."""
@@ -88,6 +92,7 @@ class Trainer:
         self._critic = critic
         self._budget = budget
         self._kl = kl_controller(settings.kl)
+        self._fitted = Fitted()
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """The state that a checkpoint keeps beside the engines, JSON-able."""
@@ -132,6 +137,7 @@ class Trainer:
         except ShortageError:
             set_random_state(random)
             raise
+        self._fitted.end_step()
         metrics = {"policy/tokens": 0.0} | meter.reduce(self._engine)
         metrics |= effective_sample_size(metrics)
         if step.norms:
@@ -171,31 +177,44 @@ class Trainer:
             self._account(step, rows, forward.hidden)
             self._backward(step, forward.statistics, rows, normalizer, fresh=True)
 
-        self._over_micro_batches(work, update.micro_batches)
+        self._over_micro_batches(step.kind("one forward"), work, update.micro_batches)
         self._update(step)
 
-    def _over_micro_batches(self, work: Callable[[_Rows], _Result], micro_batches: Sequence[_Rows]) -> list[_Result]:
-        """What ``work`` returns for each. Raises ShortageError, on all ranks, where it did not fit."""
-        attempt = Attempt(self._modules)
+    def _over_micro_batches(
+        self, kind: str, work: Callable[[_Rows], _Result], micro_batches: Sequence[_Rows]
+    ) -> list[_Result]:
+        """What ``work`` of this ``kind`` returns for each. Raises ShortageError, on all ranks, where it did not fit."""
+        largest = max((sum(rows.lengths) for rows in micro_batches), default=0)
+        attempt = self._attempt(kind, largest)
         done = [attempt.run(partial(work, rows), lengths=rows.lengths) for rows in micro_batches]
         attempt.agree()
+        self._fitted.add(kind, largest)
         return done
 
-    def _tried(self, work: Callable[[], _Result]) -> _Result:
+    def _tried(self, kind: str, work: Callable[[], _Result]) -> _Result:
         """What ``work`` between micro-batches returns. Raises ShortageError, on all ranks, where it did not fit."""
-        attempt = Attempt(self._modules)
+        attempt = self._attempt(kind, 0)
         done = attempt.run(work)
         attempt.agree()
+        self._fitted.add(kind, 0)
         return done
+
+    def _attempt(self, kind: str, largest: int) -> Attempt:
+        """Where ranks wait for each other in every layer, watched only with more tokens than have fitted."""
+        known = self._engine.in_lockstep and self._fitted.holds(kind, largest)
+        return Attempt(self._modules, watch=not known)
 
     def _statistics_pass(self, step: _Step) -> list[list[LossRows]]:
         """The rows of every micro-batch of each update, their groups those of all ranks."""
         with torch.no_grad():
             updates = [update.micro_batches for update in step.plan.updates]
-            scored_ones = self._over_micro_batches(partial(self._score, step=step), [*chain(*updates)])
+            scored_ones = self._over_micro_batches(
+                step.kind("scoring"), partial(self._score, step=step), [*chain(*updates)]
+            )
             following = iter(scored_ones)
             pairs = [[next(following) for _ in update] for update in updates]
             rows = self._tried(
+                "rows",
                 partial(
                     self._rows.make_over_ranks,
                     [[scored for _, scored in update] for update in pairs],
@@ -203,7 +222,7 @@ class Trainer:
                     self._engine,
                     beta=step.beta,
                     meter=step.meter,
-                )
+                ),
             )
         for own, update in zip(rows, pairs, strict=True):
             for part, (forward, _) in zip(own, update, strict=True):
@@ -252,7 +271,7 @@ class Trainer:
                 measured = self._critic.backward(own, tokens=update.model_tokens)
                 measure(step.meter, "critic", measured, own.response_mask.sum())
 
-        self._over_micro_batches(work, rows)
+        self._over_micro_batches("training", work, rows)
 
     def _selected(self, step: _Step, rows: Sequence[LossRows], *, fresh: bool) -> list[LossRows]:
         """The rows with the tokens that the loss takes. Collective."""
@@ -261,7 +280,7 @@ class Trainer:
             return own.scored.log_probs if fresh else self._forward(own.scored.batch).statistics.log_probs
 
         with torch.no_grad():
-            now = self._over_micro_batches(log_probs, rows)
+            now = self._over_micro_batches("selection", log_probs, rows)
         selected = self._objective.selection(now, rows, self._engine, seed=step.plan.step)
         return [replace(own, selected=chosen) for own, chosen in zip(rows, selected, strict=True)]
 
@@ -274,7 +293,7 @@ class Trainer:
         )
         if step.before_update is not None:
             step.before_update()
-        norms = self._tried(lambda: [engine.step() for engine in self._engines])
+        norms = self._tried("update", lambda: [engine.step() for engine in self._engines])
         step.norms.append(norms[0])
         if self._critic is not None:
             step.meter.mean("critic/gradient_norm", norms[1], 1.0)
