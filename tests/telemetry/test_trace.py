@@ -112,7 +112,7 @@ def test_processes_append_to_one_file_and_a_killed_one_leaves_it_valid(tmp_path:
     assert names(lanes["rank 0", "1"]) == ["step"]
     numbers = [row["args"]["number"] for row in lanes["worker", "1"]]
     assert numbers == list(range(len(numbers)))
-    assert 4000 < len(numbers) < 5000  # what waited is lost: at most 64 KiB
+    assert 4000 < len(numbers) <= 5000  # what waited is lost: at most 64 KiB
     assert list(tmp_path.glob(".*")) == []
 
 

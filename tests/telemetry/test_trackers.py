@@ -203,7 +203,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     def play(*arguments: str) -> str:
         environment = {**os.environ, **places, **switches, "PYTHONPATH": str(Path(__file__).parents[1])}
         command = [sys.executable, str(SCRIPT), *arguments]
-        done = run_warm(command, env=environment, cwd=folder, timeout=300)
+        done = run_warm(command, env=environment, cwd=folder, timeout=600)
         assert done.returncode == 0, done.stdout
         assert "WARNING tracker" not in done.stdout
         return str(done.stdout)

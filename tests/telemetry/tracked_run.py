@@ -40,7 +40,9 @@ def record(number: int) -> dict[str, object]:
 def tell(folder: Path, done: int, steps: int) -> None:
     path = folder / "runs" / "tracked"
     run = RunDirectory.resume(path) if done else RunDirectory.create(path, "seed: 7\n")
-    telemetry = TelemetrySettings(trackers=NAMES, tracker_project="tests", tracker_tables_every=2, tracker_rows=2)
+    telemetry = TelemetrySettings(
+        trackers=NAMES, tracker_project="tests", tracker_tables_every=2, tracker_rows=2, tracker_deadline=250
+    )
     trackers = Trackers(telemetry, run, say=print, warn=lambda text: print("WARNING", text))
     trackers.begin(SETTINGS, step=done, resumed=done > 0)
     for step in range(done + 1, steps + 1):
