@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Sequence
 
 from agentrl.cluster.local import LocalCluster
@@ -17,6 +18,8 @@ def open_cluster(settings: ClusterSettings, gpus: Sequence[str] | None) -> Clust
         return LocalCluster(gpus)
     if importlib.util.find_spec("ray") is None:
         raise SettingsError("cluster=ray needs Ray, which is not installed: pip install 'agentrl[ray]', on every node")
+    # Without its head, Ray would end this process after a minute. It reads this as it is imported.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(round(settings.deadline + 60)))
     from agentrl.cluster.ray_nodes import RayCluster
 
     return RayCluster(settings)

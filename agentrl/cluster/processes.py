@@ -78,7 +78,7 @@ class ProcessHandle(Protocol):
     place: Place
 
     def wait(self, seconds: float) -> int | None:
-        """Its exit code once it has ended, negative for a signal; None if it still runs after ``seconds``.
+        """Its exit code once it has ended, negative for a signal; None, after ``seconds`` at most, while it runs.
 
         Raises NodeLostError if its node does not answer any more.
         """

@@ -31,7 +31,7 @@ from agentrl.cluster.plan import UnplaceableError, placed
 from agentrl.cluster.processes import Bundle, ClusterNode, NodeLostError, Place, ProcessSpec
 from agentrl.cluster.relay import LogRelay
 from agentrl.cluster.settings import ClusterSettings
-from agentrl.cluster.silence import PortWatch
+from agentrl.cluster.silence import PortWatch, accepts
 from agentrl.errors import SettingsError, WorldError
 
 if TYPE_CHECKING:
@@ -44,9 +44,12 @@ _CARRIED = (
     *("TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "TRITON_", "VLLM_"),
 )
 _ADDRESS = "AGENTRL_RAY_ADDRESS"  # environment variable of a process that the cluster at this address has started
-# Seconds between two looks at a cluster that lacks nodes, and for its nodes to kill what runs there.
+# Seconds between two questions to a node; between two looks at a cluster that lacks nodes; for its nodes to kill what
+# runs there; and for one that was silent to answer.
+_ASK = 0.5
 _LOOK = 1.0
 _LAST_CALL = 5.0
+_PATIENCE = 2.0
 
 
 class NodeHost:
@@ -60,10 +63,12 @@ class NodeHost:
 
     def place(self, number: int) -> Place:
         """This place, as the other nodes reach it."""
+        self._heard = time.monotonic()
         gpus = tuple(str(name) for name in ray.get_gpu_ids())
         return Place(number=number, node=socket.gethostname(), address=ray.util.get_node_ip_address(), gpus=gpus)
 
     def free_port(self, address: str) -> int:
+        self._heard = time.monotonic()
         return free_port(address)
 
     def sees(self, path: str) -> bool:
@@ -81,9 +86,11 @@ class NodeHost:
         self._processes[process.pid] = process
         return process.pid
 
-    def wait(self, pid: int, seconds: float) -> int | None:
+    def ended(self) -> dict[int, int]:
+        """The exit codes of the processes that have ended."""
         self._heard = time.monotonic()
-        return self._processes[pid].wait(seconds)
+        codes = {pid: process.wait(0.0) for pid, process in list(self._processes.items())}
+        return {pid: code for pid, code in codes.items() if code is not None}
 
     def send_signal(self, pid: int, number: int) -> None:
         self._processes[pid].send_signal(signal.Signals(number))
@@ -107,34 +114,59 @@ def _interface(address: str) -> str | None:
     return next((name for name, found in known if any(one.address == address for one in found)), None)
 
 
+class RayNode:
+    """The command's view of a node: one question at a time, for all processes that run there."""
+
+    def __init__(
+        self, host: ActorHandle[NodeHost], place: Place, head: PortWatch, silent: set[str], deadline: float
+    ) -> None:
+        """``silent``: addresses of nodes that have not answered, to which it adds its own."""
+        self.host = host
+        self.place = place
+        self._head = head
+        self._silent = silent
+        self._deadline = deadline
+        self._codes: dict[int, int] = {}
+        self._next = 0.0
+        self._asked: tuple[ray.ObjectRef[dict[int, int]], float] | None = None
+
+    def code(self, pid: int, seconds: float) -> int | None:
+        """The exit code of a process if it is known within ``seconds``; the next call waits for the same answer."""
+        if self._head.lost is not None:
+            raise NodeLostError(f"Ray's head {self._head.lost}")
+        if pid not in self._codes:
+            self._look(seconds)
+        return self._codes.get(pid)
+
+    def _look(self, seconds: float) -> None:
+        now = time.monotonic()
+        if self._asked is None:
+            if now < self._next:
+                return
+            self._asked, self._next = (self.host.ended.remote(), now), now + _ASK
+        answer, since = self._asked
+        if ray.wait([answer], timeout=seconds)[0]:
+            self._asked = None
+            self._codes = _answer(answer, self.place, 0.0)
+        elif now > since + self._deadline:
+            self._silent.add(self.place.address)
+            raise NodeLostError(f"{_node(self.place)} has not answered for {self._deadline:g} s")
+
+
 class RayProcess:
     """A process that an actor has started."""
 
-    def __init__(
-        self, spec: ProcessSpec, place: Place, host: ActorHandle[NodeHost], pid: int, head: PortWatch, deadline: float
-    ) -> None:
+    def __init__(self, spec: ProcessSpec, node: RayNode, pid: int) -> None:
         self.spec = spec
-        self.place = place
-        self._host = host
+        self.place = node.place
+        self._node = node
         self._pid = pid
-        self._head = head
-        self._deadline = deadline
-        self._asked: tuple[ray.ObjectRef[int | None], float] | None = None
 
     def wait(self, seconds: float) -> int | None:
-        """Return after ``seconds`` also if the node is silent: the next call asks for the same answer."""
-        if self._head.lost is not None:
-            raise NodeLostError(f"Ray's head {self._head.lost}")
-        if self._asked is None:
-            self._asked = self._host.wait.remote(self._pid, seconds), time.monotonic()
-        answer, since = self._asked
-        if not ray.wait([answer], timeout=seconds)[0] and time.monotonic() < since + self._deadline:
-            return None
-        self._asked = None
-        return _answer(answer, self.place, 0.0, silent=self._deadline)
+        return self._node.code(self._pid, seconds)
 
     def send_signal(self, number: signal.Signals) -> None:
-        self._host.send_signal.remote(self._pid, int(number))  # nothing waits for a node that may be gone
+        self._node.host.send_signal.remote(self._pid, int(number))  # nothing waits for a node that may be gone
 
 
 class RayCluster:
@@ -144,9 +176,10 @@ class RayCluster:
         """Connect. Raises SettingsError if there is no cluster at ``cluster.address``."""
         self._settings = settings
         self._group: PlacementGroup | None = None
-        self._hosts: dict[int, ActorHandle[NodeHost]] = {}
+        self._places: dict[int, RayNode] = {}
         self._numbers = itertools.count()
-        self._given_up: set[str] = set()  # addresses
+        self._given_up: set[str] = set()  # addresses, as those of the next
+        self._silent: set[str] = set()
         self._relay = LogRelay()
         self._head = _connect(settings)
 
@@ -159,9 +192,15 @@ class RayCluster:
                 gpus=int(node["Resources"].get("GPU", 0)),
             )
             for node in ray.nodes()
-            if node["Alive"] and node["NodeManagerAddress"] not in self._given_up
+            if node["Alive"] and self._usable(node["NodeManagerAddress"], node["NodeManagerPort"])
         ]
         return sorted(found, key=lambda node: node.address)
+
+    def _usable(self, address: str, port: int) -> bool:
+        """Ray counts a node that has fallen silent as alive for another minute."""
+        if address in self._silent and accepts((address, port), _PATIENCE):
+            self._silent.discard(address)
+        return address not in self._silent and address not in self._given_up
 
     def reserve(self, bundles: Sequence[Bundle], *, patience: float = 0.0) -> list[Place]:
         """Reserve the bundles, all on different nodes, and start an actor in each."""
@@ -189,7 +228,7 @@ class RayCluster:
             ray.kill(host)
             why = str(error).splitlines()[0]
             raise WorldError(f"Ray has not placed {bundle.holds} within {seconds:g} s: {why}") from error
-        self._hosts[number] = host
+        self._keep(host, places[0])
         return places[0]
 
     def answers(self, place: Place) -> bool:
@@ -200,21 +239,24 @@ class RayCluster:
         return True
 
     def start(self, spec: ProcessSpec, place: Place) -> RayProcess:
-        host = self._hosts[place.number]
+        node = self._places[place.number]
         carried = {name: value for name, value in os.environ.items() if name.startswith(_CARRIED)}
         full = replace(spec, environment={**carried, **spec.environment})
         if spec.log is not None and spec.shown:
             self._relay.follow(spec.log)
-        pid: int = self._ask(place, host.start.remote(full, place))
-        return RayProcess(spec, place, host, pid, self._head, self._settings.deadline)
+        pid: int = self._ask(place, node.host.start.remote(full, place))
+        return RayProcess(spec, node, pid)
 
     def free_port(self, place: Place) -> int:
-        port: int = self._ask(place, self._hosts[place.number].free_port.remote(place.address))
+        port: int = self._ask(place, self._places[place.number].host.free_port.remote(place.address))
         return port
 
     def sees(self, place: Place, path: Path) -> bool:
-        found: bool = self._ask(place, self._hosts[place.number].sees.remote(str(path)))
+        found: bool = self._ask(place, self._places[place.number].host.sees.remote(str(path)))
         return found
+
+    def _keep(self, host: ActorHandle[NodeHost], place: Place) -> None:
+        self._places[place.number] = RayNode(host, place, self._head, self._silent, self._settings.deadline)
 
     def _ask(self, place: Place, answer: ray.ObjectRef[_Value]) -> _Value:
         return _answer(answer, place, self._settings.start_deadline)
@@ -223,7 +265,8 @@ class RayCluster:
         self._given_up.add(place.address)
 
     def release(self) -> None:
-        hosts, self._hosts = list(self._hosts.values()), {}
+        hosts = [node.host for node in self._places.values()]
+        self._places = {}
         if hosts:
             ray.wait([host.stop.remote() for host in hosts], num_returns=len(hosts), timeout=_LAST_CALL)
         if self._head.lost is None:  # the head carries these out
@@ -275,7 +318,8 @@ class RayCluster:
         except RayError as error:
             placed(bundles, self.nodes())
             raise WorldError(f"a node does not start processes: {str(error).splitlines()[0]}") from error
-        self._hosts = dict(enumerate(hosts))
+        for host, place in zip(hosts, found, strict=True):
+            self._keep(host, place)
         self._numbers = itertools.count(len(hosts))
         # The largest bundle stays first; the others in the order of addresses, so that ranks find their files again.
         return [found[0], *sorted(found[1:], key=lambda place: place.address)]
@@ -316,8 +360,6 @@ def _connect(settings: ClusterSettings) -> PortWatch:
     """Connect, and watch the head. Raises SettingsError if no cluster answers."""
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
-    # Without its head, Ray would end this process after a minute.
-    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(round(settings.deadline + 60)))
     try:
         ray.init(
             address=os.environ.get(_ADDRESS, settings.address),
@@ -337,20 +379,20 @@ def _connect(settings: ClusterSettings) -> PortWatch:
     return PortWatch((host, int(port)), settings.deadline)
 
 
-def _answer(answer: ray.ObjectRef[_Value], place: Place, seconds: float, *, silent: float | None = None) -> _Value:
-    """The answer of a place's actor. Raises NodeLostError if none comes, and what the actor raised.
-
-    ``silent``: for how long it has been waited for, otherwise ``seconds``.
-    """
-    node = f"the node {place.node} ({place.address})"
+def _answer(answer: ray.ObjectRef[_Value], place: Place, seconds: float) -> _Value:
+    """The answer of a place's actor. Raises NodeLostError if none comes, and what the actor raised."""
     try:
         return ray.get(answer, timeout=seconds)
     except GetTimeoutError:
-        raise NodeLostError(f"{node} has not answered for {silent or seconds:.0f} s") from None
+        raise NodeLostError(f"{_node(place)} has not answered for {seconds:g} s") from None
     except RayActorError:
-        raise NodeLostError(f"{node} is gone") from None
+        raise NodeLostError(f"{_node(place)} is gone") from None
     except RayTaskError as error:
         raise error.cause from None
+
+
+def _node(place: Place) -> str:
+    return f"the node {place.node} ({place.address})"
 
 
 def _free() -> str:

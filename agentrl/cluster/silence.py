@@ -23,6 +23,15 @@ def end_in_silence(connection: Connection, seconds: float) -> None:
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1000, round(seconds * 1000)))
 
 
+def accepts(address: tuple[str, int], seconds: float) -> bool:
+    """Whether a port of another machine accepts a connection within so many seconds."""
+    try:
+        socket.create_connection(address, timeout=seconds).close()
+    except OSError:
+        return False
+    return True
+
+
 class PortWatch:
     """Looks again and again, in a thread, whether a port of another machine still accepts connections."""
 
@@ -38,26 +47,17 @@ class PortWatch:
     def close(self) -> None:
         self._ended.set()
 
-    def answers(self) -> bool:
-        """Whether it accepts a connection now. Raises ConnectionRefusedError if nobody listens there."""
-        try:
-            socket.create_connection(self._address, timeout=min(_PATIENCE, self._deadline)).close()
-        except OSError as error:
-            if isinstance(error, ConnectionRefusedError):
-                raise
-            return False
-        return True
-
     def _watch(self) -> None:
         heard, refused = time.monotonic(), 0
         while self.lost is None and not self._ended.wait(self._look):
             try:
-                answered, refused = self.answers(), 0
+                socket.create_connection(self._address, timeout=min(_PATIENCE, self._deadline)).close()
+                heard, refused = time.monotonic(), 0
             except ConnectionRefusedError:
-                answered, refused = False, refused + 1
-            if answered:
-                heard = time.monotonic()
-            elif refused > 1:
+                refused += 1
+            except OSError:
+                refused = 0
+            if refused > 1:
                 self.lost = "is gone"
             elif time.monotonic() > heard + self._deadline:
                 self.lost = f"has not answered for {self._deadline:g} s"

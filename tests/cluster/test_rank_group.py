@@ -10,8 +10,7 @@ import pytest
 from agentrl.cluster.local import HERE, LocalCluster, LocalProcess
 from agentrl.cluster.processes import NodeLostError, Place, ProcessSpec
 from agentrl.cluster.relay import LogRelay
-from agentrl.training.run.rank_group import RankGroup
-from agentrl.training.worker.wire import WorkerLostError
+from agentrl.training.run.rank_group import FOLLOWED, RankGroup
 
 SLEEP = "import time; time.sleep(600)"
 
@@ -69,11 +68,10 @@ class Told:
 
 def test_whoever_ends_with_the_worker_is_not_the_cause() -> None:
     reported = list[object]()
-    follower = WorkerLostError.exit_code
-    end = RankGroup([Told(0, follower), Told(1, None, None, -9), Told(2, None, None, None, 1)], reported.append).end()
+    end = RankGroup([Told(0, FOLLOWED), Told(1, None, None, -9), Told(2, None, None, None, 1)], reported.append).end()
     assert str(end) == f"training rank 1 on {HERE.node} was ended by SIGKILL"
     assert reported == [end]
-    alone = RankGroup([Told(0, follower), Told(1, None, -signal.SIGTERM)], reported.append).end()
+    alone = RankGroup([Told(0, FOLLOWED), Told(1, None, -signal.SIGTERM)], reported.append).end()
     assert str(alone) == f"training rank 0 on {HERE.node} has lost the rollout worker"
     assert reported == [end, alone]
 

@@ -14,9 +14,8 @@ from agentrl.cluster.processes import Bundle, ClusterNode, Place, ProcessHandle,
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.training.run.launch import bundles_of
-from agentrl.training.run.rank_group import CRASHED, RankEnd
+from agentrl.training.run.rank_group import CRASHED, FOLLOWED, RankEnd
 from agentrl.training.run.sizes import RunSizes
-from agentrl.training.worker.wire import WorkerLostError
 
 RAY = ["cluster=ray", "cluster.nodes=3", "cluster.restarts=9", "training.num_processes=6", "cluster.elastic=true"]
 
@@ -116,7 +115,7 @@ def test_where_a_rank_fails_twice_between_checkpoints_is_given_up(tmp_path: Path
     run.learn(cluster, failed)  # it was of use in between
     run.learn(cluster, other)
     run.learn(cluster, replace(other, lost="the node is gone"))  # nothing to give up
-    follower = replace(other, code=WorkerLostError.exit_code)
+    follower = replace(other, code=FOLLOWED)
     run.learn(cluster, follower)
     run.learn(cluster, follower)  # nothing of its own
     assert cluster.given_up == []

@@ -18,8 +18,9 @@ from agentrl.errors import AgentRLError
 from agentrl.evaluation.options import quoted
 from agentrl.rollout.environment import check_environment
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.run.rank_group import CRASHED, REPORTED
+from agentrl.training.run.rank_group import CRASHED, FOLLOWED, REPORTED
 from agentrl.training.run.start import run_rank
+from agentrl.training.worker.wire import WorkerLostError
 
 
 def main() -> int:
@@ -36,6 +37,8 @@ def main() -> int:
         return run_rank(settings, run, resume="--resume" in sys.argv[2:])
     except AgentRLError as error:
         print(f"error{'' if rank == '0' else f' (rank {rank})'}: {error}", file=sys.stderr, flush=True)
+        if isinstance(error, WorkerLostError):
+            return FOLLOWED
         return REPORTED if error.exit_code == CRASHED else error.exit_code
 
 

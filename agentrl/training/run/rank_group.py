@@ -10,15 +10,18 @@ from dataclasses import dataclass
 
 from agentrl.cluster.processes import NodeLostError, ProcessHandle
 from agentrl.training.run.signals import INTERRUPTED
-from agentrl.training.worker.wire import WorkerLostError
 
-# Seconds for ranks to end by themselves once one has failed, for the cause of a loss to show, and between two looks.
+# Seconds for ranks to end by themselves once one has failed, and once one or the worker is lost, when there is
+# nothing left to say; for the cause of a loss to show; and between two looks.
 _LAST_WORDS = 30.0
-_DOUBT = 5.0
+_SPEECHLESS = 5.0
+_DOUBT = 3.0
 _LOOK = 0.2
 
 CRASHED = 1
 """Exit code of a rank that ended by an error that is not one of ours, such as that of a broken GPU."""
+FOLLOWED = 3
+"""Exit code of a rank that ended because the rollout worker or another rank is gone."""
 REPORTED = 4
 """Exit code of a rank that ended by an AgentRLError whose own code that is."""
 
@@ -47,12 +50,12 @@ class RankEnd:
             return 3
         if self.killed:
             return 2 if self.code != -signal.SIGTERM else 0
-        return 0 if self.code == WorkerLostError.exit_code else 1
+        return 0 if self.code == FOLLOWED else 1
 
     def __str__(self) -> str:
         if self.lost is not None:
             return f"training {self.rank.spec.name} is lost: {self.lost}"
-        if self.code == WorkerLostError.exit_code:
+        if self.code == FOLLOWED:
             return f"training {self.rank.spec.name} on {self.rank.place.node} has lost the rollout worker"
         if self.code == REPORTED:
             return f"training {self.rank.spec.name} on {self.rank.place.node} ended with an error"
@@ -105,7 +108,7 @@ class RankGroup:
                 self._tell(self._cause, at_once=not running)
                 if not self._ending:
                     self._ending = True
-                    self._end_soon(running)
+                    self._end_soon(running, _LAST_WORDS if self._cause.gravity == 1 else _SPEECHLESS)
             if running:
                 time.sleep(_LOOK)
         return self._cause
@@ -125,7 +128,7 @@ class RankGroup:
             if self._report is not None:
                 self._report(cause)
 
-    def _end_soon(self, running: Sequence[ProcessHandle]) -> None:
+    def _end_soon(self, running: Sequence[ProcessHandle], seconds: float) -> None:
         """Ask the ranks to end, and kill those that have not after a while, in a thread that ends with this process."""
 
         def kill() -> None:
@@ -133,7 +136,7 @@ class RankGroup:
             _signal(running, signal.SIGKILL)
 
         _signal(running, signal.SIGTERM)
-        timer = threading.Timer(_LAST_WORDS, kill)
+        timer = threading.Timer(seconds, kill)
         timer.daemon = True
         timer.start()
 

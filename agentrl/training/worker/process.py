@@ -25,7 +25,7 @@ from agentrl.training.coldstart.policy import computing_processes, set_threads
 from agentrl.training.engine.determinism import set_determinism
 from agentrl.training.worker.local import LocalService
 from agentrl.training.worker.service import InterruptedRunError
-from agentrl.training.worker.wire import Caller, Failure, Reply, Startup, WorkerLostError, WorkerRequest
+from agentrl.training.worker.wire import Caller, Failure, Reply, Startup, WorkerRequest
 from agentrl_envs.episode import EnvironmentContractError
 from agentrl_envs.plugins import load_plugins
 from agentrl_envs.registry import PluginError
@@ -118,7 +118,7 @@ class Server:
             self._tell(Reply())
             self._answer_all(service)
         except _RankGoneError as error:
-            self._tell(Reply(failure=Failure(message=str(error), exit_code=WorkerLostError.exit_code)))
+            self._tell(Reply(failure=Failure(message=str(error), lost=True)))
         except _REPORTED as error:
             code = error.exit_code if isinstance(error, AgentRLError) else _USERS
             self._tell(Reply(failure=Failure(message=str(error), exit_code=code)))

@@ -144,7 +144,7 @@ class RemoteService:
             self._control.recv()
         if not self._closed.wait(_LAST_WORDS):
             print(f"rank {self._rank}: the rollout worker or another rank is gone", file=sys.stderr, flush=True)
-            os._exit(WorkerLostError.exit_code)
+            os._exit(1)
         self._control.close()
 
     def _how_it_ended(self) -> str:
@@ -164,8 +164,10 @@ class RemoteService:
 def _error_of(failure: Failure) -> Exception:
     if failure.interrupted:
         return InterruptedRunError()
-    kinds = {kind.exit_code: kind for kind in (SettingsError, WorkerLostError)}
-    return kinds.get(failure.exit_code, WorldError)(failure.message)
+    if failure.lost:
+        return WorkerLostError(failure.message)
+    kind = SettingsError if failure.exit_code == SettingsError.exit_code else WorldError
+    return kind(failure.message)
 
 
 def _connect(place: _Place, caller: Caller, silence: float) -> Connection:

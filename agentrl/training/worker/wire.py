@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import WorldError
 
@@ -51,11 +51,15 @@ class WorkerRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a call failed. ``interrupted``: the run was asked to stop; otherwise it ends with ``exit_code``."""
+    """Why a call failed. ``interrupted``: the run was asked to stop; otherwise it ends with ``exit_code``.
+
+    ``lost``: because another rank is gone.
+    """
 
     message: str
     exit_code: int = 1
     interrupted: bool = False
+    lost: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +71,7 @@ class Reply:
 
 
 class WorkerLostError(WorldError):
-    """The other end of a connection is gone or did not answer in time.
-
-    A rank's exit code says so: the loss began elsewhere.
-    """
-
-    exit_code: ClassVar[int] = 3
+    """The other end of a connection is gone or did not answer in time."""
 
 
 def receive(

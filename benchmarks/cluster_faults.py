@@ -1,0 +1,290 @@
+"""What a run does when something of it is lost: when it notices, when it trains again, and whether its metrics change.
+
+    sudo python benchmarks/cluster_faults.py [--faults rank worker host cut head gone sandbox] [--deadline 20]
+
+Two network namespaces are the hosts A and B, each with a training rank; Ray's head and the command are in A. A service
+manager starts Ray again on a host where it has ended. One run meets these faults, each once another step is trained:
+
+rank     the rank of B is killed
+worker   the rollout worker is killed
+host     every process of B is killed
+cut      B is cut off for a minute
+head     every process of Ray on A is killed
+
+A second run, with `cluster.elastic=true` and `cluster.restart_deadline=10`, meets one fault:
+
+gone     B is cut off for ever
+
+A third run, of one process, plays SimpleTIR with two sandbox services:
+
+sandbox  one of the services is killed
+
+`noticed` is the time until the console says what was lost, `trains again` until the next step is recorded. The metrics
+of each run, without times, are compared with those of a run that nothing disturbed. Needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from cluster.hosts import Host, obstacle, ray_address, ray_variables, start_ray, two_hosts
+from training.conftest import SMALL, CommandLine, write_random_policy
+
+from agentrl.cluster.devices import free_port
+
+RECOVERED = ("rank", "worker", "host", "cut", "head")
+FAULTS = (*RECOVERED, "gone", "sandbox")
+LONGEST = 600.0
+STEPS = 6  # for each fault
+CUT = 60.0
+SMALL_VALUE = 0.01
+ENDS = "; the other ranks end"
+TIMINGS = ("time/", "tokens_per_s", "rollout/seconds")
+SETTINGS = ["checkpoint.every=1", "training.deterministic=true", "training.zero_stage=3", "evaluation.every=1000"]
+SETTINGS += ["training.persistence_threshold=0", "environment.kwargs.seconds=0.1", "telemetry.tokens_every=1000"]
+COLD = ["coldstart.steps=120", "coldstart.batch_size=24"]
+
+
+@dataclass
+class Running:
+    """A run of the command, and what it has said so far."""
+
+    line: CommandLine
+    name: str
+    process: subprocess.Popen[str]
+    said: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        self.said.extend(self.process.stdout)
+
+    def steps(self) -> int:
+        return max(self.line.steps(self.name), default=0)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        began = time.monotonic()
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > began + LONGEST:
+                raise SystemExit("waited in vain:\n" + "".join(self.said))
+            time.sleep(0.05)
+
+    def another_step(self) -> None:
+        before = self.steps()
+        self.until(lambda: self.steps() > before)
+
+    def heard(self, text: str, after: int = 0) -> list[str]:
+        return [one for one in self.said[after:] if text in one]
+
+    def end(self) -> None:
+        if self.process.wait(LONGEST) != 0:
+            raise SystemExit("".join(self.said))
+
+    def meet(self, strike: Callable[[], None], notices: str, resumes: str | None = None) -> tuple[str, float, float]:
+        """Strike after another step: what the console says, and after how many seconds it trains again."""
+        self.another_step()
+        so_far, began = len(self.said), time.monotonic()
+        strike()
+        self.until(lambda: bool(self.heard(notices, so_far)))
+        noticed = time.monotonic() - began
+        if resumes is not None:
+            self.until(lambda: bool(self.heard(resumes, so_far)))
+        self.another_step()
+        again = time.monotonic() - began
+        return self.heard(notices, so_far)[-1].strip().removeprefix("warning: ").removesuffix(ENDS), noticed, again
+
+
+class Hosts:
+    """Two hosts with Ray, which a service manager keeps running."""
+
+    def __init__(self, line: CommandLine, head: Host, other: Host, folder: Path) -> None:
+        self.head, self.other = head, other
+        self._line = line
+        self._folder = folder
+        self._variables = ray_variables()
+        for host in (head, other):
+            start_ray(head, host, folder, self._variables)
+            threading.Thread(target=self._keep, args=(host,), daemon=True).start()
+
+    def start(self, name: str, *arguments: str) -> Running:
+        where = ["cluster=ray", f"cluster.address={ray_address(self.head)}", "cluster.nodes=2", f"name={name}"]
+        process = subprocess.Popen(
+            self.head.command(sys.executable, "-m", "agentrl.cli", *arguments, *where),
+            cwd=self._line.folder,
+            env=self._line.environment() | self._variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        return Running(self._line, name, process)
+
+    def rank(self) -> None:
+        self._find("agentrl.training.run.rank", self.other).kill()
+
+    def worker(self) -> None:
+        self._find("agentrl.training.worker.process", self.head, self.other).kill()
+
+    def host(self) -> None:
+        self.other.kill()
+
+    def cut(self) -> None:
+        self.gone()
+        threading.Timer(CUT, self._link, args=("up",)).start()
+
+    def gone(self) -> None:
+        self._link("down")
+
+    def head_of_ray(self) -> None:
+        for process in self._ray(self.head):
+            process.kill()
+
+    def _link(self, state: str) -> None:
+        subprocess.run(["ip", "-n", self.other.name, "link", "set", self.other.interface, state], check=True)
+
+    def _find(self, module: str, *hosts: Host) -> psutil.Process:
+        found = [one for host in hosts for one in _processes(host) if module in _command(one)]
+        return found[0]
+
+    def _ray(self, host: Host) -> list[psutil.Process]:
+        return [
+            one for one in _processes(host) if any(name in "".join(_command(one)[:1]) for name in ("ray::", "/ray/"))
+        ]
+
+    def _keep(self, host: Host) -> None:
+        """Start Ray again where its processes have ended, until the host is removed."""
+        with contextlib.suppress(subprocess.CalledProcessError):
+            while True:
+                time.sleep(1)
+                if not any("raylet" in "".join(_command(one)[:1]) for one in _processes(host)):
+                    with contextlib.suppress(subprocess.CalledProcessError):
+                        start_ray(self.head, host, self._folder, self._variables)
+
+
+def _processes(host: Host) -> Iterator[psutil.Process]:
+    for pid in host.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            yield psutil.Process(pid)
+
+
+def _command(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []
+
+
+def difference(line: CommandLine, name: str, undisturbed: str) -> str:
+    """How far the metrics of two runs lie apart."""
+    rows, others = (
+        [{key: value for key, value in row.items() if not key.startswith(TIMINGS)} for row in line.metrics(one)]
+        for one in (name, undisturbed)
+    )
+    if json.dumps(rows) == json.dumps(others):
+        return f"bitwise equal ({len(rows)} rows)"
+    worst, where = max(
+        (abs(row[key] - other[key]) / max(abs(other[key]), SMALL_VALUE), key)
+        for row, other in zip(rows, others, strict=True)
+        for key in row.keys() | other.keys()
+        if row[key] is not None and row[key] == row[key]
+    )
+    return f"at most {worst:.1e} of a value, or of {SMALL_VALUE} where it is smaller ({where}, {len(rows)} rows)"
+
+
+def show(fault: str, met: tuple[str, float, float]) -> None:
+    said, noticed, again = met
+    print(f"| {fault} | {said} | {noticed:.1f} | {again:.1f} |", flush=True)
+
+
+def on_two_hosts(line: CommandLine, options: argparse.Namespace) -> None:
+    faults = [fault for fault in RECOVERED if fault in options.faults]
+    steps = [f"training.steps={STEPS * max(len(faults), 1)}", "--num-processes", "2"]
+    arguments = [*line.counting(line.folder / "policy", *SETTINGS), *steps, f"cluster.deadline={options.deadline:g}"]
+    compared = []
+    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # the names of sockets must be short
+    try:
+        with two_hosts() as (head, other):
+            hosts = Hosts(line, head, other, folder)
+            strikes = {"rank": hosts.rank, "worker": hosts.worker, "host": hosts.host, "cut": hosts.cut}
+            strikes["head"] = hosts.head_of_ray
+            if faults:
+                run = hosts.start("far", *arguments, f"cluster.restarts={len(faults)}")
+                for fault in faults:
+                    show(fault, run.meet(strikes[fault], ENDS, "resumed after"))
+                run.end()
+                compared.append("far")
+            if "gone" in options.faults:
+                elastic = ["cluster.elastic=true", "cluster.restart_deadline=10", "cluster.restarts=1"]
+                run = hosts.start("fewer", *arguments, *elastic)
+                show("gone", run.meet(hosts.gone, ENDS, "resumed after"))
+                run.end()
+                compared.append("fewer")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    line.run(*arguments, "name=near")
+    for name in compared:
+        print(f"\n{name} against an undisturbed run of two ranks on one host: {difference(line, name, 'near')}")
+
+
+@contextlib.contextmanager
+def sandbox_service() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    port = free_port("127.0.0.1")
+    command = [sys.executable, "-m", "agentrl_sandbox", "serve", "--port", str(port), "--no-token"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def with_sandboxes(line: CommandLine) -> None:
+    line.run("coldstart", "--output", "cold", *SMALL, *COLD)
+    arguments = line.simpletir(line.folder / "cold", f"training.steps={2 * STEPS}", "training.deterministic=true")
+    with sandbox_service() as (_, first), sandbox_service() as (lost, second):
+        both = f"sandbox.url={first},{second}"
+        run = Running(line, "one", line.start(*arguments, both, "name=one"))
+        show("sandbox", run.meet(lost.kill, "gets no calls for now"))
+        run.end()
+    line.run(*arguments, "name=all")
+    print(f"\none against an undisturbed run with its own sandbox: {difference(line, 'one', 'all')}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--deadline", type=float, default=20.0, help="cluster.deadline")
+    options = parser.parse_args()
+    if (why := obstacle()) is not None:
+        raise SystemExit(f"not here: {why}")
+    folder = Path(tempfile.mkdtemp(prefix="faults"))
+    line = CommandLine(folder)
+    try:
+        print("| fault | the console says | noticed s | trains again s |\n|---|---|---|---|", flush=True)
+        if "sandbox" in options.faults:
+            with_sandboxes(line)
+        if set(options.faults) != {"sandbox"}:
+            write_random_policy(folder)
+            on_two_hosts(line, options)
+    finally:
+        line.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
