@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from agentrl.algorithms import estimator_needs
 from agentrl.algorithms.errors import AlgorithmError
 from agentrl.errors import AgentRLError, SettingsError
 from agentrl.inspection.explain import explain
 from agentrl.inspection.json_values import drawn_places, finite
 from agentrl.inspection.run_settings import load_run_plugins
-from agentrl.inspection.what_if import WhatIf, estimator_forms, what_if
+from agentrl.inspection.what_if import WhatIf, all_options, estimator_forms, what_if
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.stored_step import StoredStep, StoredTrajectory, read_step
 from agentrl_envs.registry import PluginError, describe_error
@@ -60,6 +61,8 @@ class Answers:
     ) -> object:
         """The group of a trajectory under another estimator; ``fields`` are the trajectory's own columns."""
         stored, chosen = self._group_of(step, trajectory)
+        if estimator_needs(estimator, **all_options(stored, estimator, options)).step_wide:
+            stored = read_step(self._run, step)
         found = what_if(stored, chosen, estimator=estimator, options=options, size=size)
         names = {f"what_if_{name}": name for name in ("advantages", "baselines", "returns")}
         return {
@@ -76,10 +79,13 @@ class Answers:
         return list(explain(self._run, step=step, trajectory=trajectory, token=token).lines())
 
     def _group_of(self, step: int, number: int) -> tuple[StoredStep, StoredTrajectory]:
-        stored = read_step(self._run, step)  # whole: some estimators look at all of it
-        if not 0 <= number < len(stored.trajectories):
-            raise SettingsError(f"step {step} has no trajectory {number}: it has 0 to {len(stored.trajectories) - 1}")
-        return stored, stored.trajectories[number]
+        self._run.check_stored(step)
+        records = self._run.chosen_trajectories(step, lambda place, _line: place == number)
+        groups = {record["group"] for _, record in records}
+        if not groups:
+            raise SettingsError(f"step {step} has no trajectory {number}")
+        stored = read_step(self._run, step, groups=groups)
+        return stored, next(item for item in stored.trajectories if item.number == number)
 
 
 def _curves(item: StoredTrajectory, found: WhatIf) -> dict[str, object]:

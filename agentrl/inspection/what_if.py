@@ -40,11 +40,7 @@ def what_if(
     ``size``: take the rollout of ``trajectory`` and the first others of the group, so many in all. Raises
     SettingsError for what the step does not store, and the errors of ``compute_advantages``.
     """
-    facts = facts_of(step)
-    names = ESTIMATORS.option_names(estimator)
-    own = {name: value for name, value in facts.estimator_options.items() if name in names}
-    defaults = {form.name: form.default for form in option_forms(estimator) if form.default is not None}
-    given = {**defaults, **own, **(options or {})}
+    given = all_options(step, estimator, options or {})
     kept = _first_rollouts(step.siblings(trajectory), trajectory, size)
     left_out = {item.key for item in step.siblings(trajectory)} - {item.key for item in kept}
     smaller = replace(step, trajectories=tuple(item for item in step.trajectories if item.key not in left_out))
@@ -59,6 +55,14 @@ def what_if(
         power=float(sum(row.gradient_power.sum() for row in changed)),
         power_before=float(sum(row.gradient_power.sum() for row in rows.values())),
     )
+
+
+def all_options(step: StoredStep, estimator: str, options: Mapping[str, object]) -> dict[str, object]:
+    """``options``, then those of the run that the estimator takes, then its defaults."""
+    names = ESTIMATORS.option_names(estimator)
+    own = {name: value for name, value in facts_of(step).estimator_options.items() if name in names}
+    defaults = {form.name: form.default for form in option_forms(estimator) if form.default is not None}
+    return {**defaults, **own, **options}
 
 
 def _first_rollouts(

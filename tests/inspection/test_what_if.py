@@ -107,6 +107,11 @@ def test_questions_are_answered_line_by_line(run: RunDirectory, step: StoredStep
     answer = json.loads(answers.to(json.dumps(question)))["answer"]
     expected = what_if(step, step.trajectories[1], estimator="rloo").columns[step.trajectories[1].key]
     np.testing.assert_array_equal(np.float32(answer["fields"]["what_if_advantages"]), expected["advantages"])
+    wide = json.loads(answers.to(json.dumps(question | {"estimator": "reinforce_pp_baseline"})))["answer"]
+    expected = what_if(step, step.trajectories[1], estimator="reinforce_pp_baseline").columns[step.trajectories[1].key]
+    np.testing.assert_array_equal(np.float32(wide["fields"]["what_if_advantages"]), expected["advantages"])
+    gone = json.loads(answers.to(json.dumps(question | {"trajectory": 99})))
+    assert "step 2 has no trajectory 99" in gone["error"]
     wrong = json.loads(answers.to(json.dumps(question | {"estimator": "tir_otbb"})))
     assert "unknown estimator 'tir_otbb'" in wrong["error"]
     missing = json.loads(answers.to(json.dumps(question | {"estimator": "gae"})))
