@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from agentrl.cluster.devices import ALL_GPUS, free_port
 from agentrl.cluster.local import LocalProcess
 from agentrl.cluster.plan import UnplaceableError, placed
-from agentrl.cluster.processes import Bundle, ClusterNode, NodeLostError, Place, ProcessSpec
+from agentrl.cluster.processes import STARTED_BY, Bundle, ClusterNode, NodeLostError, Place, ProcessSpec
 from agentrl.cluster.relay import LogRelay
 from agentrl.cluster.settings import ClusterSettings
 from agentrl.cluster.silence import PortWatch, accepts
@@ -44,6 +44,7 @@ _CARRIED = (
     *("TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "TRITON_", "VLLM_"),
 )
 _ADDRESS = "AGENTRL_RAY_ADDRESS"  # environment variable of a process that the cluster at this address has started
+_OF_THE_NODE = ("GLOO_SOCKET_IFNAME", ALL_GPUS, STARTED_BY)  # variables that such a process has of its own node
 # Seconds between two questions to a node; between two looks at a cluster that lacks nodes; for its nodes to kill what
 # runs there; and for one that was silent to answer.
 _ASK = 0.5
@@ -240,7 +241,8 @@ class RayCluster:
 
     def start(self, spec: ProcessSpec, place: Place) -> RayProcess:
         node = self._places[place.number]
-        carried = {name: value for name, value in os.environ.items() if name.startswith(_CARRIED)}
+        own = _OF_THE_NODE if _ADDRESS in os.environ else ()
+        carried = {name: value for name, value in os.environ.items() if name.startswith(_CARRIED) and name not in own}
         full = replace(spec, environment={**carried, **spec.environment})
         if spec.log is not None and spec.shown:
             self._relay.follow(spec.log)
