@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
 from agentrl.cluster.devices import ALL_GPUS, free_port
 from agentrl.cluster.plan import UnplaceableError
 from agentrl.cluster.processes import STARTED_BY, Bundle, ClusterNode, Place, ProcessSpec
@@ -62,6 +64,10 @@ class LocalProcess:
     def end(self, seconds: float) -> None:
         """Return when it has ended; it is killed after ``seconds``."""
         if self.wait(seconds) is None:
+            if self.spec.supervised:  # killed, the supervisor could not end its command's group
+                for child in psutil.Process(self.pid).children():
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(child.pid, signal.SIGKILL)
             self._process.kill()
             self._process.wait()
 
