@@ -168,6 +168,7 @@ def call_of(execution: Execution) -> ToolCall:
         seconds=execution.seconds,
         truncated=execution.truncated,
         printed=execution.stdout[-PRINTED:],
+        exit_code=execution.exit_code,
     )
 
 

@@ -104,13 +104,14 @@ class ToolCall:
 
     ``outcome`` is a value of ``agentrl_sandbox.client.Outcome``, or ``malformed`` for a call that could not be made.
     ``printed`` is the end of what a program printed, which the model may not have been shown whole: enough to find its
-    answer again.
+    answer again. ``exit_code`` is a program's exit status, minus the signal's number when a signal ended it.
     """
 
     outcome: str
     seconds: float
     truncated: bool = False
     printed: str = ""
+    exit_code: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

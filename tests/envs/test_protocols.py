@@ -294,7 +294,7 @@ async def test_an_episode_under_retool(play: Play, execution: Ran) -> None:
         observation="\n\n<interpreter>\n5\n</interpreter>\n\n",
         reward=0.0,
         ended=None,
-        tool_calls=(ToolCall(outcome="ok", seconds=0.25, printed="5\n"),),
+        tool_calls=(ToolCall(outcome="ok", seconds=0.25, printed="5\n", exit_code=0),),
     )
     assert await episode.step("<answer>\\boxed{5}</answer>") == Step(
         observation="", reward=1.0, ended=Ended.ANSWERED, verdict=Verdict.CORRECT, answer="5"

@@ -26,7 +26,7 @@ async def test_two_turns_to_a_correct_answer(play: Play, execution: Ran) -> None
         observation="\nCode execution result: 5\n",
         reward=0.0,
         ended=None,
-        tool_calls=(ToolCall(outcome="ok", seconds=0.25, printed="5\n"),),
+        tool_calls=(ToolCall(outcome="ok", seconds=0.25, printed="5\n", exit_code=0),),
     )
     assert await episode.step("```py\nfinal_answer(5)\n```") == Step(
         observation="\nCode execution result: \\boxed{5}\n",
@@ -34,7 +34,7 @@ async def test_two_turns_to_a_correct_answer(play: Play, execution: Ran) -> None
         ended=Ended.ANSWERED,
         verdict=Verdict.CORRECT,
         answer="5",
-        tool_calls=(ToolCall(outcome="ok", seconds=0.5, printed="\\boxed{5}\n"),),
+        tool_calls=(ToolCall(outcome="ok", seconds=0.5, printed="\\boxed{5}\n", exit_code=0),),
     )
     assert "print(2)" in sandbox.programs[0]
     assert "print(2)" not in sandbox.programs[1]  # programs are stateless

@@ -16,8 +16,8 @@ import torch.distributed
 from training.conftest import CommandLine
 
 from agentrl.errors import WorldError
+from agentrl.telemetry.checksums import checksum, damaged
 from agentrl.training.engine.checkpoint import CheckpointWriter, RunState, open_newest
-from agentrl.training.engine.checksums import checksum, damaged
 from agentrl.training.engine.parts import Facts, Part
 from agentrl.training.settings import CheckpointSettings
 

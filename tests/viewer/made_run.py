@@ -83,6 +83,8 @@ def metrics_row(step: int, draw: np.random.Generator) -> dict[str, float]:
         "time/step_s": 2.0,
         "time/rollout_s": 1.2,
         "time/train_s": 0.7,
+        "time/forward_s": 0.2,
+        "time/backward_s": 0.3,
         "time/transfer_s": 0.1,
     }
 
@@ -109,7 +111,7 @@ def _record(
         "ended": ended,
         "verdict": verdict,
         "answer": answer,
-        "tool_calls": [{"outcome": "ok", "seconds": 0.25, "truncated": False, "printed": "5\n"}],
+        "tool_calls": [{"outcome": "ok", "seconds": 0.25, "truncated": False, "printed": "5\n", "exit_code": 0}],
         "seconds": 1.5,
         "reward_parts": {},
         "branch": 0,

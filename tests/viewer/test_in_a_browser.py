@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import uvicorn
+from training.conftest import CommandLine, wait_until, write_random_policy
 from viewer.conftest import TOKEN
 from viewer.made_evaluation import better, made_evaluation, written
 from viewer.made_run import HOSTILE, make_run, metrics_row
 
+from agentrl.inspection.recompute import recomputed
 from agentrl.inspection.what_if import what_if
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.stored_step import read_step
@@ -289,6 +292,35 @@ def test_curves_grow_while_the_run_writes(page: Page, tmp_path: Path) -> None:
         expect(page.locator(".facts")).to_contain_text("Last step2")
         run.append_metrics(metrics_row(3, np.random.default_rng(1)))
         expect(page.locator(".facts")).to_contain_text("Last step3")
+
+
+def test_a_training_run_is_followed_and_its_tokens_have_the_advantages_of_training(page: Page, tmp_path: Path) -> None:
+    write_random_policy(tmp_path)
+    command_line = CommandLine(tmp_path)
+    arguments = command_line.counting(tmp_path / "policy", "name=live", "training.steps=8", "evaluation.every=9")
+    process = command_line.start(*arguments)
+    try:
+        wait_until(lambda: bool(command_line.steps("live")), process)
+        os.killpg(process.pid, signal.SIGSTOP)
+        steps = command_line.steps("live")[-1]
+        assert steps < 8
+        with serving(tmp_path / "runs") as url:
+            page.goto(url)
+            page.get_by_role("link", name="live").click()
+            expect(page.locator(".facts")).to_contain_text(f"Last step{steps}")
+            os.killpg(process.pid, signal.SIGCONT)
+            expect(page.locator(".facts")).to_contain_text("Last step8")
+            said = process.communicate()[0]
+            assert process.returncode == 0, said
+            page.get_by_role("link", name="newest step").click()
+            page.get_by_role("link", name="8 / 0", exact=True).click()
+            page.locator("[data-index='2']").hover()
+            shown = page.locator("[data-field=advantages] td").inner_text()
+    finally:
+        command_line.close()
+    step = read_step(RunDirectory(tmp_path / "runs" / "live"), 8)
+    item = step.trajectories[0]
+    assert float(shown) == float(recomputed(step, step.siblings(item))[item.key]["advantages"][2])
 
 
 def test_a_long_table_is_shown_in_parts(page: Page, tmp_path: Path) -> None:

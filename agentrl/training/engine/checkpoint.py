@@ -24,10 +24,10 @@ from typing import Any, Protocol, TypeVar
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.rollout.work_queue import QueueState
+from agentrl.telemetry.checksums import checksum, damaged
 from agentrl.telemetry.files import atomic_write, world_errors
 from agentrl.telemetry.records import EvaluationRecord
 from agentrl.training.engine.adapter import AdapterRecord
-from agentrl.training.engine.checksums import checksum, damaged
 from agentrl.training.engine.deepspeed_engine import from_rank_zero, gather_from_ranks, on_every_rank
 from agentrl.training.engine.parts import Part
 from agentrl.training.settings import CheckpointSettings

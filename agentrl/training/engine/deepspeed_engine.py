@@ -35,6 +35,7 @@ from agentrl.training.engine.recovery import (
     forget_gradients,
     open_forwards,
 )
+from agentrl.training.engine.stopwatch import Stopwatch
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl.weights.sharded import read_sharded
 
@@ -237,19 +238,23 @@ class TrainingEngine(Generic[_Module_co]):
             distributed_c10d._set_pg_timeout(timedelta(seconds=training.collective_deadline), group)
         self.module = module
         self.device = self._engine.device
+        self.stopwatch = Stopwatch(self.device)
         self._forwards = 0
         self._schedule: torch.optim.lr_scheduler.LambdaLR = self._engine.lr_scheduler
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._engine(*args, **kwargs)
+        with self.stopwatch.section("time/forward_s"):
+            return self._engine(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of ``loss`` to those accumulated."""
-        self._engine.backward(loss, scale_wrt_gas=False)
+        with self.stopwatch.section("time/backward_s"):
+            self._engine.backward(loss, scale_wrt_gas=False)
 
     def step(self) -> float:
         """Clip, update, advance the schedule, clear gradients. Returns the gradient norm before clipping."""
-        self._engine.step()
+        with self.stopwatch.section("time/update_s"):
+            self._engine.step()
         return self._norm if self._clips_here else float(self._engine.get_global_grad_norm())
 
     @property

@@ -250,6 +250,7 @@ class Session:
             "time/step_s": ended - began,
             "time/train_idle_s": planned - began,
             "time/train_s": trained - planned,
+            **self._trainer.take_seconds(),
             "time/transfer_s": ended - trained,
             "tokens_per_s": metrics.get("rollout/model_tokens", 0) / (ended - began),
         }

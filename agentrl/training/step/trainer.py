@@ -152,6 +152,14 @@ class Trainer:
         metrics["optimizer/learning_rate"] = self._engine.learning_rate
         return metrics
 
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds of this rank's forwards, backwards and updates since the last call, as metrics."""
+        totals: dict[str, float] = {}
+        for engine in self._engines:
+            for name, seconds in engine.stopwatch.take().items():
+                totals[name] = totals.get(name, 0.0) + seconds
+        return totals
+
     # -- passes ---------------------------------------------------------------------------------------------------
 
     def _passes(self, step: _Step) -> None:

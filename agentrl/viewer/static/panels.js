@@ -1,4 +1,4 @@
-// What the page of a run draws. `lines`: [metric, label]; `prefix`: every metric that begins so, stacked.
+// What the page of a run draws. `lines`: [metric, label, metrics to take off]; `prefix`: every metric that begins so, stacked.
 
 const score = (row) => [row["eval/low"] ?? row["eval/avg_at_k"], row["eval/high"] ?? row["eval/avg_at_k"]];
 const reward = (row, mean) => [mean - 1.96 * (row["reward/stderr"] ?? 0), mean + 1.96 * (row["reward/stderr"] ?? 0)];
@@ -59,7 +59,10 @@ export const PANELS = [
     stacked: true,
     lines: [
       ["time/train_idle_s", "waiting for rollouts"],
-      ["time/train_s", "training"],
+      ["time/forward_s", "forward"],
+      ["time/backward_s", "backward"],
+      ["time/update_s", "optimizer"],
+      ["time/train_s", "rest of training", ["time/forward_s", "time/backward_s", "time/update_s"]],
       ["time/transfer_s", "weights to the engine"],
     ],
   },

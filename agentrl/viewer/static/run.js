@@ -92,7 +92,7 @@ function alarmList(alarms, id) {
   return [...shown, el("details", { class: "card" }, el("summary", {}, `${more.length} earlier alarms`), ...more)];
 }
 
-// The lines of a panel that the run has: [metric, label].
+// The lines of a panel that the run has: [metric, label, metrics to take off].
 function linesOf(panel, series) {
   const names = new Set(series.names());
   if (!panel.prefix) return panel.lines.filter(([name]) => names.has(name));
@@ -101,7 +101,7 @@ function linesOf(panel, series) {
 
 function tracesOf(panel, series, state) {
   const lines = palette();
-  const traces = linesOf(panel, series).map(([name, label], place) => ({ name, label, color: lines[place % lines.length], ...series.line(name, state.axis) }));
+  const traces = linesOf(panel, series).map(([name, label, less], place) => ({ name, label, color: lines[place % lines.length], ...series.line(name, state.axis, less) }));
   if (panel.stacked) {
     // Over hours, a bar lies where its step lay: from the end of the step before to its own end.
     const lasted = (trace) => trace.rows.map((row) => (row["time/step_s"] ?? 0) / 3600);

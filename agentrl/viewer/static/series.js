@@ -22,8 +22,8 @@ export class Series {
     return [...new Set(this.rows.flatMap((row) => Object.keys(row)))].filter((name) => name !== "step").sort();
   }
 
-  // x, y and steps of the rows that have `name`.
-  line(name, axis = "step") {
+  // x, y and steps of the rows that have `name`, less the metrics `less` of the same row.
+  line(name, axis = "step", less = []) {
     const places = this.axis(axis);
     const x = [];
     const y = [];
@@ -32,7 +32,7 @@ export class Series {
     this.rows.forEach((row, place) => {
       if (typeof row[name] !== "number") return;
       x.push(places[place]);
-      y.push(row[name]);
+      y.push(less.reduce((rest, part) => rest - (row[part] ?? 0), row[name]));
       steps.push(row.step);
       rows.push(row);
     });

@@ -89,10 +89,15 @@ function conversationOf(page, view) {
     const heading = segment.origin === "model" ? `model, turn ${turn++}` : segment.origin;
     const count = `${segment.token_ids.length} tokens`;
     const call = segment.origin === "observation" ? calls.shift() : undefined;
-    const tool = call ? [" · ", el("span", { class: call.outcome === "ok" ? "tag good" : "tag bad" }, words(call.outcome)), ` ${short(call.seconds)} s${call.truncated ? ", trimmed" : ""}`] : [];
+    const tool = call ? [" · ", el("span", { class: call.outcome === "ok" ? "tag good" : "tag bad" }, words(call.outcome)), ` ${short(call.seconds)} s${exitStatus(call.exit_code)}${call.truncated ? ", trimmed" : ""}`] : [];
     const body = segment.origin === "model" ? view.segment(segment) : el("pre", { class: "said" }, visible(textOf(segment)));
     return el("article", { class: `segment ${segment.origin}` }, el("h3", {}, `${heading} · ${count}`, ...tool), body);
   });
+}
+
+function exitStatus(code) {
+  if (!code) return "";
+  return code < 0 ? `, ended by signal ${-code}` : `, exit status ${code}`;
 }
 
 function textOf({ text, pieces, token_ids: ids }) {
