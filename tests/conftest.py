@@ -90,3 +90,12 @@ def data_dir() -> Path:
     if os.environ.get("CI") == "true":
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+@pytest.fixture
+def own_registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this test registers is gone after it: other tests in the same process list what is registered."""
+    from agentrl.algorithms import ESTIMATORS, LOSSES
+
+    for registry in (ESTIMATORS, LOSSES):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))

@@ -136,6 +136,7 @@ def test_the_text_of_the_token_stands_beside_its_id(run: RunDirectory) -> None:
     assert f"id {ids[1]}, {texts[1]!r}\n  after {texts[0]!r}, before {texts[2]!r}" in said
 
 
+@pytest.mark.usefixtures("own_registries")
 def test_an_estimator_of_a_plug_in_is_explained(tmp_path: Path) -> None:
     plugin = tmp_path / "explained_plugin.py"
     plugin.write_text(PLUGIN)

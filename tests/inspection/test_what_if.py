@@ -120,6 +120,7 @@ def test_questions_are_answered_line_by_line(run: RunDirectory, step: StoredStep
     assert lines[0].startswith("step 2, trajectory 1")
 
 
+@pytest.mark.usefixtures("own_registries")
 def test_what_a_plug_in_raises_is_one_message(tmp_path: Path) -> None:
     plugin = tmp_path / "raising_plugin.py"
     plugin.write_text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.training.engine import memory
-from agentrl.training.engine.deepspeed_engine import start_distributed
 from agentrl.training.engine.memory import Attempt, Fitted, MicroBatchBudget
 from agentrl.training.engine.recovery import Agreement, Shortage, ShortageError
 from agentrl.training.run.session import Session
@@ -126,8 +126,16 @@ def test_what_has_fitted_counts_by_kind_from_the_second_step_on() -> None:
     assert not first.holds("scoring", 100)  # its optimizer had no states yet
 
 
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone, of which no environment variable tells."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_only_a_watched_try_agrees_before_its_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    start_distributed(deadline=60.0)
     agreement = Agreement(torch.distributed.group.WORLD)
     monkeypatch.setattr(memory, "agreement_of_ranks", lambda: agreement)
     agreed: list[int] = []

@@ -262,6 +262,11 @@ class TrainingEngine(Generic[_Module_co]):
         """Whether ranks wait for each other in every layer: at ZeRO 3, and where they share rows."""
         return self._stage == 3 or self.groups.replicas < self.world_size
 
+    @property
+    def in_one_order(self) -> bool:
+        """Whether all ranks make their collectives in one order: several groups that share rows may differ."""
+        return self.groups.replicas in (1, self.world_size)
+
     def begin(self) -> None:
         """A try begins that may be given up half-way."""
         self._forwards = len(open_forwards(self._engine.optimizer.parameter_offload)) if self._stage == 3 else 0

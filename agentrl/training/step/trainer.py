@@ -210,7 +210,7 @@ class Trainer:
     def _attempt(self, kind: str, largest: int) -> Attempt:
         """Where ranks wait for each other in every layer, watched only with more tokens than have fitted."""
         known = self._engine.in_lockstep and self._fitted.holds(kind, largest)
-        return Attempt(self._modules, watch=not known)
+        return Attempt(self._modules, watch=self._engine.in_one_order and not known)
 
     def _statistics_pass(self, step: _Step) -> list[list[LossRows]]:
         """The rows of every micro-batch of each update, their groups those of all ranks."""
