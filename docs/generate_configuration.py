@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from generated_page import write_or_check  # beside this script
 from pydantic import BaseModel
 
 from agentrl.config.compare import RESUME_MAY_CHANGE
@@ -97,13 +98,5 @@ def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def main() -> int:
-    """Write the page, or with ``--check`` compare it."""
-    if sys.argv[1:] == ["--check"]:
-        return int(TARGET.read_text(encoding="utf-8") != page())
-    TARGET.write_text(page(), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(TARGET, page()))

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from generated_page import write_or_check  # beside this script
+
 from agentrl.telemetry.alarms import ALARMS
 from agentrl.telemetry.metrics.catalogue import SECTIONS
 from agentrl.telemetry.metrics.definitions import Metric
@@ -74,13 +76,5 @@ def _escaped(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def main() -> int:
-    """Write the page, or with ``--check`` compare it."""
-    if sys.argv[1:] == ["--check"]:
-        return int(TARGET.read_text(encoding="utf-8") != page())
-    TARGET.write_text(page(), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(TARGET, page()))

@@ -60,7 +60,10 @@ def make_app(library: Library, *, token: str, charts: Path, calculator: Calculat
     def page(_request: Request) -> Response:
         return FileResponse(STATIC / "index.html")
 
-    api = [Route(f"/api{path}", _endpoint(answer, token)) for path, answer in _answers(library, calculator).items()]
+    api = [
+        Route(f"/api{path}", _endpoint(answer, token))
+        for path, answer in _Answers(library, calculator).by_path().items()
+    ]
     return Starlette(
         routes=[
             Route("/", page),
@@ -76,12 +79,37 @@ def make_app(library: Library, *, token: str, charts: Path, calculator: Calculat
     )
 
 
-def _answers(library: Library, calculator: Calculator) -> Mapping[str, Answer]:
-    """What each address answers with."""
+class _Answers:
+    """What the addresses answer with."""
 
-    def places(_request: Request) -> object:
+    def __init__(self, library: Library, calculator: Calculator) -> None:
+        self._library = library
+        self._calculator = calculator
+
+    def by_path(self) -> Mapping[str, Answer]:
+        """The answer of each path."""
+        trajectory = "/runs/{id}/steps/{step:int}/{number:int}"
+        return {
+            "/places": self.places,
+            "/runs/{id}": lambda request: run_facts(self._run(request)),
+            "/runs/{id}/metrics": self.metrics,
+            "/runs/{id}/trajectories": self.trajectories,
+            "/runs/{id}/estimators": lambda request: self._calculated(request, {"ask": "estimators"}),
+            trajectory: self.trajectory,
+            f"{trajectory}/what_if": self.what_if,
+            f"{trajectory}/tokens/{{token:int}}": self.explanation,
+            "/evaluations/{id}": lambda request: evaluation_page(self._evaluation(request)),
+            "/evaluations/{id}/{place:int}": lambda request: rollout_page(
+                self._evaluation(request), request.path_params["place"]
+            ),
+            "/comparisons/{first}/{second}": lambda request: comparison_page(
+                self._evaluation(request, "first"), self._evaluation(request, "second")
+            ),
+        }
+
+    def places(self, _request: Request) -> object:
         found = {"run": list[object](), "evaluation": list[object]()}
-        for place in library.places():
+        for place in self._library.places():
             try:
                 is_run = place.kind == "run"
                 about = run_summary(RunDirectory(place.path)) if is_run else evaluation_summary(place.path)
@@ -90,13 +118,11 @@ def _answers(library: Library, calculator: Calculator) -> Mapping[str, Answer]:
             found[place.kind].append({"id": place.id, "name": place.name, **about})
         return {"runs": found["run"], "evaluations": found["evaluation"]}
 
-    def metrics(request: Request) -> object:
-        run = library.run(request.path_params["id"])
-        found = read_new_rows(run.metrics_file, request.query_params.get("position", ""))
-        return vars(found)
+    def metrics(self, request: Request) -> object:
+        return vars(read_new_rows(self._run(request).metrics_file, request.query_params.get("position", "")))
 
-    def trajectories(request: Request) -> object:
-        run, given = library.run(request.path_params["id"]), request.query_params
+    def trajectories(self, request: Request) -> object:
+        run, given = self._run(request), request.query_params
         steps = asked_steps(run.trajectory_steps(), given)
         if len(steps) == 1:
             run.check_stored(steps[0])
@@ -105,40 +131,28 @@ def _answers(library: Library, calculator: Calculator) -> Mapping[str, Answer]:
         found = find_rows(run, steps, search_of(given), start=start, limit=limit, seconds=SEARCH_SECONDS)
         return {**vars(found), "next": None if found.next is None else "{}:{}".format(*found.next)}
 
-    def trajectory(request: Request) -> object:
-        place = request.path_params
-        return trajectory_page(library.run(place["id"]), place["step"], place["number"])
+    def trajectory(self, request: Request) -> object:
+        return trajectory_page(self._run(request), request.path_params["step"], request.path_params["number"])
 
-    def estimators(request: Request) -> object:
-        return calculator.ask(library.run(request.path_params["id"]).path, {"ask": "estimators"})
+    def what_if(self, request: Request) -> object:
+        return self._calculated(request, {**_named(request), **what_if_question(request.query_params)})
 
-    def what_if(request: Request) -> object:
-        place = request.path_params
-        question = {"step": place["step"], "trajectory": place["number"], **what_if_question(request.query_params)}
-        return calculator.ask(library.run(place["id"]).path, question)
+    def explanation(self, request: Request) -> object:
+        return self._calculated(request, {"ask": "explain", **_named(request), "token": request.path_params["token"]})
 
-    def explanation(request: Request) -> object:
-        place = request.path_params
-        names = {"step": place["step"], "trajectory": place["number"], "token": place["token"]}
-        return calculator.ask(library.run(place["id"]).path, {"ask": "explain", **names})
+    def _calculated(self, request: Request, question: dict[str, object]) -> object:
+        return self._calculator.ask(self._run(request).path, question)
 
-    return {
-        "/places": places,
-        "/runs/{id}": lambda request: run_facts(library.run(request.path_params["id"])),
-        "/runs/{id}/metrics": metrics,
-        "/runs/{id}/trajectories": trajectories,
-        "/runs/{id}/steps/{step:int}/{number:int}": trajectory,
-        "/runs/{id}/steps/{step:int}/{number:int}/tokens/{token:int}": explanation,
-        "/runs/{id}/steps/{step:int}/{number:int}/what_if": what_if,
-        "/runs/{id}/estimators": estimators,
-        "/evaluations/{id}": lambda request: evaluation_page(library.evaluation(request.path_params["id"])),
-        "/comparisons/{first}/{second}": lambda request: comparison_page(
-            library.evaluation(request.path_params["first"]), library.evaluation(request.path_params["second"])
-        ),
-        "/evaluations/{id}/{place:int}": lambda request: rollout_page(
-            library.evaluation(request.path_params["id"]), request.path_params["place"]
-        ),
-    }
+    def _run(self, request: Request) -> RunDirectory:
+        return self._library.run(request.path_params["id"])
+
+    def _evaluation(self, request: Request, name: str = "id") -> Path:
+        return self._library.evaluation(request.path_params[name])
+
+
+def _named(request: Request) -> dict[str, object]:
+    """The trajectory that the path names."""
+    return {"step": request.path_params["step"], "trajectory": request.path_params["number"]}
 
 
 def _endpoint(answer: Answer, token: str) -> Callable[[Request], Response]:
