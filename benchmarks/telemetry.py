@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+from made_tokens import made_tokens
 
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.token_file import TokenFacts, TokenFile, write_tokens
@@ -26,32 +27,8 @@ SLICES = 100_000
 
 def rows(trajectories: int, tokens: int) -> list[TrajectoryTokens]:
     draw = np.random.default_rng(3)
-    made = []
-    for number in range(trajectories):
-        probability = draw.beta(5, 1, tokens).astype(np.float32)
-        returns = np.full(tokens, number % 2, dtype=np.float32)
-        baselines = (0.5 + 0.1 * np.cumsum(draw.normal(size=tokens)) / tokens).astype(np.float32)
-        made.append(
-            TrajectoryTokens(
-                group=number // 8,
-                sample=number % 8,
-                branch=0,
-                parent=-1,
-                fork=0,
-                share=1.0,
-                update=0,
-                loss_weight=1 / (trajectories * tokens),
-                log_probs=np.log(probability),
-                entropy=(1 - probability).astype(np.float16),
-                energy=(1 - probability) ** 2,
-                rewards=np.zeros(tokens, dtype=np.float32),
-                returns=returns,
-                baselines=baselines,
-                advantages=returns - baselines,
-                loss_mask=np.ones(tokens, dtype=bool),
-            )
-        )
-    return made
+    weight = 1 / (trajectories * tokens)
+    return [made_tokens(number, tokens, draw, loss_weight=weight) for number in range(trajectories)]
 
 
 def main() -> None:

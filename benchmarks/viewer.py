@@ -25,17 +25,16 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+from made_tokens import GROUP, made_tokens
 from playwright.sync_api import Page, sync_playwright
 from tokenizers import Tokenizer, decoders, models
 
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.token_file import TokenFacts, write_tokens
-from agentrl.telemetry.tokens.trajectory_tokens import TrajectoryTokens
 from agentrl.viewer.library import Library
 
 LONG = 16_384  # tokens of each step's first trajectory
 TURNS = 4
-GROUP = 8
 DIFFERENT = 4  # steps that are written; the others are links to them
 VOCABULARY = 32_000
 DEADLINE = 300_000  # milliseconds that a page may take before the measurement is given up
@@ -76,7 +75,10 @@ def _write_step(run: RunDirectory, step: int, lengths: Sequence[int], draw: np.r
     facts = TokenFacts(
         step=step, version=step - 1, rank=0, ranks=1, estimator="tir_otb", loss="ppo", aggregation="token_mean"
     )
-    write_tokens(run.token_file(step, 0), facts, [_tokens(*item, draw) for item in enumerate(lengths)])
+    rows = [
+        made_tokens(number, length // TURNS * TURNS, draw, loss_weight=1e-6) for number, length in enumerate(lengths)
+    ]
+    write_tokens(run.token_file(step, 0), facts, rows)
 
 
 def _record(step: int, number: int, length: int, draw: np.random.Generator) -> dict[str, object]:
@@ -116,31 +118,6 @@ def _record(step: int, number: int, length: int, draw: np.random.Generator) -> d
         "fork": 0,
         "weight": 1.0,
     }
-
-
-def _tokens(number: int, length: int, draw: np.random.Generator) -> TrajectoryTokens:
-    length = length // TURNS * TURNS
-    probability = draw.beta(5, 1, length).astype(np.float32)
-    returns = np.full(length, number % 2, dtype=np.float32)
-    baselines = (0.5 + 0.1 * np.cumsum(draw.normal(size=length)) / length).astype(np.float32)
-    return TrajectoryTokens(
-        group=number // GROUP,
-        sample=number % GROUP,
-        branch=0,
-        parent=-1,
-        fork=0,
-        share=1.0,
-        update=0,
-        loss_weight=1e-6,
-        log_probs=np.log(probability),
-        entropy=(1 - probability).astype(np.float16),
-        energy=(1 - probability) ** 2,
-        rewards=np.zeros(length, dtype=np.float32),
-        returns=returns,
-        baselines=baselines,
-        advantages=returns - baselines,
-        loss_mask=np.ones(length, dtype=bool),
-    )
 
 
 def measure(run: RunDirectory) -> None:
