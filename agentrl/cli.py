@@ -257,7 +257,15 @@ def study(
     """Train a grid of settings and seeds, and compare them with intervals. The same command continues a study."""
     from agentrl.lab.study.command import study_command
 
-    study_command(file, output, jobs=jobs, retry=retry, report_only=report_only, echo=typer.echo)
+    study_command(file, output, jobs=jobs, retry=retry, report_only=report_only, check=check_training, echo=typer.echo)
+
+
+def check_training(configs: list[str], overrides: list[str], env: str) -> None:
+    """Raise SettingsError for what ``agentrl train`` would refuse before it starts."""
+    from agentrl.config import load_settings
+    from agentrl.training.run.preflight import check_inputs
+
+    check_inputs(load_settings(env, configs, overrides))
 
 
 @app.command(name="serve-policy")

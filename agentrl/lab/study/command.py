@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -14,15 +14,24 @@ from agentrl.lab.study.curves import StudyRecord, read_curve
 from agentrl.lab.study.figure import draw_study
 from agentrl.lab.study.queue import work_off
 from agentrl.lab.study.report import markdown
-from agentrl.lab.study.runs import count_by_status, study_runs
+from agentrl.lab.study.runs import StudyRun, count_by_status, overrides_of, study_runs
 from agentrl.lab.study.settings import StudySettings, read_study
 from agentrl.telemetry.files import atomic_write, world_errors
 
 RECORD = "study.json"
+Check = Callable[[list[str], list[str], str], object]
+"""``check(configs, overrides, env)`` raises SettingsError for what ``agentrl train`` would refuse."""
 
 
 def study_command(
-    file: Path, folder: Path | None, *, jobs: int | None, retry: bool, report_only: bool, echo: Callable[[str], None]
+    file: Path,
+    folder: Path | None,
+    *,
+    jobs: int | None,
+    retry: bool,
+    report_only: bool,
+    check: Check,
+    echo: Callable[[str], None],
 ) -> None:
     """Run what is missing of the study in ``file`` and report; a record (``.json``) is only reported.
 
@@ -37,6 +46,8 @@ def study_command(
     home = folder or Path("runs") / study.name
     runs = study_runs(study, home)
     check_same_study(study, home)
+    if not report_only:
+        check_variants(study, runs, check)
     with world_errors(home, "make"):
         home.mkdir(parents=True, exist_ok=True)
     if not report_only:
@@ -45,6 +56,16 @@ def study_command(
         work_off(study, runs, retry=retry, report=lambda run, said: echo(f"{run.folder.name}: {said}"))
     record = StudyRecord(agentrl=agentrl.__version__, study=study, runs=tuple(map(read_curve, runs)))
     _report(record, home, echo, keep=True)
+
+
+def check_variants(study: StudySettings, runs: Sequence[StudyRun], check: Check) -> None:
+    """Check the settings of every variant before the first run. Raises SettingsError, which names the variant."""
+    first = {run.variant: run for run in reversed(runs)}
+    for variant, run in first.items():
+        try:
+            check(study.configs, overrides_of(study, run), study.env)
+        except SettingsError as error:
+            raise SettingsError(f"variant {variant!r}: {error}") from error
 
 
 def check_same_study(study: StudySettings, home: Path) -> None:

@@ -61,13 +61,17 @@ def study_runs(study: StudySettings, folder: Path) -> list[StudyRun]:
 
 def train_command(study: StudySettings, run: StudyRun) -> list[str]:
     """The command that starts or continues a run."""
-    settings = study.settings | run.values | {
-        "seed": run.seed, "name": run.folder.name, "runs_dir": str(run.folder.parent)
-    }  # fmt: skip
     command = [sys.executable, "-m", "agentrl.cli", "train"]
     command += ["--resume"] if run.status == "interrupted" else ["--env", study.env]
-    command += ["--config", study.config] if study.config is not None else []
-    return command + [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    for name in study.configs:
+        command += ["--config", name]
+    return command + overrides_of(study, run)
+
+
+def overrides_of(study: StudySettings, run: StudyRun) -> list[str]:
+    """The settings of a run as ``key=value``, the value in JSON."""
+    own: SettingValues = {"seed": run.seed, "name": run.folder.name, "runs_dir": str(run.folder.parent)}
+    return [f"{key}={json.dumps(value)}" for key, value in (study.settings | run.values | own).items()]
 
 
 def count_by_status(runs: Sequence[StudyRun]) -> dict[Status, int]:
@@ -79,4 +83,9 @@ def count_by_status(runs: Sequence[StudyRun]) -> dict[Status, int]:
 
 
 def _file_name(variant: str) -> str:
-    return re.sub(r"[^\w.=-]+", "-", variant)
+    """A name that a run may have.
+
+    >>> _file_name("tir_otb learning_rate=0.0003")
+    'tir_otb-learning_rate-0.0003'
+    """
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", variant)

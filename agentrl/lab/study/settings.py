@@ -29,7 +29,7 @@ class StudySettings(BaseModel):
 
     name: str = Field(pattern=r"[\w.-]+", description="name of the study and of its folder")
     env: str = Field("simpletir", description="as in agentrl train --env")
-    config: str | None = Field(None, description="as in agentrl train --config")
+    config: str | list[str] | None = Field(None, description="as in agentrl train --config; several: a list")
     settings: SettingValues = Field({}, description="settings of every run, with dotted keys")
     variants: dict[str, SettingValues] = Field({}, description="named sets of settings, with dotted keys")
     grid: dict[str, list[Scalar]] = Field({}, description="lists of values, by dotted key")
@@ -57,6 +57,11 @@ class StudySettings(BaseModel):
         if self.baseline is not None and self.baseline not in names:
             raise ValueError(f"baseline {self.baseline!r} is no variant; variants: {', '.join(names)}")
         return self
+
+    @property
+    def configs(self) -> list[str]:
+        """What ``config`` names, in order."""
+        return [self.config] if isinstance(self.config, str) else list(self.config or [])
 
     def all_variants(self) -> Mapping[str, SettingValues]:
         """The settings of every variant, by its name: the named set, then the values of the grid."""

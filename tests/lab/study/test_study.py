@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from agentrl.cli import check_training
 from agentrl.errors import SettingsError
 from agentrl.lab.study.command import RECORD, read_record, study_command
 from agentrl.lab.study.curves import HeldOutScore, RunCurve, StudyRecord
@@ -102,7 +103,7 @@ def fake_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run_study(file: Path, folder: Path, **options: object) -> list[str]:
     said: list[str] = []
-    chosen = {"jobs": None, "retry": False, "report_only": False} | options
+    chosen = {"jobs": None, "retry": False, "report_only": False, "check": check_training} | options
     study_command(file, folder, echo=said.append, **chosen)
     return said
 
@@ -134,6 +135,21 @@ def test_a_study_keeps_failures_goes_on_and_reports_from_its_record(tmp_path: Pa
     (other / "kept.json").write_bytes((home / RECORD).read_bytes())
     run_study(other / "kept.json", other)
     assert (other / "report.md").read_text() == (home / "report.md").read_text()
+
+
+def test_a_grid_of_numbers_gives_names_that_runs_may_have(tmp_path: Path, fake_train: Path):
+    file, home = tmp_path / "study.yaml", tmp_path / "runs"
+    grid = "{algorithm.estimator: [tir_otb], optimizer.learning_rate: [1.0e-4, 3.0e-4], rollout.group_size: [4]}"
+    file.write_text(f"name: s\nconfig: [horizon_2, horizon_looks]\nseeds: [0]\ngrid: {grid}\n")
+    assert "tir_otb-learning_rate-0.0003-group_size-4-seed-0: finished" in run_study(file, home)
+
+
+def test_a_variant_that_train_would_refuse_stops_the_study_before_its_first_run(tmp_path: Path, fake_train: Path):
+    file, home = tmp_path / "study.yaml", tmp_path / "runs"
+    file.write_text("name: s\nseeds: [0]\ngrid: {algorithm.estimator: [tir_otb, tir_otv]}\n")
+    with pytest.raises(SettingsError, match=r"variant 'tir_otv': .*did you mean 'tir_otb'"):
+        run_study(file, home)
+    assert not home.exists()
 
 
 def test_a_run_that_was_cut_off_is_resumed(tmp_path: Path, fake_train: Path):
