@@ -220,7 +220,9 @@ _variance = _lines("gradient variance (squared norm)", _VARIANCE, logarithmic=Tr
 _tool_use = _lines("mean per trajectory", {"rollout/turns_mean": BLUE, "rollout/tool_calls_mean": ORANGE})
 _length = _lines("tokens per trajectory", {"rollout/response_tokens_mean": BLUE, "rollout/model_tokens_mean": GREEN})
 _engine_policy = _lines(
-    "engine against policy", {"policy/kl_engine_k3": BLUE, "policy/engine_abs_diff": ORANGE}, logarithmic=True
+    "engine against policy (nats per token)",
+    {"policy/kl_engine_k3": BLUE, "policy/engine_abs_diff": ORANGE},
+    logarithmic=True,
 )
 
 PANELS = (

@@ -22,6 +22,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentrl.errors import AgentRLError, SettingsError
+from agentrl.telemetry.metrics.catalogue import defined_metrics
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.viewer.calculator import Calculator
 from agentrl.viewer.evaluation_page import comparison_page, evaluation_page, evaluation_summary, rollout_page
@@ -91,6 +92,7 @@ class _Answers:
         trajectory = "/runs/{id}/steps/{step:int}/{number:int}"
         return {
             "/places": self.places,
+            "/metrics": lambda _request: defined_metrics(),
             "/runs/{id}": lambda request: run_facts(self._run(request)),
             "/runs/{id}/metrics": self.metrics,
             "/runs/{id}/trajectories": self.trajectories,

@@ -21,6 +21,7 @@ from viewer.made_run import HOSTILE, make_run, metrics_row
 
 from agentrl.inspection.recompute import recomputed
 from agentrl.inspection.what_if import what_if
+from agentrl.telemetry.metrics.catalogue import METRICS
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.stored_step import read_step
 from agentrl.viewer.app import make_app
@@ -120,6 +121,10 @@ def test_a_run_shows_its_panels_and_alarms_and_a_point_opens_its_step(page: Page
     page.get_by_role("link", name="first").click()
     for title in ("Reward", "Entropy", "Gradient norm", "How trajectories ended", "Where the seconds of a step went"):
         expect(page.get_by_role("heading", name=title, exact=True)).to_be_visible()
+    entropy = page.locator(".card", has=page.get_by_role("heading", name="Entropy", exact=True))
+    entropy.get_by_text("What it shows").click()
+    expect(entropy.get_by_text(METRICS["policy/entropy"].meaning)).to_contain_text("Healthy: falls slowly.")
+    expect(entropy.locator(".ytitle")).to_have_text("nats/token")
     expect(page.get_by_text("entropy collapse: entropy fell below 0.1")).to_be_visible()
     page.locator(".chart").first.locator(".points path").nth(1).hover(force=True)
     page.mouse.down()

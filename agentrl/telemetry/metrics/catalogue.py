@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from agentrl.telemetry.metrics.definitions import USER_METRICS, Metric
 
 _TRAINED = "a group was trained"
@@ -56,7 +58,7 @@ _POLICY = (
            "The same, mean over the trajectory with the largest difference.", "below 1e-3 in float32", _TRAINED),
     Metric("policy/kl_engine_k1", "nats/token", "Mean `log p_engine - log p_trainer`.", "near 0", _TRAINED),
     Metric("policy/kl_engine_k3", "nats/token", "Mean `rho - log rho - 1`, `rho = p_trainer / p_engine`.", "near 0",
-           _TRAINED, "KL, k3 estimate (nats per token)"),
+           _TRAINED, "KL, k3 estimate"),
     Metric("policy/log_ppl_gap", "nats/token", "Mean over trajectories of the gap between the log-perplexities of "
            "trainer and engine.", "near 0", _TRAINED),
     Metric("policy/ratio_mean", "", "Mean ratio `p_now / p_old`.", "near 1; 1 with one update a step", _TRAINED),
@@ -232,3 +234,8 @@ def metric_of(key: str) -> Metric | None:
     if key in USER_METRICS.names():
         return USER_METRICS[key].metric
     return next((family for family in _FAMILIES if family.pattern.fullmatch(key)), None)
+
+
+def defined_metrics() -> list[dict[str, str]]:
+    """Every metric of this program by its fields, for the viewer."""
+    return [asdict(metric) for metric in METRICS.values()]

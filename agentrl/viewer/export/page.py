@@ -19,6 +19,7 @@ from agentrl.errors import SettingsError
 from agentrl.inspection.run_settings import model_path, run_settings
 from agentrl.inspection.token_text import token_text
 from agentrl.telemetry.files import atomic_write
+from agentrl.telemetry.metrics.catalogue import defined_metrics
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.stored_step import read_step
 from agentrl.viewer.app import STATIC
@@ -85,6 +86,7 @@ def _answers(run: RunDirectory, steps: Sequence[int], groups: int | None) -> Ite
     facts = {**run_facts(run), "id": RUN_ID, "name": run.path.resolve().name, "live": False}
     facts |= {"trajectory_steps": list(steps), "stored_steps": len(steps)}
     yield "/places", {"runs": [facts], "evaluations": []}
+    yield "/metrics", defined_metrics()
     yield f"/runs/{RUN_ID}", facts
     yield f"/runs/{RUN_ID}/metrics", vars(read_new_rows(run.metrics_file))
     text = token_text(run, model_path(run_settings(run)))

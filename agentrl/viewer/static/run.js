@@ -1,6 +1,7 @@
 // One run: its curves, where the seconds of a step went, its alarms. A click on a point opens the step's trajectories.
 
 import { ask } from "./api.js";
+import { labelOf, loadCatalogue, meanings, unitOf } from "./catalogue.js";
 import { draw, lineWithBand, palette } from "./charts.js";
 import { choice, el, visible, words } from "./dom.js";
 import { PANELS } from "./panels.js";
@@ -12,6 +13,7 @@ import { every } from "./timer.js";
 const REFRESH = 3; // seconds
 
 export async function runScreen([id], _query, signal) {
+  await loadCatalogue();
   let facts = await ask(`/runs/${id}`);
   const series = new Series(id);
   await series.refresh();
@@ -31,16 +33,17 @@ export async function runScreen([id], _query, signal) {
   async function show() {
     head.replaceChildren(summary(facts, series));
     alarms.replaceChildren(...alarmList(facts.alarms, id));
-    const panels = [...PANELS.filter((panel) => linesOf(panel, series).length), ...(state.metric ? [{ title: state.metric, lines: [[state.metric, ""]] }] : [])];
+    const panels = [...PANELS.filter((panel) => linesOf(panel, series).length), ...(state.metric ? [{ title: state.metric, lines: [[state.metric]] }] : [])];
     while (charts.children.length > panels.length) charts.lastChild.remove();
     for (const [place, panel] of panels.entries()) {
       charts.children[place] ?? charts.append(el("section", { class: "card" }, el("h2", {}, ""), el("div", { class: "chart" })));
       const [title, chart] = charts.children[place].children;
+      if (title.textContent !== panel.title) charts.children[place].replaceChildren(title, chart, ...[meanings(linesOf(panel, series).map(([name]) => name))].filter(Boolean));
       title.textContent = panel.title;
       chart.setAttribute("role", "img");
       chart.setAttribute("aria-label", panel.title);
       draw(chart, tracesOf(panel, series, state), {
-        layout: layoutOf(panel, series.places(facts.alarms, state.axis), state),
+        layout: layoutOf(panel, series, series.places(facts.alarms, state.axis), state),
         onpoint: (_x, point) => open(point.customdata),
       });
     }
@@ -95,13 +98,14 @@ function alarmList(alarms, id) {
 // The lines of a panel that the run has: [metric, label, metrics to take off].
 function linesOf(panel, series) {
   const names = new Set(series.names());
-  if (!panel.prefix) return panel.lines.filter(([name]) => names.has(name));
-  return [...names].filter((name) => name.startsWith(panel.prefix)).map((name) => [name, words(name.slice(panel.prefix.length))]);
+  if (panel.prefix) return [...names].filter((name) => name.startsWith(panel.prefix)).map((name) => [name, words(name.slice(panel.prefix.length)), []]);
+  return panel.lines.filter(([name]) => names.has(name)).map(([name, less = [], rest]) => [name, rest ?? labelOf(name), less]);
 }
 
 function tracesOf(panel, series, state) {
   const lines = palette();
-  const traces = linesOf(panel, series).map(([name, label, less], place) => ({ name, label, color: lines[place % lines.length], ...series.line(name, state.axis, less) }));
+  const found = linesOf(panel, series);
+  const traces = found.map(([name, label, less], place) => ({ name, label, color: lines[place % lines.length], ...series.line(name, state.axis, less) }));
   if (panel.stacked) {
     // Over hours, a bar lies where its step lay: from the end of the step before to its own end.
     const lasted = (trace) => trace.rows.map((row) => (row["time/step_s"] ?? 0) / 3600);
@@ -114,15 +118,15 @@ function tracesOf(panel, series, state) {
     const around = bounds && state.window === 1 ? rows.map((row, place) => bounds(row, means[place])) : null;
     const low = around?.map(([value]) => value);
     const high = around?.map(([, value]) => value);
-    return lineWithBand({ name: label, x, y: means, low, high, color, custom: steps, hidden: !label });
+    return lineWithBand({ name: label, x, y: means, low, high, color, custom: steps, hidden: panel.lines.length === 1 });
   });
 }
 
-function layoutOf(panel, alarms, state) {
+function layoutOf(panel, series, alarms, state) {
   const shapes = alarms.map((place) => ({ type: "line", x0: place, x1: place, yref: "paper", y0: 0, y1: 1, line: { dash: "dot", width: 1.5, color: "#d0453a" } }));
   const title = AXES.find(([kind]) => kind === state.axis)[1];
   const stacked = panel.stacked ? { barmode: "stack", barnorm: panel.share ? "fraction" : "", bargap: 0.1 } : {};
-  const yaxis = { title: { text: panel.unit ?? "", standoff: 6 }, type: panel.logarithmic ? "log" : "-", rangemode: panel.fromZero ? "tozero" : "normal" };
+  const yaxis = { title: { text: panel.unit ?? unitOf(linesOf(panel, series).map(([name]) => name)), standoff: 6 }, type: panel.logarithmic ? "log" : "-", rangemode: panel.fromZero ? "tozero" : "normal" };
   return { shapes, xaxis: { title: { text: title, standoff: 4 } }, yaxis, ...stacked };
 }
 

@@ -1,6 +1,7 @@
 // All runs side by side: a table, overlaid curves, and the settings in which they differ; below, the evaluations.
 
 import { ask } from "./api.js";
+import { loadCatalogue, meanings, metricOf } from "./catalogue.js";
 import { draw, lineWithBand, palette } from "./charts.js";
 import { choice, el, notices, section, short } from "./dom.js";
 import { AXES, Series, smoothed } from "./series.js";
@@ -12,6 +13,7 @@ const SHOWN_AT_FIRST = 8;
 const INTERVALS = { "reward/mean": "reward/stderr" };
 
 export async function runsScreen(_parts, _query, signal) {
+  await loadCatalogue();
   const { runs, evaluations } = await ask("/places");
   const readable = runs.filter((run) => !run.problem);
   const state = { metric: FIRST, axis: "step", window: 1, search: "", chosen: new Set() };
@@ -21,6 +23,7 @@ export async function runsScreen(_parts, _query, signal) {
   const colours = new Map(readable.map((run, place) => [run.id, place]));
   const chart = el("div", { class: "chart", role: "img", "aria-label": "Curves of the chosen runs" });
   const metrics = el("div");
+  const about = el("div");
   const runTable = el("div");
   const differing = el("div");
 
@@ -42,7 +45,8 @@ export async function runsScreen(_parts, _query, signal) {
       return lineWithBand({ name: run.name, x, y: means, low, high, color: lines[colours.get(run.id) % lines.length] });
     });
     const title = AXES.find(([kind]) => kind === state.axis)[1];
-    draw(chart, traces, { layout: { height: 340, showlegend: true, xaxis: { title: { text: title } } } });
+    about.replaceChildren(...[meanings([state.metric])].filter(Boolean));
+    draw(chart, traces, { layout: { height: 340, showlegend: true, xaxis: { title: { text: title } }, yaxis: { title: { text: metricOf(state.metric).unit } } } });
   }
 
   function list() {
@@ -102,7 +106,7 @@ export async function runsScreen(_parts, _query, signal) {
   );
   const problems = notices(runs.filter((run) => run.problem).map((run) => `${run.name}: ${run.problem}`));
   const page = [...problems];
-  if (runs.length) page.push(section("Runs", controls, chart, runTable), differing);
+  if (runs.length) page.push(section("Runs", controls, chart, about, runTable), differing);
   if (evaluations.length) page.push(section("Evaluations", evaluationTable(evaluations)));
   return { title: "Runs", content: page };
 }
