@@ -50,13 +50,14 @@ def _notes(run: RunDirectory) -> str:
 def flat_settings(run: RunDirectory) -> dict[str, object]:
     """Every setting by its key, as on the command line; empty where ``config.yaml`` is damaged."""
     flat: dict[str, object] = {}
-    _flatten(run_settings(run), "", flat)
+    for name, value in run_settings(run).items():
+        _flatten(value, name, flat)
     return flat
 
 
 def _flatten(value: object, key: str, flat: dict[str, object]) -> None:
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
-            _flatten(inner, f"{key}.{name}" if key else str(name), flat)
+            _flatten(inner, f"{key}.{name}", flat)
     else:
         flat[key] = value

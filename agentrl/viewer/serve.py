@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import secrets
 import socket
 import webbrowser
@@ -75,5 +76,5 @@ def listen(port: int | None) -> socket.socket:
         return socket.create_server((HOST, port or 0))
     except OSError as error:
         raise SettingsError(
-            f"--port {port}: cannot listen on {HOST}: {error.strerror}; leave --port out for a free one"
+            f"--port {port}: cannot listen on {HOST}: {os.strerror(error.errno or 0)}; leave --port out for a free one"
         ) from error

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -22,6 +23,7 @@ from agentrl.evaluation.play.run import default_output, evaluate_command
 from agentrl.evaluation.records.directory import EvaluationDirectory
 from agentrl.evaluation.records.rollout_log import read_rollouts
 from agentrl.evaluation.records.transcript import Sample, Turn
+from agentrl.telemetry.trackers.tracker import SampleTable, TrackedRun, register_tracker
 from agentrl_envs.types import Ended, Verdict
 
 
@@ -82,6 +84,53 @@ async def test_what_rollouts_came_to_stands_in_columns(tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "".join(f"<th>{title}</th>" for title in titles) in page
     assert all(f".{kind} {{ background: var(--{kind}); }}" in page for kind in changes)
+
+
+async def test_trackers_are_told_what_an_evaluation_came_to(tmp_path: Path, own_registries: None) -> None:
+    told: list[Any] = []
+
+    class Told:
+        id, place = "one", "here"
+
+        def __init__(self, run: TrackedRun) -> None:
+            told.append((run.name, run.continued, run.settings["seed"]))
+
+        def metrics(self, step: int, row: Any) -> None:
+            told.append((step, row))
+
+        def trajectories(self, table: SampleTable) -> None:
+            told.append([table.columns, *table.rows])
+
+        def plots(self, files: Sequence[Path]) -> None:
+            told.append([file.suffix for file in files])
+
+        def close(self) -> None:
+            told.append("closed")
+
+    register_tracker("told")(Told)
+    output, chosen = (
+        tmp_path / "scores",
+        ("telemetry.trackers=[told]", "telemetry.tracker_rows=2", "telemetry.plots=true"),
+    )
+    found = await finished(output, WrittenEngine(right_below(4, 2, 1, 0)), *chosen)
+    assert told[0] == ("scores", None, found["provenance"]["seed"])
+    step, row = told[1]
+    score = found["benchmarks"]["toy"]["avg"]
+    assert (step, row["eval/toy/avg"], row["eval/toy/maj"], row["eval/toy/pass_at_2"]) == (
+        0,
+        score["mean"],
+        found["benchmarks"]["toy"]["maj"],
+        found["benchmarks"]["toy"]["pass"]["2"]["value"],
+    )
+    assert row["eval/toy/low"] == score["problems_like_these"]["low"]
+    columns, first, second = told[2]
+    assert dict(zip(columns, first, strict=True))["verdict"] == "correct"
+    assert len(second) == len(columns)
+    assert told[3]
+    assert set(told[3]) == {".png"}
+    assert told[4:] == ["closed"]
+    await asyncio.to_thread(results, output, [problem_set(4)], *chosen)
+    assert told[5] == ("scores", "one", found["provenance"]["seed"])  # the same run again
 
 
 def test_what_an_environment_without_answers_ends_is_incorrect() -> None:

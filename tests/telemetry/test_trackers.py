@@ -123,7 +123,7 @@ def test_a_tracker_that_cannot_be_opened_is_said_once() -> None:
     thread.close(soon())
     assert len(said) == 1
     assert said[0].startswith("tracker mine cannot be opened: ConnectionError: no route (")
-    assert said[0].endswith("; training goes on, and the run directory has everything")
+    assert said[0].endswith("; the run goes on, and its directory has everything")
 
 
 def test_a_tracker_that_raises_is_said_once_and_told_the_rest() -> None:
@@ -155,7 +155,7 @@ def test_a_tracker_that_blocks_for_ever_costs_nothing_and_ends_with_the_deadline
     thread.close(time.monotonic())
     assert said == [
         "tracker mine: nowhere",
-        "tracker mine is too slow: messages are dropped; training goes on, and the run directory has everything",
+        "tracker mine is too slow: messages are dropped; the run goes on, and its directory has everything",
         "tracker mine did not end in time: 100 messages did not reach it",
     ]
     held.set()

@@ -22,6 +22,7 @@ from agentrl.evaluation.play.limits import evaluation_settings
 from agentrl.evaluation.records.directory import EvaluationDirectory
 from agentrl.evaluation.records.provenance import chosen_engine, provenance
 from agentrl.evaluation.records.rollout_log import RolloutLog
+from agentrl.evaluation.records.tracking import track_results
 from agentrl.evaluation.records.transcript import Transcript
 from agentrl.evaluation.results.files import make_results
 from agentrl.evaluation.results.plots import draw_results
@@ -29,6 +30,7 @@ from agentrl.evaluation.results.report import write_report
 from agentrl.evaluation.results.rollout_index import RolloutIndex, default_ks
 from agentrl.evaluation.results.tables import result_tables
 from agentrl.telemetry.console import Console
+from agentrl.telemetry.trackers.tracker import check_trackers
 from agentrl_envs.episode import Environment
 from agentrl_envs.grading import Grader
 from agentrl_envs.types import Ended, Verdict
@@ -49,6 +51,7 @@ def evaluate_command(settings: EvaluationSections, request: EvaluationRequest) -
         if k > n:
             raise SettingsError(f"--k={k} is above --n={n}: pass@k needs k samples of each problem; valid: 1 to {n}")
     settings = evaluation_settings(settings)
+    check_trackers(settings.telemetry.trackers)
     console = Console(settings.telemetry)
     with asyncio.Runner() as runner, _endpoint(settings, runner) as endpoint:
         sets = problem_sets(settings, request.benchmarks, request.data_dir)
@@ -259,6 +262,7 @@ def finish(
         console.table(f"{table.title} ({results['provenance']['model']['name']})", table.columns, table.rows)
     _warn_of_unreadable_golds(results, console)
     plots = "plots/, " if settings.telemetry.plots else ""
+    track_results(directory, results, settings.telemetry, console)
     console.note(f"output is in {directory.path}: results.json, table.md, report.html, {plots}rollouts.jsonl.zst")
     return results
 

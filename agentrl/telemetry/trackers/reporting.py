@@ -15,7 +15,7 @@ from agentrl.telemetry.trackers.thread import TrackerThread
 from agentrl.telemetry.trackers.tracker import TRACKERS, Cell, SampleTable, TrackedRun, Tracker
 
 COLUMNS = ("problem", "group", "sample", "reward", "ended", "verdict", "turns", "model tokens", "conversation")
-_LONGEST_CELL = 20_000  # characters of a conversation
+LONGEST_CELL = 20_000  # characters of a conversation
 
 
 class Trackers:
@@ -50,6 +50,10 @@ class Trackers:
         every, run = self._telemetry.tracker_tables_every, self._run
         if run is not None and "policy/updates" in row and every and step % every == 0:
             self._tell(lambda tracker: self._send_table(tracker, run, step))
+
+    def table(self, table: SampleTable) -> None:
+        """A sample that the caller chose."""
+        self._tell(lambda tracker: tracker.trajectories(table))
 
     def plots(self) -> None:
         """The plots that the run directory has by now."""
@@ -125,5 +129,5 @@ def table_row(record: JsonRecord) -> tuple[Cell, ...]:
         record["verdict"],
         len(model),
         sum(len(segment["token_ids"]) for segment in model),
-        conversation[:_LONGEST_CELL],
+        conversation[:LONGEST_CELL],
     )

@@ -11,7 +11,7 @@ from agentrl.telemetry.trackers.tracker import Tracker
 from agentrl_envs.registry import describe_error
 
 _LONGEST_QUEUE = 1000  # messages: the rows and tables of hundreds of steps
-_ELSEWHERE = "training goes on, and the run directory has everything"
+_ELSEWHERE = "the run goes on, and its directory has everything"
 
 Message = Callable[[Tracker], object]
 

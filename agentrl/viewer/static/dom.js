@@ -41,6 +41,9 @@ export function words(name) {
   return String(name).replaceAll("_", " ");
 }
 
+// A name with its options, such as "tir_otb, tail=3".
+export const said = (name, options) => [name, ...Object.entries(options).map(([key, value]) => `${key}=${value ?? "none"}`)].join(", ");
+
 const CONTROLS = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
 const code = (character) => `‹U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}›`;
 

@@ -95,10 +95,12 @@ function alarmList(alarms, id) {
   return [...shown, el("details", { class: "card" }, el("summary", {}, `${more.length} earlier alarms`), ...more)];
 }
 
+const USUAL = ["rollout/ended/answered", "rollout/tool_outcome/ok"]; // drawn first
+
 // The lines of a panel that the run has: [metric, label, metrics to take off].
 function linesOf(panel, series) {
   const names = new Set(series.names());
-  if (panel.prefix) return [...names].filter((name) => name.startsWith(panel.prefix)).map((name) => [name, words(name.slice(panel.prefix.length)), []]);
+  if (panel.prefix) return [...names].filter((name) => name.startsWith(panel.prefix)).sort((a, b) => USUAL.includes(b) - USUAL.includes(a)).map((name) => [name, words(name.slice(panel.prefix.length)), []]);
   return panel.lines.filter(([name]) => names.has(name)).map(([name, less = [], rest]) => [name, rest ?? labelOf(name), less]);
 }
 

@@ -1,7 +1,7 @@
 // One trajectory: the conversation with its tokens, what training made of each, and the siblings of its group.
 
 import { ask } from "./api.js";
-import { choice, el, notices, section, short, visible, words } from "./dom.js";
+import { choice, el, notices, said, section, short, visible, words } from "./dom.js";
 import { isExported } from "./exported.js";
 import { siblingCards, siblingChart } from "./siblings.js";
 import { fieldName, TOKEN_FIELDS } from "./token_fields.js";
@@ -47,7 +47,7 @@ export async function trajectoryScreen([id, step, number]) {
   colour(state.field);
 
   const untold = page.tokenizer ? [] : ["The run's tokenizer is not here: tokens are shown by their ids."];
-  const without = page.fields.advantages ? [] : [reasonFor(row)];
+  const without = page.fields.advantages || page.problems.length ? [] : [reasonFor(row)];
   const title = `${step} / ${number}`;
   const content = [
     el("h1", {}, `Trajectory ${number} of step ${step}`),
@@ -76,7 +76,7 @@ function aboutTrajectory({ row, problem, facts }, id) {
     ["Ended", words(row.ended)],
     ["Turns", row.turns],
     ["Seconds", short(row.seconds)],
-    ["Estimator", facts ? `${facts.estimator} ${JSON.stringify(facts.estimator_options)}` : "–"],
+    ["Estimator", facts ? said(facts.estimator, facts.estimator_options) : "–"],
   ];
   return el("dl", { class: "facts" }, pairs.map(([key, value]) => el("div", {}, el("dt", {}, key), el("dd", {}, value))));
 }

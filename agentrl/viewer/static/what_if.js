@@ -3,7 +3,7 @@
 
 import { ask } from "./api.js";
 import { draw, palette } from "./charts.js";
-import { choice, el, notices, section, short, words } from "./dom.js";
+import { choice, el, notices, said, section, short, words } from "./dom.js";
 import { isExported } from "./exported.js";
 import { table } from "./table.js";
 
@@ -106,6 +106,6 @@ function shown(page, found, number) {
     { title: "Mean advantage in training", number: true, value: (sibling) => before.get(sibling.number).mean_advantage },
     { title: `Mean advantage by ${found.estimator}`, number: true, value: (sibling) => sibling.mean },
   ];
-  const power = `Gradient power of these trajectories: ${short(found.power)}, in training ${short(found.power_before)} (the diagonal proxy of the variance). Solid: ${found.estimator} ${JSON.stringify(found.options)}; dotted: training.`;
+  const power = `Gradient power of these trajectories: ${short(found.power)}, in training ${short(found.power_before)} (the diagonal proxy of the variance). Solid: ${said(found.estimator, found.options)}; dotted: training.`;
   return [el("p", { class: "hint", "data-power": found.power }, power), chart, table(columns, found.siblings, { caption: "The group under both" }).element];
 }
