@@ -4,12 +4,15 @@
     python benchmarks/alarms.py --replay RUN ...
 
 The runs are short: 8 problems x 8 trajectories a step, without evaluation. ``--replay`` goes through the metrics of
-runs that exist, step by step, with the rules as they are now.
+runs that exist, step by step, with the rules as they are now; RUN is a run or a folder of runs. What rang while they
+trained (``alarms.jsonl``: also disk and memory, of which the metrics say nothing) stands beside it. It ends with status
+1 if anything rang.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -17,6 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from agentrl.telemetry.alarms import Ring, ringing
+from agentrl.telemetry.records import Metrics
 from agentrl.telemetry.run_directory import RunDirectory
 
 BROKEN_MASK = '''
@@ -52,16 +56,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--replay", type=Path, nargs="+", default=[], help="run directories")
+    parser.add_argument("--replay", type=Path, nargs="+", default=[], help="run directories, or folders of them")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_args()
+    if options.replay:
+        sys.exit(replay(options.replay))
     print("| run | steps | alarms, with the step at which they began |\n|---|---|---|", flush=True)
-    for path in options.replay:
-        print(line(str(path), RunDirectory(path)), flush=True)
-    for case in [] if options.replay else options.cases:
+    for case in options.cases:
         for seed in options.seeds:
             with tempfile.TemporaryDirectory() as folder:
                 print(line(f"{case}, seed {seed}", train(case, seed, Path(folder), options.overrides)), flush=True)
+
+
+def replay(paths: Iterable[Path]) -> int:
+    """Print the table of runs that exist; 1 if anything rang."""
+    runs = [file.parent for path in paths for file in sorted(path.rglob("metrics.jsonl"))]
+    print("| run | steps | alarms, with the step at which they began | rang in training |\n|---|---|---|---|")
+    silent = bool(runs)
+    for path in runs:
+        run = RunDirectory(path)
+        recorded = [json.loads(row) for row in run.alarms.read_text().splitlines()] if run.alarms.exists() else []
+        told = "; ".join(f"`{row['alarm']}` {row['step']}" for row in recorded) or "none"
+        print(f"{line(str(path), run)} {told} |", flush=True)
+        silent = silent and not recorded and not first_rings(run)
+    return 0 if silent else 1
 
 
 def train(case: str, seed: int, folder: Path, overrides: Iterable[str]) -> RunDirectory:
@@ -77,13 +95,22 @@ def train(case: str, seed: int, folder: Path, overrides: Iterable[str]) -> RunDi
 
 def line(name: str, run: RunDirectory) -> str:
     """A row of the table, from the metrics of a run."""
-    rows = [row for row in run.metrics() if "policy/updates" in row]
+    rang = "; ".join(f"`{ring.alarm}` {ring.step}: {ring.message}" for ring in first_rings(run))
+    return f"| {name} | {len(training_rows(run))} | {rang or 'none'} |"
+
+
+def first_rings(run: RunDirectory) -> list[Ring]:
+    """The first time that each alarm rings on the metrics of a run."""
+    rows = training_rows(run)
     first: dict[str, Ring] = {}
     for count in range(1, len(rows) + 1):
         for ring in ringing(rows[:count]):
             first.setdefault(ring.alarm, ring)
-    rang = "; ".join(f"`{ring.alarm}` {ring.step}: {ring.message}" for ring in first.values())
-    return f"| {name} | {len(rows)} | {rang or 'none'} |"
+    return list(first.values())
+
+
+def training_rows(run: RunDirectory) -> list[Metrics]:
+    return [row for row in run.metrics() if "policy/updates" in row]
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { labelOf, loadCatalogue, meanings, unitOf } from "./catalogue.js";
 import { draw, lineWithBand, palette } from "./charts.js";
-import { choice, el, visible, words } from "./dom.js";
+import { choice, el, short, visible, words } from "./dom.js";
 import { PANELS } from "./panels.js";
 import { smoothing } from "./runs.js";
 import { AXES, Series, smoothed } from "./series.js";
@@ -41,7 +41,7 @@ export async function runScreen([id], _query, signal) {
       if (title.textContent !== panel.title) charts.children[place].replaceChildren(title, chart, ...[meanings(linesOf(panel, series).map(([name]) => name))].filter(Boolean));
       title.textContent = panel.title;
       chart.setAttribute("role", "img");
-      chart.setAttribute("aria-label", panel.title);
+      chart.setAttribute("aria-label", `${panel.title}. ${latest(panel, series)}`);
       draw(chart, tracesOf(panel, series, state), {
         layout: layoutOf(panel, series, series.places(facts.alarms, state.axis), state),
         onpoint: (_x, point) => open(point.customdata),
@@ -102,6 +102,15 @@ function linesOf(panel, series) {
   const names = new Set(series.names());
   if (panel.prefix) return [...names].filter((name) => name.startsWith(panel.prefix)).sort((a, b) => USUAL.includes(b) - USUAL.includes(a)).map((name) => [name, words(name.slice(panel.prefix.length)), []]);
   return panel.lines.filter(([name]) => names.has(name)).map(([name, less = [], rest]) => [name, rest ?? labelOf(name), less]);
+}
+
+// The newest values of a panel, in words.
+function latest(panel, series) {
+  const newest = ([name, label, less]) => {
+    const { y, steps } = series.line(name, "step", less);
+    return `${label}: ${short(y.at(-1))} at step ${steps.at(-1)}`;
+  };
+  return linesOf(panel, series).map(newest).join("; ");
 }
 
 function tracesOf(panel, series, state) {
