@@ -35,7 +35,7 @@ COMMAND_LINE = "command line"
 _ENV_OPTION = "--env"
 
 _BASICS = ("env", "plugins", "name", "runs_dir", "model", "coldstart")
-_DIRECT = ("direct_share", "direct_steps")
+_DIRECT = ("direct_share", "direct_turn", "direct_steps")
 
 Override = tuple[list[str], object]
 """The parts of a dotted key, and its new value."""

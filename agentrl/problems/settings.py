@@ -57,7 +57,9 @@ class ProblemSourceSettings(BaseModel):
         default=None, ge=1, description="maximum number of problems, taken from the start; null: all"
     )
     families: list[str] | None = Field(
-        default=None, description="problem families of builtin:arithmetic or builtin:horizon; null: all"
+        default=None,
+        description="problem families of builtin:arithmetic or builtin:horizon; null: "
+        "all of arithmetic, those of two and four turns of horizon",
     )
     seed: int | None = Field(default=None, description="seed of generated problems; null: the run's seed")
     options: dict[str, Any] = Field(default={}, description="configuration of a reasoning_gym data set")

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 
 from agentrl.problems.demonstrations.demonstration import Demonstration
 from agentrl.problems.demonstrations.exercises import FAMILIES, ExerciseFamily, Numbers
-from agentrl.problems.demonstrations.horizon import HORIZON_FAMILIES
+from agentrl.problems.demonstrations.horizon import DEFAULT_FAMILIES, HORIZON_FAMILIES
 from agentrl.problems.problem_errors import EmptyProblemsError, ProblemError
 from agentrl_envs.registry import did_you_mean
 from agentrl_envs.types import Problem
@@ -29,6 +29,7 @@ class ExerciseSource:
 
     builtin: ClassVar[str]
     all_families: ClassVar[Mapping[str, ExerciseFamily]]
+    default_families: ClassVar[Sequence[str]]
     size = None
 
     def __init__(self, *, split: str = "train", seed: int = 0, families: Sequence[str] | None = None) -> None:
@@ -38,7 +39,7 @@ class ExerciseSource:
                 f"builtin:{self.builtin}: unknown split {split!r}; valid: {', '.join(SPLITS)}"
                 f"{did_you_mean(split, SPLITS)}"
             )
-        chosen = tuple(self.all_families) if families is None else tuple(families)
+        chosen = tuple(self.default_families if families is None else families)
         for name in chosen:
             if name not in self.all_families:
                 raise ProblemError(
@@ -117,6 +118,7 @@ class ArithmeticSource(ExerciseSource):
 
     builtin = "arithmetic"
     all_families = FAMILIES
+    default_families = tuple(FAMILIES)
 
 
 class HorizonSource(ExerciseSource):
@@ -124,6 +126,7 @@ class HorizonSource(ExerciseSource):
 
     builtin = "horizon"
     all_families = HORIZON_FAMILIES
+    default_families = DEFAULT_FAMILIES
 
 
 GENERATORS: Mapping[str, type[ExerciseSource]] = {one.builtin: one for one in (ArithmeticSource, HorizonSource)}

@@ -7,7 +7,8 @@ written after the one before was read, and a guess is right about once in ninety
 ============= ==========================================================================================
 ``debug_N``   a given program is wrong; ``test(n)`` shows single right values (N = 1, 2, 4)
 ``chain_N``   every box shows the number of the next one, the last one the answer
-``sum_N``     the contents of N - 1 boxes, added up in the last turn
+``sum_N``     the contents of N - 1 boxes, added up in the last turn (N = 2, 4)
+``total_N``   the contents of N - 1 boxes, added up box by box: each turn hands the sum so far to the next (N from 4)
 ``search_N``  one of 2 ** (N - 1) - 1 keys opens; ``key(n)`` shows whether it is more or less, or what is inside
 ============= ==========================================================================================
 """
@@ -74,6 +75,33 @@ def _sum(turns: int) -> ExerciseFamily:
             "{n} has {t} in the boxes {a} to {b}: box({a}) and so on show how many. How many {t} does {n} have?",
         ),
     )
+
+
+def _total(turns: int) -> ExerciseFamily:
+    count = turns - 1
+
+    def solve(rng: Random, numbers: Numbers) -> Solution:
+        boxes = range(numbers["a"], numbers["a"] + count)
+        contents = dict(zip(boxes, _secrets(rng, count), strict=True))
+        so_far, shown = 0, []
+        for box, held in contents.items():
+            shown.append(_looked(f"add({box},{so_far})", so_far + held))
+            so_far += held
+        return so_far, (*shown, _boxed(so_far)), _define_add(contents)
+
+    return ExerciseFamily(
+        name=f"total_{turns}",
+        draw=lambda rng: _boxes(rng, count),
+        solve=solve,
+        phrasings=(
+            "add({a},0) shows the {t} in box {a}, add(n, so far) those up to box n. How many {t} are there up to {b}?",
+            "{n} has {t} in the boxes {a} to {b}: begin with add({a},0), go on with add(n, so far). How many {t}?",
+        ),
+    )
+
+
+def _define_add(contents: Mapping[int, int]) -> str:
+    return f"def add(n, so_far):\n    print(so_far + {dict(contents)!r}[n])\n"
 
 
 def _boxes(rng: Random, count: int) -> Numbers:
@@ -177,9 +205,13 @@ _DEBUG = (
 
 _ALL = (
     *_DEBUG,
-    *(family(turns) for turns in HORIZONS[1:] for family in (_chain, _sum)),
-    *(_search(turns) for turns in HORIZONS[2:]),  # two turns leave a single key
+    *(_chain(turns) for turns in HORIZONS[1:]),
+    *(_sum(turns) for turns in HORIZONS[1:3]),  # more numbers are too many to copy for a tiny policy
+    *(family(turns) for turns in HORIZONS[2:] for family in (_total, _search)),  # two turns leave one box, one key
 )
+
+DEFAULT_FAMILIES = ("debug_2", "chain_2", "chain_4", "total_4", "search_4")
+"""Two and four turns: what a tiny policy learns in minutes."""
 
 HORIZON_FAMILIES: Mapping[str, ExerciseFamily] = {family.name: family for family in _ALL}
 
@@ -188,6 +220,6 @@ def families_of(turns: int) -> tuple[str, ...]:
     """The families of one horizon.
 
     >>> families_of(8)
-    ('chain_8', 'sum_8', 'search_8')
+    ('chain_8', 'total_8', 'search_8')
     """
     return tuple(name for name in HORIZON_FAMILIES if name.endswith(f"_{turns}"))

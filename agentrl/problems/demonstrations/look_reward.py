@@ -7,16 +7,16 @@ import re
 from agentrl_envs.rewards import Conversation, Message
 from agentrl_envs.types import Problem, Verdict
 
-_LOOK = re.compile(r"\b(?:box|key|test)\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
+_LOOK = re.compile(r"\b(?:box|key|test|add)\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
 
 
 def look_rewards(problem: Problem, conversation: Conversation, verdict: Verdict | None) -> list[float]:
     """One share for each turn that looks at something for the first time, of as many as the task has looks.
 
-    A task of N turns has N - 1 looks, so the values add up to at most 1. A look is a call of ``box``, ``key`` or
-    ``test`` with an argument that stood in no earlier call, which the sandbox answered: an empty box is none, nor is an
-    error. It names the last horizon of a family, so a search that ends early earns less than 1 here; its answer counts
-    in the environment's reward.
+    A task of N turns has N - 1 looks, so the values add up to at most 1. A look is a call of ``box``, ``key``,
+    ``test`` or ``add`` with a first argument that stood in no earlier call, which the sandbox answered: an empty box is
+    none, nor is an error. It names the last horizon of a family, so a search that ends early earns less than 1 here;
+    its answer counts in the environment's reward.
     """
     looks = int((problem.family or "_1").rpartition("_")[2]) - 1
     seen: set[str] = set()
@@ -35,7 +35,7 @@ def _new_look(turn: Message, answer: Message | None, seen: set[str]) -> bool:
     found = _LOOK.search(turn.text)
     if found is None or answer is None or not re.search(r"\d", answer.text) or "Error" in answer.text:
         return False
-    argument = found.group(1).replace(" ", "")
+    argument = found.group(1).replace(" ", "").partition(",")[0]
     if argument in seen:
         return False
     seen.add(argument)
