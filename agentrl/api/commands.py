@@ -66,7 +66,7 @@ def train(
     rewards = _rewards(reward, names)
     overrides = overrides_from(_with_plugins(given, names)) + rewards
     resolved = load_settings(environment, config, overrides, resume=resume)
-    path = Path(resolved.runs_dir) / str(resolved.name)
+    path = resolved.run_path
     options = [] if environment is None else ["--env", environment]
     options += [] if config is None else ["--config", str(config)]
     options += ["--resume"] if resume else []

@@ -15,8 +15,12 @@ from pathlib import Path
 import psutil
 
 from agentrl.cluster.devices import ALL_GPUS, free_port
+from agentrl.cluster.logs import Tee, copied_handles
 from agentrl.cluster.plan import UnplaceableError
 from agentrl.cluster.processes import STARTED_BY, Bundle, ClusterNode, Place, ProcessSpec
+
+# Seconds for the output of a process that has ended to be written.
+_LAST_WORDS = 2.0
 
 HERE = Place(number=0, node=socket.gethostname(), address="127.0.0.1")
 """This machine, without a choice of GPUs."""
@@ -32,21 +36,35 @@ class LocalProcess:
         command = [sys.executable, *spec.arguments]
         if spec.supervised:
             command = [sys.executable, "-m", "agentrl.cluster.supervise", str(os.getpid()), *command]
+        self._tees: list[Tee] = []
         with contextlib.ExitStack() as opened:
-            log = None
-            if spec.log is not None:
-                spec.log.parent.mkdir(parents=True, exist_ok=True)
-                log = opened.enter_context(spec.log.open("ab"))
+            output, errors = self._outlets(spec, opened)
             self._process = subprocess.Popen(
                 command,
                 cwd=spec.folder,
                 env=_environment(spec, place),
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=output,
+                stderr=errors,
                 pass_fds=tuple(handles),
                 start_new_session=True,
             )
+
+    def _outlets(self, spec: ProcessSpec, opened: contextlib.ExitStack) -> tuple[int | None, int | None]:
+        """Where standard output and standard error go; None: where those of this process go."""
+        if spec.log is None:
+            return None, None
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        if not spec.shown:
+            log = opened.enter_context(spec.log.open("ab")).fileno()
+            return log, log
+        outlets: list[int | None] = [None, None]
+        for handle in copied_handles(draws=spec.draws):
+            tee = Tee(spec.log, handle)
+            opened.callback(tee.close)
+            self._tees.append(tee)
+            outlets[handle - 1] = tee.inlet
+        return outlets[0], outlets[1]
 
     @property
     def pid(self) -> int:
@@ -70,6 +88,9 @@ class LocalProcess:
                         os.killpg(child.pid, signal.SIGKILL)
             self._process.kill()
             self._process.wait()
+        for tee in self._tees:
+            tee.wait(_LAST_WORDS)
+        self._tees.clear()
 
 
 class LocalCluster:

@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from agentrl.cluster.devices import ALL_GPUS
 from agentrl.errors import WorldError
 
 STARTED_BY = "AGENTRL_STARTED_BY"
 """Environment variable with the id of the process that started this one, on the same machine."""
+
+
+STARTED_IN = "AGENTRL_RAY_ADDRESS"
+"""Environment variable of a process that the Ray cluster at this address has started."""
+
+# Those that processes on other nodes get too, by the beginnings of their names; and those of them that a process which
+# a cluster has started has of its own node.
+_CARRIED = (
+    *("AGENTRL_", "CUDA_LAUNCH", "DEEPSPEED_", "DS_", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_"),
+    *("TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "TRITON_", "VLLM_"),
+)
+_OF_THE_NODE = ("GLOO_SOCKET_IFNAME", ALL_GPUS, STARTED_BY)
+
+
+def carried(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment variables of this process that the processes it starts on other nodes get too.
+
+    >>> found = {"NCCL_DEBUG": "INFO", "HOME": "/root", "GLOO_SOCKET_IFNAME": "eth0"}
+    >>> carried(found)
+    {'NCCL_DEBUG': 'INFO', 'GLOO_SOCKET_IFNAME': 'eth0'}
+
+    The rollout worker, which the cluster has started on a node, does not hand on what holds there alone:
+
+    >>> carried({**found, STARTED_IN: "10.0.0.1:6379", STARTED_BY: "77"})
+    {'NCCL_DEBUG': 'INFO', 'AGENTRL_RAY_ADDRESS': '10.0.0.1:6379'}
+    """
+    own = _OF_THE_NODE if STARTED_IN in environment else ()
+    return {name: value for name, value in environment.items() if name.startswith(_CARRIED) and name not in own}
 
 
 class NodeLostError(WorldError):
@@ -24,8 +54,8 @@ class ProcessSpec:
 
     ``arguments``: of the Python interpreter of its place. ``environment``: changes of the variables there; None unsets
     one. ``folder``: where it runs, otherwise where its starter runs. ``log``: the file for its output, which otherwise
-    goes where that of its starter goes; ``shown``: a starter on another node shows what is added to the log.
-    ``supervised``: whatever it has started ends with it, and it ends with its starter.
+    goes where that of its starter goes; ``shown``: it goes there too. ``draws``: its standard output goes only there
+    if that is a terminal. ``supervised``: whatever it has started ends with it, and it ends with its starter.
     """
 
     role: str
@@ -35,6 +65,7 @@ class ProcessSpec:
     folder: Path | None = None
     log: Path | None = None
     shown: bool = True
+    draws: bool = False
     supervised: bool = False
 
     @property

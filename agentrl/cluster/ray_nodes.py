@@ -27,9 +27,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from agentrl.cluster.devices import ALL_GPUS, free_port
 from agentrl.cluster.local import LocalProcess
+from agentrl.cluster.logs import LogRelay
 from agentrl.cluster.plan import UnplaceableError, placed
-from agentrl.cluster.processes import STARTED_BY, Bundle, ClusterNode, NodeLostError, Place, ProcessSpec
-from agentrl.cluster.relay import LogRelay
+from agentrl.cluster.processes import STARTED_IN, Bundle, ClusterNode, NodeLostError, Place, ProcessSpec, carried
 from agentrl.cluster.settings import ClusterSettings
 from agentrl.cluster.silence import PortWatch, accepts
 from agentrl.errors import SettingsError, WorldError
@@ -38,13 +38,6 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 _Value = TypeVar("_Value")
-# Variables of this process that processes on other nodes get too, by the beginnings of their names.
-_CARRIED = (
-    *("AGENTRL_", "CUDA_LAUNCH", "DEEPSPEED_", "DS_", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_"),
-    *("TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "TRITON_", "VLLM_"),
-)
-_ADDRESS = "AGENTRL_RAY_ADDRESS"  # environment variable of a process that the cluster at this address has started
-_OF_THE_NODE = ("GLOO_SOCKET_IFNAME", ALL_GPUS, STARTED_BY)  # variables that such a process has of its own node
 # Seconds between two questions to a node; between two looks at a cluster that lacks nodes; for its nodes to kill what
 # runs there; and for one that was silent to answer.
 _ASK = 0.5
@@ -82,8 +75,9 @@ class NodeHost:
         self._heard = time.monotonic()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # Ray blocks it, and children inherit that
         own = {"GLOO_SOCKET_IFNAME": _interface(place.address), ALL_GPUS: ",".join(place.gpus) or None}
-        own[_ADDRESS] = ray.get_runtime_context().gcs_address
-        process = LocalProcess(replace(spec, environment={**own, "OMP_NUM_THREADS": None, **spec.environment}), place)
+        own[STARTED_IN] = ray.get_runtime_context().gcs_address
+        environment = {**own, "OMP_NUM_THREADS": None, **spec.environment}
+        process = LocalProcess(replace(spec, environment=environment, shown=False), place)
         self._processes[process.pid] = process
         return process.pid
 
@@ -241,9 +235,7 @@ class RayCluster:
 
     def start(self, spec: ProcessSpec, place: Place) -> RayProcess:
         node = self._places[place.number]
-        own = _OF_THE_NODE if _ADDRESS in os.environ else ()
-        carried = {name: value for name, value in os.environ.items() if name.startswith(_CARRIED) and name not in own}
-        full = replace(spec, environment={**carried, **spec.environment})
+        full = replace(spec, environment={**carried(), **spec.environment})
         if spec.log is not None and spec.shown:
             self._relay.follow(spec.log)
         pid: int = self._ask(place, node.host.start.remote(full, place))
@@ -261,7 +253,7 @@ class RayCluster:
         self._places[place.number] = RayNode(host, place, self._head, self._silent, self._settings.deadline)
 
     def _ask(self, place: Place, answer: ray.ObjectRef[_Value]) -> _Value:
-        return _answer(answer, place, self._settings.start_deadline)
+        return _answer(answer, place, self._settings.deadline)
 
     def give_up(self, place: Place, slot: int) -> None:
         self._given_up.add(place.address)
@@ -364,7 +356,7 @@ def _connect(settings: ClusterSettings) -> PortWatch:
     before = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
-            address=os.environ.get(_ADDRESS, settings.address),
+            address=os.environ.get(STARTED_IN, settings.address),
             namespace="agentrl",
             include_dashboard=False if settings.address == "local" else None,
             log_to_driver=False,

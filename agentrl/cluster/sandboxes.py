@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from agentrl.cluster.logs import log_file
 from agentrl.cluster.processes import Bundle, Cluster, ClusterNode, NodeLostError, Place, ProcessHandle, ProcessSpec
 from agentrl.errors import AgentRLError, WorldError
 
@@ -42,17 +43,18 @@ class SandboxServices:
         bundle: Bundle,
         *,
         arguments: Sequence[str],
-        logs: Path,
+        folder: Path,
         say: Callable[[str], None],
     ) -> None:
         """``bundle``: what each reserves on its node. ``arguments``: further ones of ``agentrl-sandbox serve``.
+        ``folder``: the run's.
 
         Raises WorldError if no node starts one.
         """
         self._cluster = cluster
         self._bundle = bundle
         self._arguments = tuple(arguments)
-        self._logs = logs
+        self._folder = folder
         self._say = say
         self._token = secrets.token_urlsafe(32)
         with ThreadPoolExecutor(max_workers=len(nodes)) as pool:
@@ -96,7 +98,7 @@ class SandboxServices:
             number=service.number,
             arguments=("-m", "agentrl_sandbox", "serve", *address, *self._arguments),
             environment=self.variables,
-            log=self._logs / f"{place.node}-sandbox-{service.number}.log",
+            log=log_file(self._folder, place.node, "sandbox", service.number),
             shown=False,
             supervised=True,
         )

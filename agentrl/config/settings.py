@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl.cluster.settings import ClusterSettings
@@ -77,6 +79,11 @@ class Settings(BaseModel):
     coldstart: ColdstartSettings = ColdstartSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
+
+    @property
+    def run_path(self) -> Path:
+        """The run directory."""
+        return Path(self.runs_dir) / str(self.name)
 
 
 class SimpleTIRRun(Settings):

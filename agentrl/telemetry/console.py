@@ -22,21 +22,23 @@ _PLAIN_WIDTH = 160
 
 
 class Console:
-    """The one place that writes to the terminal during a run. ``file`` is standard output unless given."""
+    """The one place that writes to the terminal during a run."""
 
-    def __init__(self, settings: TelemetrySettings, file: TextIO | None = None) -> None:
+    def __init__(self, settings: TelemetrySettings, file: TextIO | None = None, copy: TextIO | None = None) -> None:
+        """``file``: standard output unless given. ``copy``: gets the same in plain lines."""
         self._settings = settings
+        self.copy = None if copy is None else Console(settings, copy)
         probe = RichConsole(file=file)
         self.live = settings.console == "auto" and probe.is_terminal
         self._rich = probe if probe.is_terminal else RichConsole(file=file, width=_PLAIN_WIDTH)
 
     def note(self, text: str) -> None:
         """Print a line, above the progress display if there is one."""
-        self._rich.print(Text(text), soft_wrap=True)
+        self._print(Text(text), soft_wrap=True)
 
     def warning(self, text: str) -> None:
         """Print a line that the user should look at."""
-        self._rich.print(Text.assemble(("warning: ", "bold yellow"), text), soft_wrap=True)
+        self._print(Text.assemble(("warning: ", "bold yellow"), text), soft_wrap=True)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A small table; the first column is text, the others stand right-aligned."""
@@ -45,7 +47,12 @@ class Console:
             table.add_column(column, justify="right" if place else "left", no_wrap=True)
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))
-        self._rich.print(table)
+        self._print(table)
+
+    def _print(self, what: Text | Table, *, soft_wrap: bool = False) -> None:
+        self._rich.print(what, soft_wrap=soft_wrap)
+        if self.copy is not None:
+            self.copy._print(what, soft_wrap=soft_wrap)
 
     def progress(self, total: int, done: int = 0, unit: str = "step", lines: int | None = None) -> RunProgress:
         """Progress over ``total`` steps of which ``done`` are complete; a context manager.
@@ -65,7 +72,8 @@ class RunProgress:
         self, console: Console, bar: Progress | None, unit: str, total: int, done: int, every: int | None
     ) -> None:
         """Without a ``bar``, a line every so many steps; ``every`` None prints nothing."""
-        self._console, self._bar, self._unit = console, bar, unit
+        self._bar, self._unit = bar, unit
+        self._plain = console if bar is None else console.copy
         self._total, self._every = total, every
         self._rewards: deque[float] = deque(maxlen=_RECENT)
         self._times: deque[tuple[float, int]] = deque([(time.monotonic(), done)], maxlen=_RECENT + 1)
@@ -88,8 +96,8 @@ class RunProgress:
         figures, left = describe(metrics, average), f"{clock(self._left(step))} left"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, figures=figures, left=left)
-        elif self._every is not None and (step % self._every == 0 or step == self._total):
-            self._console.note(f"{self._unit} {step}/{self._total}  {figures}  {left}")
+        if self._plain is not None and self._every and (step % self._every == 0 or step == self._total):
+            self._plain.note(f"{self._unit} {step}/{self._total}  {figures}  {left}")
 
     def close(self) -> None:
         """End the display; its last state stays visible."""

@@ -45,6 +45,7 @@ class RunDirectory:
         self.tokens = self.path / "tokens"
         self.checkpoints = self.path / "checkpoints"
         self.plots = self.path / "plots"
+        self.logs = self.path / "logs"
         self.trackers = self.path / "trackers"
         self.trace = self.path / "trace.json"
         self.summary = self.path / "summary.json"
@@ -225,7 +226,7 @@ class RunDirectory:
     def _never_began(self, names: Iterable[str]) -> bool:
         """True if ``names``, all entries here, are only what a run makes before its first row."""
         folders = (self.trajectories, self.checkpoints, self.plots)
-        begun = (self.config, self.metrics_file, self.trackers, self.trace, self.path / "tokenizer.json")
+        begun = (self.config, self.metrics_file, self.logs, self.trackers, self.trace, self.path / "tokenizer.json")
         own = {path.name for path in (*begun, *folders)}
         if not self.config.is_file() or not own.issuperset(names):
             return False

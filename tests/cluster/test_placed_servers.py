@@ -149,7 +149,7 @@ async def opened(nodes: Nodes, folder: Path, replicas: int) -> AsyncIterator[VLL
         backend="file",
     )
     servers = [
-        PlacedServer(plan, folder / f"{number}.log", number, cluster=nodes, bundle=bundle)
+        PlacedServer(plan, folder, number, cluster=nodes, bundle=bundle)
         for number, (plan, bundle) in enumerate(zip(plans, bundles, strict=True))
     ]
     engine = VLLMEngine(servers, CODEC, settings, vocabulary=VOCABULARY, max_tokens=200)
@@ -170,7 +170,8 @@ async def test_a_server_starts_elsewhere_when_its_node_is_lost(nodes: Nodes, tmp
         (second,) = engine.targets()
         assert first[0] != second[0]
     assert [one.place.node for one in nodes.running] == ["a", "b"]
-    assert (tmp_path / "0.log").read_text().splitlines() == ["serves with 6,7"] * 2
+    logs = {log.name: log.read_text() for log in (tmp_path / "logs").iterdir()}
+    assert logs == {f"{node}-server-0.log": "serves with 6,7\n" for node in "ab"}
     assert all(one.wait(10.0) is not None for one in nodes.running if one.place.node == "b")
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from agentrl.cluster.local import HERE, LocalCluster, LocalProcess
+from agentrl.cluster.logs import LogRelay
 from agentrl.cluster.processes import NodeLostError, Place, ProcessSpec
-from agentrl.cluster.relay import LogRelay
 from agentrl.training.run.rank_group import FOLLOWED, RankGroup
 
 SLEEP = "import time; time.sleep(600)"
@@ -94,7 +98,44 @@ def test_a_process_runs_in_its_folder_with_its_variables_and_its_log(tmp_path: P
     log = tmp_path / "logs" / "said.log"
     process = LocalProcess(spec(0, code, folder=tmp_path, environment={"OWN": "1", "HOME": None}, log=log), HERE)
     assert process.wait(60.0) == 0
+    process.end(0.0)
     assert log.read_text().split() == [str(tmp_path), "1", "False"]
+
+
+def test_what_a_process_says_is_shown_and_kept_though_it_is_killed(tmp_path: Path) -> None:
+    """Written by a process that says more after its starter has ended."""
+    log = tmp_path / "logs" / "both.log"
+    code = "import os, sys; print('said', flush=True); print('failed', file=sys.stderr, flush=True); os.abort()"
+    starter = f"""
+from pathlib import Path
+from agentrl.cluster.local import HERE, LocalProcess
+from agentrl.cluster.processes import ProcessSpec
+log = Path({str(log)!r})
+process = LocalProcess(ProcessSpec(role="rank", number=1, arguments=("-c", {code!r}), log=log), HERE)
+process.end(60.0)
+"""
+    done = subprocess.run([sys.executable, "-c", starter], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "said\n", "failed\n")
+    assert sorted(log.read_text().split()) == ["failed", "said"]
+
+
+def test_a_process_keeps_its_own_log_but_for_what_it_draws_on_a_terminal(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "own.log"
+    code = f"""
+import sys
+from pathlib import Path
+from agentrl.cluster.logs import keep_log
+keep_log(Path({str(log)!r}), draws=True)
+print("drawn", flush=True)
+print("failed", file=sys.stderr, flush=True)
+"""
+    ours, theirs = pty.openpty()
+    done = subprocess.run([sys.executable, "-c", code], stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (os.read(ours, 100), done.stderr, log.read_text()) == (b"drawn\r\n", "failed\n", "failed\n")
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=120)
+    assert sorted(log.read_text().split()) == ["drawn", "failed", "failed"]
+    os.close(ours)
+    os.close(theirs)
 
 
 def test_released_places_run_nothing_any_more() -> None:

@@ -73,9 +73,9 @@ def cluster() -> Iterator[NodesHere]:
     made.close()
 
 
-def started(cluster: NodesHere, logs: Path, say: Callable[[str], None]) -> SandboxServices:
+def started(cluster: NodesHere, folder: Path, say: Callable[[str], None]) -> SandboxServices:
     own = ["workers=4", "timeout=60", "allow_unisolated=true"]
-    return SandboxServices(cluster, cluster.nodes(), SANDBOX, arguments=own, logs=logs, say=say)
+    return SandboxServices(cluster, cluster.nodes(), SANDBOX, arguments=own, folder=folder, say=say)
 
 
 @pytest.mark.slow
@@ -102,7 +102,9 @@ async def test_a_service_that_is_killed_comes_back_at_its_address(cluster: Nodes
     lost, back = said
     assert lost.startswith(f"sandbox service 0 on {HERE.node} is lost: it ended with exit code")
     assert back == f"sandbox service 0 on {HERE.node} is started again"
-    assert sorted(log.name for log in tmp_path.iterdir()) == [f"{HERE.node}-sandbox-{number}.log" for number in (0, 1)]
+    assert sorted(log.name for log in (tmp_path / "logs").iterdir()) == [
+        f"{HERE.node}-sandbox-{number}.log" for number in (0, 1)
+    ]
 
 
 def test_a_node_that_gives_no_place_is_told_and_done_without(cluster: NodesHere, tmp_path: Path) -> None:

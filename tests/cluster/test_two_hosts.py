@@ -16,6 +16,8 @@ import psutil
 import pytest
 from training.conftest import DEADLINE, CommandLine, wait_until, write_random_policy
 
+from agentrl.cluster.local import HERE
+
 from .hosts import Host, obstacle, ray_address, ray_variables, start_ray, two_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))]
@@ -99,10 +101,8 @@ def test_a_rank_on_each_host_trains_like_two_on_one_even_if_one_is_killed(cluste
     for far, near in zip(numbers(line, "far"), numbers(line, "near"), strict=True):
         assert far == pytest.approx(near, rel=1e-5, abs=1e-8, nan_ok=True)
     run = line.folder / "runs" / "far"
-    assert sorted(re.sub(r"^\S+?-rank", "rank", log.name) for log in (run / "logs").iterdir()) == [
-        "rank-0.log",
-        "rank-1.log",
-    ]
+    logs = sorted(log.name for log in (run / "logs").iterdir())
+    assert logs == [f"{HERE.node}-{name}.log" for name in ("rank-0", "rank-1", "worker-0")]
     parts = sorted(part.name for part in (run / "checkpoints" / "step-000003" / "engine").iterdir())
     assert parts == ["part-00000.safetensors", "part-00001.safetensors"]
     assert not any(cluster.ranks(host) for host in (cluster.head, cluster.other))
@@ -120,7 +120,7 @@ def test_a_sandbox_on_each_host_loses_no_program_with_one_of_them(cluster: RayHo
     """The last test here: a host is lost."""
     script = str(Path(__file__).with_name("sandboxes_on_hosts.py"))
     process = subprocess.Popen(
-        cluster.head.command(sys.executable, script, ray_address(cluster.head), str(tmp_path / "logs")),
+        cluster.head.command(sys.executable, script, ray_address(cluster.head), str(tmp_path)),
         env=os.environ | cluster.variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

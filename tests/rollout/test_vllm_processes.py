@@ -16,6 +16,8 @@ import psutil
 import pytest
 
 from agentrl.cluster.devices import visible_gpus
+from agentrl.cluster.local import HERE, LocalProcess
+from agentrl.cluster.processes import ProcessSpec
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.rollout.engines.vllm.balancer import Balancer
@@ -217,6 +219,14 @@ def test_a_server_ends_whole_whoever_ends_first(tmp_path: Path, who: str) -> Non
         parent.wait()
 
 
+def test_a_server_that_is_killed_at_once_ends_whole(tmp_path: Path) -> None:
+    arguments = ("-c", FAMILY, str(tmp_path / "pids"))
+    process = LocalProcess(ProcessSpec(role="server", number=0, arguments=arguments, supervised=True), HERE)
+    server, child = family(tmp_path / "pids")
+    process.end(0.0)
+    assert_gone([server, child])
+
+
 def test_the_last_words_of_a_server_are_those_that_tell(tmp_path: Path) -> None:
     class Failing(ServerPlan):
         def command(self) -> list[str]:
@@ -224,7 +234,7 @@ def test_the_last_words_of_a_server_are_those_that_tell(tmp_path: Path) -> None:
             return [sys.executable, "-c", lines]
 
     plan = Failing(model="m", tokenizer="m", host="127.0.0.1", port=1, dtype="float32", max_tokens=10)
-    server = ServerProcess(plan, tmp_path / "logs" / "server.log")
+    server = ServerProcess(plan, tmp_path)
     assert server.last_words() == "(the log is empty)"
     server.start()
     wait_for(lambda: server.ended)

@@ -6,6 +6,11 @@ from agentrl.telemetry.console import Console, clock, describe
 from agentrl.telemetry.settings import TelemetrySettings
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def console(**settings: object) -> tuple[Console, io.StringIO]:
     out = io.StringIO()
     return Console(TelemetrySettings(**settings), file=out), out  # type: ignore[arg-type]
@@ -30,6 +35,19 @@ def test_plain_progress_is_a_line_a_step() -> None:
     assert first.endswith(" left")
     assert note == "saved"
     assert last == "step 4/4  reward 0.700 (avg 0.600)  0:00 left"
+
+
+def test_a_copy_gets_the_same_in_plain_lines_also_of_a_live_display() -> None:
+    out, copy = Terminal(), io.StringIO()
+    said = Console(TelemetrySettings(), out, copy)
+    assert said.live
+    with said.progress(2) as progress:
+        progress.update(1, {"reward/mean": 0.5})
+        said.warning("look")
+        progress.update(2, {"reward/mean": 0.5})
+    first, warning, last = copy.getvalue().splitlines()
+    assert first.startswith("step 1/2  reward 0.500 (avg 0.500)  ")
+    assert (warning, last) == ("warning: look", "step 2/2  reward 0.500 (avg 0.500)  0:00 left")
 
 
 def test_plain_lines_can_be_thinned_and_the_last_is_always_shown() -> None:

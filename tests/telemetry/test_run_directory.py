@@ -61,7 +61,9 @@ def test_what_a_run_killed_at_birth_leaves_is_no_hindrance(tmp_path: Path) -> No
 
 
 def test_a_run_that_never_wrote_a_row_gives_its_name_back(tmp_path: Path) -> None:
-    RunDirectory.create(tmp_path / "x", "a: mistake\n").close()
+    with closing(RunDirectory.create(tmp_path / "x", "a: mistake\n")) as run:
+        run.logs.mkdir()
+        (run.logs / "here-rank-0.log").write_text("error: a mistake\n")
     with closing(RunDirectory.create(tmp_path / "x", CONFIG)) as run:
         assert run.config.read_text() == CONFIG
         run.append_metrics({"step": 0})

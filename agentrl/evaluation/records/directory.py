@@ -7,7 +7,7 @@
       problems.jsonl         statements, gold answers and prompts
       rollouts.jsonl.zst     every rollout, appended as it ends
       results.json  table.md  plots/  report.html
-      servers/               logs of vLLM servers that were started for it
+      logs/                  logs of vLLM servers that were started for it
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from agentrl.evaluation.records.transcript import Transcript
 from agentrl.telemetry.files import LOCK_DEADLINE, atomic_write, json_line, take_lock, world_errors
 from agentrl_envs.types import Problem
 
-SERVERS = "servers"
+_LOGS = "logs"
 _FIELDS = tuple(field.name for field in fields(Problem))
 
 
@@ -164,4 +164,4 @@ def _object(text: str, place: str) -> JSONObject:
 
 def _is_debris(name: str) -> bool:
     """True for files that an evaluation may leave when it is killed before it begins."""
-    return name in ("lock", "problems.jsonl", SERVERS) or (name.startswith(".") and name.endswith(".partial"))
+    return name in ("lock", "problems.jsonl", _LOGS) or (name.startswith(".") and name.endswith(".partial"))

@@ -192,7 +192,7 @@ class ManagedVLLM:
             request.policy_path,
             served=changeable_policy(request.policy_path, start) if copied else request.policy_path,
             longest=request.longest,
-            folder=request.folder / "servers",
+            folder=request.folder,
             training_gpus=request.training_gpus,
             backend=self._backend,
             cluster=self._cluster,

@@ -12,6 +12,7 @@ import torch
 
 from agentrl.cluster.devices import visible_gpus
 from agentrl.cluster.launchers import RankPlace
+from agentrl.cluster.logs import log_file
 from agentrl.cluster.opening import open_cluster
 from agentrl.cluster.plan import PLAN_COLUMNS, allot, plan_table, roomy
 from agentrl.cluster.processes import Bundle, Cluster, ClusterNode, NodeLostError, Place, ProcessHandle, ProcessSpec
@@ -126,7 +127,8 @@ def start_ranks(
             arguments=tuple(arguments),
             environment=own.variables() | token | ({} if place.gpus else {"DS_ACCELERATOR": "cpu"}),
             folder=Path.cwd(),
-            log=run_path.absolute() / "logs" / f"{place.node}-rank-{number}.log" if _elsewhere(settings) else None,
+            log=log_file(run_path.absolute(), place.node, "rank", number),
+            draws=number == 0,
         )
         started.append(cluster.start(spec, place))
     return started
@@ -185,7 +187,7 @@ def _sandboxes(
         roomy(bundle, nodes, taken),
         bundle,
         arguments=[f"{name}={value}" for name, value in fields.items()],
-        logs=run_path.absolute() / "logs",
+        folder=run_path.absolute(),
         say=console.note,
     )
 
@@ -213,10 +215,6 @@ def _check_folder(cluster: Cluster, places: Sequence[Place], run_path: Path) -> 
                 f"runs_dir: the node {place.node} ({place.address}) cannot see the files of {run_path.absolute()}; "
                 "give a folder that all nodes share"
             )
-
-
-def _elsewhere(settings: Settings) -> bool:
-    return settings.cluster.kind == "ray"
 
 
 def _own_gpus() -> list[str] | None:

@@ -6,7 +6,6 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -82,7 +81,7 @@ class Session:
         self._empty_steps = 0
         self._ringing: set[str] = set()  # alarms of the last step
         self._trained: list[Metrics] | None = None  # the rows of all steps, from the first step of this process on
-        self._checkpoints = Path(settings.runs_dir) / str(settings.name) / "checkpoints"
+        self._checkpoints = settings.run_path / "checkpoints"
         self._trackers = Trackers(settings.telemetry, run, say=console.note, warn=console.warning)
         if settings.telemetry.trace:
             start_trace(RunDirectory(self._checkpoints.parent).trace, f"rank {rank}")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 
 from agentrl.cluster.launchers import adopt_slurm, check_launcher, ranks_here, under_a_launcher
+from agentrl.cluster.local import HERE
+from agentrl.cluster.logs import keep_log, log_file
+from agentrl.cluster.processes import STARTED_BY
 from agentrl.config import dump_yaml
 from agentrl.errors import SettingsError
 from agentrl.telemetry.console import Console
@@ -70,7 +73,7 @@ def _here(settings: Settings) -> Settings:
 
 
 def _open_run(settings: Settings, resume: bool) -> RunDirectory:
-    path = Path(settings.runs_dir) / str(settings.name)
+    path = settings.run_path
     if resume:
         run = RunDirectory.resume(path)
         run.write_text("config.yaml", dump_yaml(settings))
@@ -89,9 +92,10 @@ def run_rank(settings: Settings, run: RunDirectory | None, *, resume: bool) -> i
     training = settings.training.model_copy(update={"num_processes": world})
     settings = settings.model_copy(update={"name": name, "runs_dir": runs_dir, "training": training})
     if world > 1:
-        check_shared_folder(Path(runs_dir) / str(name), rank=rank)
-    with open(os.devnull, "w") as nowhere:
-        console = Console(settings.telemetry, None if rank == 0 else nowhere)
+        check_shared_folder(settings.run_path, rank=rank)
+    with contextlib.ExitStack() as opened:
+        own = None if rank == 0 else opened.enter_context(open(os.devnull, "w"))
+        console = Console(settings.telemetry, own, opened.enter_context(_kept_log(settings, rank)))
         session = Session(settings, run, console, rank=rank, world=world)
         with stop_requests(partial(_ask_to_stop, session), partial(os._exit, INTERRUPTED)):
             try:
@@ -99,6 +103,19 @@ def run_rank(settings: Settings, run: RunDirectory | None, *, resume: bool) -> i
                 return session.loop()
             finally:
                 session.close()
+
+
+def _kept_log(settings: Settings, rank: int) -> contextlib.AbstractContextManager[TextIO | None]:
+    """Keep a log of a rank that a launcher has started; a rank that the command has started has one.
+
+    What rank 0 draws on a terminal is not in it: the file to which it writes the same in plain lines.
+    """
+    log = log_file(settings.run_path.absolute(), HERE.node, "rank", rank)
+    if STARTED_BY not in os.environ:
+        if settings.training.num_processes == 1:  # this is the command itself
+            return contextlib.nullcontext()
+        keep_log(log, draws=rank == 0)
+    return log.open("a", buffering=1) if rank == 0 and sys.stdout.isatty() else contextlib.nullcontext()
 
 
 def _ask_to_stop(session: Session) -> None:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -65,7 +64,7 @@ class LocalService:
         """Opens environment and engine. An engine in this process samples from ``trained``, or else from a copy."""
         self._settings = settings
         self._ranks = ranks
-        self._folder = Path(settings.runs_dir).absolute() / str(settings.name)
+        self._folder = settings.run_path.absolute()
         if settings.telemetry.trace:
             start_trace(RunDirectory(self._folder).trace, "rollout worker")
             execution.traced = partial(call, "sandbox", "program")

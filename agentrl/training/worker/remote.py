@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from agentrl.cluster.launchers import listen_for_ranks
 from agentrl.cluster.local import HERE, LocalProcess
+from agentrl.cluster.logs import log_file
 from agentrl.cluster.processes import ProcessSpec
 from agentrl.cluster.silence import end_in_silence
 from agentrl.errors import SettingsError, WorldError
@@ -97,10 +98,10 @@ class RemoteService:
 
     def close(self) -> None:
         """Close this rank's connection, which ends the worker."""
+        self._closed.set()  # first: nobody is stuck any more, however long the worker takes to end
         self._connection.close()
         if self._process is not None:
             self._process.end(_END)
-        self._closed.set()
 
     # -- talking --------------------------------------------------------------------------------------------------
 
@@ -112,6 +113,7 @@ class RemoteService:
             number=0,
             arguments=("-m", "agentrl.training.worker.process", *map(str, handles)),
             environment={"RANK": None, "WORLD_SIZE": None},
+            log=log_file(startup.settings.run_path.absolute(), HERE.node, "worker", 0),
         )
         self._process = LocalProcess(spec, HERE, handles)
         for theirs in (their_talk, their_control, door):

@@ -31,9 +31,9 @@ def server_bundles(vllm: VLLMSettings, nodes: Sequence[ClusterNode], cpus: float
 class PlacedServer(ServerProcess):
     """A server on a node that the cluster has chosen: each start may be at another address."""
 
-    def __init__(self, plan: ServerPlan, log: Path, number: int, *, cluster: Cluster, bundle: Bundle) -> None:
+    def __init__(self, plan: ServerPlan, folder: Path, number: int, *, cluster: Cluster, bundle: Bundle) -> None:
         """``plan``: with a host, a port and GPUs that the first start replaces."""
-        super().__init__(plan, log, number)
+        super().__init__(plan, folder, number)
         self._cluster = cluster
         self._bundle = bundle
         self._place: Place | None = None
@@ -50,11 +50,15 @@ class PlacedServer(ServerProcess):
             self.plan, host=place.address, port=self._cluster.free_port(place), gpus=place.gpus[: self._bundle.gpus]
         )
         own = {"VLLM_HOST_IP": place.address}  # vLLM finds none by itself on a node without a route to elsewhere
-        self._handle = self._cluster.start(replace(self.spec(self.plan.changes() | own), shown=False), place)
+        self._handle = self._cluster.start(self.spec(self.plan.changes() | own), place)
         self._gone = threading.Event()
         self.starts += 1
         watch = (self._handle, self._gone)
         threading.Thread(target=self._watch, args=watch, daemon=True, name=f"watch-server-{self.number}").start()
+
+    @property
+    def node(self) -> str:
+        return super().node if self._place is None else self._place.node
 
     @property
     def ended(self) -> bool:

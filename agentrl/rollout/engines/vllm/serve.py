@@ -22,7 +22,7 @@ async def serve(rollout: RolloutSettings, plan: ServerPlan, *, vocabulary: int, 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.set)
     with tempfile.TemporaryDirectory(prefix="agentrl-serve-") as folder:
-        server = ServerProcess(plan, Path(folder) / "server.log")
+        server = ServerProcess(plan, Path(folder))
         codec = TextCodec(read_tokenizer(plan.tokenizer))
         engine = VLLMEngine([server], codec, rollout, vocabulary=vocabulary, max_tokens=plan.max_tokens, label=False)
         opening = asyncio.create_task(engine.open())

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from agentrl.cluster.devices import free_port
 from agentrl.cluster.local import HERE, LocalProcess
+from agentrl.cluster.logs import log_file
 from agentrl.cluster.processes import ProcessSpec
 from agentrl.errors import SettingsError
 from agentrl.rollout.settings import RolloutSettings
@@ -133,10 +134,11 @@ class ServerPlan:
 class ServerProcess:
     """A running server and its log. The server ends with this process, however this process ends."""
 
-    def __init__(self, plan: ServerPlan, log: Path, number: int = 0) -> None:
+    def __init__(self, plan: ServerPlan, folder: Path, number: int = 0) -> None:
+        """``folder``: of the run or evaluation."""
         self.plan = plan
         self.number = number
-        self.log = log
+        self._folder = folder
         self.starts = 0
         self.when_ended: Callable[[], object] = lambda: None
         """Called in a thread once the server of another machine has ended."""
@@ -155,8 +157,18 @@ class ServerProcess:
             arguments=tuple(self.plan.command()[1:]),
             environment=environment,
             log=self.log,
+            shown=False,
             supervised=True,
         )
+
+    @property
+    def node(self) -> str:
+        """The name of the machine on which it runs."""
+        return HERE.node
+
+    @property
+    def log(self) -> Path:
+        return log_file(self._folder, self.node, "server", self.number)
 
     @property
     def ended(self) -> bool:

@@ -44,9 +44,9 @@ def server_engine(
 ) -> VLLMEngine:
     """The engine over the servers that ``rollout.vllm`` names, not yet open: external servers or processes to start.
 
-    ``served``: the directory or id that started servers load. ``folder``: the place of their logs. ``cluster``: starts
-    them on its nodes, with so many ``cpus`` each; None: they start on this machine. Raises SettingsError if they cannot
-    be placed.
+    ``served``: the directory or id that started servers load. ``folder``: of the run or evaluation, which gets their
+    logs. ``cluster``: starts them on its nodes, with so many ``cpus`` each; None: they start on this machine. Raises
+    SettingsError if they cannot be placed.
     """
     engine = partial(
         VLLMEngine,
@@ -64,12 +64,12 @@ def server_engine(
         plans = planned(training_gpus=0, gpus=[str(place) for place in range(sum(one.gpus for one in bundles))])
         return engine(
             [
-                PlacedServer(plan, folder / f"{place}.log", place, cluster=cluster, bundle=bundle)
+                PlacedServer(plan, folder, place, cluster=cluster, bundle=bundle)
                 for place, (plan, bundle) in enumerate(zip(plans, bundles, strict=True))
             ]
         )
     plans = planned(training_gpus=training_gpus)
-    processes = [ServerProcess(plan, folder / f"{place}.log", place) for place, plan in enumerate(plans)]
+    processes = [ServerProcess(plan, folder, place) for place, plan in enumerate(plans)]
     return engine(processes)
 
 
