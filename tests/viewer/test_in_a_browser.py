@@ -118,7 +118,8 @@ def test_runs_and_curves(page: Page, address: str) -> None:
 
 def test_a_run_shows_its_panels_and_alarms_and_a_point_opens_its_step(page: Page, address: str) -> None:
     page.goto(address)
-    page.get_by_role("link", name="first").click()
+    page.get_by_role("link", name="first").press("Enter")
+    expect(page.locator("main")).to_be_focused()
     for title in ("Reward", "Entropy", "Gradient norm", "How trajectories ended", "Where the seconds of a step went"):
         expect(page.get_by_role("heading", name=title, exact=True)).to_be_visible()
     entropy = page.locator(".card", has=page.get_by_role("heading", name="Entropy", exact=True))

@@ -20,7 +20,7 @@ const screens = [
 
 let current = new AbortController();
 
-async function show() {
+async function show(event) {
   current.abort();
   const mine = (current = new AbortController());
   const [path, query = ""] = (location.hash.slice(1) || "/").split("?");
@@ -35,6 +35,7 @@ async function show() {
     document.getElementById("trail").replaceChildren(...links, el("span", { "aria-current": "page" }, title));
     page.replaceChildren(...content.filter(Boolean));
     window.scrollTo(0, 0);
+    if (event) page.focus({ preventScroll: true }); // keys and screen readers go on in the new screen
   } catch (error) {
     if (mine.signal.aborted) return;
     document.getElementById("trail").replaceChildren(el("a", { href: "#/" }, "Runs"));
@@ -43,5 +44,5 @@ async function show() {
   page.dataset.ready = location.hash;
 }
 
-window.addEventListener("hashchange", show);
+window.addEventListener("hashchange", show); // calls it with its event
 show();
