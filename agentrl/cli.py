@@ -217,7 +217,10 @@ def regrade(
 def variance(
     overrides: Overrides = None,
     model: Annotated[
-        str | None, _option("PATH", "model directory; default: the tiny preset's cold-start policy")
+        str | None, _option("PATH", "model directory; default: the cold-start policy of the settings")
+    ] = None,
+    behaviour: Annotated[
+        str | None, _option("PATH", "the policy that plays, if it is an older one: gradients get importance weights")
     ] = None,
     problems: Annotated[str | None, _option("P", "number of problems from data.train, or a problem file")] = None,
     group_sizes: Annotated[str | None, _option("N,N", "trajectories in a group, separated by commas")] = None,
@@ -225,7 +228,11 @@ def variance(
         str | None, _option("NAMES", "names, with options as tir_otb:leave_one_out=true; default: all")
     ] = None,
     samples: Annotated[int | None, _option("S", "trajectories sampled per problem")] = None,
-    output: Annotated[Path, _option("DIR", "directory for the result and its plots")] = Path("variance"),
+    baseline: Annotated[str | None, _option("NAME", "estimator that noise is compared with; default: rloo")] = None,
+    head: Annotated[bool, typer.Option("--head", help="measure the head's gradient alone, too")] = False,
+    output: Annotated[Path, _option("DIR", "directory of the measurement, which the same command continues")] = Path(
+        "variance"
+    ),
     config: Config = None,
 ) -> None:
     """Measure the exact variance of every estimator's gradient on real rollouts of a small model."""
@@ -235,15 +242,24 @@ def variance(
     found = None if model is None else run_config_of(model)
     settings = _load("variance", overrides, config=config or found, options={"model.path": model})
     from agentrl.lab.run import prepare, variance_command
+    from agentrl.lab.settings import LabRequest
     from agentrl.telemetry.console import Console
     from agentrl.training.coldstart.policy import set_threads, starting_policy
     from agentrl.training.engine.determinism import set_determinism
 
-    lab, drawn = prepare(settings, problems=problems, group_sizes=group_sizes, estimators=estimators, samples=samples)
+    request = LabRequest(
+        problems=problems,
+        group_sizes=group_sizes,
+        estimators=estimators,
+        samples=samples,
+        baseline=baseline,
+        head=head,
+    )
+    lab, drawn = prepare(settings, request)
     set_determinism(settings.training)
     set_threads(settings, processes=1)
     policy = starting_policy(settings, Console(settings.telemetry))
-    variance_command(settings, policy, lab, drawn, output, head_backend=settings.training.head_backend)
+    variance_command(settings, policy, behaviour, lab, drawn, output, head_backend=settings.training.head_backend)
 
 
 @app.command()

@@ -150,11 +150,6 @@ def _adapter_problems(settings: Settings, command: Command) -> Iterator[str]:
                     f"{_given(settings, f'model.lora.{name}')} with model.lora.rank=0, which trains all weights and no "
                     "adapter; valid ranks for adapters: 1 to 512"
                 )
-    elif command == "variance":
-        yield (
-            f"{_given(settings, 'model.lora.rank')}: agentrl variance measures the gradient of all weights; set "
-            "model.lora.rank=0"
-        )
     vllm = settings.rollout.vllm
     if lora.rank == 0 and vllm.lora != type(vllm).model_fields["lora"].default:
         yield f"{_given(settings, 'rollout.vllm.lora')} with model.lora.rank=0: there is no adapter"

@@ -1,4 +1,4 @@
-"""Which estimators are compared: names with options, checked before anything is sampled."""
+"""Which estimators are compared, checked before anything is sampled; the groups, and the advantages in them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.algorithms import ESTIMATORS, AlgorithmError, UnknownNameError
+import torch
+from torch import Tensor
+
+from agentrl.algorithms import (
+    ESTIMATORS,
+    AlgorithmError,
+    MissingInputError,
+    UnknownNameError,
+    compute_advantages,
+    estimator_needs,
+)
 from agentrl.errors import SettingsError
+from agentrl.lab.sample import ProblemSample, inputs_of
 
 EXCLUDED = {"gae": "it needs a critic trained for this policy, which the laboratory does not have"}
 """Registered estimators that cannot be measured on rollouts of a policy alone, with the reason."""
@@ -62,3 +73,45 @@ def _value(text: str) -> Any:
         return float(text)
     except ValueError:
         return text
+
+
+def draw_groups(samples: int, group_size: int, *, most: int, seed: int, problem: int, division: int) -> Tensor:
+    """Rows [M, N] of disjoint groups of a problem's ``samples`` trajectories, ``most`` groups at most.
+
+    Disjoint groups are independent draws, so their variance is estimated without bias.
+    """
+    key = ((seed * 1_000_003 + problem) * 1_009 + division) * 1_009 + group_size
+    draw = torch.Generator().manual_seed(key % (1 << 63))
+    groups = min(most, samples // group_size)
+    return torch.randperm(samples, generator=draw)[: groups * group_size].reshape(groups, group_size)
+
+
+def advantages_in(
+    samples: Sequence[ProblemSample], rows: Sequence[Tensor], choice: Choice, *, drop_zero_variance: bool
+) -> list[Tensor]:
+    """A [M, N, T_j] of every problem j, whose groups are ``rows[j]`` [M, N].
+
+    An estimator that looks beyond a group (whitening and the like) sees a step with one group of every problem, as in
+    training. Raises SettingsError for an estimator that asks for an input which rollouts of a policy do not have.
+    """
+    groups, size = rows[0].shape
+    places = range(groups)
+    wide = estimator_needs(choice.name, **choice.options).step_wide
+    steps = [[place] for place in places] if wide else [list(places)]
+    parts = []
+    for step in steps:
+        inputs = inputs_of(samples, [own[step] for own in rows])
+        try:
+            found = compute_advantages(choice.name, inputs, **choice.options).advantages
+        except MissingInputError as error:
+            raise SettingsError(f"--estimators: {choice.label} cannot be measured here: {error}") from error
+        parts.append(found.unflatten(0, (len(samples), len(step), size)))
+    whole = torch.cat(parts, dim=1)  # [J, M, N, T]
+    result = []
+    for sample, chosen, values in zip(samples, rows, whole, strict=True):
+        own = values[..., : sample.batch.rewards.shape[1]].clone()
+        if drop_zero_variance:
+            returns = sample.returns[chosen]  # [M, N]
+            own[returns.amax(-1) - returns.amin(-1) <= 1e-8] = 0.0
+        result.append(own)
+    return result

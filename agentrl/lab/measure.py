@@ -1,237 +1,187 @@
-"""Exact moments of the gradient estimate, problem by problem, estimator by estimator, group size by group size.
+"""Exact moments of the gradient estimate of one problem, estimator by estimator, group size by group size.
 
-For problem j and group size N: g_m the gradient of group m (mean over its N trajectories of sum_t A_t grad ln p_t),
-M disjoint groups in a partition, several partitions. The reference for group m is g*_m: the unbiased leave-one-out
-gradient (REINFORCE with the mean of the others) over all of the problem's sample that is not in the group. Inner
-products are taken between independent rows only (g_m with g*_m, g_m with g_m' of the same partition), so they are
-unbiased for those of the expectations: a reference that holds the group's own rows shares its noise, the more so the
-noisier the estimator.
+For group size N: g_m is the gradient of group m (mean over its N trajectories of sum_t A_t grad ln p_t), of M disjoint
+groups, in several divisions of the problem's trajectories into groups. Products are taken between independent
+trajectories only (g_m with g_m', g_m with the scores of trajectories outside of the group), so they are unbiased for
+those of the expectations: a reference that holds the group's own rows shares its noise, the more so the noisier the
+estimator. Moments are what is kept of a problem; problems are measured one after another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from agentrl.algorithms import HeadVarianceAccumulator, diagonal_proxy
-from agentrl.lab.choices import Choice
-from agentrl.lab.gradients import Gradients
-from agentrl.lab.groups import advantages_in, draw_partitions
+from agentrl.lab.choices import Choice, advantages_in, draw_groups
+from agentrl.lab.gradients import Gradients, GroupProducts
 from agentrl.lab.sample import ProblemSample
 from agentrl.lab.settings import LabSettings
+from agentrl.lab.truth import TrueGradient
 from agentrl.models.policy import PolicyModel
-
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientMoments:
-    """Moments of one estimator's gradient on one problem at one group size."""
+    """Moments of one estimator's gradient on one problem at one group size; means over the divisions."""
 
-    variance: float  # of one group's gradient: mean over partitions of sum_m ||g_m - mean g||^2 / (M - 1)
-    power: float  # mean ||g_m||^2
-    drawn_squared: float  # ||mean_m g_m||^2, of the groups drawn
+    variance: float  # of one group's gradient: sum_m ||g_m - mean g||^2 / (M - 1)
     mean_squared: float  # of the expectation: mean <g_m, g_m'>, m != m'
-    along: float  # of the expectation with the true gradient: mean <g_m, g*_m>
-    reference_squared: float  # of the true gradient: mean <leave-one-out gradient of group m, g*_m>
-    head_variance: float  # the variance of the head's gradient alone, exact
+    along: float  # of the expectation with the true gradient, <E g, g*>
+    reference_squared: float  # of the true gradient, ||g*||^2, from all trajectories
+    reference_along: float  # ||g*||^2 as <E g, g*> of the leave-one-out gradient, with the same groups
+    along_variance: float | None  # Var <g, g*>; None if too few trajectories are outside of two groups
+    along_squared: float | None  # <E g, g*>^2
+    head_variance: float | None  # the variance of the head's gradient alone, exact; None if it is not asked for
     diagonal: float  # mean over groups of sum_i sum_t w_t A_t^2 / N^2, the diagonal proxy of the power
 
 
-@dataclass(kw_only=True)
-class Measurement:
-    """Everything that was measured: ``moments[N][label][j]``, ``signal[N][label]`` = ||mean_j mean_m g_jm||^2."""
-
-    problems: list[str]
-    parameters: int
-    moments: dict[int, dict[str, list[GradientMoments]]] = field(default_factory=dict)
-    signal: dict[int, dict[str, float]] = field(default_factory=dict)
+def named_moments(values: Mapping[str, float | None]) -> GradientMoments:
+    """From values by name."""
+    given: dict[str, Any] = dict(values)
+    return GradientMoments(**given)
 
 
-class Spread:
-    """Mean, power and unbiased variance of vectors that come in partitions."""
-
-    def __init__(self, size: int) -> None:
-        self.total = torch.zeros(size)
-        self._power = self._variance = self._along = 0.0
-        self._groups = self._partitions = 0
-
-    def add_partition(self, vectors: Sequence[Tensor], references: Sequence[Tensor]) -> None:
-        """The gradients of disjoint groups, at least two, and the reference of each."""
-        count = len(vectors)
-        whole = torch.stack(list(vectors)).sum(0)
-        power = sum(float(item.double().square().sum()) for item in vectors)
-        self._variance += (power - float(whole.double().square().sum()) / count) / (count - 1)
-        self._power += power
-        self._along += sum(float(a.double() @ b.double()) for a, b in zip(vectors, references, strict=True))
-        self.total += whole
-        self._groups += count
-        self._partitions += 1
-
-    @property
-    def mean(self) -> Tensor:
-        return self.total / self._groups
-
-    @property
-    def power(self) -> float:
-        return self._power / self._groups
-
-    @property
-    def variance(self) -> float:
-        return max(0.0, self._variance / self._partitions)
-
-    @property
-    def mean_squared(self) -> float:
-        """The squared norm of the expectation: what of the power is not variance."""
-        return self.power - self._variance / self._partitions
-
-    @property
-    def along(self) -> float:
-        return self._along / self._groups
+ProblemMoments = dict[int, dict[str, GradientMoments]]
+"""Of one problem: by group size, by the estimator's label."""
 
 
 def measure(
     policy: PolicyModel,
     samples: Sequence[ProblemSample],
+    numbers: Sequence[int],
     choices: Sequence[Choice],
     settings: LabSettings,
     *,
     temperature: float,
     seed: int,
-    progress: Progress = lambda done: None,
-) -> Measurement:
-    """Moments of every choice at every group size. Deterministic in ``seed``."""
-    partitions = {
-        size: draw_partitions([item.size for item in samples], size, settings.partitions, seed=seed + size)
+    skip: Set[int] = frozenset(),
+) -> Iterator[tuple[int, ProblemMoments]]:
+    """(index, moments) of one problem after another, of every choice at every group size.
+
+    ``numbers`` are those of the problems: with ``seed`` they decide how trajectories are grouped; those in ``skip`` are
+    not measured. All of the problems are one step to estimators that look at the whole step.
+    """
+    rows = {
+        (size, division): [
+            draw_groups(sample.size, size, most=settings.groups, seed=seed, problem=number, division=division)
+            for sample, number in zip(samples, numbers, strict=True)
+        ]
         for size in settings.group_sizes
+        for division in range(settings.partitions)
     }
-    # advantages[N][label][partition][problem] is [M, N, T]
     advantages = {
-        size: {
-            choice.label: [
-                advantages_in(samples, one, choice, drop_zero_variance=settings.drop_zero_variance) for one in drawn
-            ]
-            for choice in choices
-        }
-        for size, drawn in partitions.items()
+        (place, choice.label): advantages_in(samples, drawn, choice, drop_zero_variance=settings.drop_zero_variance)
+        for place, drawn in rows.items()
+        for choice in choices
     }
-    sums: dict[int, dict[str, Tensor]] = {size: {} for size in partitions}
-    result = Measurement(
-        problems=[item.name for item in samples],
-        parameters=sum(item.numel() for item in policy.parameters() if item.requires_grad),
-    )
-    for index, sample in enumerate(samples):
-        gradients = Gradients(policy, sample.batch, temperature=temperature, score_memory=settings.score_memory)
-        hidden = gradients.hidden(torch.arange(sample.size)).split(sample.lengths.tolist())
-        references = References(gradients, sample, settings.micro_batch_tokens)
-        for size, drawn in partitions.items():
-            own = {label: [given[index] for given in found] for label, found in advantages[size].items()}
-            rows = [one.rows[index] for one in drawn]
-            true, spreads = spread_of(gradients, references, rows, own)
-            for label, spread in spreads.items():
-                head, diagonal = proxies_of(policy, hidden, sample, rows, own[label], temperature)
-                found = GradientMoments(
-                    variance=spread.variance,
-                    power=spread.power,
-                    drawn_squared=float(spread.mean.double().square().sum()),
-                    mean_squared=spread.mean_squared,
-                    along=spread.along,
-                    reference_squared=true.along,
-                    head_variance=head,
-                    diagonal=diagonal,
-                )
-                result.moments.setdefault(size, {}).setdefault(label, []).append(found)
-                sums[size][label] = sums[size].get(label, torch.zeros(gradients.size)) + spread.mean / len(samples)
-        progress(index + 1)
-    for size, totals in sums.items():
-        result.signal[size] = {label: float(total.double().square().sum()) for label, total in totals.items()}
+    for index, (sample, number) in enumerate(zip(samples, numbers, strict=True)):
+        if number not in skip:
+            own_rows = {place: drawn[index] for place, drawn in rows.items()}
+            own = {place: given[index] for place, given in advantages.items()}
+            labels = [choice.label for choice in choices]
+            yield index, _moments(policy, sample, own_rows, own, labels, settings, temperature)
+
+
+def _moments(
+    policy: PolicyModel,
+    sample: ProblemSample,
+    rows: Mapping[tuple[int, int], Tensor],
+    advantages: Mapping[tuple[tuple[int, int], str], Tensor],
+    labels: Sequence[str],
+    settings: LabSettings,
+    temperature: float,
+) -> ProblemMoments:
+    gradients = Gradients(policy, sample, temperature=temperature, memory=settings.score_memory)
+    truth = TrueGradient(sample.returns, gradients.gram)
+    hidden = gradients.hidden(torch.arange(sample.size)).split(sample.lengths.tolist()) if settings.head else None
+    result: ProblemMoments = {}
+    for size in settings.group_sizes:
+        parts: dict[str, list[GradientMoments]] = {label: [] for label in labels}
+        for division in range(settings.partitions):
+            drawn = rows[size, division]
+            given = [advantages[(size, division), label] for label in labels]
+            found = gradients.products(drawn, given)
+            heads = [None if hidden is None else head_variance(policy, hidden, sample, drawn, values, temperature)
+                     for values in given]  # fmt: skip
+            for label, one in zip(labels, _of_groups(sample, truth, drawn, given, found, heads), strict=True):
+                parts[label].append(one)
+        result[size] = {label: _mean(own) for label, own in parts.items()}
     return result
 
 
-class References:
-    """Leave-one-out gradients of parts of one problem's sample.
-
-    Over n rows that is (1/n) sum_i (R_i - mean of the others) s_i = n/(n-1) (mean R s - mean R mean s), s_i the
-    gradient of ln p(tau_i); so sums of R s and s over all rows and over a group give that of the group and of all
-    others.
-    """
-
-    def __init__(self, gradients: Gradients, sample: ProblemSample, budget: int) -> None:
-        self._gradients = gradients
-        self._returns = sample.returns
-        self._width = sample.batch.response_mask.shape[1]
-        ones = torch.ones(sample.size, self._width)
-        self._weighed = gradients.sum_over_all(ones * self._returns[:, None], budget)
-        self._plain = gradients.sum_over_all(ones, budget)
-
-    def of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """(the gradient over `rows`, the gradient over all rows but those), independent of each other."""
-        count, others = len(rows), len(self._returns) - len(rows)
-        ones = torch.ones(count, self._width)
-        weighed, plain = self._gradients.weighed(rows, [ones * self._returns[rows][:, None], ones])
-        total = self._returns[rows].sum()
-        rest = (self._weighed - count * weighed) / others, (self._plain - count * plain) / others
-        own = (weighed - total / count * plain) * count / (count - 1)
-        return own, (rest[0] - (self._returns.sum() - total) / others * rest[1]) * others / (others - 1)
-
-
-def spread_of(
-    gradients: Gradients, references: References, rows: Sequence[Tensor], advantages: Mapping[str, Sequence[Tensor]]
-) -> tuple[Spread, dict[str, Spread]]:
-    """(of the leave-one-out gradient, of every estimator's): the spread of group gradients.
-
-    `rows` [M, N] and `advantages` [M, N, T], one for each partition.
-    """
-    true, spreads = Spread(gradients.size), {label: Spread(gradients.size) for label in advantages}
-    for place, groups in enumerate(rows):
-        vectors: dict[str, list[Tensor]] = {label: [] for label in advantages}
-        own, others = [], []
-        for group, chosen in enumerate(groups):
-            found = gradients.weighed(chosen, [values[place][group] for values in advantages.values()])
-            for label, vector in zip(advantages, found, strict=True):
-                vectors[label].append(vector)
-            inside, outside = references.of(chosen)
-            own.append(inside)
-            others.append(outside)
-        true.add_partition(own, others)
-        for label, spread in spreads.items():
-            spread.add_partition(vectors[label], others)
-    return true, spreads
+def _of_groups(
+    sample: ProblemSample,
+    truth: TrueGradient,
+    rows: Tensor,
+    advantages: Sequence[Tensor],
+    found: Sequence[GroupProducts],
+    heads: Sequence[float | None],
+) -> Iterator[GradientMoments]:
+    """Of each estimator, from one division into groups ``rows`` [M, N]."""
+    with_scores = torch.stack([item.with_scores for item in found])
+    along, paired = truth.along(rows, with_scores)
+    directional = truth.along_moments(rows, with_scores)
+    for place, (item, values) in enumerate(zip(found, advantages, strict=True)):
+        yield GradientMoments(
+            variance=item.variance,
+            mean_squared=item.mean_squared,
+            along=float(along[place]),
+            reference_squared=truth.squared,
+            reference_along=paired,
+            along_variance=None if directional is None else float(directional[0][place]),
+            along_squared=None if directional is None else float(directional[1][place]),
+            head_variance=heads[place],
+            diagonal=_diagonal(sample, rows, values),
+        )
 
 
-def proxies_of(
+def _mean(parts: Sequence[GradientMoments]) -> GradientMoments:
+    def mean(values: Sequence[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if known else None
+
+    return named_moments({name: mean([getattr(part, name) for part in parts]) for name in vars(parts[0])})
+
+
+def _diagonal(sample: ProblemSample, rows: Tensor, advantages: Tensor) -> float:
+    flat = rows.flatten()
+    mask = sample.batch.response_mask[flat]
+    ratios = 1.0 if sample.importance_weights is None else sample.importance_weights[flat]
+    values = diagonal_proxy(sample.token_energy[flat], advantages.flatten(0, 1) * ratios, mask)
+    return float(values.sum()) / (rows.numel() * rows.shape[1])
+
+
+def head_variance(
     policy: PolicyModel,
     hidden: Sequence[Tensor],
     sample: ProblemSample,
-    rows: Sequence[Tensor],
-    advantages: Sequence[Tensor],
+    rows: Tensor,
+    advantages: Tensor,
     temperature: float,
-) -> tuple[float, float]:
-    """(variance of the head's gradient of a group, diagonal proxy of its squared norm), means over partitions.
-
-    `hidden`: the states [K, D] that predict each trajectory's model tokens.
-    """
-    head_total = diagonal_total = 0.0
-    for groups, values in zip(rows, advantages, strict=True):
-        count, size = groups.shape
-        head, logit_map = policy.head, policy.head.logit_map
-        accumulator = HeadVarianceAccumulator(
-            head.weight, temperature=logit_map.temperature(temperature), bias=head.bias, cap=logit_map.output_cap
-        )
-        flat, weights = groups.flatten(), values.flatten(0, 1)
-        mask = sample.batch.response_mask[flat]
-        accumulator.update(
-            hidden=torch.cat([hidden[row] for row in flat.tolist()]),
-            targets=sample.batch.response_ids[flat][mask],
-            advantages=weights[mask],
-            rows=mask.nonzero()[:, 0],
-            groups=torch.arange(count).repeat_interleave(size),
-        )
-        measured = accumulator.result()
-        assert measured.variance is not None  # two groups at least
-        head_total += measured.variance * count
-        diagonal_total += float(diagonal_proxy(sample.token_energy[flat], weights, mask).sum()) / (count * size**2)
-    return max(0.0, head_total / len(rows)), diagonal_total / len(rows)
+) -> float:
+    """Variance of the gradient of the head's weight of a group. ``hidden``: the states [K, D] that predict each
+    trajectory's model tokens."""
+    count, size = rows.shape
+    head, logit_map = policy.head, policy.head.logit_map
+    accumulator = HeadVarianceAccumulator(
+        head.weight, temperature=logit_map.temperature(temperature), bias=head.bias, cap=logit_map.output_cap
+    )
+    flat, weights = rows.flatten(), advantages.flatten(0, 1)
+    if sample.importance_weights is not None:
+        weights = weights * sample.importance_weights[flat]
+    mask = sample.batch.response_mask[flat]
+    accumulator.update(
+        hidden=torch.cat([hidden[row] for row in flat.tolist()]),
+        targets=sample.batch.response_ids[flat][mask],
+        advantages=weights[mask],
+        rows=mask.nonzero()[:, 0],
+        groups=torch.arange(count).repeat_interleave(size),
+    )
+    measured = accumulator.result()
+    assert measured.variance is not None  # two groups at least
+    return measured.variance * count

@@ -1,236 +1,197 @@
-"""``agentrl variance``: roll out a large sample, measure every estimator on it, report and plot the results."""
+"""``agentrl variance``: roll out problems, measure every estimator on each, keep its moments, report and plot them."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from agentrl.errors import SettingsError, WorldError
+from agentrl.algorithms import estimator_needs
+from agentrl.errors import SettingsError
 from agentrl.kernels import Backend
-from agentrl.lab.choices import Choice, read_choices
-from agentrl.lab.measure import measure
-from agentrl.lab.plots import draw_all
-from agentrl.lab.sample import look_at, usable
-from agentrl.lab.settings import LabSettings
-from agentrl.lab.summary import Line, as_records, energy_correlations, summarise, verdicts
+from agentrl.lab.choices import Choice
+from agentrl.lab.measure import ProblemMoments, measure
+from agentrl.lab.play import Played, SamplePlayer, lab_problems
+from agentrl.lab.reporting import report
+from agentrl.lab.results import MEASURED, MeasurementFiles, ProblemLine, line_of
+from agentrl.lab.sample import ProblemSample, look_at, unusable
+from agentrl.lab.settings import LabRequest, LabSettings, check_lab, lab_settings
+from agentrl.lab.summary import Line
 from agentrl.models.attention import choose_attention
-from agentrl.models.loading import read_model
+from agentrl.models.loading import model_fingerprint, read_model
+from agentrl.models.lora import with_adapter
 from agentrl.models.policy import PolicyModel
-from agentrl.models.tokenizer import TextCodec, read_tokenizer
-from agentrl.problems.settings import ProblemSourceSettings
-from agentrl.problems.sources import evaluation_set, load_source
-from agentrl.rollout.driver import Driver
-from agentrl.rollout.engines.transformers import TransformersEngine
-from agentrl.rollout.environment import build_rewards, check_environment, environment_and_codec, needs_answers
+from agentrl.models.tokenizer import read_tokenizer
+from agentrl.rollout.environment import check_environment, environment_and_codec
 from agentrl.rollout.filters import FilterRules, filter_groups
-from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.telemetry.console import Console
-from agentrl.telemetry.files import atomic_write
 from agentrl.trajectory import Group
-from agentrl_envs.episode import Environment
 from agentrl_envs.types import Problem
 
 if TYPE_CHECKING:
     from agentrl.lab.settings import LabSections
 
-# A temperature at which the most likely token is all but certain.
-_GREEDY = 1e-4
-# Played for each one asked for: some problems are always or never solved, and some trajectories are no data.
-_MORE_PROBLEMS, _MORE_SAMPLES = 2.0, 1.1
+_SHOWN = 4  # problems of which single tokens are kept, for pictures
+_MAY_DIFFER = {"problems", "bootstrap", "baseline", "micro_batch_tokens", "score_memory"}
+"""Settings of the laboratory that may change when a measurement is continued."""
 
 
-def prepare(
-    settings: LabSections, *, problems: str | None, group_sizes: str | None, estimators: str | None, samples: int | None
-) -> tuple[LabSettings, list[Problem]]:
-    """Settings and problems from the command line's arguments, checked before a policy is made or anything is sampled.
+def prepare(settings: LabSections, request: LabRequest) -> tuple[LabSettings, list[Problem]]:
+    """Settings and problems, checked before a policy is made or anything is sampled.
 
     Raises SettingsError, ProblemError or PluginError.
     """
     check_environment(settings)  # first: its module may register an estimator
-    lab = lab_settings(group_sizes=group_sizes, estimators=estimators, samples=samples)
+    lab = lab_settings(request)
     check_lab(lab)
-    return lab_problems(settings, lab, problems)
-
-
-def lab_settings(*, group_sizes: str | None, estimators: str | None, samples: int | None) -> LabSettings:
-    """Settings from the command line's arguments; an omitted one has its default. Raises SettingsError."""
-    given: dict[str, object] = {}
-    if group_sizes is not None:
-        given["group_sizes"] = sizes = [part.strip() for part in group_sizes.split(",")]
-        wrong = [part for part in sizes if not part.isdigit()]
-        if wrong:
-            raise SettingsError(f"--group-sizes: {wrong[0]!r} is not a whole number; write them as 4,8,16")
-    if estimators is not None:
-        given["estimators"] = [part.strip() for part in estimators.split(",") if part.strip()]
-    if samples is not None:
-        given["samples"] = samples
-        if samples < 4:
-            raise SettingsError(f"--samples {samples}: at least 4, two groups of two")
-    return LabSettings.model_validate(given)
-
-
-def check_lab(lab: LabSettings) -> tuple[Choice, ...]:
-    """The chosen estimators. Raises SettingsError before anything is sampled."""
-    if not lab.group_sizes or len(set(lab.group_sizes)) < len(lab.group_sizes):
-        raise SettingsError(
-            f"--group-sizes {','.join(map(str, lab.group_sizes))}: give different sizes, such as 4,8,16"
-        )
-    wrong = [size for size in lab.group_sizes if not 2 <= size <= lab.samples // 2]
-    if wrong:
-        raise SettingsError(
-            f"--group-sizes {','.join(map(str, wrong))}: a group has 2 to {lab.samples // 2} trajectories, half of the "
-            f"{lab.samples} samples of a problem, so that a variance can be taken; raise --samples or lower the size"
-        )
-    return read_choices(lab.estimators)
+    return lab_problems(settings, lab, request.problems)
 
 
 def variance_command(
     settings: LabSections,
     model: str,
+    behaviour: str | None,
     lab: LabSettings,
     problems: Sequence[Problem],
     output: Path,
     *,
     head_backend: Backend,
 ) -> list[Line]:
-    """Measure with the policy in ``model`` on ``problems`` and write result and pictures to ``output``."""
+    """Measure the policy in ``model`` on ``problems``, played by itself or by the policy in ``behaviour``.
+
+    Moments of every problem, the result and its pictures go to ``output``; what is there is continued.
+    """
     choices = check_lab(lab)
     console = Console(settings.telemetry)
-    _make(output)
-    tokenizer = read_tokenizer(model)
-    environment, codec = environment_and_codec(settings, tokenizer, model)
-    causal_lm = read_model(model, settings.model).eval()
-    played, greedy = asyncio.run(_play(settings, causal_lm, environment, codec, lab, problems))
-    groups = _measurable(played, lab, console)
-    attention = choose_attention(settings.model.attention, causal_lm.config, dtype=settings.model.dtype)
-    policy = PolicyModel(causal_lm, backend=head_backend, attention=attention)
-    temperature = settings.rollout.temperature
-    samples = [
-        look_at(policy, group, pad_id=codec.pad_id, temperature=temperature, budget=lab.micro_batch_tokens,
-                greedy_return=greedy.get(group.index, 0.0))
-        for group in groups
-    ]  # fmt: skip
-    with console.progress(len(samples), unit="problem") as progress:
-        measured = measure(
-            policy, samples, choices, lab, temperature=temperature, seed=settings.seed,
-            progress=lambda done: progress.update(done, {}),
-        )  # fmt: skip
-    lines = summarise(measured, resamples=lab.bootstrap, seed=settings.seed)
-    said = verdicts(lines)
-    _show(console, lines, said)
-    record = {
-        "model": model,
+    bench = _Bench(settings, lab, choices, model, behaviour, head_backend)
+    results = MeasurementFiles(output)
+    lines = results.open(bench.conditions)
+    done = {line["number"] for line in lines}
+    kept = sum(line["outcome"] == MEASURED for line in lines)
+    if lines:
+        console.note(f"continued: {len(lines)} problems were played, {kept} of them measured")
+    numbered = list(enumerate(problems))
+    with bench.player() as player, console.progress(lab.problems, min(kept, lab.problems), "problem") as progress:
+        for start in range(0, len(numbered), lab.batch):
+            batch = numbered[start : start + lab.batch]
+            if kept >= lab.problems or all(number in done for number, _ in batch):
+                continue
+            for line in bench.lines(player.play(batch), done, shown=_SHOWN - kept):
+                results.add(line)
+                kept += line["outcome"] == MEASURED
+                progress.update(min(kept, lab.problems), {})
+                if kept >= lab.problems:
+                    break
+    return report(results, lab, console, seed=settings.seed)
+
+
+class _Bench:
+    """A policy on which estimators are measured, and the one that plays: itself, or an older one."""
+
+    def __init__(
+        self,
+        settings: LabSections,
+        lab: LabSettings,
+        choices: Sequence[Choice],
+        model: str,
+        behaviour: str | None,
+        head_backend: Backend,
+    ) -> None:
+        self._settings, self._lab, self._choices = settings, lab, choices
+        tokenizer = read_tokenizer(model)
+        if behaviour is not None and read_tokenizer(behaviour).get_vocab() != tokenizer.get_vocab():
+            raise SettingsError(f"--behaviour {behaviour}: its vocabulary is not that of {model}")
+        causal_lm = with_adapter(read_model(model, settings.model).eval(), settings.model.lora)
+        playing = causal_lm if behaviour is None else read_model(behaviour, settings.model).eval()
+        self._weighing = self._correction(behaviour)
+        self.conditions = {
+            "model": model,
+            "weights": model_fingerprint(causal_lm.state_dict().items()),
+            "behaviour": behaviour,
+            "behaviour_weights": None if behaviour is None else model_fingerprint(playing.state_dict().items()),
+            "correction": self._weighing,
+            **_conditions(settings, lab, choices),
+        }
+        attention = choose_attention(settings.model.attention, causal_lm.config, dtype=settings.model.dtype)
+        self._policy = PolicyModel(causal_lm, backend=head_backend, attention=attention)
+        self._playing = playing
+        self._environment, self._codec = environment_and_codec(settings, tokenizer, model)
+
+    def _correction(self, behaviour: str | None) -> dict[str, object] | None:
+        """Options of `rollout_correction`; the weights are those of tokens if the settings name none."""
+        if behaviour is None:
+            return None
+        options = self._settings.correction.model_dump()
+        return {**options, "weights": options["weights"] or "token"}
+
+    def player(self) -> SamplePlayer:
+        needs = [estimator_needs(item.name, **item.options).inputs for item in self._choices]
+        return SamplePlayer(
+            self._settings,
+            self._playing,
+            self._environment,
+            self._codec,
+            samples=self._lab.samples,
+            greedy=any("greedy_returns" in inputs for inputs in needs),
+        )
+
+    def lines(self, played: Sequence[Played], done: Set[int], *, shown: int) -> Iterator[ProblemLine]:
+        """A line of every problem of a batch that is not ``done``. The first ``shown`` keep single tokens."""
+        rules = FilterRules(void_turns="remove", accuracy_range=None, drop_zero_variance=False)
+        groups = {group.index: group for group in filter_groups([item.group for item in played], rules).groups}
+        chosen: list[tuple[Group, ProblemSample]] = []
+        for item in played:
+            group = groups.get(item.group.index, item.group.without(item.group.trajectories))
+            reason = unusable(group, size=self._lab.samples)
+            if reason is None:
+                own = group.without(group.trajectories[self._lab.samples :])
+                chosen.append((own, self._look_at(own, item.greedy_return)))
+            elif group.index not in done:
+                yield line_of(group, reason, None, None, ())
+        for group, sample, moments in self._measured(chosen, done) if chosen else ():
+            yield line_of(group, MEASURED, sample, moments, self._choices if shown > 0 else ())
+            shown -= 1
+
+    def _look_at(self, group: Group, greedy_return: float) -> ProblemSample:
+        return look_at(
+            self._policy,
+            group,
+            pad_id=self._codec.pad_id,
+            temperature=self._settings.rollout.temperature,
+            budget=self._lab.micro_batch_tokens,
+            greedy_return=greedy_return,
+            correction=self._weighing,
+        )
+
+    def _measured(
+        self, chosen: Sequence[tuple[Group, ProblemSample]], done: Set[int]
+    ) -> Iterator[tuple[Group, ProblemSample, ProblemMoments]]:
+        moments = measure(
+            self._policy,
+            [sample for _, sample in chosen],
+            [group.index for group, _ in chosen],
+            self._choices,
+            self._lab,
+            temperature=self._settings.rollout.temperature,
+            seed=self._settings.seed,
+            skip=done,
+        )
+        for index, found in moments:
+            yield *chosen[index], found
+
+
+def _conditions(settings: LabSections, lab: LabSettings, choices: Sequence[Choice]) -> dict[str, object]:
+    """What a measurement depends on, beside the policies: that of a continued one must be the same."""
+    rollout = settings.rollout
+    return {
+        "lora": settings.model.lora.model_dump(mode="json") if settings.model.lora.rank else None,
+        "env": settings.env,
+        "environment": settings.environment.model_dump(mode="json"),
+        "data": [entry.model_dump(mode="json") for entry in settings.data.train],
+        "reward": settings.reward.model_dump(mode="json"),
+        "limits": [rollout.max_prompt_tokens, rollout.max_turn_tokens, rollout.max_response_tokens],
+        "temperature": rollout.temperature,
         "seed": settings.seed,
-        "temperature": temperature,
-        "settings": lab.model_dump(mode="json"),
-        "problems": measured.problems,
-        "parameters": measured.parameters,
-        "lines": as_records(lines),
-        "energy_correlations": energy_correlations(samples),
-        "verdicts": said,
+        **lab.model_dump(mode="json", exclude=_MAY_DIFFER),
+        "estimators": [choice.label for choice in choices],
     }
-    text = json.dumps(record, indent=1, ensure_ascii=False).encode()
-    atomic_write(output / "variance.json", lambda out: out.writelines([text]))
-    for path in draw_all(output, lines, samples, choices):
-        console.note(f"drawn: {path}")
-    return lines
-
-
-def _measurable(played: Sequence[Group], lab: LabSettings, console: Console) -> list[Group]:
-    """The groups to measure on. Raises WorldError for fewer than two."""
-    rules = FilterRules(void_turns="remove", accuracy_range=None, drop_zero_variance=False)
-    groups, why = usable(filter_groups(played, rules).groups, size=lab.samples)
-    groups = groups[: lab.problems]
-    reasons = [f"{count} with {name}" for name, count in why.items()]
-    left_out = f"; left out: {', '.join(reasons)}" if reasons else ""
-    if len(groups) < 2:
-        raise WorldError(
-            f"only {len(groups)} of {len(played)} problems can be measured{left_out}; two are the least: take "
-            "another model, other problems or more samples"
-        )
-    console.note(
-        f"sampled: {len(played)} problems x {lab.samples} trajectories; measured on {len(groups)} of them{left_out}"
-    )
-    return groups
-
-
-def lab_problems(settings: LabSections, lab: LabSettings, given: str | None) -> tuple[LabSettings, list[Problem]]:
-    """The problems that ``--problems`` selects: a number of them from data.train (default: the setting) or a file."""
-    if given is not None and given.isdigit():
-        if int(given) < 2:
-            raise SettingsError(f"--problems {given}: two problems are the least")
-        lab = lab.model_copy(update={"problems": int(given)})
-    sources = settings.data.train
-    if given is not None and not given.isdigit():
-        sources = [ProblemSourceSettings(path=given)]
-    if not sources:
-        raise SettingsError("data.train is empty: nothing to sample; give --problems FILE or data.train.0.path=FILE")
-    count = round(lab.problems * _MORE_PROBLEMS)
-    loaded = [load_source(entry, seed=settings.seed, answered=needs_answers(settings)).source for entry in sources]
-    share = -(-count // len(loaded))
-    return lab, [problem for source in loaded for problem in evaluation_set(source, share)][:count]
-
-
-async def _play(
-    settings: LabSections,
-    causal_lm: Any,
-    environment: Environment,
-    codec: TextCodec,
-    lab: LabSettings,
-    problems: Sequence[Problem],
-) -> tuple[list[Group], dict[int, float]]:
-    """(every problem's trajectories, its greedy rollout's reward by group index)."""
-    engine = TransformersEngine(causal_lm, codec, settings.rollout)
-    rewards = build_rewards(settings)
-    await environment.open()
-    try:
-        if rewards is not None:
-            await rewards.open()
-        driver = Driver(
-            environment=environment,
-            engine=engine,
-            codec=codec,
-            settings=settings.rollout,
-            seed=settings.seed,
-            rewards=rewards,
-        )
-        requests = [RolloutRequest(index=index, problem=problem) for index, problem in enumerate(problems)]
-        size = round(lab.samples * _MORE_SAMPLES)
-        groups = [group async for group in driver.run(requests, step=0, group_size=size)]
-        alone = [group async for group in driver.run(requests, step=1, group_size=1, temperature=_GREEDY)]
-    finally:
-        await engine.close()
-        if rewards is not None:
-            await rewards.close()
-        await environment.close()
-    greedy = {group.index: item.reward for group in alone for item in group.trajectories if not item.no_data}
-    return sorted(groups, key=lambda group: group.index), greedy
-
-
-def _show(console: Console, lines: Sequence[Line], said: Sequence[str]) -> None:
-    columns: dict[str, Callable[[Line], str]] = {
-        "N": lambda line: str(line.group_size),
-        "estimator": lambda line: line.estimator,
-        "noise": lambda line: str(line.noise),
-        "to the best": lambda line: str(line.to_best),
-        "scale": lambda line: str(line.scale),
-        "cosine": lambda line: f"{line.cosine.value:.3f}",
-        "bias": lambda line: f"{line.bias.value:.3f}",
-        "variance": lambda line: f"{line.variance.value:.3g}",
-        "head": lambda line: f"{line.head_variance:.3g}",
-        "diagonal": lambda line: f"{line.diagonal:.3g}",
-    }
-    rows = [[say(line) for say in columns.values()] for line in lines]
-    console.table("Gradient of one group, least noise first; 95 % intervals over problems", list(columns), rows)
-    for line in said:
-        console.note(line)
-
-
-def _make(output: Path) -> None:
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingsError(f"--output {output}: cannot be made: {error.strerror}") from error

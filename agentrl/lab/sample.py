@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from agentrl.algorithms import AdvantageInputs, cross_energy
+from agentrl.algorithms import AdvantageInputs, cross_energy, rollout_correction
+from agentrl.kernels import TokenStatistics
 from agentrl.models.policy import PolicyModel, scatter_tokens
 from agentrl.trajectory import Batch, Group
 
-_TOKEN_VALUES = ("log_probs", "sum_pi_squared", "token_energy", "hidden_norm_squared", "cross_energy")
+_OF_ONE_TOKEN = ("log_probs", "sum_pi_squared", "token_energy", "hidden_norm_squared")
+_TOKEN_VALUES = (*_OF_ONE_TOKEN, "cross_energy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,7 @@ class ProblemSample:
     cross_energy: Tensor  # [S, T] sum_{k <= t} max(0, <delta_k, delta_t>)
     trajectory_energy: Tensor  # [S] exact
     greedy_return: float
+    importance_weights: Tensor | None = None  # [S, T] rho, 0 where rejected; None: the policy itself has sampled
 
     @property
     def size(self) -> int:
@@ -44,66 +48,113 @@ class ProblemSample:
         return self.batch.response_mask.sum(-1)
 
 
-def usable(groups: Sequence[Group], *, size: int) -> tuple[list[Group], dict[str, int]]:
-    """The first ``size`` trajectories of every group that has so many and in which their rewards differ; why others
-    are not among them."""
-    why = {"equal rewards": 0, "too few trajectories that are data": 0}
-    kept = []
-    for group in groups:
-        if len(group.trajectories) < size:
-            why["too few trajectories that are data"] += 1
-        elif len({item.reward for item in group.trajectories[:size]}) < 2:
-            why["equal rewards"] += 1
-        else:
-            kept.append(group.without(group.trajectories[size:]))
-    return kept, {name: count for name, count in why.items() if count}
+def unusable(group: Group, *, size: int) -> str | None:
+    """Why a problem cannot be measured on ``size`` trajectories; None if it can."""
+    if len(group.trajectories) < size:
+        return "too few trajectories that are data"
+    if len({item.reward for item in group.trajectories[:size]}) < 2:
+        return "equal rewards"
+    return None
 
 
 def look_at(
-    policy: PolicyModel, group: Group, *, pad_id: int, temperature: float, budget: int, greedy_return: float
+    policy: PolicyModel,
+    group: Group,
+    *,
+    pad_id: int,
+    temperature: float,
+    budget: int,
+    greedy_return: float,
+    correction: Mapping[str, Any] | None = None,
 ) -> ProblemSample:
-    """Statistics and exact energies of a group's trajectories, in micro-batches of at most ``budget`` tokens."""
+    """Statistics and exact energies of a group's trajectories, in micro-batches of at most ``budget`` tokens.
+
+    With a ``correction``, options of `rollout_correction`, another policy has sampled: importance weights are formed,
+    and are inside of every energy.
+    """
     batch = Batch.from_trajectories(group.trajectories, pad_id=pad_id)
-    shape = batch.response_mask.shape
-    tokens = {name: torch.zeros(shape) for name in _TOKEN_VALUES}
-    energies = torch.zeros(shape[0])
-    for rows in row_blocks(batch, budget):
+    blocks = list(row_blocks(batch, budget))
+    tokens = {name: torch.zeros(batch.response_mask.shape) for name in _OF_ONE_TOKEN}
+    for rows in blocks:
         mask = batch.response_mask[rows]
         with torch.no_grad():
-            statistics, hidden = policy(
-                batch.input_ids[rows], batch.prompt_lengths[rows], batch.response_ids[rows], mask, temperature, True
-            )
-            cross = _cross_energies(policy, hidden, batch.response_ids[rows], mask, temperature)
-        found = {**vars(statistics), "token_energy": statistics.energy, "cross_energy": cross}
+            statistics, _ = _statistics(policy, batch, rows, temperature)
+        found = {**vars(statistics), "token_energy": statistics.energy}
         for name, values in tokens.items():
             values[rows] = scatter_tokens(found[name].float(), mask)
-        energies[rows] = policy.trajectory_energies(
-            batch.input_ids[rows], batch.prompt_lengths[rows], mask, temperature=temperature
-        ).float()
+    ratios = None
+    if correction is not None:
+        corrected = rollout_correction(tokens["log_probs"], batch.rollout_log_probs, batch.response_mask, **correction)
+        ratios = corrected.importance_weights
     return ProblemSample(
-        name=group.problem.id, batch=batch, trajectory_energy=energies, greedy_return=greedy_return, **tokens
+        name=group.problem.id,
+        batch=batch,
+        trajectory_energy=torch.cat([_energies(policy, batch, rows, temperature, ratios) for rows in blocks]),
+        cross_energy=torch.cat([_cross_energies(policy, batch, rows, temperature, ratios) for rows in blocks]),
+        greedy_return=greedy_return,
+        importance_weights=ratios,
+        **tokens,
     )
 
 
+def _statistics(
+    policy: PolicyModel, batch: Batch, rows: slice, temperature: float
+) -> tuple[TokenStatistics, Tensor | None]:
+    found: tuple[TokenStatistics, Tensor | None] = policy(
+        batch.input_ids[rows],
+        batch.prompt_lengths[rows],
+        batch.response_ids[rows],
+        batch.response_mask[rows],
+        temperature,
+        True,
+    )
+    return found
+
+
+def _energies(policy: PolicyModel, batch: Batch, rows: slice, temperature: float, ratios: Tensor | None) -> Tensor:
+    """||grad sum_t rho_t ln p(y_t)||^2 [b] with respect to what is trained."""
+    if all(item.requires_grad for item in policy.parameters()):
+        return policy.trajectory_energies(
+            batch.input_ids[rows],
+            batch.prompt_lengths[rows],
+            batch.response_mask[rows],
+            importance_weights=None if ratios is None else ratios[rows],
+            temperature=temperature,
+        ).float()
+    learning = [item for item in policy.parameters() if item.requires_grad]  # adapters have no closed form
+    energies = []
+    for row in range(rows.start, rows.stop):
+        one = slice(row, row + 1)
+        statistics, _ = _statistics(policy, batch, one, temperature)
+        weights = torch.ones_like(statistics.log_probs)
+        if ratios is not None:
+            weights = ratios[one][batch.response_mask[one]].to(weights.dtype)
+        parts = torch.autograd.grad(statistics.log_probs, learning, weights)
+        energies.append(torch.stack([part.float().square().sum() for part in parts]).sum())
+    return torch.stack(energies)
+
+
 def inputs_of(samples: Sequence[ProblemSample], rows: Sequence[Tensor]) -> AdvantageInputs:
-    """What estimators may use of one step: the rows [N] chosen of every problem, one group a problem."""
+    """What estimators may use of one step: the groups ``rows[j]`` [M, N] of every problem j, problem by problem."""
     width = max(sample.batch.rewards.shape[1] for sample in samples)
 
     def gather(name: str) -> Tensor:
         parts = []
         for sample, chosen in zip(samples, rows, strict=True):
             source = sample.batch if hasattr(sample.batch, name) else sample
-            values = getattr(source, name)[chosen]
+            values = getattr(source, name)[chosen.flatten()]
             parts.append(torch.nn.functional.pad(values, (0, width - values.shape[1])))
         return torch.cat(parts)
 
     def each(values: Sequence[Tensor]) -> Tensor:
-        return torch.cat([value[chosen] for value, chosen in zip(values, rows, strict=True)])
+        return torch.cat([value[chosen.flatten()] for value, chosen in zip(values, rows, strict=True)])
 
+    groups, size = sum(map(len, rows)), rows[0].shape[1]
     return AdvantageInputs(
         rewards=gather("rewards").double(),
         response_mask=gather("response_mask"),
-        groups=torch.cat([torch.full_like(chosen, index) for index, chosen in enumerate(rows)]),
+        groups=torch.arange(groups).repeat_interleave(size),
+        importance_weights=None if samples[0].importance_weights is None else gather("importance_weights"),
         trajectory_energy=each([sample.trajectory_energy for sample in samples]),
         greedy_returns=each([torch.full((sample.size,), sample.greedy_return) for sample in samples]),
         **{name: gather(name) for name in _TOKEN_VALUES},
@@ -121,11 +172,18 @@ def row_blocks(batch: Batch, budget: int) -> Iterator[slice]:
     yield slice(start, batch.input_ids.shape[0])
 
 
-def _cross_energies(policy: PolicyModel, hidden: Tensor, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
-    """sum_{k <= t} max(0, <delta_k, delta_t>) [n] from hidden [n, D] of the model tokens, a row at a time."""
-    lengths = mask.sum(-1).tolist()
+def _cross_energies(
+    policy: PolicyModel, batch: Batch, rows: slice, temperature: float, ratios: Tensor | None
+) -> Tensor:
+    """sum_{k <= t} rho_k rho_t max(0, <delta_k, delta_t>) [b, T], a row at a time."""
+    mask, ids = batch.response_mask[rows], batch.response_ids[rows]
+    with torch.no_grad():
+        _, hidden = _statistics(policy, batch, rows, temperature)
+    assert hidden is not None  # asked for
     parts = []
-    for states, targets in zip(hidden.split(lengths), ids[mask].split(lengths), strict=True):
+    lengths = mask.sum(-1).tolist()
+    weights = [None] * len(lengths) if ratios is None else ratios[rows][mask].split(lengths)
+    for states, targets, own in zip(hidden.split(lengths), ids[mask].split(lengths), weights, strict=True):
         logits, slope = policy.head.logit_map.with_slope(policy.head(states).float())
-        parts.append(cross_energy(torch.log_softmax(logits / temperature, dim=-1), targets, slope=slope).float())
-    return torch.cat(parts)
+        parts.append(cross_energy(torch.log_softmax(logits / temperature, dim=-1), targets, own, slope=slope).float())
+    return scatter_tokens(torch.cat(parts), mask)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.lab.measure import GradientMoments, Measurement
-from agentrl.lab.sample import ProblemSample
+from agentrl.lab.measure import GradientMoments, ProblemMoments
+from agentrl.lab.results import Energies
 
 Floats = NDArray[np.float64]
 OPTIMAL = ("otb", "tir_otb", "otb_isolated", "otb_total", "otb_cross")
@@ -38,42 +38,59 @@ class Line:
     variance: IntervalEstimate  # mean V_j: of one group's gradient
     scale: IntervalEstimate  # sum <g_j, g*_j> / sum ||g*_j||^2: 1 if unbiased
     noise: IntervalEstimate  # sum V_j / sum ||part of g_j along g*_j||^2 = sum V_j / (scale^2 sum ||g*_j||^2)
+    directional: IntervalEstimate  # the part of it along g*_j: sum Var <g, g*_j> / sum <g_j, g*_j>^2
     cosine: IntervalEstimate  # sum <g_j, g*_j> / sqrt(sum ||g_j||^2 sum ||g*_j||^2)
     bias: IntervalEstimate  # sqrt(sum ||g_j - g*_j||^2 / sum ||g*_j||^2)
     to_best: IntervalEstimate  # noise over that of the least noisy estimator at this group size, paired by problem
-    step_variance: float  # docs/formulas.md 7 with J groups, one a problem: (P - S) / (J - 1), mean over all such steps
-    head_variance: float  # mean over problems, of the head's gradient alone
+    to_baseline: IntervalEstimate | None  # noise over that of the chosen baseline, paired by problem
+    directional_to_baseline: IntervalEstimate | None
+    head_variance: float | None  # mean over problems, of the head's gradient alone
     diagonal: float  # mean over problems of the diagonal proxy
 
 
-def summarise(measured: Measurement, *, resamples: int, seed: int) -> list[Line]:
+def summarise(
+    problems: Sequence[ProblemMoments], *, resamples: int, seed: int, baseline: str | None = None
+) -> list[Line]:
     """A line for every estimator and group size, least noise first within a group size."""
-    problems = len(measured.problems)
-    draws = np.random.default_rng(seed).integers(0, problems, size=(resamples, problems))
-    weights = np.stack([np.bincount(row, minlength=problems) for row in draws]).astype(float)  # [R, J]
-    weights = np.concatenate([np.ones((1, problems)), weights])  # the first row is the sample itself
-    lines = []
-    for size, by_label in measured.moments.items():
-        noises = {label: _noise(_columns(found), weights) for label, found in by_label.items()}
-        best = min(noises, key=lambda label: noises[label][0])
-        for label in sorted(noises, key=lambda label: noises[label][0]):
-            found = _columns(by_label[label])
-            lines.append(
-                Line(
-                    estimator=label,
-                    group_size=size,
-                    variance=_interval(weights @ found["variance"] / weights.sum(1)),
-                    scale=_interval(_scale(found, weights)),
-                    noise=_interval(noises[label]),
-                    cosine=_interval(_cosine(found, weights)),
-                    bias=_interval(_bias(found, weights)),
-                    to_best=_interval(_relative(noises[label], noises[best])),
-                    step_variance=_step_variance(found, measured.signal[size][label]),
-                    head_variance=float(found["head_variance"].mean()),
-                    diagonal=float(found["diagonal"].mean()),
-                )
-            )
-    return lines
+    count = len(problems)
+    draws = np.random.default_rng(seed).integers(0, count, size=(resamples, count))
+    weights = np.stack([np.bincount(row, minlength=count) for row in draws]).astype(float)  # [R, J]
+    weights = np.concatenate([np.ones((1, count)), weights])  # the first row is the sample itself
+    return [
+        line
+        for size in problems[0]
+        for line in _at_one_size(size, [moments[size] for moments in problems], weights, baseline)
+    ]
+
+
+def _at_one_size(
+    size: int, problems: Sequence[Mapping[str, GradientMoments]], weights: Floats, baseline: str | None
+) -> Iterator[Line]:
+    columns = {label: _columns([moments[label] for moments in problems]) for label in problems[0]}
+    noises = {label: _noise(found, weights) for label, found in columns.items()}
+    directional = {label: _directional(found, weights) for label, found in columns.items()}
+    ranked = sorted(noises, key=lambda label: (not np.isfinite(noises[label][0]), noises[label][0]))
+    best = noises[ranked[0]]
+    for label in ranked:
+        found = columns[label]
+        head = float(found["head_variance"].mean())
+        yield Line(
+            estimator=label,
+            group_size=size,
+            variance=_interval(weights @ found["variance"] / weights.sum(1)),
+            scale=_interval(_scale(found, weights)),
+            noise=_interval(noises[label]),
+            directional=_interval(directional[label]),
+            cosine=_interval(_cosine(found, weights)),
+            bias=_interval(_bias(found, weights)),
+            to_best=_interval(_relative(noises[label], best)),
+            to_baseline=None if baseline is None else _interval(_relative(noises[label], noises[baseline])),
+            directional_to_baseline=None
+            if baseline is None
+            else _interval(_relative(directional[label], directional[baseline])),
+            head_variance=head if math.isfinite(head) else None,
+            diagonal=float(found["diagonal"].mean()),
+        )
 
 
 def verdicts(lines: Sequence[Line]) -> list[str]:
@@ -104,12 +121,12 @@ def _verdict_on_optimal(line: Line, best: Line) -> str:
     return f"The best optimal token baseline is {line.estimator}, with {line.to_best} times that noise: {how}"
 
 
-def energy_correlations(samples: Sequence[ProblemSample]) -> dict[str, dict[str, float]]:
+def energy_correlations(energies: Sequence[Energies]) -> dict[str, dict[str, float]]:
     """How well cheap energies follow the exact one: Pearson and Spearman over all trajectories, and Pearson within
     problems (each problem's mean taken out of both)."""
-    exact = [sample.trajectory_energy.double().numpy() for sample in samples]
+    exact = [np.array(item["exact"]) for item in energies]
     result = {}
-    for name, proxy in proxy_energies(samples).items():
+    for name, proxy in proxy_energies(energies).items():
         x, y = np.concatenate(proxy), np.concatenate(exact)
         centred = [np.concatenate([part - part.mean() for part in parts]) for parts in (proxy, exact)]
         result[name] = {
@@ -120,14 +137,12 @@ def energy_correlations(samples: Sequence[ProblemSample]) -> dict[str, dict[str,
     return result
 
 
-def proxy_energies(samples: Sequence[ProblemSample]) -> dict[str, list[Floats]]:
+def proxy_energies(energies: Sequence[Energies]) -> dict[str, list[Floats]]:
     """The cheap energies of every problem's trajectories."""
     return {
-        "logit_proxy": [sample.token_energy.double().sum(-1).numpy() for sample in samples],
-        "head_exact": [
-            (sample.token_energy * sample.hidden_norm_squared).double().sum(-1).numpy() for sample in samples
-        ],
-        "length": [sample.lengths.double().numpy() for sample in samples],
+        "logit_proxy": [np.array(item["logit_proxy"]) for item in energies],
+        "head_exact": [np.array(item["head_exact"]) for item in energies],
+        "length": [np.array(item["length"], dtype=float) for item in energies],
     }
 
 
@@ -143,8 +158,17 @@ def _finite(value: object) -> object:
 
 
 def _columns(moments: Sequence[GradientMoments]) -> dict[str, Floats]:
+    """What was not measured is not a number; of ``along`` the error is taken that the same groups show elsewhere.
+
+    x = reference_along - reference_squared has expectation 0, and is an error of drawing these groups. The least
+    squares of ``along`` on reference_squared and x tell how much of it an estimator has: all for leave-one-out, whose
+    scale is then 1 exactly, little for one with little noise.
+    """
     records = [asdict(item) for item in moments]
-    return {name: np.array([record[name] for record in records]) for name in records[0]}
+    found = {name: np.array([record[name] for record in records], dtype=float) for name in records[0]}
+    true, error = found["reference_squared"], found["reference_along"] - found["reference_squared"]
+    shares, *_ = np.linalg.lstsq(np.stack([true, error], axis=1), found["along"], rcond=None)
+    return {**found, "along": found["along"] - shares[1] * error}
 
 
 def _ratio(above: Floats, below: Floats) -> Floats:
@@ -153,7 +177,7 @@ def _ratio(above: Floats, below: Floats) -> Floats:
 
 def _relative(noise: Floats, best: Floats) -> Floats:
     """Noise over noise; not a number where both are infinite."""
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", divide="ignore"):
         return noise / best
 
 
@@ -166,6 +190,11 @@ def _noise(found: dict[str, Floats], weights: Floats) -> Floats:
     return np.where(true > 0, _ratio((weights @ found["variance"]) * true, along**2), np.inf)
 
 
+def _directional(found: dict[str, Floats], weights: Floats) -> Floats:
+    own, signal = weights @ found["along_variance"], weights @ found["along_squared"]
+    return np.where(signal > 0, _ratio(np.maximum(own, 0.0), signal), np.where(np.isnan(own), np.nan, np.inf))
+
+
 def _cosine(found: dict[str, Floats], weights: Floats) -> Floats:
     own, true = weights @ found["mean_squared"], weights @ found["reference_squared"]
     lengths = np.sqrt(np.maximum(own, 0.0) * np.maximum(true, 0.0))
@@ -175,14 +204,6 @@ def _cosine(found: dict[str, Floats], weights: Floats) -> Floats:
 def _bias(found: dict[str, Floats], weights: Floats) -> Floats:
     squares = found["mean_squared"] - 2 * found["along"] + found["reference_squared"]
     return np.sqrt(np.maximum(0.0, _ratio(weights @ squares, weights @ found["reference_squared"])))
-
-
-def _step_variance(found: dict[str, Floats], signal: float) -> float:
-    """(P - S)/(J - 1) averaged over every way to take one group a problem: E||mean_j g_j||^2 is that of the means plus
-    the groups' own spread, (1/J^2) sum_j (P_j - ||g_j||^2)."""
-    problems = len(found["power"])
-    expected = signal + float((found["power"] - found["drawn_squared"]).sum()) / problems**2
-    return (float(found["power"].mean()) - expected) / (problems - 1)
 
 
 def _interval(values: Floats) -> IntervalEstimate:

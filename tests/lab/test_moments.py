@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,14 +12,13 @@ from torch import Tensor
 
 from agentrl.algorithms import AdvantageInputs, compute_advantages
 from agentrl.errors import SettingsError
-from agentrl.lab.choices import EXCLUDED, read_choices
-from agentrl.lab.gradients import Gradients
-from agentrl.lab.groups import Partition, advantages_in, draw_partitions
-from agentrl.lab.measure import GradientMoments, References, Spread, measure, spread_of
-from agentrl.lab.run import check_lab, lab_settings
-from agentrl.lab.sample import ProblemSample, inputs_of, look_at, row_blocks, usable
-from agentrl.lab.settings import LabSettings
+from agentrl.lab.choices import EXCLUDED, advantages_in, draw_groups, read_choices
+from agentrl.lab.gradients import Gradients, GroupProducts
+from agentrl.lab.measure import GradientMoments, measure
+from agentrl.lab.sample import ProblemSample, inputs_of, look_at, row_blocks, unusable
+from agentrl.lab.settings import LabRequest, LabSettings, check_lab, lab_settings
 from agentrl.lab.summary import IntervalEstimate, Line, as_records, summarise, verdicts
+from agentrl.lab.truth import TrueGradient, covariance_product
 from agentrl.models.policy import PolicyModel
 from agentrl.trajectory import Batch, Group, Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
@@ -124,13 +124,11 @@ def test_a_bandits_variance_is_that_of_enumeration(estimator: str) -> None:
     arms = [arm for pair in itertools.product(range(3), repeat=2) for arm in pair]
     rows = [make_trajectory(place, ((arm,),), float(arm == 0)) for place, arm in enumerate(arms)]
     sample = look_at(policy, make_group(rows), pad_id=0, temperature=1.0, budget=64, greedy_return=0.0)
-    partition = Partition(rows=(torch.arange(18).reshape(9, 2),))
+    groups = torch.arange(18).reshape(9, 2)
     (choice,) = read_choices([estimator])
-    (advantages,) = advantages_in([sample], partition, choice, drop_zero_variance=False)
-    gradients = Gradients(policy, sample.batch, temperature=1.0, score_memory=0)
-    references = References(gradients, sample, 64)
-    _, spreads = spread_of(gradients, references, partition.rows, {estimator: [advantages]})
-    spread = spreads[estimator]
+    (advantages,) = advantages_in([sample], [groups], choice, drop_zero_variance=False)
+    gradients = Gradients(policy, sample, temperature=1.0, memory=KEEP)
+    (found,) = gradients.products(groups, [advantages])
 
     expected = []
     for first, second in itertools.product(range(3), repeat=2):
@@ -144,26 +142,142 @@ def test_a_bandits_variance_is_that_of_enumeration(estimator: str) -> None:
     state = policy.causal_lm.model(input_ids=torch.tensor([[1, 2]])).last_hidden_state[0, -1].detach()
     scale = float(state.square().sum())
     variance = scale * sum((item[v] - mean[v]) ** 2 for item in expected for v in range(3)) / 9
-    assert spread.variance * 8 / 9 == pytest.approx(variance, rel=1e-5)  # 9 groups are all there are
-    assert spread.power == pytest.approx(scale * sum(x * x for item in expected for x in item) / 9, rel=1e-5)
+    assert found.variance * 8 / 9 == pytest.approx(variance, rel=1e-5)  # 9 groups are all there are
+    power = scale * sum(x * x for item in expected for x in item) / 9
+    assert float(found.squared.mean()) == pytest.approx(power, rel=1e-5)
 
 
-def test_gradients_are_those_of_single_tokens_with_and_without_kept_scores() -> None:
-    policy = make_policy(vocabulary=7)
+@pytest.mark.parametrize("weighed", [False, True])
+def test_products_are_those_of_gradients_of_single_tokens(weighed: bool) -> None:
+    """Two groups of three: advantages by token and by row, some of them equal, in double precision."""
+    policy = make_policy(vocabulary=7).double()
     sample = make_sample(policy)
     draw = torch.Generator().manual_seed(3)
-    by_token = torch.randn(3, *sample.batch.response_mask.shape[1:], generator=draw)
-    by_row = torch.randn(3, 1, generator=draw).expand_as(by_token).clone()
-    rows = torch.tensor([5, 0, 3])
-    for memory in (0, KEEP):
-        gradients = Gradients(policy, sample.batch, temperature=0.8, score_memory=memory)
-        for values, found in zip((by_token, by_row), gradients.weighed(rows, [by_token, by_row]), strict=True):
-            torch.testing.assert_close(
-                found, slow_gradient(policy, sample, rows.tolist(), values), rtol=1e-4, atol=1e-6
-            )
-        zero, other = gradients.weighed(rows, [torch.zeros_like(by_token), by_token])
-        assert not zero.any()
-        torch.testing.assert_close(other, gradients.weighed(rows, [by_token])[0])
+    rows = torch.tensor([[5, 0, 3], [1, 2, 7]])
+    shape = (2, 3, sample.batch.response_mask.shape[1])
+    ratios = torch.rand(8, shape[-1], generator=draw) + 0.5 if weighed else None
+    sample = replace(sample, importance_weights=ratios)
+    by_token = torch.randn(shape, generator=draw)
+    by_row = torch.randn(2, 3, 1, generator=draw).expand(shape).clone()
+    mixed = torch.stack([by_token[0], by_row[1]])
+    gradients = Gradients(policy, sample, temperature=0.8, memory=KEEP)
+    factors = torch.ones(8, shape[-1]) if ratios is None else ratios
+    scores = torch.stack([slow_gradient(policy, sample, [row], factors[[row]]) for row in range(8)])
+    torch.testing.assert_close(gradients.gram, scores @ scores.T, rtol=1e-9, atol=1e-12)
+    given = [by_token, by_row, mixed, torch.zeros(shape), by_token.clone()]
+    for values, found in zip(given, gradients.products(rows, given), strict=True):
+        vectors = torch.stack([slow_gradient(policy, sample, chosen.tolist(), one * factors[chosen])
+                               for chosen, one in zip(rows, values, strict=True)])  # fmt: skip
+        torch.testing.assert_close(found.with_scores, vectors @ scores.T, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.squared, vectors.square().sum(1), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.sum_squared, vectors.sum(0).square().sum(), rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_are_measured_alone_and_importance_weights_stand_inside_of_energies() -> None:
+    """Exact energies are the squared norms of the scores."""
+    from agentrl.models.lora import with_adapter
+    from agentrl.models.settings import LoRASettings
+
+    whole = make_policy(vocabulary=7)
+    adapted = PolicyModel(with_adapter(make_policy(vocabulary=7).causal_lm, LoRASettings(rank=2)))
+    for name, item in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(item)
+    group = make_group([make_trajectory(row, ((1, 2), (3,)), float(row)) for row in range(4)])
+    for policy, correction in ((whole, None), (whole, {"weights": "token"}), (adapted, {"weights": "token"})):
+        sample = look_at(policy, group, pad_id=0, temperature=0.8, budget=64, greedy_return=0.0, correction=correction)
+        gradients = Gradients(policy, sample, temperature=0.8, memory=KEEP)
+        assert gradients.size == sum(item.numel() for item in policy.parameters() if item.requires_grad)
+        torch.testing.assert_close(gradients.gram.diagonal().float(), sample.trajectory_energy, rtol=1e-4, atol=1e-6)
+        assert (sample.importance_weights is None) is (correction is None)
+    ratios = sample.importance_weights
+    assert ratios is not None
+    mask = sample.batch.response_mask
+    wanted = (sample.log_probs - sample.batch.rollout_log_probs).exp().clamp(max=2.0)
+    torch.testing.assert_close(ratios[mask], wanted[mask])
+    given = inputs_of([sample], [torch.tensor([[0, 2]])]).importance_weights
+    assert given is not None
+    assert torch.equal(given, ratios[[0, 2]])
+
+
+def test_gradients_that_need_more_memory_than_is_allowed_are_refused() -> None:
+    policy = make_policy(vocabulary=7)
+    with pytest.raises(SettingsError, match=r"8 trajectories of a problem and .* lower --samples"):
+        Gradients(policy, make_sample(policy), temperature=0.8, memory=100)
+
+
+def test_products_of_covariances_are_means_over_all_different_trajectories() -> None:
+    draw = torch.Generator().manual_seed(1)
+    returns = torch.tensor([1.0, 0.0, 0.5, 1.0, -2.0])
+    products = torch.randn(2, 5, 5, generator=draw).double()
+    for one, found in zip(products, covariance_product(returns, products), strict=True):
+        terms = [(returns[i] - returns[j]) * (returns[k] - returns[m]) * one[i, k]
+                 for i, j, k, m in itertools.permutations(range(5), 4)]  # fmt: skip
+        assert float(found) == pytest.approx(float(sum(terms)) / len(terms))
+    with pytest.raises(ValueError, match="needs 4"):
+        covariance_product(returns[:3], products[:, :3, :3])
+
+
+def test_products_with_the_true_gradient_use_no_trajectory_twice() -> None:
+    """Against loops over groups, and over all choices of four trajectories outside of them."""
+    draw = torch.Generator().manual_seed(2)
+    scores = torch.randn(8, 3, generator=draw).double()
+    returns = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0]).double()
+    rows = torch.tensor([[0, 1], [2, 7]])
+    vectors = torch.randn(1, 2, 3, generator=draw).double()
+    truth = TrueGradient(returns, scores @ scores.T)
+    along, paired = truth.along(rows, vectors @ scores.T)
+    wanted, same = [], []
+    for group, vector in zip(rows.tolist(), vectors[0], strict=True):
+        reference = loo_of(scores, returns, [row for row in range(8) if row not in group])
+        wanted.append(float(vector @ reference))
+        same.append(float(loo_of(scores, returns, group) @ reference))
+    assert along.tolist() == pytest.approx([sum(wanted) / 2])
+    assert paired == pytest.approx(sum(same) / 2)
+    moments = truth.along_moments(rows, vectors @ scores.T)
+    assert moments is not None
+
+    def product(first: Tensor, second: Tensor, outside: list[int]) -> float:
+        terms = [(returns[i] - returns[j]) * (returns[k] - returns[m]) * (first @ scores[i]) * (second @ scores[k])
+                 for i, j, k, m in itertools.permutations(outside, 4)]  # fmt: skip
+        return float(sum(terms)) / len(terms)
+
+    squares = [
+        product(vector, vector, [row for row in range(8) if row not in group])
+        for group, vector in zip(rows.tolist(), vectors[0], strict=True)
+    ]
+    apart = product(vectors[0, 0], vectors[0, 1], [3, 4, 5, 6])
+    assert moments[0].tolist() == pytest.approx([sum(squares) / 2 - apart])
+    assert moments[1].tolist() == pytest.approx([apart])
+    assert truth.along_moments(torch.arange(8).reshape(2, 4), vectors @ scores.T) is None  # nobody is outside
+
+
+def loo_of(scores: Tensor, returns: Tensor, rows: list[int]) -> Tensor:
+    own = returns[rows]
+    rest = (own.sum() - own) / (len(rows) - 1)
+    mean: Tensor = ((own - rest)[:, None] * scores[rows]).mean(0)
+    return mean
+
+
+def test_noise_along_the_true_gradient_is_that_of_enumeration() -> None:
+    """Scores of two arms, reward 1 for the first: over all samples of six, estimates average to the exact values."""
+    arms = torch.tensor([[1.0, 0.5], [-1.0, 0.25]]).double()
+    rows = torch.tensor([[0], [1]])
+    total, count = torch.zeros(3).double(), 0
+    for drawn in itertools.product((0, 1), repeat=6):
+        chosen = torch.tensor(drawn)
+        returns, scores = (chosen == 0).double(), arms[chosen]
+        truth = TrueGradient(returns, scores @ scores.T)
+        vectors = (returns[:2, None] * scores[:2])[None]  # a group of one, without a baseline: R s
+        moments = truth.along_moments(rows, vectors @ scores.T)
+        assert moments is not None
+        total += torch.stack([moments[0][0], moments[1][0], torch.tensor(truth.squared)])
+        count += 1
+    true = 0.25 * (arms[0] - arms[1])  # Cov(R, s) for equal arms
+    values = torch.stack([arms[0] @ true, torch.tensor(0.0)])
+    assert float(total[0] / count) == pytest.approx(float(values.var(correction=0)))
+    assert float(total[1] / count) == pytest.approx(float(values.mean().square()))
+    assert float(total[2] / count) == pytest.approx(float(true @ true))
 
 
 def test_cross_energies_and_exact_energies_are_those_of_loops() -> None:
@@ -182,137 +296,163 @@ def test_cross_energies_and_exact_energies_are_those_of_loops() -> None:
         torch.testing.assert_close(sample.trajectory_energy[row], exact, rtol=1e-4, atol=1e-6)
 
 
-def test_advantages_are_those_of_single_groups() -> None:
+def test_groups_are_disjoint_and_depend_on_the_problem() -> None:
+    def draw(**changed: int) -> Tensor:
+        given: dict[str, int] = {"most": 16, "seed": 0, "problem": 3, "division": 0, **changed}
+        return draw_groups(9, 2, **given)
+
+    assert draw().shape == (4, 2)
+    assert len(set(draw().flatten().tolist())) == 8
+    assert torch.equal(draw(), draw())
+    assert draw(most=2).shape == (2, 2)
+    for changed in ({"seed": 1}, {"problem": 4}, {"division": 1}):
+        assert not torch.equal(draw(), draw(**changed))
+
+
+@pytest.mark.parametrize("label", ["tir_otb:leave_one_out=true", "reinforce_pp"])
+def test_advantages_are_those_of_single_steps(label: str) -> None:
+    """A step holds one group of every problem, which matters to an estimator that whitens over it."""
     policy = make_policy(vocabulary=7)
     samples = [make_sample(policy, group=group) for group in range(2)]
-    (partition,) = draw_partitions([8, 8], 4, 1, seed=0)
-    assert sorted(partition.rows[0].flatten().tolist()) == list(range(8))
-    (choice,) = read_choices(["tir_otb:leave_one_out=true"])
-    found = advantages_in(samples, partition, choice, drop_zero_variance=False)
+    rows = [torch.tensor([[0, 3, 2, 1], [4, 5, 6, 7]]), torch.tensor([[7, 5, 0, 4], [1, 2, 3, 6]])]
+    (choice,) = read_choices([label])
+    found = advantages_in(samples, rows, choice, drop_zero_variance=False)
+    for group in range(2):
+        inputs = inputs_of(samples, [own[group : group + 1] for own in rows])
+        wanted = compute_advantages(choice.name, inputs, **choice.options).advantages.unflatten(0, (2, 4))
+        for index in range(2):
+            torch.testing.assert_close(found[index][group], wanted[index][:, : found[index].shape[-1]])
+    dropped = advantages_in(samples, rows, choice, drop_zero_variance=True)
     for index, sample in enumerate(samples):
-        for group, rows in enumerate(partition.rows[index]):
-            inputs = inputs_of([sample], [rows])
-            wanted = compute_advantages("tir_otb", inputs, leave_one_out=True).advantages
-            torch.testing.assert_close(found[index][group], wanted)
-    dropped = advantages_in(samples, partition, choice, drop_zero_variance=True)
-    for index, sample in enumerate(samples):
-        returns = sample.returns[partition.rows[index]]
+        returns = sample.returns[rows[index]]
         equal = returns.amax(-1) == returns.amin(-1)
         assert not dropped[index][equal].any()
         assert torch.equal(dropped[index][~equal], found[index][~equal])
 
 
 def test_everything_the_measurement_says_is_that_of_loops() -> None:
-    policy = make_policy(vocabulary=7)
-    samples = [make_sample(policy, group=group) for group in range(3)]
+    policy = make_policy(vocabulary=7).double()
+    samples = [make_sample(policy, group=group, size=10) for group in range(2)]
     choices = read_choices(["rloo", "tir_otb"])
-    lab = LabSettings(samples=8, group_sizes=(2, 4), partitions=2)
-    measured = measure(policy, samples, choices, lab, temperature=0.8, seed=5)
-    assert measured.parameters == sum(item.numel() for item in policy.parameters())
-    for size in (2, 4):
-        drawn = draw_partitions([8, 8, 8], size, 2, seed=5 + size)
-        for choice in choices:
-            means = []
-            for index, sample in enumerate(samples):
-                by_partition, along, true = [], [], []
-                for one in drawn:
-                    values = advantages_in(samples, one, choice, drop_zero_variance=True)[index]
-                    rows = one.rows[index].tolist()
-                    by_partition.append(
-                        [slow_gradient(policy, sample, r, v) for r, v in zip(rows, values, strict=True)]
+    lab = LabSettings(samples=10, group_sizes=(2, 3), groups=3, partitions=2, head=True)
+    both = list(measure(policy, samples, [4, 9], choices, lab, temperature=0.8, seed=5))
+    assert list(measure(policy, samples, [4, 9], choices, lab, temperature=0.8, seed=5, skip={4})) == both[1:]
+    for number, sample, (index, moments) in zip((4, 9), samples, both, strict=True):
+        assert samples[index] is sample
+        every = torch.stack([slow_gradient(policy, sample, [row], torch.ones(1, 99)) for row in range(10)])
+        for size, choice in itertools.product((2, 3), choices):
+            wanted = []
+            for division in range(2):
+                rows = draw_groups(10, size, most=3, seed=5, problem=number, division=division)
+                (values,) = advantages_in([sample], [rows], choice, drop_zero_variance=True)
+                vectors = torch.stack([slow_gradient(policy, sample, chosen.tolist(), one)
+                                       for chosen, one in zip(rows, values, strict=True)])  # fmt: skip
+                head = vectors[:, -policy.head.weight.numel() :]  # untied: the last parameter
+                truth = TrueGradient(sample.returns, every @ every.T)
+                products = (vectors @ every.T)[None]
+                along, paired = truth.along(rows, products)
+                directional = truth.along_moments(rows, products)
+                assert directional is not None
+                pairs = [float(a @ b) for a, b in itertools.permutations(vectors, 2)]
+                energies = sample.token_energy[rows.flatten()].double() * values.flatten(0, 1).square()
+                wanted.append(
+                    GradientMoments(
+                        variance=float(vectors.var(0).sum()),
+                        mean_squared=sum(pairs) / len(pairs),
+                        along=float(along),
+                        reference_squared=truth.squared,
+                        reference_along=paired,
+                        along_variance=float(directional[0]),
+                        along_squared=float(directional[1]),
+                        head_variance=float(head.var(0).sum()),
+                        diagonal=float(energies.sum()) / (3 * size**2),
                     )
-                    for group, vector in zip(rows, by_partition[-1], strict=True):
-                        others = [row for row in range(8) if row not in group]
-                        reference = leave_one_out(policy, sample, others)
-                        along.append(float(vector @ reference))
-                        true.append(float(leave_one_out(policy, sample, group) @ reference))
-                groups = torch.stack([vector for part in by_partition for vector in part])
-                means.append(groups.mean(0))
-                found = measured.moments[size][choice.label][index]
-                variances = [torch.stack(part).var(0).sum() for part in by_partition]
-                assert found.variance == pytest.approx(float(sum(variances) / 2), rel=1e-3)
-                assert found.power == pytest.approx(float(groups.square().sum(1).mean()), rel=1e-3)
-                assert found.drawn_squared == pytest.approx(float(means[-1].square().sum()), rel=1e-3)
-                products = [float(a @ b) for part in by_partition for a, b in itertools.permutations(part, 2)]
-                assert found.mean_squared == pytest.approx(sum(products) / len(products), rel=1e-3, abs=1e-5)
-                assert found.along == pytest.approx(sum(along) / len(along), rel=1e-3, abs=1e-5)
-                assert found.reference_squared == pytest.approx(sum(true) / len(true), rel=1e-3, abs=1e-5)
-                if choice.name == "rloo":
-                    assert found.along == pytest.approx(found.reference_squared, rel=1e-3, abs=1e-5)
-                head = slice(groups.shape[1] - policy.head.weight.numel(), None)  # untied: the last parameter
-                heads = [torch.stack(part)[:, head].var(0).sum() for part in by_partition]
-                assert found.head_variance == pytest.approx(float(sum(heads) / 2), rel=1e-3)
-            signal = float(torch.stack(means).mean(0).square().sum())
-            assert measured.signal[size][choice.label] == pytest.approx(signal, rel=1e-3)
+                )
+            found = moments[size][choice.label]
+            for name, value in vars(found).items():
+                mean = sum(getattr(item, name) for item in wanted) / 2
+                assert value == pytest.approx(mean, rel=1e-5, abs=1e-7), name
+            if choice.name == "rloo":
+                assert found.along == pytest.approx(found.reference_along)
 
 
-def leave_one_out(policy: PolicyModel, sample: ProblemSample, rows: list[int]) -> Tensor:
-    """The gradient with the mean of the other rows as baseline."""
-    returns = [float(sample.returns[row]) for row in rows]
-    rest = [value - (sum(returns) - value) / (len(rows) - 1) for value in returns]
-    values = torch.tensor(rest)[:, None].expand(len(rows), sample.batch.response_mask.shape[1])
-    return slow_gradient(policy, sample, rows, values)
-
-
-def test_spread_is_unbiased_over_all_partitions() -> None:
+def test_the_variance_of_groups_is_unbiased_over_all_divisions() -> None:
     """Four vectors in every way to make two pairs of group means: the mean variance is the population's for N = 2."""
-    vectors = torch.tensor([[1.0, 0.0], [3.0, 1.0], [-2.0, 4.0], [0.0, 0.5]])
-    spread = Spread(2)
+    vectors = torch.tensor([[1.0, 0.0], [3.0, 1.0], [-2.0, 4.0], [0.0, 0.5]]).double()
+    variances = []
     for pairs in (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2))):
-        means = [vectors[list(pair)].mean(0) for pair in pairs]
-        spread.add_partition(means, means[::-1])
-    assert spread.variance == pytest.approx(float(vectors.var(0).sum()) / 2)
-    torch.testing.assert_close(spread.mean, vectors.mean(0))
-    assert spread.along == pytest.approx(spread.mean_squared)  # both are the mean product of two disjoint groups
+        means = torch.stack([vectors[list(pair)].mean(0) for pair in pairs])
+        products = GroupProducts(
+            with_scores=means @ vectors.T, squared=means.square().sum(1), sum_squared=means.sum(0).square().sum()
+        )
+        assert products.mean_squared == pytest.approx(float(means[0] @ means[1]))
+        variances.append(products.variance)
+    assert sum(variances) / 3 == pytest.approx(float(vectors.var(0).sum()) / 2)
+
+
+def make_moments(**changed: float) -> GradientMoments:
+    given: dict[str, Any] = {
+        "variance": 6.0,
+        "mean_squared": 4.0,
+        "along": 2.0,
+        "reference_squared": 1.0,
+        "reference_along": 1.0,
+        "along_variance": 3.0,
+        "along_squared": 4.0,
+        "head_variance": None,
+        "diagonal": 2.0,
+    }
+    return GradientMoments(**{**given, **changed})
 
 
 def test_summary_by_hand() -> None:
     """Two problems; everything is one number in each."""
-    policy = make_policy(vocabulary=7)
-    samples = [make_sample(policy, group=group) for group in range(2)]
-    measured = measure(policy, samples, read_choices(["rloo"]), LabSettings(samples=8, group_sizes=(2,)),
-                       temperature=0.8, seed=0)  # fmt: skip
-    base: dict[str, Any] = {
-        "head_variance": 1.0,
-        "diagonal": 2.0,
-        "mean_squared": 4.0,
-        "drawn_squared": 4.0,
-        "reference_squared": 1.0,
-    }
-    found = [
-        GradientMoments(variance=6.0, power=7.0, along=2.0, **base),
-        GradientMoments(variance=2.0, power=5.0, along=2.0, **base),
+    problems = [
+        {2: {"a": make_moments(), "b": make_moments(variance=8.0)}},
+        {2: {"a": make_moments(variance=2.0, along_variance=1.0), "b": make_moments(variance=8.0)}},
     ]
-    measured.moments = {2: {"a": found, "b": [GradientMoments(**{**vars(m), "variance": 8.0}) for m in found]}}
-    measured.signal = {2: {"a": 3.0, "b": 3.0}}
-    best, other = summarise(measured, resamples=100, seed=0)
+    best, other = summarise(problems, resamples=100, seed=0, baseline="b")
     assert (best.estimator, best.variance.value, best.scale.value, best.cosine.value) == ("a", 4.0, 2.0, 1.0)
     assert best.noise.value == pytest.approx((6 + 2) / (4 * 2))
+    assert best.directional.value == pytest.approx((3 + 1) / (4 + 4))
     assert best.bias.value == pytest.approx((2 * (4 - 4 + 1) / 2) ** 0.5)
-    assert (best.head_variance, best.diagonal) == (1.0, 2.0)
-    # One group a problem: P = 6, E||mean||^2 = 3 + (3 + 1) / 4 = 4.
-    assert best.step_variance == pytest.approx((6 - 4) / 1)
+    assert (best.head_variance, best.diagonal) == (None, 2.0)
     assert (best.to_best.value, other.to_best.value) == (1.0, pytest.approx(2.0))
     assert other.to_best.low == pytest.approx(8 / 6)  # the first problem twice
+    assert best.to_baseline is not None
+    assert best.directional_to_baseline is not None
+    assert best.to_baseline.value == pytest.approx(0.5)
+    assert best.directional_to_baseline.value == pytest.approx(4 / 6)
+    assert summarise(problems, resamples=100, seed=0)[0].to_baseline is None
+
+
+def test_the_error_of_drawing_groups_is_taken_out_of_the_scale() -> None:
+    """Leave-one-out is exactly unbiased; half of its gradient, with half of its error, is exactly half as long."""
+    draws = [(1.0, 1.4), (2.0, 1.1), (0.5, 0.9), (3.0, 2.0)]
+    problems = [
+        {2: {"whole": make_moments(reference_squared=true, reference_along=seen, along=seen),
+             "half": make_moments(reference_squared=true, reference_along=seen, along=seen / 2),
+             "without": make_moments(reference_squared=true, reference_along=seen, along=0.7 * true)}}
+        for true, seen in draws
+    ]  # fmt: skip
+    scales = {line.estimator: line.scale for line in summarise(problems, resamples=100, seed=0)}
+    for label, wanted in (("whole", 1.0), ("half", 0.5), ("without", 0.7)):
+        assert (scales[label].value, scales[label].low, scales[label].high) == pytest.approx((wanted,) * 3)
 
 
 def test_a_gradient_lost_in_noise_is_said_to_be(recwarn: pytest.WarningsRecorder) -> None:
-    policy = make_policy(vocabulary=7)
-    samples = [make_sample(policy, group=group) for group in range(2)]
-    measured = measure(policy, samples, read_choices(["rloo", "grpo"]), LabSettings(samples=8, group_sizes=(2,)),
-                       temperature=0.8, seed=0)  # fmt: skip
-    for name, found in measured.moments[2].items():
-        measured.moments[2][name] = [GradientMoments(**{**vars(item), "reference_squared": -1.0}) for item in found]
-    lines = summarise(measured, resamples=100, seed=0)
+    lost = {2: {name: make_moments(reference_squared=-1.0, along_squared=-1.0) for name in ("rloo", "grpo")}}
+    lines = summarise([lost, lost], resamples=100, seed=0, baseline="rloo")
     assert verdicts(lines) == ["N=2: no gradient can be told from noise here; take more problems or samples"]
-    assert as_records(lines)[0]["noise"]["value"] is None
+    assert as_records(lines)[0]["noise"] == {"value": None, "low": None, "high": None}
     assert not recwarn.list
 
 
 def make_line(name: str, ratio: float, low: float) -> Line:
     one = IntervalEstimate(value=ratio, low=low, high=ratio)
-    return Line(estimator=name, group_size=4, variance=one, scale=one, noise=one, cosine=one, bias=one, to_best=one,
-                step_variance=0.0, head_variance=0.0, diagonal=0.0)  # fmt: skip
+    return Line(estimator=name, group_size=4, variance=one, scale=one, noise=one, directional=one, cosine=one, bias=one,
+                to_best=one, to_baseline=None, directional_to_baseline=None, head_variance=None,
+                diagonal=0.0)  # fmt: skip
 
 
 def test_verdicts_say_where_the_optimal_baseline_does_not_win() -> None:
@@ -325,15 +465,18 @@ def test_verdicts_say_where_the_optimal_baseline_does_not_win() -> None:
     assert close.endswith("a difference within the interval")
 
 
-def test_usable_groups() -> None:
-    def group(index: int, rewards: list[float]) -> Group:
-        return make_group([make_trajectory(i, ((1,),), reward, index) for i, reward in enumerate(rewards)])
-
-    # The last one's rewards differ only in what is cut off.
-    rewards = ([1, 0, 0, 1, 1], [1, 0], [1] * 4, [0, 1, 0, 0], [0] * 4 + [1])
-    kept, why = usable([group(index, each) for index, each in enumerate(rewards)], size=4)
-    assert [(item.index, len(item.trajectories)) for item in kept] == [(0, 4), (3, 4)]
-    assert why == {"equal rewards": 2, "too few trajectories that are data": 1}
+@pytest.mark.parametrize(
+    ("rewards", "reason"),
+    [
+        ([1, 0, 0, 1, 1], None),
+        ([1, 0], "too few trajectories that are data"),
+        ([1] * 4, "equal rewards"),
+        ([0] * 4 + [1], "equal rewards"),  # they differ only in what is cut off
+    ],
+)
+def test_problems_that_cannot_be_measured(rewards: list[float], reason: str | None) -> None:
+    group = make_group([make_trajectory(place, ((1,),), reward) for place, reward in enumerate(rewards)])
+    assert unusable(group, size=4) == reason
 
 
 @pytest.mark.parametrize(
@@ -348,11 +491,12 @@ def test_usable_groups() -> None:
         ({"group_sizes": "4,x"}, "--group-sizes: 'x' is not a whole number"),
         ({"group_sizes": "4,4"}, "give different sizes"),
         ({"samples": 3}, "--samples 3: at least 4"),
+        ({"baseline": "rlo"}, "--baseline rlo: it is not measured; valid: "),
     ],
 )
 def test_bad_input_is_named(texts: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        check_lab(lab_settings(**{"group_sizes": None, "estimators": None, "samples": None, **texts}))
+        check_lab(lab_settings(LabRequest(**texts)))
     assert message in str(caught.value)
 
 
@@ -365,7 +509,7 @@ def test_without_names_all_are_measured_that_can_be() -> None:
 def test_inputs_hold_everything_that_rollouts_have() -> None:
     policy = make_policy(vocabulary=7)
     sample = make_sample(policy)
-    inputs: AdvantageInputs = inputs_of([sample], [torch.tensor([1, 4])])
+    inputs: AdvantageInputs = inputs_of([sample], [torch.tensor([[1, 4]])])
     missing = {name for name, value in vars(inputs).items() if value is None}
     # On-policy, without a critic, and each rollout is one row.
     of_branches = {"samples", "branches", "parents", "forks"}

@@ -26,10 +26,8 @@ OWN = [
 
 
 def test_it_measures_draws_and_says_which_wins(command_line: CommandLine, random_policy: Path) -> None:
-    arguments = ["--model", str(random_policy), "--problems", "3", "--group-sizes", "2,4", "--samples", "8", *OWN]
-    again = ["--output", "again", "--estimators", "rloo"]
-    said = command_line.run("variance", *arguments, "--output", "measured")
-    other_said = command_line.run("variance", *arguments, *again)
+    arguments = ["--model", str(random_policy), "--group-sizes", "2,4", "--samples", "8", "--head", *OWN]
+    said = command_line.run("variance", *arguments, "--problems", "3", "--output", "measured")
     folder = command_line.folder / "measured"
     record = json.loads((folder / "variance.json").read_text())
     # The environment's module registers one estimator more.
@@ -37,7 +35,7 @@ def test_it_measures_draws_and_says_which_wins(command_line: CommandLine, random
     assert {(line["estimator"], line["group_size"]) for line in record["lines"]} == {
         (n, s) for n in names for s in (2, 4)
     }
-    assert len(record["problems"]) == 3
+    assert record["measured"] == 3
     for size in (2, 4):
         lines = {line["estimator"]: line for line in record["lines"] if line["group_size"] == size}
         plain, doubled = lines["rloo"], lines["doubled"]
@@ -51,10 +49,29 @@ def test_it_measures_draws_and_says_which_wins(command_line: CommandLine, random
         drawn = (folder / name).exists()
         assert drawn is (name != "advantages.png"), name  # every trajectory is rewarded here: there is no wrong one
 
-    assert "rloo" in other_said
-    other = json.loads((command_line.folder / "again" / "variance.json").read_text())
-    ours = [line for line in record["lines"] if line["estimator"] == "rloo"]
-    assert [line["variance"] for line in other["lines"]] == [line["variance"] for line in ours]  # the same draws
+
+def test_a_second_call_continues_the_first(command_line: CommandLine, random_policy: Path) -> None:
+    """Two problems and then a third are three at once; an older policy and other settings are another measurement."""
+    arguments = ["--model", str(random_policy), "--group-sizes", "2,4", "--samples", "8"]
+    arguments += ["--estimators", "rloo,tir_otb", *OWN]
+    for folder, problems in (("whole", "3"), ("parts", "2"), ("parts", "3")):
+        said = command_line.run("variance", *arguments, "--problems", problems, "--output", folder)
+    assert "2 of them measured" in said
+    whole, parts = ((command_line.folder / name / "problems.jsonl").read_text() for name in ("whole", "parts"))
+    assert parts == whole
+    assert [json.loads(line)["outcome"] for line in whole.splitlines()].count("measured") == 3
+
+    changed = ["--problems", "3", "--output", "parts", "rollout.temperature=0.9"]
+    said = command_line.run("variance", *arguments, *changed, code=2)
+    assert "measured with temperature=1.0, now it is 0.9: give another --output" in said.replace("\n", " ")
+    assert (command_line.folder / "parts" / "problems.jsonl").read_text() == whole
+
+    older = ["--problems", "2", "--output", "older", "--behaviour", str(random_policy)]
+    command_line.run("variance", *arguments, *older)
+    record = json.loads((command_line.folder / "older" / "variance.json").read_text())
+    assert record["settings"]["correction"]["weights"] == "token"
+    again = json.loads((command_line.folder / "parts" / "variance.json").read_text())
+    assert again["settings"]["correction"] is None
 
 
 def test_mistakes_end_before_anything_is_sampled(command_line: CommandLine, random_policy: Path) -> None:

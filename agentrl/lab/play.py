@@ -1,0 +1,148 @@
+"""The problems of a measurement, in an order that more of them only make longer, and their rollouts, batch by batch."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from agentrl.errors import SettingsError
+from agentrl.lab.settings import LabSections, LabSettings
+from agentrl.problems.demonstrations.arithmetic import ExerciseSource
+from agentrl.problems.mixture import ProblemSource
+from agentrl.problems.settings import ProblemSourceSettings
+from agentrl.problems.sources import load_source
+from agentrl.rollout.driver import Driver
+from agentrl.rollout.engines.transformers import TransformersEngine
+from agentrl.rollout.environment import build_rewards, needs_answers
+from agentrl.rollout.work_queue import RolloutRequest
+from agentrl.trajectory import Group
+from agentrl_envs.types import Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from agentrl.models.tokenizer import TextCodec
+    from agentrl_envs.episode import Environment
+
+# A temperature at which the most likely token is all but certain.
+_GREEDY = 1e-4
+# Trajectories played for each one asked for: some are no data.
+_MORE_SAMPLES = 1.2
+# Problems tried for each one asked for: some are always or never solved.
+_MORE_PROBLEMS = 8
+
+
+def lab_problems(settings: LabSections, lab: LabSettings, given: str | None) -> tuple[LabSettings, list[Problem]]:
+    """The problems that ``--problems`` selects, in the order in which they are played: a number of them from
+    data.train (default: the setting), or all of a file."""
+    if given is not None and not given.isdigit():
+        source = load_source(ProblemSourceSettings(path=given), answered=needs_answers(settings)).source
+        problems = [source.problem(index) for index in range(source.size or 0)]
+        return lab.model_copy(update={"problems": len(problems)}), problems
+    if given is not None:
+        if int(given) < 2:
+            raise SettingsError(f"--problems {given}: two problems are the least")
+        lab = lab.model_copy(update={"problems": int(given)})
+    if not settings.data.train:
+        raise SettingsError("data.train is empty: nothing to sample; give --problems FILE or data.train.0.path=FILE")
+    most = lab.problems * _MORE_PROBLEMS
+    answered = needs_answers(settings)
+    loaded = [load_source(entry, seed=settings.seed, answered=answered).source for entry in settings.data.train]
+    turns = itertools.zip_longest(*(_in_order(source, most, settings.seed) for source in loaded))
+    every = (problem for turn in turns for problem in turn if problem is not None)
+    return lab, list(itertools.islice(every, most))
+
+
+def _in_order(source: ProblemSource, most: int, seed: int) -> Iterator[Problem]:
+    if isinstance(source, ExerciseSource):
+        yield from source.distinct(most)
+        return
+    numbers = list(range(most if source.size is None else source.size))
+    if source.size is not None:
+        random.Random(seed).shuffle(numbers)
+    for number in numbers[:most]:
+        yield source.problem(number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    """Rollouts of one problem; ``greedy_return`` is 0 where nobody asked for a greedy one."""
+
+    group: Group
+    greedy_return: float
+
+
+class SamplePlayer:
+    """Plays problems with a policy, as training does; a context manager that owns environment and event loop."""
+
+    def __init__(
+        self,
+        settings: LabSections,
+        causal_lm: PreTrainedModel,
+        environment: Environment,
+        codec: TextCodec,
+        *,
+        samples: int,
+        greedy: bool,
+    ) -> None:
+        """``greedy``: play each problem once more, greedily."""
+        self._environment = environment
+        self._engine = TransformersEngine(causal_lm, codec, settings.rollout)
+        self._rewards = build_rewards(settings)
+        self._driver = Driver(
+            environment=environment,
+            engine=self._engine,
+            codec=codec,
+            settings=settings.rollout,
+            seed=settings.seed,
+            rewards=self._rewards,
+        )
+        self._samples = round(samples * _MORE_SAMPLES)
+        self._greedy = greedy
+        self._runner = asyncio.Runner()
+
+    def __enter__(self) -> Self:
+        try:
+            self._runner.run(self._open())
+        except BaseException:
+            self._runner.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._runner.run(self._close())
+        self._runner.close()
+
+    def play(self, problems: Sequence[tuple[int, Problem]]) -> list[Played]:
+        """The rollouts of numbered problems, in their order."""
+        return self._runner.run(self._play(problems))
+
+    async def _play(self, problems: Sequence[tuple[int, Problem]]) -> list[Played]:
+        requests = [RolloutRequest(index=number, problem=problem) for number, problem in problems]
+        groups = [group async for group in self._driver.run(requests, step=0, group_size=self._samples)]
+        greedy: dict[int, float] = {}
+        if self._greedy:
+            async for group in self._driver.run(requests, step=1, group_size=1, temperature=_GREEDY):
+                for item in group.trajectories:
+                    if not item.no_data:
+                        greedy[group.index] = item.reward
+        ordered = sorted(groups, key=lambda group: group.index)
+        return [Played(group=group, greedy_return=greedy.get(group.index, 0.0)) for group in ordered]
+
+    async def _open(self) -> None:
+        await self._environment.open()
+        if self._rewards is not None:
+            await self._rewards.open()
+
+    async def _close(self) -> None:
+        await self._engine.close()
+        if self._rewards is not None:
+            await self._rewards.close()
+        await self._environment.close()

@@ -1,0 +1,216 @@
+"""What is kept of a measurement: a file of its settings, and one line a problem with all that tables and plots need."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from agentrl.errors import SettingsError
+from agentrl.lab.choices import Choice, advantages_in
+from agentrl.lab.measure import GradientMoments, ProblemMoments, named_moments
+from agentrl.lab.sample import ProblemSample
+from agentrl.telemetry.files import append_line, atomic_write, json_line, repair_torn_line, world_errors
+from agentrl.trajectory import Group
+
+SETTINGS, PROBLEMS = "settings.json", "problems.jsonl"
+COLUMNS = tuple(GradientMoments.__dataclass_fields__)
+_DIGITS = 6
+
+
+class Energies(TypedDict):
+    """Of the trajectories of one problem, in the same order."""
+
+    exact: list[float]
+    logit_proxy: list[float]
+    head_exact: list[float]
+    length: list[int]
+    returns: list[float]
+
+
+class Shown(TypedDict):
+    """A few trajectories of one problem, token by token, for pictures."""
+
+    realized: list[list[float]]  # W_k of the first trajectories
+    advantages: dict[str, list[list[float]]]  # by estimator: of a rewarded trajectory and of one without reward
+
+
+class ProblemLine(TypedDict):
+    """One problem; ``moments``, ``energies`` and ``shown`` are None where it could not be measured."""
+
+    number: int  # its place among the problems
+    problem: str
+    outcome: str
+    turns: float  # mean over its trajectories
+    tokens: float  # model tokens, mean
+    reward: float  # mean
+    moments: dict[str, dict[str, list[float | None]]] | None  # by group size and estimator, in the order of COLUMNS
+    energies: Energies | None
+    shown: Shown | None
+
+
+MEASURED = "measured"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One problem's moments, read back."""
+
+    line: ProblemLine
+    moments: ProblemMoments
+
+
+def written(moments: ProblemMoments) -> dict[str, dict[str, list[float | None]]]:
+    """As a line holds them."""
+    return {
+        str(size): {label: [rounded(getattr(item, name)) for name in COLUMNS] for label, item in by_label.items()}
+        for size, by_label in moments.items()
+    }
+
+
+def rounded(value: float | None) -> float | None:
+    """To six digits."""
+    return None if value is None else float(f"{value:.{_DIGITS}g}")
+
+
+def line_of(
+    group: Group,
+    outcome: str,
+    sample: ProblemSample | None,
+    moments: ProblemMoments | None,
+    shown: Sequence[Choice],
+) -> ProblemLine:
+    """What is kept of one problem; single tokens if ``shown`` names estimators."""
+    count = max(1, len(group.trajectories))
+
+    def mean(values: Iterable[float]) -> float:
+        return float(f"{sum(values) / count:.{_DIGITS}g}")
+
+    return ProblemLine(
+        number=group.index,
+        problem=group.problem.id,
+        outcome=outcome,
+        turns=mean(item.turns for item in group.trajectories),
+        tokens=mean(item.model_tokens for item in group.trajectories),
+        reward=mean(item.reward for item in group.trajectories),
+        moments=None if moments is None else written(moments),
+        energies=None if sample is None else _energies(sample),
+        shown=_shown(sample, shown) if sample is not None and shown else None,
+    )
+
+
+def _energies(sample: ProblemSample) -> Energies:
+    energy = sample.token_energy.double()
+    return Energies(
+        exact=_numbers(sample.trajectory_energy),
+        logit_proxy=_numbers(energy.sum(-1)),
+        head_exact=_numbers((energy * sample.hidden_norm_squared).sum(-1)),
+        length=sample.lengths.tolist(),
+        returns=_numbers(sample.returns),
+    )
+
+
+def _shown(sample: ProblemSample, choices: Sequence[Choice]) -> Shown:
+    """Realized energies, and the advantages in one group of up to 8 with a right and a wrong trajectory, as long as can
+    be had."""
+    order = sample.lengths.argsort(descending=True, stable=True).tolist()
+    first = [next(row for row in order if (sample.returns[row] > 0) == right) for right in (True, False)
+             if any((sample.returns[row] > 0) == right for row in order)]  # fmt: skip
+    rows = torch.tensor([[*first, *(row for row in range(sample.size) if row not in first)][:8]])
+    advantages = {}
+    for choice in choices if len(first) == 2 else ():
+        (values,) = advantages_in([sample], [rows], choice, drop_zero_variance=True)
+        advantages[choice.label] = [
+            _numbers(values[0, place][sample.batch.response_mask[row]]) for place, row in enumerate(first)
+        ]
+    realized = [
+        _numbers(sample.token_energy[row][sample.batch.response_mask[row]].cumsum(0))
+        for row in range(min(8, sample.size))
+    ]
+    return Shown(realized=realized, advantages=advantages)
+
+
+def _numbers(values: Tensor) -> list[float]:
+    return [float(f"{value:.4g}") for value in values.tolist()]
+
+
+class MeasurementFiles:
+    """The directory of a measurement, which a later call continues."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def open(self, settings: Mapping[str, object]) -> list[ProblemLine]:
+        """The lines that are there, after what a kill has torn is cut off.
+
+        Raises SettingsError if they were measured with other ``settings``.
+        """
+        file = self.folder / SETTINGS
+        asked: dict[str, object] = json.loads(json.dumps(settings))
+        if file.is_file():
+            before = self.settings()
+            for name in {**asked, **before}:
+                if before.get(name) != asked.get(name):
+                    raise SettingsError(
+                        f"--output {self.folder} holds problems measured with {name}={_short(before.get(name))}, now "
+                        f"it is {_short(asked.get(name))}: give another --output, or the same settings to continue"
+                    )
+        else:
+            with world_errors(self.folder, "make"):
+                self.folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(asked, indent=1, ensure_ascii=False) + "\n"
+            atomic_write(file, lambda out: out.write(text.encode()))
+        repair_torn_line(self.folder / PROBLEMS)
+        return self.lines()
+
+    def settings(self) -> dict[str, object]:
+        """What was asked for. Raises SettingsError if nothing was measured here."""
+        return _read_object(self.folder / SETTINGS)
+
+    def lines(self) -> list[ProblemLine]:
+        """Every problem played so far, in order of their numbers."""
+        path = self.folder / PROBLEMS
+        if not path.is_file():
+            return []
+        with world_errors(path, "read"):
+            found: list[ProblemLine] = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+        return sorted(found, key=lambda line: line["number"])
+
+    def add(self, line: ProblemLine) -> None:
+        """Keep one problem; it is on the disk when this returns."""
+        append_line(self.folder / PROBLEMS, json_line(line))
+
+
+def measured_of(lines: Sequence[ProblemLine]) -> list[Measured]:
+    """The problems that could be measured."""
+    found = []
+    for line in lines:
+        if line["moments"] is not None:
+            moments = {
+                int(size): {
+                    label: named_moments(dict(zip(COLUMNS, values, strict=True))) for label, values in by_label.items()
+                }
+                for size, by_label in line["moments"].items()
+            }
+            found.append(Measured(line=line, moments=moments))
+    return found
+
+
+def _read_object(path: Path) -> dict[str, object]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{path.parent} holds no measurement: {path.name} cannot be read ({error})") from error
+    if not isinstance(found, dict):
+        raise SettingsError(f"{path.parent} holds no measurement: {path.name} is no JSON object")
+    return found
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 120 else text[:120] + " ..."

@@ -1,0 +1,141 @@
+"""Tables and figure of the variance laboratory's studies, from what `agentrl variance` kept of each problem.
+
+Nothing is sampled: `benchmarks/studies/variance/NAME/` holds the settings of a measurement and one line a problem, as
+the command wrote them, so it is also an `--output` that the command continues. `--keep DIR` brings one there, with the
+single tokens that pictures of one measurement show left out. docs/variance.md shows what this prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from agentrl.lab.plots import logarithmic
+from agentrl.lab.results import PROBLEMS, Measured, MeasurementFiles, ProblemLine, measured_of
+from agentrl.lab.summary import IntervalEstimate, Line, summarise
+from agentrl.telemetry.files import atomic_write, json_line
+from agentrl.telemetry.plots import BLUE, GREEN, GREY, ORANGE, RED, VIOLET
+
+STUDIES = Path(__file__).parent / "studies" / "variance"
+BASELINE = "rloo"
+DRAWN = {
+    "grpo": GREY,
+    "ogb": BLUE,
+    "eob": GREEN,
+    "otb_isolated": VIOLET,
+    "tir_otb": RED,
+    "tir_otb:leave_one_out=true": ORANGE,
+}
+
+
+def main() -> None:
+    """Keep a measurement, or print the tables and draw the figure of all that are kept."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="bring this --output of agentrl variance here")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw noise against N to this PNG")
+    parser.add_argument("--resamples", type=int, default=10_000, help="of the problems, behind each 95 %% interval")
+    arguments = parser.parse_args()
+    if arguments.keep is not None:
+        keep(arguments.keep, STUDIES / arguments.keep.name)
+        return
+    found = {}
+    for folder in sorted(path.parent for path in STUDIES.glob(f"*/{PROBLEMS}")):
+        problems = measured_of(MeasurementFiles(folder).lines())
+        if len(problems) > 1:
+            moments = [item.moments for item in problems]
+            found[folder.name] = summarise(moments, resamples=arguments.resamples, seed=0, baseline=BASELINE)
+            print_study(folder.name, MeasurementFiles(folder).lines(), problems, found[folder.name])
+    if arguments.figure is not None:
+        draw(found, arguments.figure)
+        print(f"drawn: {arguments.figure}")
+
+
+def keep(source: Path, target: Path) -> None:
+    """Copy a measurement without the trajectories that only pictures of it need."""
+    results = MeasurementFiles(source)
+    settings, lines = results.settings(), results.lines()
+    target.mkdir(parents=True, exist_ok=True)
+    (target / PROBLEMS).unlink(missing_ok=True)
+    (target / "settings.json").write_bytes(json_line(settings))
+    text = b"".join(json_line({**line, "energies": None, "shown": None}) for line in lines)
+    atomic_write(target / PROBLEMS, lambda out: out.write(text))
+    print(f"kept: {len(lines)} problems in {target}")
+
+
+def print_study(name: str, played: Sequence[ProblemLine], problems: Sequence[Measured], lines: Sequence[Line]) -> None:
+    """The conditions, and the tables of noise and scale."""
+    own = [item.line for item in problems]
+    print(f"\n### {name}\n")
+    print(
+        f"{len(own)} problems measured of {len(played)} played "
+        f"({sum(line['outcome'] == 'equal rewards' for line in played)} with equal rewards); there "
+        f"{np.mean([line['reward'] for line in own]):.2f} mean reward, {np.mean([line['tokens'] for line in own]):.0f} "
+        f"model tokens and {np.mean([line['turns'] for line in own]):.1f} turns."
+    )
+    sizes = sorted({line.group_size for line in lines})
+    names = list(dict.fromkeys(line.estimator for line in lines if line.group_size == sizes[len(sizes) // 2]))
+    by_key = {(line.estimator, line.group_size): line for line in lines}
+    print(f"\nNoise of `{BASELINE}`, and of its part along the true gradient:\n")
+    print(row(["", *(f"N={size}" for size in sizes)]))
+    print(row(["---"] * (len(sizes) + 1)))
+    print(row(["noise", *(said(by_key[BASELINE, size].noise) for size in sizes)]))
+    print(row(["along", *(said(by_key[BASELINE, size].directional) for size in sizes)]))
+    for title, of in (
+        (f"Noise over that of `{BASELINE}`", lambda line: line.to_baseline),
+        (f"Noise along the true gradient over that of `{BASELINE}`", lambda line: line.directional_to_baseline),
+        ("Scale", lambda line: line.scale),
+    ):
+        print(f"\n{title}:\n")
+        print(row(["estimator", *(f"N={size}" for size in sizes)]))
+        print(row(["---"] * (len(sizes) + 1)))
+        for estimator in names:
+            print(row([f"`{estimator}`", *(said(of(by_key[estimator, size])) for size in sizes)]))
+
+
+def row(cells: Sequence[str]) -> str:
+    """One row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def said(value: IntervalEstimate | None) -> str:
+    """To two digits; a dash for what could not be told from noise."""
+    if value is None or not np.isfinite(value.value):
+        return "-"
+    return f"{value.value:.2g} [{value.low:.2g}, {value.high:.2g}]"
+
+
+def draw(found: dict[str, list[Line]], path: Path) -> None:
+    """Noise over that of the baseline against N, one panel a study."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * len(found), 4.4), dpi=140, layout="constrained")
+    panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+    for axes, (name, lines) in zip(panels, found.items(), strict=True):
+        for place, (estimator, color) in enumerate(DRAWN.items()):
+            own = sorted((line for line in lines if line.estimator == estimator), key=lambda line: line.group_size)
+            ratios = [line.to_baseline for line in own if line.to_baseline is not None]
+            sizes = np.array([line.group_size for line in own]) * 1.04 ** (place - len(DRAWN) / 2)
+            values = np.array([item.value for item in ratios])
+            spread = np.abs([[item.value - item.low for item in ratios], [item.high - item.value for item in ratios]])
+            axes.errorbar(sizes, values, yerr=spread, color=color, label=estimator, marker="os^DvP"[place],
+                          markersize=4, linewidth=1.2, elinewidth=0.8, capsize=2)  # fmt: skip
+        logarithmic(axes)
+        axes.axhline(1.0, color="#444444", linewidth=0.9)
+        axes.set_xscale("log", base=2)
+        ticks = sorted({line.group_size for line in lines})
+        axes.set_xticks(ticks, [str(size) for size in ticks])
+        axes.minorticks_off()
+        axes.grid(axis="y", color="#e3e5e8", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(name, loc="left", fontsize=11, fontweight="bold")
+        axes.set_xlabel("trajectories in a group, N")
+    panels[0].set_ylabel(f"noise over that of {BASELINE}")
+    panels[-1].legend(fontsize=7.5, frameon=False)
+    atomic_write(path, lambda out: figure.savefig(out, format="png"))
+
+
+if __name__ == "__main__":
+    main()
