@@ -146,17 +146,14 @@ class Hosts:
 
     def cut(self) -> None:
         self.gone()
-        threading.Timer(CUT, self._link, args=("up",)).start()
+        threading.Timer(CUT, self.other.link, args=("up",)).start()
 
     def gone(self) -> None:
-        self._link("down")
+        self.other.link("down")
 
     def head_of_ray(self) -> None:
         for process in self._ray(self.head):
             process.kill()
-
-    def _link(self, state: str) -> None:
-        subprocess.run(["ip", "-n", self.other.name, "link", "set", self.other.interface, state], check=True)
 
     def _find(self, module: str, *hosts: Host) -> psutil.Process:
         found = [one for host in hosts for one in _processes(host) if module in _command(one)]

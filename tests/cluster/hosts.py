@@ -31,6 +31,10 @@ class Host:
         found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True)
         return [int(pid) for pid in found.stdout.split()]
 
+    def link(self, state: str) -> None:
+        """Join the host with the other one (up) or cut it off (down)."""
+        _ip("-n", self.name, "link", "set", self.interface, state)
+
     def kill(self) -> None:
         """End every process there at once, as a machine without power does."""
         for pid in self.processes():

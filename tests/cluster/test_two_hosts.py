@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -46,6 +47,16 @@ class RayHosts:
             text=True,
         )
 
+    def ranks_that_sleep(self, host: Host, what: str) -> subprocess.Popen[str]:
+        script = str(Path(__file__).with_name("ranks_on_hosts.py"))
+        return subprocess.Popen(
+            host.command(sys.executable, script, ray_address(self.head), what),
+            env=os.environ | self.variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
     def ranks(self, host: Host) -> list[psutil.Process]:
         found = [psutil.Process(pid) for pid in host.processes()]
         return [one for one in found if "agentrl.training.run.rank" in one.cmdline()]
@@ -54,7 +65,8 @@ class RayHosts:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayHosts]:
     folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # the names of sockets must be short
-    variables = ray_variables()
+    # A host that is cut off for longer than planned, on a busy machine, is still there when it is back.
+    variables = ray_variables() | {"RAY_health_check_failure_threshold": "1000"}
     try:
         with two_hosts() as (head, other):
             for host in (head, other):
@@ -114,6 +126,42 @@ def test_what_the_hosts_cannot_hold_ends_at_once(cluster: RayHosts, line: Comman
     said = process.communicate(timeout=DEADLINE)[0]
     assert process.returncode == 2, said
     assert "error: the run needs 1 node with 2 CPUs and 2 nodes with 1 CPU, found 2 with 4" in said
+
+
+def test_a_node_that_is_given_up_gets_no_rank_though_it_answers(cluster: RayHosts) -> None:
+    process = cluster.ranks_that_sleep(cluster.head, "given-up")
+    *started, last = process.communicate(timeout=DEADLINE)[0].splitlines()
+    assert sorted(started) == [f"ranks on {host.address}" for host in (cluster.head, cluster.other)]
+    assert last == "the run needs 1 node with 1 CPU, found none"
+
+
+def test_ranks_start_again_when_a_head_that_was_cut_off_is_back(cluster: RayHosts) -> None:
+    """The command runs on the other host; the rank on the head's host ends by itself."""
+    process = cluster.ranks_that_sleep(cluster.other, "lost")
+    assert process.stdout is not None
+    try:
+        both = f"ranks on {cluster.head.address} {cluster.other.address}\n"
+        assert process.stdout.readline() == both
+        cluster.other.link("down")
+        assert re.search(r"^training rank \d is lost: Ray's head has not answered for 5 s", process.stdout.readline())
+        wait_until(lambda: not sleeping(cluster.head), process)
+        cluster.other.link("up")
+        assert process.stdout.readline() == both
+        assert "was ended by SIGKILL" in process.communicate(timeout=DEADLINE)[0]
+    finally:
+        process.kill()
+        process.communicate()
+        cluster.other.link("up")
+
+
+def sleeping(host: Host) -> list[psutil.Process]:
+    """The ranks on a host that only sleep."""
+    found = []
+    for pid in host.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "time.sleep(3600)" in " ".join(psutil.Process(pid).cmdline()):
+                found.append(psutil.Process(pid))
+    return found
 
 
 def test_a_sandbox_on_each_host_loses_no_program_with_one_of_them(cluster: RayHosts, tmp_path: Path) -> None:

@@ -1,0 +1,68 @@
+"""Runs on one of two hosts: ranks that only sleep, on Ray nodes that are lost or given up. Prints what became of them.
+
+python ranks_on_hosts.py ADDRESS-OF-RAY lost|given-up
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from agentrl.cluster.plan import UnplaceableError
+from agentrl.cluster.processes import Bundle, Place, ProcessSpec
+from agentrl.cluster.ray_nodes import RayCluster
+from agentrl.cluster.settings import ClusterSettings
+from agentrl.training.run.rank_group import RankGroup
+
+SLEEP = ("-c", "import time; time.sleep(3600)")
+PATIENCE = 600.0
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def started(cluster: RayCluster, bundles: Sequence[Bundle]) -> tuple[list[Place], RankGroup]:
+    places = cluster.reserve(bundles, patience=PATIENCE)
+    ranks = [
+        cluster.start(ProcessSpec(role="rank", number=number, arguments=SLEEP), place)
+        for number, place in enumerate(places)
+    ]
+    say(f"ranks on {' '.join(sorted(place.address for place in places))}")
+    return places, RankGroup(ranks)
+
+
+def lose(cluster: RayCluster) -> None:
+    """A rank on each host, again once the lost host is back."""
+    bundles = [Bundle(holds=f"rank {number}", cpus=1) for number in range(2)]
+    _, group = started(cluster, bundles)
+    say(f"{group.end()}")
+    cluster.release()
+    _, group = started(cluster, bundles)
+    group.insist()
+    say(f"{group.end()}")
+
+
+def give_up(cluster: RayCluster) -> None:
+    """A rank that may run anywhere, on nodes that answer and are given up one after the other."""
+    bundles = [Bundle(holds="rank 0", cpus=1)]
+    for _ in cluster.nodes():
+        (place,), _ = started(cluster, bundles)
+        cluster.give_up(place, 0)
+        cluster.release()
+    try:
+        cluster.reserve(bundles)
+    except UnplaceableError as error:
+        say(f"{error}")
+
+
+def main() -> None:
+    cluster = RayCluster(ClusterSettings(kind="ray", address=sys.argv[1], deadline=5.0))
+    try:
+        (lose if sys.argv[2] == "lost" else give_up)(cluster)
+    finally:
+        cluster.close()
+
+
+if __name__ == "__main__":
+    main()
