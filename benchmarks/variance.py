@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from agentrl.lab.plots import logarithmic
-from agentrl.lab.results import PROBLEMS, Measured, MeasurementFiles, ProblemLine, measured_of
+from agentrl.lab.results import PROBLEMS, SETTINGS, Measured, MeasurementFiles, ProblemLine, measured_of
 from agentrl.lab.summary import IntervalEstimate, Line, summarise
 from agentrl.telemetry.files import atomic_write, json_line
 from agentrl.telemetry.plots import BLUE, GREEN, GREY, ORANGE, RED, VIOLET
@@ -59,7 +59,7 @@ def keep(source: Path, target: Path) -> None:
     settings, lines = results.settings(), results.lines()
     target.mkdir(parents=True, exist_ok=True)
     (target / PROBLEMS).unlink(missing_ok=True)
-    (target / "settings.json").write_bytes(json_line(settings))
+    (target / SETTINGS).write_bytes(json_line({**settings, "model": source.name, "behaviour": None}))
     text = b"".join(json_line({**line, "energies": None, "shown": None}) for line in lines)
     atomic_write(target / PROBLEMS, lambda out: out.write(text))
     print(f"kept: {len(lines)} problems in {target}")

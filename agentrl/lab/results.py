@@ -21,6 +21,7 @@ from agentrl.trajectory import Group
 SETTINGS, PROBLEMS = "settings.json", "problems.jsonl"
 COLUMNS = tuple(GradientMoments.__dataclass_fields__)
 _DIGITS = 6
+_PLACES = ("model", "behaviour")  # where policies lie may change; their weights are compared
 
 
 class Energies(TypedDict):
@@ -155,7 +156,7 @@ class MeasurementFiles:
         if file.is_file():
             before = self.settings()
             for name in {**asked, **before}:
-                if before.get(name) != asked.get(name):
+                if name not in _PLACES and before.get(name) != asked.get(name):
                     raise SettingsError(
                         f"--output {self.folder} holds problems measured with {name}={_short(before.get(name))}, now "
                         f"it is {_short(asked.get(name))}: give another --output, or the same settings to continue"
