@@ -1,6 +1,7 @@
 """What a run does when something of it is lost: when it notices, when it trains again, and whether its metrics change.
 
-    sudo python benchmarks/cluster_faults.py [--faults rank worker host cut head gone sandbox] [--deadline 20]
+    sudo python benchmarks/cluster_faults.py [--faults rank worker host cut head apart gone sandbox server]
+                                             [--deadline 20]
 
 Two network namespaces are the hosts A and B, each with a training rank; Ray's head and the command are in A. A service
 manager starts Ray again on a host where it has ended. One run meets these faults, each once another step is trained:
@@ -11,13 +12,21 @@ host     every process of B is killed
 cut      B is cut off for a minute
 head     every process of Ray on A is killed
 
-A second run, with `cluster.elastic=true` and `cluster.restart_deadline=10`, meets one fault:
+A second run, whose command is in B, meets
+
+apart    A, with Ray's head, is cut off for a minute
+
+A third run, with `cluster.elastic=true` and `cluster.restart_deadline=10`, meets one fault:
 
 gone     B is cut off for ever
 
-A third run, of one process, plays SimpleTIR with two sandbox services:
+A fourth run, of one process, plays SimpleTIR with two sandbox services:
 
 sandbox  one of the services is killed
+
+A fifth run, of one process, generates with two vLLM servers:
+
+server   one of them is killed; it is started again beside the other
 
 `noticed` is the time until the console says what was lost, `trains again` until the next step is recorded. The metrics
 of each run, without times, are compared with those of a run that nothing disturbed. Needs root.
@@ -29,6 +38,7 @@ import argparse
 import contextlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,11 +54,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from cluster.hosts import Host, obstacle, ray_address, ray_variables, start_ray, two_hosts
 from training.conftest import SMALL, CommandLine, write_random_policy
+from training.test_vllm_training import servers, write_served_policy
 
 from agentrl.cluster.devices import free_port
 
 RECOVERED = ("rank", "worker", "host", "cut", "head")
-FAULTS = (*RECOVERED, "gone", "sandbox")
+FAULTS = (*RECOVERED, "apart", "gone", "sandbox", "server")
 LONGEST = 600.0
 STEPS = 6  # for each fault
 CUT = 60.0
@@ -57,6 +68,7 @@ ENDS = "; the other ranks end"
 TIMINGS = ("time/", "tokens_per_s", "rollout/seconds")
 SETTINGS = ["checkpoint.every=1", "training.deterministic=true", "training.zero_stage=3", "evaluation.every=1000"]
 SETTINGS += ["training.persistence_threshold=0", "environment.kwargs.seconds=0.1", "telemetry.tokens_every=1000"]
+SERVED = ["rollout.engine=vllm", "rollout.vllm.replicas=2", "rollout.concurrency=3", "environment.kwargs.seconds=0.2"]
 COLD = ["coldstart.steps=120", "coldstart.batch_size=24"]
 
 
@@ -97,6 +109,11 @@ class Running:
         if self.process.wait(LONGEST) != 0:
             raise SystemExit("".join(self.said))
 
+    def stop(self) -> None:
+        """Ctrl-C."""
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(LONGEST)
+
     def meet(self, strike: Callable[[], None], notices: str, resumes: str | None = None) -> tuple[str, float, float]:
         """Strike after another step: what the console says, and after how many seconds it trains again."""
         self.another_step()
@@ -123,10 +140,10 @@ class Hosts:
             start_ray(head, host, folder, self._variables)
             threading.Thread(target=self._keep, args=(host,), daemon=True).start()
 
-    def start(self, name: str, *arguments: str) -> Running:
+    def start(self, name: str, *arguments: str, at: Host | None = None) -> Running:
         where = ["cluster=ray", f"cluster.address={ray_address(self.head)}", "cluster.nodes=2", f"name={name}"]
         process = subprocess.Popen(
-            self.head.command(sys.executable, "-m", "agentrl.cli", *arguments, *where),
+            (at or self.head).command(sys.executable, "-m", "agentrl.cli", *arguments, *where),
             cwd=self._line.folder,
             env=self._line.environment() | self._variables,
             stdout=subprocess.PIPE,
@@ -225,6 +242,11 @@ def on_two_hosts(line: CommandLine, options: argparse.Namespace) -> None:
                     show(fault, run.meet(strikes[fault], ENDS, "resumed after"))
                 run.end()
                 compared.append("far")
+            if "apart" in options.faults:
+                run = hosts.start("apart", *arguments, "cluster.restarts=1", at=other)
+                show("apart", run.meet(hosts.cut, ENDS, "resumed after"))
+                run.end()
+                compared.append("apart")
             if "gone" in options.faults:
                 elastic = ["cluster.elastic=true", "cluster.restart_deadline=10", "cluster.restarts=1"]
                 run = hosts.start("fewer", *arguments, *elastic)
@@ -262,6 +284,23 @@ def with_sandboxes(line: CommandLine) -> None:
     print(f"\none against an undisturbed run with its own sandbox: {difference(line, 'one', 'all')}")
 
 
+def with_servers(line: CommandLine) -> None:
+    policy = write_served_policy(line.folder / "served")
+    run = Running(line, "two", line.start(*line.counting(policy, *SERVED, "training.steps=1000", "name=two")))
+    run.another_step()
+    began = time.monotonic()
+    show("server", run.meet(servers(run.process.pid)[0].kill, "gets no more requests for now"))
+    run.until(lambda: bool(run.heard("is back")))
+    back = time.monotonic() - began
+    run.another_step()
+    run.stop()
+    rows = [row for row in line.metrics("two") if "policy/updates" in row]
+    lost = sum(row["groups/infrastructure_failures"] for row in rows)
+    apart = max(row.get("policy/engine_abs_diff", 0.0) for row in rows)
+    print(f"\nserver: back after {back:.0f} s; {len(rows)} steps lost {lost} groups", end="")
+    print(f" and sampled with the trained weights, log-probabilities at most {apart:.1e} apart")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
@@ -275,7 +314,9 @@ def main() -> None:
         print("| fault | the console says | noticed s | trains again s |\n|---|---|---|---|", flush=True)
         if "sandbox" in options.faults:
             with_sandboxes(line)
-        if set(options.faults) != {"sandbox"}:
+        if "server" in options.faults:
+            with_servers(line)
+        if not set(options.faults) <= {"sandbox", "server"}:
             write_random_policy(folder)
             on_two_hosts(line, options)
     finally:

@@ -163,13 +163,22 @@ async def test_the_deadline_counts_processor_time() -> None:
 
 
 @pytest.mark.slow
-async def test_a_process_that_hangs_without_computing_says_nothing_of_the_answer() -> None:
-    process = await GradingProcess.start(GraderSettings(hang_deadline=0.5))
-    os.kill(process.pid, signal.SIGSTOP)
+async def test_a_process_that_hangs_without_computing_says_nothing_of_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = GradingProcess.start
+
+    async def stopped(settings: GraderSettings) -> GradingProcess:
+        process = await start(settings)
+        os.kill(process.pid, signal.SIGSTOP)
+        return process
+
+    process = await stopped(GraderSettings(hang_deadline=0.5))
     with pytest.raises(NoVerdictError, match=r"said nothing for 0\.5 s"):
         await process.compare("sqrt(4)/4", "1/2")
     await process.kill()
-    grader = Grader(GraderSettings(workers=1, hang_deadline=0.001))
+    monkeypatch.setattr(GradingProcess, "start", stopped)
+    grader = Grader(GraderSettings(workers=1, hang_deadline=0.2))
     assert await grader.grade("sqrt(4)/4", "1/2") is Verdict.GRADER_TIMEOUT
     assert grader.worker_pids == ()
     await grader.close()

@@ -22,13 +22,18 @@ STEPS = 3
 SERVED = ["rollout.engine=vllm", "rollout.vllm.replicas=2", f"training.steps={STEPS}", "rollout.concurrency=3"]
 
 
-@pytest.fixture
-def policy(tmp_path: Path) -> Path:
+def write_served_policy(folder: Path) -> Path:
+    """An untrained policy with heads of 32, which vLLM serves."""
     settings = TinyModelSettings(vocabulary_size=300, hidden_size=64, layers=2, heads=2, intermediate_size=48)
     tokenizer = train_tokenizer(["1 + 1 = 2\n"], vocabulary_size=300)
     model = build_tiny_model(settings, tokenizer, seed=5)
-    write_model(tmp_path / "policy", model=model, tokenizer=tokenizer, title="random", body="Untrained.")
-    return tmp_path / "policy"
+    write_model(folder, model=model, tokenizer=tokenizer, title="random", body="Untrained.")
+    return folder
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    return write_served_policy(tmp_path / "policy")
 
 
 def servers(pid: int) -> list[psutil.Process]:
