@@ -60,9 +60,8 @@ def _sum(turns: int) -> ExerciseFamily:
     count = turns - 1
 
     def solve(rng: Random, numbers: Numbers) -> Solution:
-        boxes = range(numbers["a"], numbers["a"] + count)
-        contents = dict(zip(boxes, _secrets(rng, count), strict=True))
-        shown = [_looked(f"box({box})", contents[box]) for box in boxes]
+        contents = _filled(rng, numbers["a"], count)
+        shown = [_looked(f"box({box})", held) for box, held in contents.items()]
         last = ShownTurn(model=program(f"final_answer({'+'.join(map(str, contents.values()))})"))
         return sum(contents.values()), (*shown, last), define_reveal("box", contents)
 
@@ -81,8 +80,7 @@ def _total(turns: int) -> ExerciseFamily:
     count = turns - 1
 
     def solve(rng: Random, numbers: Numbers) -> Solution:
-        boxes = range(numbers["a"], numbers["a"] + count)
-        contents = dict(zip(boxes, _secrets(rng, count), strict=True))
+        contents = _filled(rng, numbers["a"], count)
         so_far, shown = 0, []
         for box, held in contents.items():
             shown.append(_looked(f"add({box},{so_far})", so_far + held))
@@ -102,6 +100,11 @@ def _total(turns: int) -> ExerciseFamily:
 
 def _define_add(contents: Mapping[int, int]) -> str:
     return f"def add(n, so_far):\n    print(so_far + {dict(contents)!r}[n])\n"
+
+
+def _filled(rng: Random, first: int, count: int) -> dict[int, int]:
+    """``count`` boxes from number ``first`` on, and what each holds."""
+    return dict(zip(range(first, first + count), _secrets(rng, count), strict=True))
 
 
 def _boxes(rng: Random, count: int) -> Numbers:
