@@ -270,7 +270,8 @@ class ColdstartSettings(_Settings):
     """demonstrations to start from: a JSONL file, builtin:arithmetic, builtin:horizon or formula:FILE; null: no cold
     start"""
     families: list[str] | None = None
-    """problem families of the generated demonstrations; null: those that the generator has without ``families``"""
+    """problem families of the generated demonstrations; null: all of arithmetic, those of two and four turns
+    of horizon"""
     count: int = Field(8192, ge=1)
     """number of demonstrations drawn from a generator"""
     variants: int = Field(4, ge=1)
