@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 import agentrl
 from agentrl.errors import SettingsError
-from agentrl.lab.study.curves import StudyRecord, read_curve
+from agentrl.lab.study.curves import RunCurve, StudyRecord, read_curve
 from agentrl.lab.study.figure import draw_study
 from agentrl.lab.study.queue import work_off
 from agentrl.lab.study.report import markdown
@@ -35,7 +35,8 @@ def study_command(
 ) -> None:
     """Run what is missing of the study in ``file`` and report; a record (``.json``) is only reported.
 
-    Runs and report lie in ``folder``, by default ``runs/NAME``. Raises SettingsError or WorldError.
+    Runs and report lie in ``folder``, by default ``runs/NAME``. Runs that are finished in its record stay finished
+    without their folders. Raises SettingsError or WorldError.
     """
     if file.suffix == ".json":
         _report(read_record(file), folder or file.parent, echo, keep=False)
@@ -46,15 +47,21 @@ def study_command(
     home = folder or Path("runs") / study.name
     runs = study_runs(study, home)
     check_same_study(study, home)
+    kept = kept_curves(runs, home)
+    missing = [run for run in runs if run.folder not in kept]
     if not report_only:
-        check_variants(study, runs, check)
+        check_variants(study, missing, check)
     with world_errors(home, "make"):
         home.mkdir(parents=True, exist_ok=True)
     if not report_only:
-        left = ", ".join(f"{count} {status}" for status, count in count_by_status(runs).items() if count)
-        echo(f"study {study.name}: {len(runs)} runs, {left}; {study.jobs} at a time; logs in {home / 'logs'}")
-        work_off(study, runs, retry=retry, report=lambda run, said: echo(f"{run.folder.name}: {said}"))
-    record = StudyRecord(agentrl=agentrl.__version__, study=study, runs=tuple(map(read_curve, runs)))
+        stand = [f"{len(kept)} finished according to {home / RECORD}"] if kept else []
+        stand += [f"{count} {status}" for status, count in count_by_status(missing).items() if count]
+        echo(
+            f"study {study.name}: {len(runs)} runs, {', '.join(stand)}; {study.jobs} at a time; logs in {home / 'logs'}"
+        )
+        work_off(study, missing, retry=retry, report=lambda run, said: echo(f"{run.folder.name}: {said}"))
+    curves = tuple(kept.get(run.folder) or read_curve(run) for run in runs)
+    record = StudyRecord(agentrl=agentrl.__version__, study=study, runs=curves)
     _report(record, home, echo, keep=True)
 
 
@@ -83,6 +90,15 @@ def check_same_study(study: StudySettings, home: Path) -> None:
     for variant, values in before.all_variants().items():
         if variant in now and now[variant] != values:
             raise SettingsError(f"{home}: variant {variant!r} had other settings; give it another name")
+
+
+def kept_curves(runs: Sequence[StudyRun], home: Path) -> dict[Path, RunCurve]:
+    """By folder, the finished runs that only the record in ``home`` still knows."""
+    if not (home / RECORD).is_file():
+        return {}
+    curves = {(curve.variant, curve.seed): curve for curve in read_record(home / RECORD).runs}
+    found = {run.folder: curves.get((run.variant, run.seed)) for run in runs if run.status == "waiting"}
+    return {folder: curve for folder, curve in found.items() if curve is not None and curve.status == "finished"}
 
 
 def read_record(path: Path) -> StudyRecord:

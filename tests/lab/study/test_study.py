@@ -137,6 +137,25 @@ def test_a_study_keeps_failures_goes_on_and_reports_from_its_record(tmp_path: Pa
     assert (other / "report.md").read_text() == (home / "report.md").read_text()
 
 
+def test_a_study_goes_on_from_its_record_on_another_machine(tmp_path: Path, fake_train: Path):
+    file, home = tmp_path / "study.yaml", tmp_path / "first"
+    text = "name: s\nseeds: [0]\ngrid: {algorithm.estimator: [tir_otb, rloo]}\nsettings: {training.steps: 2}\n"
+    file.write_text(text)
+    run_study(file, home)
+    before = read_record(home / RECORD).runs
+
+    there = tmp_path / "second"
+    there.mkdir()
+    (there / RECORD).write_bytes((home / RECORD).read_bytes())
+    file.write_text(text.replace("[0]", "[0, 2]"))
+    said = run_study(file, there)
+    assert f"2 finished according to {there / RECORD}, 2 waiting" in said[0]
+    assert [line for line in said if line.endswith("starts")] == ["tir_otb-seed-2: starts", "rloo-seed-2: starts"]
+    after = read_record(there / RECORD).runs
+    assert after[:2] == before
+    assert [(run.seed, run.status) for run in after[2:]] == [(2, "finished")] * 2
+
+
 def test_a_grid_of_numbers_gives_names_that_runs_may_have(tmp_path: Path, fake_train: Path):
     file, home = tmp_path / "study.yaml", tmp_path / "runs"
     grid = "{algorithm.estimator: [tir_otb], optimizer.learning_rate: [1.0e-4, 3.0e-4], rollout.group_size: [4]}"
