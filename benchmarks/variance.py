@@ -35,7 +35,9 @@ def main() -> None:
     """Keep a measurement, or print the tables and draw the figure of all that are kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, metavar="DIR", help="bring this --output of agentrl variance here")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw noise against N to this PNG")
+    parser.add_argument(
+        "--figure", type=Path, metavar="FILE", help="draw noise against N to this PNG, from three group sizes on"
+    )
     parser.add_argument("--resamples", type=int, default=10_000, help="of the problems, behind each 95 %% interval")
     arguments = parser.parse_args()
     if arguments.keep is not None:
@@ -49,7 +51,10 @@ def main() -> None:
             found[folder.name] = summarise(moments, resamples=arguments.resamples, seed=0, baseline=BASELINE)
             print_study(folder.name, MeasurementFiles(folder).lines(), problems, found[folder.name])
     if arguments.figure is not None:
-        draw(found, arguments.figure)
+        draw(
+            {name: lines for name, lines in found.items() if len({line.group_size for line in lines}) > 2},
+            arguments.figure,
+        )
         print(f"drawn: {arguments.figure}")
 
 
@@ -85,6 +90,7 @@ def print_study(name: str, played: Sequence[ProblemLine], problems: Sequence[Mea
     print(row(["along", *(said(by_key[BASELINE, size].directional) for size in sizes)]))
     for title, of in (
         (f"Noise over that of `{BASELINE}`", lambda line: line.to_baseline),
+        ("Noise over the least at this N, paired by problem", lambda line: line.to_best),
         (f"Noise along the true gradient over that of `{BASELINE}`", lambda line: line.directional_to_baseline),
         ("Scale", lambda line: line.scale),
     ):

@@ -10,7 +10,7 @@ from agentrl.algorithms.errors import InvalidInputError
 from agentrl.algorithms.estimators.inputs import EstimatorInputs, blocks_of_rows, take_rows
 from agentrl.algorithms.estimators.normalization import Moments, normalize_by_group
 from agentrl.algorithms.estimators.registry import ESTIMATORS, EstimatorEntry
-from agentrl.algorithms.estimators.rollouts import RolloutRows
+from agentrl.algorithms.estimators.rows.rollouts import RolloutRows
 from agentrl.algorithms.records import AdvantageInputs, Advantages
 from agentrl.algorithms.validation import as_mask, check_shapes
 

@@ -24,7 +24,7 @@ class AdvantageInputs:
     Values at positions outside the response mask reach no result, whatever they are.
 
     Rows with the same group and sample are the branches of one rollout, to every estimator one row
-    (`agentrl.algorithms.estimators.rollouts`). Discounts, `gae` and the baselines of tokens follow `parents` and
+    (`agentrl.algorithms.estimators.rows.rollouts`). Discounts, `gae` and the baselines of tokens follow `parents` and
     `forks`, from the root of the conversation to the token.
 
     Energies count a token with `(importance_weights * loss_mask)^2`; a missing one of the two counts as 1 on every

@@ -287,13 +287,15 @@ def _group_warnings(settings: Settings) -> Iterator[str]:
         return
     from agentrl.algorithms import ESTIMATORS  # needs torch: groups of one are rare, and settings are read without it
 
-    of_groups = name in ESTIMATORS.names() and ESTIMATORS[name].group_based
+    entry = ESTIMATORS[name] if name in ESTIMATORS.names() else None
+    of_groups = entry is not None and entry.group_based and not entry.pooled
+    drops = not (entry is not None and entry.pooled) if drops is None else drops
     if not of_groups and not drops:
         return
     estimator = f" with the group estimator algorithm.estimator={name}" if of_groups else ""
     effect = "its baseline is 0 and its advantages are the plain rewards"
     if drops:
-        effect = "it has no variance, so algorithm.drop_zero_variance=true drops it and nothing is trained"
+        effect = "it has no variance, so algorithm.drop_zero_variance drops it and nothing is trained"
     yield f"rollout.group_size=1{estimator}: every group is a single trajectory; {effect}; 8 or 16 are usual"
 
 

@@ -96,8 +96,8 @@ def advantages_in(
     """
     groups, size = rows[0].shape
     places = range(groups)
-    wide = estimator_needs(choice.name, **choice.options).step_wide
-    steps = [[place] for place in places] if wide else [list(places)]
+    needs = estimator_needs(choice.name, **choice.options)
+    steps = [[place] for place in places] if needs.step_wide else [list(places)]
     parts = []
     for step in steps:
         inputs = inputs_of(samples, [own[step] for own in rows])
@@ -110,7 +110,7 @@ def advantages_in(
     result = []
     for sample, chosen, values in zip(samples, rows, whole, strict=True):
         own = values[..., : sample.batch.rewards.shape[1]].clone()
-        if drop_zero_variance:
+        if drop_zero_variance and not needs.equal_groups:
             returns = sample.returns[chosen]  # [M, N]
             own[returns.amax(-1) - returns.amin(-1) <= 1e-8] = 0.0
         result.append(own)

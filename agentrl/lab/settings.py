@@ -32,7 +32,9 @@ class LabSettings(BaseModel):
     partitions: int = Field(1, ge=1, description="random divisions of the samples into groups, at every group size")
     bootstrap: int = Field(2000, ge=100, description="resamples of the problems behind each 95 % interval")
     drop_zero_variance: bool = Field(
-        True, description="a group whose rewards are all equal gives no gradient, as in training"
+        True,
+        description="as in training, a group whose rewards are all equal gives no gradient, unless its baseline comes "
+        "from other groups, too",
     )
     head: bool = Field(False, description="measure the variance of the head's gradient alone, too")
     batch: int = Field(

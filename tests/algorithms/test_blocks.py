@@ -8,10 +8,10 @@ from torch import Tensor
 
 from agentrl.algorithms import ESTIMATORS, AdvantageInputs, InvalidInputError, compute_advantages
 from agentrl.algorithms.estimators import inputs as estimator_inputs
-from agentrl.algorithms.estimators.groups import Groups
 from agentrl.algorithms.estimators.inputs import blocks_of_groups
 from agentrl.algorithms.estimators.normalization import Moments
-from agentrl.algorithms.estimators.segments import reward_to_go
+from agentrl.algorithms.estimators.rows.groups import Groups
+from agentrl.algorithms.estimators.rows.segments import reward_to_go
 
 
 def test_rows_in_order_are_stacked_as_a_view():

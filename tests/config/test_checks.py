@@ -99,6 +99,13 @@ def test_a_group_of_one_is_a_warning_that_says_what_happens() -> None:
     assert settings_warnings(load_settings()) == []
 
 
+def test_a_group_of_one_with_a_baseline_of_the_other_groups_is_nothing_special() -> None:
+    pooled = ["rollout.group_size=1", "algorithm.estimator=ogb_pooled"]
+    assert settings_warnings(load_settings(overrides=pooled)) == []
+    (said,) = settings_warnings(load_settings(overrides=[*pooled, "algorithm.drop_zero_variance=true"]))
+    assert "drops it and nothing is trained" in said
+
+
 def test_a_group_of_one_without_a_baseline_of_its_group() -> None:
     one = ["rollout.group_size=1", "algorithm.estimator=gae"]
     (said,) = settings_warnings(load_settings(overrides=one))

@@ -194,7 +194,7 @@ def test_one_forward_where_everything_lies_in_a_group(algorithm: dict[str, str])
         ({"updates_per_step": 2}, "2 updates on the same trajectories"),
         ({"normalize": "whiten"}, "whitening takes the mean over the whole step"),
         ({"estimator": "reinforce_pp"}, "whitening takes the mean over the whole step"),
-        ({"estimator": "gpg"}, "its rule counts the groups of the whole step"),
+        ({"estimator": "gpg"}, "its rule looks at the groups of the whole step"),
         ({"estimator": "eob"}, "exact energies take a forward and a backward"),
         ({"loss": "clip_cov"}, "the loss clip_cov selects tokens over the whole step"),
         ({"loss": "kl_cov"}, "the loss kl_cov selects tokens over the whole step"),

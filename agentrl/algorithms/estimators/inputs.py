@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.errors import InvalidInputError, MissingInputError
-from agentrl.algorithms.estimators.groups import Groups
-from agentrl.algorithms.estimators.rollouts import MergedInputs
-from agentrl.algorithms.estimators.segments import BranchPaths, BranchWays, Compact, reward_to_go
+from agentrl.algorithms.estimators.rows.groups import Groups
+from agentrl.algorithms.estimators.rows.rollouts import MergedInputs
+from agentrl.algorithms.estimators.rows.segments import BranchPaths, BranchWays, Compact, reward_to_go
 from agentrl.algorithms.records import AdvantageInputs
 from agentrl.algorithms.validation import check_finite, check_not_negative, check_rewards_placed, check_rows
 from agentrl.kernels.backends.running import running_sum

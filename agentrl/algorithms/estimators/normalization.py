@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.estimators.groups import Groups
+from agentrl.algorithms.estimators.rows.groups import Groups
 
 NORMALIZATIONS = (None, "group_std", "whiten")
 

@@ -59,7 +59,7 @@ def otb(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
     energies = running_sum(weighed_energy(inputs, options.energy))
     columns = Columns(
         returns=groups.stack(returns),
-        weights=groups.stack(_weights(inputs, energies, options)),
+        weights=groups.stack(energy_weights(inputs, energies, options)),
         valid=groups.stack(inputs.mask) & groups.present.unsqueeze(-1),
         sizes=groups.sizes,
     )
@@ -112,7 +112,7 @@ def _of_rollouts(
     inputs: EstimatorInputs, energies: Tensor, options: CrossBaselineOptions | GlobalBaselineOptions
 ) -> Advantages:
     """R - b with the sums over the rollouts of the energies [B, T]."""
-    weights = _weights(inputs, energies.sum(-1, keepdim=True), options).squeeze(-1)
+    weights = energy_weights(inputs, energies.sum(-1, keepdim=True), options).squeeze(-1)
     return scalar_estimate(inputs.totals, weighted_means(inputs, weights, leave_one_out=options.leave_one_out))
 
 
@@ -120,7 +120,7 @@ def _by_compact_index(inputs: EstimatorInputs, energies: Tensor, options: CrossB
     """G_k - b_k with the energies [B, T] of the model tokens, shared by compact index."""
     layout, groups = inputs.paths or inputs.layout, inputs.groups
     returns = inputs.returns(options.gamma)
-    column_returns, weights, valid = layout.columns(returns, _weights(inputs, energies, options))
+    column_returns, weights, valid = layout.columns(returns, energy_weights(inputs, energies, options))
     columns = Columns(
         returns=groups.stack(column_returns),
         weights=groups.stack(weights),
@@ -132,7 +132,7 @@ def _by_compact_index(inputs: EstimatorInputs, energies: Tensor, options: CrossB
     return Advantages(advantages=returns - baselines, returns=returns, baselines=baselines)
 
 
-def _weights(
+def energy_weights(
     inputs: EstimatorInputs, energies: Tensor, options: CrossBaselineOptions | GlobalBaselineOptions
 ) -> Tensor:
     """W + eps from energies W [B, T] or [B, 1] that are made of tokens'."""

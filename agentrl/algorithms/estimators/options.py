@@ -81,3 +81,17 @@ class TokenBaselineOptions(CrossBaselineOptions):
     """Options of the other optimal token baselines."""
 
     energy: str = option("logit_proxy", check_choice, ENERGIES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PooledOptions(GlobalBaselineOptions):
+    """Options of `ogb_pooled`."""
+
+    pool: float = option(4.0, check_positive)  # trajectories that the step's other groups count for
+
+
+@dataclass(frozen=True, kw_only=True)
+class PooledTokenOptions(PooledOptions):
+    """Options of `tir_otb_pooled`."""
+
+    gamma: float = option(1.0, check_range, 0.0, 1.0)  # discount a model token

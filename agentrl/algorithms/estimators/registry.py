@@ -38,12 +38,14 @@ class EstimatorNeeds:
 
     `inputs`: names of AdvantageInputs beside the three that are always needed; `token_energy` may be replaced by
     log_probs and sum_pi_squared. `step_wide`: the rows of the whole optimizer step, of all ranks, must be in one call;
-    otherwise those of each group. `reason` says why, and is empty if not step_wide.
+    otherwise those of each group. `reason` says why, and is empty if not step_wide. `equal_groups`: groups whose
+    rewards are all equal have advantages other than 0, so they are worth training on.
     """
 
     inputs: frozenset[str]
     step_wide: bool
     reason: str
+    equal_groups: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,15 @@ class EstimatorEntry(Entry[EstimatorFunction]):
     step_wide: bool = False  # its rule looks beyond a trajectory's own group
     group_based: bool = False  # its baseline comes from the group's trajectories: groups of one have baseline 0
     by_column: bool = False  # baselines of tokens that branches do not share: branched rollouts get one of the rollout
+    pooled: bool = False  # its baseline comes from the step's other groups, too: those with equal rewards are data
 
     def needs(self, record: object) -> EstimatorNeeds:
         """With options as `make_options` gives them."""
         inputs = self.requires | _OF_ENERGY.get(getattr(record, "energy", ""), frozenset())
-        reason = "its rule counts the groups of the whole step" if self.step_wide else ""
+        reason = "its rule looks at the groups of the whole step" if self.step_wide else ""
         if getattr(record, "normalize", None) == "whiten":
             reason = "whitening takes the mean over the whole step"
-        return EstimatorNeeds(inputs=inputs, step_wide=bool(reason), reason=reason)
+        return EstimatorNeeds(inputs=inputs, step_wide=bool(reason), reason=reason, equal_groups=self.pooled)
 
     def check_inputs(self, name: str, inputs: AdvantageInputs) -> None:
         """Raise MissingInputError for the first required input that is missing; the message names its provider."""
@@ -83,12 +86,13 @@ class EstimatorRegistry(OptionsRegistry[EstimatorEntry]):
         step_wide: bool = False,
         group_based: bool = False,
         by_column: bool = False,
+        pooled: bool = False,
     ) -> Callable[[EstimatorFunction], EstimatorFunction]:
         """Decorator: add an estimator under `name`.
 
         `requires` names the fields of AdvantageInputs that must be given. Without `step_wide` the function sees some
-        whole groups at a time, never a part of one. NameTakenError if the name is taken, UnknownNameError if a required
-        input does not exist.
+        whole groups at a time, never a part of one; `pooled` implies it. NameTakenError if the name is taken,
+        UnknownNameError if a required input does not exist.
         """
         needed = frozenset(requires)
         for each in sorted(needed):
@@ -100,9 +104,10 @@ class EstimatorRegistry(OptionsRegistry[EstimatorEntry]):
                 function,
                 options,
                 requires=needed,
-                step_wide=step_wide,
+                step_wide=step_wide or pooled,
                 group_based=group_based,
                 by_column=by_column,
+                pooled=pooled,
             )
             self.add(name, entry)
             return function

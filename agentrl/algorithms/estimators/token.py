@@ -5,7 +5,7 @@ import torch
 from agentrl.algorithms.estimators.inputs import EstimatorInputs
 from agentrl.algorithms.estimators.options import DiscountedOptions, GaeOptions
 from agentrl.algorithms.estimators.registry import register_estimator
-from agentrl.algorithms.estimators.segments import BranchWays, reward_to_go
+from agentrl.algorithms.estimators.rows.segments import BranchWays, reward_to_go
 from agentrl.algorithms.records import Advantages
 
 

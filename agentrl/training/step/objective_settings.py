@@ -69,6 +69,12 @@ class ObjectiveSettings:
         return algorithm.aggregation
 
     @property
+    def drops_zero_variance(self) -> bool:
+        """Whether groups with equal rewards are dropped: as set, or where the estimator gives them no gradient."""
+        given = self.algorithm.drop_zero_variance
+        return not needs(self).equal_groups if given is None else given
+
+    @property
     def norm_length(self) -> int:
         """The constant L of seq_mean_token_sum_norm."""
         return self.algorithm.norm_length or self.response_tokens

@@ -103,7 +103,7 @@ class LocalService:
             rules=FilterRules(
                 void_turns=algorithm.void_turns,
                 accuracy_range=algorithm.accuracy_range,
-                drop_zero_variance=algorithm.drop_zero_variance,
+                drop_zero_variance=self._objective.drops_zero_variance,
             ),
             greedy="greedy_returns" in needs(self._objective).inputs,
             last_step=settings.training.steps,

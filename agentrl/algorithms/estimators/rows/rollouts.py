@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.estimators.segments import Compact
+from agentrl.algorithms.estimators.rows.segments import Compact
 from agentrl.algorithms.records import AdvantageInputs, Advantages
 
 
