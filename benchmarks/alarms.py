@@ -87,7 +87,7 @@ def train(case: str, seed: int, folder: Path, overrides: Iterable[str]) -> RunDi
     plugin = folder / "broken_mask.py"
     plugin.write_text(BROKEN_MASK)
     own = (f"plugins=[{plugin}]", f"runs_dir={folder}", "name=run", f"seed={seed}")
-    command = [sys.executable, "-m", "agentrl.cli", "train", "--env", "simpletir", "--config", "tiny"]
+    command = [sys.executable, "-m", "agentrl.cli", "train", "--env", "simpletir", "--config", "arithmetic"]
     command += [*own, *SHORT, *CASES[case], *overrides]
     subprocess.run(command, check=True, stdout=sys.stderr)
     return RunDirectory(folder / "run")

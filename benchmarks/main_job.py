@@ -67,7 +67,7 @@ def run(tree: Path, policy: Path, folder: Path, steps: int) -> list[dict[str, fl
     """CPU and wall-clock seconds of each step's training after the first, which warms up."""
     folder.mkdir()
     output = folder / "seconds.jsonl"
-    arguments = ["train", "--env", "simpletir", "--config", "tiny", f"model.path={policy}", f"runs_dir={folder}"]
+    arguments = ["train", "--env", "simpletir", "--config", "arithmetic", f"model.path={policy}", f"runs_dir={folder}"]
     arguments += ["name=run", f"training.steps={steps}", "training.deterministic=true", "training.threads=1"]
     arguments += ["coldstart.demonstrations=null", "data.eval=[]", "evaluation.falsified=false"]
     command = [sys.executable, "-c", TIMED, str(output), *arguments]
@@ -80,9 +80,9 @@ def run(tree: Path, policy: Path, folder: Path, steps: int) -> list[dict[str, fl
 
 
 def cold_started(folder: Path) -> Path:
-    """The tiny preset's cold start."""
+    """The cold start of the preset that is trained."""
     policy = folder / "policy"
-    command = [sys.executable, "-m", "agentrl.cli", "coldstart", "--demonstrations", "builtin:arithmetic"]
+    command = [sys.executable, "-m", "agentrl.cli", "coldstart", "--config", "arithmetic"]
     subprocess.run([*command, "--output", str(policy)], cwd=HERE, check=True)
     return policy
 
