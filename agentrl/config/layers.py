@@ -31,6 +31,7 @@ from agentrl_envs.plugins import load_plugins
 from agentrl_envs.registry import ADAPTERS, ENVIRONMENTS, UnknownNameError, did_you_mean
 
 PRESET = "tiny"
+_EMBEDDED = (PRESET, "arithmetic")  # presets for the embedded policy, which give way to what is the user's own
 COMMAND_LINE = "command line"
 _ENV_OPTION = "--env"
 
@@ -85,7 +86,7 @@ def _reasoning_gym(env: str) -> Layer:
 
 def _evaluated(layers: list[Layer], top: Sequence[Override]) -> list[Layer]:
     """The layers, where a preset's ``data.eval`` follows ``data.train``, unless others set ``data.eval``."""
-    presets = {layer.origin for layer in overlay_chain(PRESET)}
+    presets = _origins()
     presets |= {layer.origin for layer in layers if layer.origin.startswith(f"{_ENV_OPTION} ")}
     layers = [_with_own_sources(layer, top) if layer.origin in presets else layer for layer in layers]
     others = [*(layer for layer in layers if layer.origin not in presets), *_command_line(top)]
@@ -149,15 +150,21 @@ def _preset(asked: Mapping[str, object], named: set[str]) -> list[Layer]:
 
 
 def _fitting(layers: list[Layer], asked: Mapping[str, object]) -> list[Layer]:
-    """The layers, where the tiny preset has no settings for SimpleTIR's environment if another one is asked for.
+    """The layers, where the presets for the embedded policy have no settings for SimpleTIR's environment if another one
+    is asked for.
 
-    Nor does it replace demonstrations by direct answers unless they are generated: a user's own stay as they are. Its
+    Nor do they replace demonstrations by direct answers unless they are generated: a user's own stay as they are. Their
     cold start is for the embedded model alone: a model of the user's is trained as it is.
     """
-    preset = {layer.origin for layer in overlay_chain(PRESET)}
+    presets = _origins()
     return [
-        replace(layer, values=_suitable(layer.values, asked)) if layer.origin in preset else layer for layer in layers
+        replace(layer, values=_suitable(layer.values, asked)) if layer.origin in presets else layer for layer in layers
     ]
+
+
+def _origins() -> set[str]:
+    """The files of the presets for the embedded policy."""
+    return {layer.origin for name in _EMBEDDED for layer in overlay_chain(name)}
 
 
 def _suitable(values: Mapping[str, object], asked: Mapping[str, object]) -> dict[str, object]:

@@ -91,10 +91,14 @@ def _of_all(terms: Tensor) -> Tensor:
 
 def _of_others(terms: Tensor) -> Tensor:
     """Sums over the other entries of dimension 1, formed without subtraction: no entry is lost beside a larger one."""
-    before, after = torch.zeros_like(terms), torch.zeros_like(terms)
-    before[:, 1:] = terms[:, :-1].cumsum(1)
-    after[:, :-1] = terms[:, 1:].flip(1).cumsum(1).flip(1)
-    return before + after
+    return _before(terms) + _before(terms.flip(1)).flip(1)
+
+
+def _before(terms: Tensor) -> Tensor:
+    """Sums over the entries of dimension 1 before each."""
+    sums = torch.zeros_like(terms)
+    sums[:, 1:] = running_sum(terms[:, :-1].transpose(1, -1)).transpose(1, -1)
+    return sums
 
 
 def _of_other_groups(terms: Tensor) -> Tensor:

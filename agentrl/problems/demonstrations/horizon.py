@@ -213,7 +213,7 @@ _ALL = (
     *(family(turns) for turns in HORIZONS[2:] for family in (_total, _search)),  # two turns leave one box, one key
 )
 
-DEFAULT_FAMILIES = ("debug_2", "chain_2", "chain_4", "total_4", "search_4")
+DEFAULT_FAMILIES = ("debug_2", "chain_2", "sum_2", "chain_4")
 """Two and four turns: what a tiny policy learns in minutes."""
 
 HORIZON_FAMILIES: Mapping[str, ExerciseFamily] = {family.name: family for family in _ALL}
