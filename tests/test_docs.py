@@ -265,7 +265,7 @@ def test_the_order_of_settings_is_as_described(tmp_path: Path) -> None:
     file.write_text("base: tiny\nrollout: {group_size: 3, problems_per_step: 5}\n")
     settings = load_settings(None, file, ["rollout.group_size=2", "data.train.0.weight=2"])
     assert (settings.rollout.group_size, settings.rollout.problems_per_step) == (2, 5)
-    assert (settings.data.train[0].path, settings.data.train[0].weight) == ("builtin:arithmetic", 2)
+    assert (settings.data.train[0].path, settings.data.train[0].weight) == ("builtin:horizon", 2)
 
 
 def test_every_function_on_the_architecture_page_is_where_the_page_says() -> None:

@@ -111,7 +111,7 @@ def test_lists_take_yaml_and_single_entries() -> None:
 
 def test_a_single_entry_of_the_presets_list_can_be_changed() -> None:
     settings = load_settings(overrides=["data.train.0.limit=5"])
-    assert (settings.data.train[0].path, settings.data.train[0].limit) == ("builtin:arithmetic", 5)
+    assert (settings.data.train[0].path, settings.data.train[0].limit) == ("builtin:horizon", 5)
 
 
 def test_env_decides_how_the_environment_is_validated() -> None:
@@ -144,16 +144,17 @@ def test_the_tiny_preset_replaces_no_demonstration_of_the_user() -> None:
         return cold.direct_share, cold.direct_steps
 
     for given in (None, "tiny"):
-        assert direct(given) == direct(given, "coldstart.demonstrations=formula:mine.jsonl") == (0.5, 50)
+        assert direct(given) == direct(given, "coldstart.demonstrations=formula:mine.jsonl") == (0.7, 60)
         assert direct(given, "coldstart.demonstrations=mine.jsonl") == (0.0, None)
         assert direct(given, "coldstart.demonstrations=mine.jsonl", "coldstart.direct_share=0.3") == (0.3, None)
 
 
-def test_the_tiny_presets_cold_start_is_for_the_embedded_model() -> None:
+@pytest.mark.parametrize(("config", "source"), [("tiny", "builtin:horizon"), ("arithmetic", "builtin:arithmetic")])
+def test_the_presets_cold_start_is_for_the_embedded_model(config: str, source: str) -> None:
     def shown(*overrides: str) -> str | None:
-        return load_settings(config_file="tiny", overrides=overrides).coldstart.demonstrations
+        return load_settings(config_file=config, overrides=overrides).coldstart.demonstrations
 
-    assert shown() == "builtin:arithmetic"
+    assert shown() == source
     assert shown("model.path=OWNER/NAME") is None
     assert shown("model.path=OWNER/NAME", "coldstart.demonstrations=builtin:arithmetic") == "builtin:arithmetic"
 

@@ -13,19 +13,19 @@ def evaluated(settings: Settings) -> list[tuple[str, str, str]]:
     return [(entry.path, entry.split, entry.part) for entry in settings.data.eval]
 
 
-ARITHMETIC = [("builtin:arithmetic", "heldout", "all")]
+HORIZON = [("builtin:horizon", "heldout", "all")]
 
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([], ARITHMETIC),
-        (["data.train.0.limit=5"], ARITHMETIC),
+        ([], HORIZON),
+        (["data.train.0.limit=5"], HORIZON),
         (["data.train.0.path=mine.jsonl"], []),
         (["data.train.0.path=mine.jsonl", "data.train.0.part=train"], [("mine.jsonl", "train", "heldout")]),
         (["data.train=[{path: mine.jsonl}, {path: 'builtin:seeds'}]"], [("builtin:seeds", "heldout", "all")]),
         (["data.train.0.split=heldout"], []),
-        (["data.train.0.path=mine.jsonl", "data.eval.0.limit=5"], ARITHMETIC),
+        (["data.train.0.path=mine.jsonl", "data.eval.0.limit=5"], HORIZON),
         (["data.train.0.path=mine.jsonl", "data.eval=[]"], []),
         (["data.train.0.path=mine.jsonl", "data.eval.0.path=other.jsonl"], [("other.jsonl", "train", "all")]),
         (["data.eval.0.split=test", "data.eval.0.path=owner/name"], [("owner/name", "test", "all")]),

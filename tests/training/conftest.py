@@ -26,7 +26,7 @@ collect_ignore = [
 ]
 """Scripts and modules that are run with this folder on their path."""
 
-SMALL = ["--config", "tiny", "model.tiny.hidden_size=48", "model.tiny.layers=2", "coldstart.count=1024"]
+SMALL = ["--config", "arithmetic", "model.tiny.hidden_size=48", "model.tiny.layers=2", "coldstart.count=1024"]
 DEADLINE = 900.0
 
 _SHORT = [

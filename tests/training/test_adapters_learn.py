@@ -37,7 +37,7 @@ TRAJECTORIES = 5 * 64
 
 def test_adapters_learn_in_twenty_steps(command_line: Any, cold_policy: Path) -> None:
     (command_line.folder / "rewards.py").write_text(REWARD)
-    start = ["--config", "tiny", "--config", "lora", f"model.path={cold_policy}", "--reward", "rewards:ran"]
+    start = ["--config", "arithmetic", "--config", "lora", f"model.path={cold_policy}", "--reward", "rewards:ran"]
     said = command_line.run("train", *start, *SETTINGS)
     assert "training: adapters of 0.04M parameters on 0.12M frozen ones" in said
     rows = [row for row in command_line.metrics("adapted") if "reward/mean" in row]

@@ -113,7 +113,7 @@ def test_generated_demonstrations_do_not_show_the_tools_of_a_class(
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "one_room.py").write_text("class A:\n    def reset(self): ...\n")
     settings = load_settings("one_room:A")
-    message = r"coldstart\.demonstrations=builtin:arithmetic shows nothing of the tools of env=one_room:A: name a JSONL"
+    message = r"coldstart\.demonstrations=builtin:horizon shows nothing of the tools of env=one_room:A: name a JSONL"
     with pytest.raises(SettingsError, match=message):
         read_cold_demonstrations(settings)
     with pytest.raises(SettingsError, match=r"are plain text, but env=one_room:A speaks the chat template"):

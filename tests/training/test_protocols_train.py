@@ -106,7 +106,7 @@ def train(command_line: Any) -> Callable[..., str]:
     (command_line.folder / "rewards.py").write_text(REWARDS)
 
     def run(policy: Path, *arguments: str, code: int = 0) -> str:
-        tiny = ["--config", "tiny", f"model.path={policy}", "rollout.max_prompt_tokens=800"]
+        tiny = ["--config", "arithmetic", f"model.path={policy}", "rollout.max_prompt_tokens=800"]
         lengths = ["rollout.max_response_tokens=200", "name=short"]
         return str(command_line.run("train", *tiny, *lengths, *SHORT, *arguments, code=code))
 
