@@ -12,7 +12,8 @@ from agentrl.algorithms import (
     logit_proxy_energy,
     records,
 )
-from agentrl.algorithms.estimators import energy, segments
+from agentrl.algorithms.estimators import energy
+from agentrl.algorithms.estimators.rows import segments
 from agentrl.kernels.backends.running import running_sum
 
 
