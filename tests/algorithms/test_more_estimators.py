@@ -247,9 +247,6 @@ GROUPS_ALONE = [n for n in ESTIMATORS.names() if ESTIMATORS[n].group_based and n
 
 
 @pytest.mark.parametrize("estimator", [n for n in GROUPS_ALONE if n != "gpg"])
-    "estimator",
-    [n for n in ESTIMATORS.names() if ESTIMATORS[n].group_based and n != "gpg" and not ESTIMATORS[n].pooled],
-)
 def test_in_a_group_of_one_the_advantage_is_the_return(estimator):
     inputs = AdvantageInputs(
         rewards=tensor([[0.25, torch.nan, 0.5], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]),
