@@ -1,8 +1,8 @@
-"""Pictures of a study: scores by step and by sampled tokens, with bands over seeds."""
+"""The picture of a study: scores and rewards by step, with bands over seeds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,34 +10,73 @@ import numpy as np
 
 from agentrl.lab.study.curves import RunCurve, StudyRecord
 from agentrl.lab.study.report import by_variant
+from agentrl.lab.study.settings import StudySettings
 from agentrl.lab.study.statistics import over_seeds
 from agentrl.telemetry.files import atomic_write
 from agentrl.telemetry.plots import CYCLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLUMNS = 4
 
 
 def draw_study(record: StudyRecord, folder: Path) -> list[Path]:
     """Draw ``curves.png`` into ``folder``; nothing if no run has an evaluation."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     if not any(run.scores for run in record.runs):
         return []
-    figure = Figure(figsize=(11.5, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    scores, rewards = figure.subplots(1, 2)
-    for place, (variant, runs) in enumerate(by_variant(record).items()):
-        color, style = CYCLE[place % len(CYCLE)], "-" if place < len(CYCLE) else "--"
-        _band(scores, _score_points(runs), variant, color, style, record.study.resamples)
-        _band(rewards, _reward_points(runs), variant, color, style, record.study.resamples)
-    _dress(scores, "held-out score", "optimizer step")
-    _dress(rewards, "training reward, means of ten steps", "optimizer step")
-    scores.legend(fontsize=8, frameon=False)
+    figure = study_figure(record)
     path = folder / "curves.png"
     atomic_write(path, lambda out: figure.savefig(out, dpi=140, format="png"))
     return [path]
+
+
+def study_figure(record: StudyRecord) -> Figure:
+    """Few variants share one picture; more than there are colours get one each, with the others in grey."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    variants = by_variant(record)
+    rows = -(-len(variants) // COLUMNS)
+    together = len(variants) <= len(CYCLE)
+    figure = Figure(figsize=(11.5, 4.6 if together else 1.2 + 1.9 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    (_together if together else _one_by_one)(figure, variants, record.study)
+    return figure
+
+
+def _together(figure: Figure, variants: Mapping[str, Sequence[RunCurve]], study: StudySettings) -> None:
+    scores, rewards = figure.subplots(1, 2)
+    for (variant, runs), color in zip(variants.items(), CYCLE, strict=False):
+        _band(scores, _score_points(runs), variant, color, study.resamples)
+        _band(rewards, _reward_points(runs), variant, color, study.resamples)
+    _dress(scores, "held-out score")
+    _dress(rewards, "training reward, means of ten steps")
+    for axes in (scores, rewards):
+        axes.set_xlabel("optimizer step")
+    scores.legend(fontsize=8, frameon=False)
+
+
+def _one_by_one(figure: Figure, variants: Mapping[str, Sequence[RunCurve]], study: StudySettings) -> None:
+    baseline = study.baseline or next(iter(variants))
+    panels = figure.subplots(-(-len(variants) // COLUMNS), COLUMNS, sharex=True, sharey=True, squeeze=False).flat
+    means = {variant: _means(_score_points(runs)) for variant, runs in variants.items()}
+    for (variant, runs), axes in zip(variants.items(), panels, strict=False):
+        for steps, values in means.values():
+            axes.plot(steps, values, color="0.85", linewidth=0.8)
+        axes.plot(*means[baseline], color="0.45", linewidth=1.0)
+        _band(axes, _score_points(runs), variant, CYCLE[0], study.resamples)
+        _dress(axes, variant, size=8)
+    for axes in panels:  # those left over
+        axes.set_axis_off()
+    figure.suptitle(f"held-out score; grey: the other variants, dark: {baseline}", fontsize=10, x=0.01, ha="left")
+    figure.supxlabel("optimizer step", fontsize=10)
+
+
+def _means(points: Mapping[int, Sequence[float]]) -> tuple[list[int], list[float]]:
+    steps = sorted(points)
+    return steps, [float(np.mean(points[step])) for step in steps]
 
 
 def _score_points(runs: Sequence[RunCurve]) -> dict[int, list[float]]:
@@ -57,20 +96,19 @@ def _reward_points(runs: Sequence[RunCurve], window: int = 10) -> dict[int, list
     return points
 
 
-def _band(axes: Axes, points: dict[int, list[float]], label: str, color: str, style: str, resamples: int) -> None:
+def _band(axes: Axes, points: Mapping[int, Sequence[float]], label: str, color: str, resamples: int) -> None:
     if not points:
         return
     steps = sorted(points)
     found = [over_seeds(points[step], resamples=min(resamples, 1000)) for step in steps]
-    axes.plot(steps, [item.value for item in found], style, color=color, label=label, linewidth=1.4)
+    axes.plot(steps, [item.value for item in found], color=color, label=label, linewidth=1.4)
     axes.fill_between(
         steps, [item.low for item in found], [item.high for item in found], color=color, alpha=0.15, linewidth=0
     )
 
 
-def _dress(axes: Axes, title: str, label: str) -> None:
-    axes.set_title(title, fontsize=10, loc="left")
-    axes.set_xlabel(label)
+def _dress(axes: Axes, title: str, size: int = 10) -> None:
+    axes.set_title(title, fontsize=size, loc="left")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)
     for side in ("top", "right"):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import stat
 from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 from scipy import stats
 
 from agentrl.cli import check_training
 from agentrl.errors import SettingsError
 from agentrl.lab.study.command import RECORD, read_record, study_command
 from agentrl.lab.study.curves import HeldOutScore, RunCurve, StudyRecord
+from agentrl.lab.study.figure import study_figure
 from agentrl.lab.study.report import markdown
 from agentrl.lab.study.runs import StudyRun, study_runs, train_command
 from agentrl.lab.study.settings import StudySettings, study_of
@@ -257,3 +261,17 @@ def test_a_status_is_what_the_files_say(tmp_path: Path):
     assert run.status == "failed"
     run.files.summary.write_text(json.dumps({}))
     assert run.status == "finished"
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 9, 26])
+def test_every_variant_is_named_inside_the_picture(count: int):
+    names = [f"estimator_{place} learning_rate=0.0001" for place in range(count)]
+    one = study(variants={name: {} for name in names}, baseline=names[-1])
+    figure = study_figure(StudyRecord(agentrl="0", study=one, runs=[curve(name, 0, 0.2, 0.8) for name in names]))
+    figure.canvas.draw()
+    legend = figure.axes[0].get_legend()
+    texts = legend.get_texts() if legend else [text for axes in figure.axes for text in axes.findobj(Text)]
+    boxes = {text.get_text(): text.get_window_extent() for text in texts if text.get_text() in names}
+    assert list(boxes) == names
+    assert not [box for box in boxes.values() if not figure.bbox.contains(*box.p0) or not figure.bbox.contains(*box.p1)]
+    assert not [pair for pair in itertools.combinations(boxes.values(), 2) if Bbox.intersection(*pair)]
