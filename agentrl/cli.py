@@ -267,13 +267,25 @@ def study(
     file: Annotated[Path, typer.Argument(help="study file (YAML), or study.json to report on again", metavar="FILE")],
     output: Annotated[Path | None, _option("DIR", "directory of runs and report; default: runs/NAME")] = None,
     jobs: Annotated[int | None, _option("N", "runs at a time; default: as in FILE", low=1)] = None,
+    baseline: Annotated[
+        str | None, _option("VARIANT", "variant that the others are compared with; default: as in FILE")
+    ] = None,
     retry: Annotated[bool, typer.Option("--retry", help="start failed runs again")] = False,
     report_only: Annotated[bool, typer.Option("--report", help="train nothing; report on what is there")] = False,
 ) -> None:
     """Train a grid of settings and seeds, and compare them with intervals. The same command continues a study."""
     from agentrl.lab.study.command import study_command
 
-    study_command(file, output, jobs=jobs, retry=retry, report_only=report_only, check=check_training, echo=typer.echo)
+    study_command(
+        file,
+        output,
+        jobs=jobs,
+        baseline=baseline,
+        retry=retry,
+        report_only=report_only,
+        check=check_training,
+        echo=typer.echo,
+    )
 
 
 def check_training(configs: list[str], overrides: list[str], env: str) -> None:

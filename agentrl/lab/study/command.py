@@ -28,6 +28,7 @@ def study_command(
     folder: Path | None,
     *,
     jobs: int | None,
+    baseline: str | None,
     retry: bool,
     report_only: bool,
     check: Check,
@@ -39,9 +40,14 @@ def study_command(
     without their folders. Raises SettingsError or WorldError.
     """
     if file.suffix == ".json":
-        _report(read_record(file), folder or file.parent, echo, keep=False)
+        record = read_record(file)
+        if baseline is not None:
+            record = record.model_copy(update={"study": record.study.with_baseline(baseline)})
+        _report(record, folder or file.parent, echo, keep=False)
         return
     study = read_study(file)
+    if baseline is not None:
+        study = study.with_baseline(baseline)
     if jobs is not None:
         study = study.model_copy(update={"jobs": jobs})
     home = folder or Path("runs") / study.name

@@ -59,18 +59,20 @@ def _together(figure: Figure, variants: Mapping[str, Sequence[RunCurve]], study:
 
 
 def _one_by_one(figure: Figure, variants: Mapping[str, Sequence[RunCurve]], study: StudySettings) -> None:
-    baseline = study.baseline or next(iter(variants))
     panels = figure.subplots(-(-len(variants) // COLUMNS), COLUMNS, sharex=True, sharey=True, squeeze=False).flat
     means = {variant: _means(_score_points(runs)) for variant, runs in variants.items()}
-    for (variant, runs), axes in zip(variants.items(), panels, strict=False):
+    for place, ((variant, runs), axes) in enumerate(zip(variants.items(), panels, strict=False)):
         for steps, values in means.values():
             axes.plot(steps, values, color="0.85", linewidth=0.8)
-        axes.plot(*means[baseline], color="0.45", linewidth=1.0)
+        axes.plot(*means[study.compared_with], color="0.45", linewidth=1.0)
         _band(axes, _score_points(runs), variant, CYCLE[0], study.resamples)
         _dress(axes, variant, size=8)
+        axes.tick_params(labelbottom=place + COLUMNS >= len(variants))
     for axes in panels:  # those left over
         axes.set_axis_off()
-    figure.suptitle(f"held-out score; grey: the other variants, dark: {baseline}", fontsize=10, x=0.01, ha="left")
+    figure.suptitle(
+        f"held-out score; grey: the other variants, dark: {study.compared_with}", fontsize=10, x=0.01, ha="left"
+    )
     figure.supxlabel("optimizer step", fontsize=10)
 
 

@@ -16,7 +16,8 @@ def markdown(record: StudyRecord) -> str:
     lines = [f"# {study.name}", "", _what(record), "", *_scores(record)]
     if study.target is not None:
         lines += ["", *_costs(record, study.target)]
-    lines += ["", *_differences(record)]
+    lines += ["", *_differences(record, "Final score", lambda run: run.final)]
+    lines += ["", *_differences(record, "Area", lambda run: run.area)]
     left = [run for run in record.runs if run.status != "finished"]
     if left:
         lines += ["", "## Not finished", "", "| run | seed | state | why |", "|---|---|---|---|"]
@@ -87,15 +88,14 @@ def _costs(record: StudyRecord, target: float) -> list[str]:
     return lines
 
 
-def _differences(record: StudyRecord) -> list[str]:
-    scores = {
-        variant: {run.seed: run.final for run in runs if run.final is not None}
+def _differences(record: StudyRecord, what: str, of: Callable[[RunCurve], float | None]) -> list[str]:
+    values = {
+        variant: {run.seed: value for run in runs if (value := of(run)) is not None}
         for variant, runs in by_variant(record).items()
     }
-    baseline = record.study.baseline or next(iter(scores))
-    found = paired_differences(scores, baseline)
+    found = paired_differences(values, record.study.compared_with)
     lines = [
-        f"## Final score minus that of {baseline}, seed by seed",
+        f"## {what} minus that of {record.study.compared_with}, seed by seed",
         "",
         "Intervals: 95 %, Student's t. p: exact sign-flip test; adjusted by Holm's method over the rows of this table.",
         "",

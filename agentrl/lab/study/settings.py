@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -63,6 +63,15 @@ class StudySettings(BaseModel):
         """What ``config`` names, in order."""
         return [self.config] if isinstance(self.config, str) else list(self.config or [])
 
+    @property
+    def compared_with(self) -> str:
+        """The variant that the others are compared with."""
+        return self.baseline or next(iter(self.all_variants()))
+
+    def with_baseline(self, variant: str) -> StudySettings:
+        """The same study, compared with another variant. Raises SettingsError if there is none of that name."""
+        return study_of({**self.model_dump(), "baseline": variant}, "--baseline")
+
     def all_variants(self) -> Mapping[str, SettingValues]:
         """The settings of every variant, by its name: the named set, then the values of the grid."""
         named: Mapping[str, SettingValues] = self.variants or {"": {}}
@@ -100,5 +109,9 @@ def study_of(content: object, place: str) -> StudySettings:
     try:
         return StudySettings.model_validate(content)
     except ValidationError as error:
-        said = [f"{place}: {'.'.join(map(str, item['loc'])) or 'study'}: {item['msg']}" for item in error.errors()]
+        said = [_one_mistake(place, item["loc"], item["msg"]) for item in error.errors()]
         raise SettingsError("\n".join(said)) from error
+
+
+def _one_mistake(place: str, keys: Sequence[str | int], message: str) -> str:
+    return ": ".join(part for part in (place, ".".join(map(str, keys)), message.removeprefix("Value error, ")) if part)

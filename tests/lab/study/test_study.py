@@ -107,7 +107,8 @@ def fake_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run_study(file: Path, folder: Path, **options: object) -> list[str]:
     said: list[str] = []
-    chosen = {"jobs": None, "retry": False, "report_only": False, "check": check_training} | options
+    usual = {"jobs": None, "baseline": None, "retry": False, "report_only": False, "check": check_training}
+    chosen = usual | options
     study_command(file, folder, echo=said.append, **chosen)
     return said
 
@@ -128,6 +129,12 @@ def test_a_study_keeps_failures_goes_on_and_reports_from_its_record(tmp_path: Pa
     assert "| tir_otb | 2 of 2 | 200 | 16 |" in report
     assert "| grpo | 1 | failed | exit status 1 error: the machine is on fire |" in report
     assert (home / "curves.png").stat().st_size > 10_000
+    other = "\n".join(run_study(home / RECORD, tmp_path / "other", baseline="grpo"))
+    assert "## Final score minus that of tir_otb" in report
+    assert "## Final score minus that of grpo" in other
+    assert "## Area minus that of grpo" in other
+    with pytest.raises(SettingsError, match=r"^--baseline: baseline 'gpro' is no variant; variants: tir_otb, grpo$"):
+        run_study(home / RECORD, None, baseline="gpro")
 
     assert not [line for line in run_study(file, home) if line.endswith("starts")]  # nothing twice, not failures either
     fake_train.write_text(FAKE.replace('sys.exit("error: the machine is on fire")', "pass"))
