@@ -1,12 +1,12 @@
 """compute_advantages: from the rewards of grouped trajectories to one number a token."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from agentrl.algorithms.errors import InvalidInputError
+from agentrl.algorithms.estimators.calls import Calls
 from agentrl.algorithms.estimators.inputs import EstimatorInputs, blocks_of_rows, take_rows
 from agentrl.algorithms.estimators.normalization import Moments, normalize_by_group
 from agentrl.algorithms.estimators.registry import ESTIMATORS, EstimatorEntry
@@ -20,15 +20,16 @@ def compute_advantages(
     estimator: str,
     inputs: AdvantageInputs,
     *,
-    step_sum: Callable[[Tensor], Tensor] | None = None,
+    calls: Calls | None = None,
     **options: object,
 ) -> Advantages:
     """Advantages, returns and baselines [B, T] of the named estimator, detached; 0 off the model tokens.
 
     Sums are in float64; the result is float32, or float64 if the rewards are. Options: the fields of the estimator's
     options record. All trajectories of a group must be in one call; where `estimator_needs(...).step_wide` (whitening,
-    and gpg's c) those of the whole optimizer step, of all ranks. For whitening alone the groups may lie in a call of
-    each rank, if `step_sum` gives the sum of a tensor over these calls; a rank without groups calls with no rows.
+    pooled baselines, and gpg's c) those of the whole optimizer step, of all ranks. For whitening and pooled baselines
+    the groups may lie in a call of each rank, if `calls` brings these together; a rank without groups calls with no
+    rows.
 
     Raises UnknownNameError, InvalidOptionError, MissingInputError, InvalidInputError.
     """
@@ -41,20 +42,19 @@ def compute_advantages(
         inputs = replace(inputs, loss_mask=as_mask("loss_mask", inputs.loss_mask))
     rollouts = RolloutRows.of(inputs)
     if rollouts is None:
-        return _in_blocks(entry, record, inputs, step_sum)
-    return rollouts.split(_in_blocks(entry, record, rollouts.merged(inputs), step_sum))
+        return _in_blocks(entry, record, inputs, calls)
+    return rollouts.split(_in_blocks(entry, record, rollouts.merged(inputs), calls))
 
 
-def _in_blocks(
-    entry: EstimatorEntry, record: object, inputs: AdvantageInputs, step_sum: Callable[[Tensor], Tensor] | None
-) -> Advantages:
+def _in_blocks(entry: EstimatorEntry, record: object, inputs: AdvantageInputs, calls: Calls | None) -> Advantages:
     normalize = getattr(record, "normalize", None)
     dtype = torch.float64 if inputs.rewards.dtype == torch.float64 else torch.float32
     shape, device = inputs.rewards.shape, inputs.rewards.device
     raw = torch.empty(shape, dtype=torch.float64 if normalize == "whiten" else dtype, device=device)
     returns, baselines = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
     blocks = list(blocks_of_rows(inputs))
-    whole = entry.function(EstimatorInputs.of(inputs), record) if entry.step_wide and blocks else None
+    at_once = entry.pooled or (entry.step_wide and blocks)
+    whole = entry.function(EstimatorInputs.of(inputs, calls=calls), record) if at_once else None
     moments = Moments.nothing(raw)
     for rows in blocks:
         block = EstimatorInputs.of(take_rows(inputs, rows), rows)
@@ -67,7 +67,7 @@ def _in_blocks(
         returns[rows] = estimate.returns.to(dtype).masked_fill(~block.mask, 0.0)
         baselines[rows] = estimate.baselines.to(dtype).masked_fill(~block.mask, 0.0)
     if normalize == "whiten":
-        moments = moments if step_sum is None else moments.over_step(step_sum)
+        moments = moments if calls is None else moments.over_step(calls)
         raw = _whiten(raw, inputs.response_mask, moments, blocks, dtype)
     return Advantages(advantages=raw.to(dtype), returns=returns, baselines=baselines)
 

@@ -188,7 +188,7 @@ def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int)
         rewards = torch.zeros_like(inputs.rewards)
         rewards[place, int(siblings[place].positions[-1])] = 1.0
         probe = replace(inputs, rewards=rewards)
-        made = compute_advantages(facts.estimator, probe, step_sum=None, **(facts.estimator_options | neutral))
+        made = compute_advantages(facts.estimator, probe, calls=None, **(facts.estimator_options | neutral))
         found[siblings[place].key] = float(made.baselines[row, int(trajectory.positions[index])])
     return found
 

@@ -35,7 +35,7 @@ def recomputed(
     chosen = [item for item in (step.trajectories if wide else trajectories) if item.tokens is not None]
     order = {key: place for place, key in enumerate(step.rows)}
     chosen.sort(key=lambda item: order[item.key])
-    made = compute_advantages(name, stored_inputs(chosen), step_sum=None, **given)
+    made = compute_advantages(name, stored_inputs(chosen), calls=None, **given)
     return {item.key: _of_row(made, row, item) for row, item in enumerate(chosen)}
 
 

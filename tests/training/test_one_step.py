@@ -49,6 +49,7 @@ CASES = (
     "clip_cov",
     "kl_cov",
     "gpg",
+    "pooled",
     "reinforce_pp",
     "dr_grpo",
     "remax",
@@ -173,6 +174,7 @@ def test_what_the_settings_ask_for_takes_part(alone: Results) -> None:
         "normalized_weights",
         "masks",
         "gpg",
+        "pooled",
         "remax",
         "overlong",
     ):

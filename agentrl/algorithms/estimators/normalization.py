@@ -1,11 +1,11 @@
 """Dividing advantages by their spread: by group (`group_std`) or over all model tokens of the step (`whiten`)."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from agentrl.algorithms.estimators.calls import Calls
 from agentrl.algorithms.estimators.rows.groups import Groups
 
 NORMALIZATIONS = (None, "group_std", "whiten")
@@ -57,11 +57,11 @@ class Moments:
         zero = like.new_zeros(())
         return cls(count=zero, mean=zero, squares=zero)
 
-    def over_step(self, total: Callable[[Tensor], Tensor]) -> "Moments":
-        """Of all parts of the step, `total` being the sum of a tensor over them."""
-        count, moment = total(torch.stack([self.count, self.count * self.mean])).unbind()
+    def over_step(self, calls: Calls) -> "Moments":
+        """Of the parts in all calls of the step."""
+        count, moment = calls.gather(torch.stack([self.count, self.count * self.mean])).sum(0).unbind()
         mean = moment / count.clamp(min=1)
-        squares = total(self.squares + self.count * (self.mean - mean).square())
+        squares = calls.gather(self.squares + self.count * (self.mean - mean).square()).sum(0)
         return Moments(count=count, mean=mean, squares=squares)
 
     def whiten(self, advantages: Tensor, mask: Tensor) -> Tensor:

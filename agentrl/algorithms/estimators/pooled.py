@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from agentrl.algorithms.estimators.calls import Calls
 from agentrl.algorithms.estimators.energy import weighed_energy
 from agentrl.algorithms.estimators.inputs import EstimatorInputs
 from agentrl.algorithms.estimators.optimal import energy_weights
@@ -52,36 +54,53 @@ def tir_otb_pooled(inputs: EstimatorInputs, options: PooledTokenOptions) -> Adva
 
 @dataclass(frozen=True, kw_only=True)
 class _Columns:
-    """What shares a baseline, group by group: [J, N, C], 0 where not valid, returns above the step's lowest."""
+    """What shares a baseline, group by group: [J, N, C], 0 where not valid, returns above the step's lowest.
+
+    C is that of the step's widest call.
+    """
 
     weights: Tensor
     weighted: Tensor  # weights * (G - lowest)
     valid: Tensor
-    lowest: Tensor  # [1, 1, C]
+    lowest: Tensor  # [C]
+    calls: Calls
 
     @classmethod
     def of(cls, inputs: EstimatorInputs, returns: Tensor, weights: Tensor, valid: Tensor) -> _Columns:
         """From [B, C] of the rows."""
-        groups = inputs.groups
-        real = groups.stack(valid) & groups.present.unsqueeze(-1)
-        stacked = groups.stack(returns)
-        lowest = stacked.masked_fill(~real, torch.inf).amin((0, 1), keepdim=True)
+        groups, calls = inputs.groups, inputs.calls
+        missing = int(calls.gather(valid.new_tensor(valid.shape[1], dtype=torch.int64)).max()) - valid.shape[1]
+
+        def stacked(values: Tensor) -> Tensor:
+            return pad(groups.stack(values), (0, missing))
+
+        real = stacked(valid) & groups.present.unsqueeze(-1)
+        here = stacked(returns).masked_fill(~real, torch.inf).flatten(0, 1)
+        least = torch.cat([here, here.new_full((1, here.shape[1]), torch.inf)]).amin(0)
+        lowest = calls.gather(least).amin(0)
         lowest = lowest.masked_fill(lowest == torch.inf, 0.0)
-        positive = groups.stack(weights).masked_fill(~real, 0.0)
-        above = (stacked - lowest).masked_fill(~real, 0.0)
-        return cls(weights=positive, weighted=positive * above, valid=real, lowest=lowest)
+        positive = stacked(weights).masked_fill(~real, 0.0)
+        above = (stacked(returns) - lowest).masked_fill(~real, 0.0)
+        return cls(weights=positive, weighted=positive * above, valid=real, lowest=lowest, calls=calls)
 
     def baselines(self, options: PooledOptions) -> Tensor:
         """b [J, N, C]; meaningless where not valid."""
         count = self.valid.sum(1, keepdim=True)
-        elsewhere = count.sum(0, keepdim=True) - count
+        elsewhere = self.calls.gather(count.sum((0, 1))).sum(0) - count
         prior = options.pool / elsewhere.clamp(min=1).double()
         of_group = _of_others if options.leave_one_out else _of_all
-        total = of_group(self.weights) + prior * _of_other_groups(self.weights)
-        moment = of_group(self.weighted) + prior * _of_other_groups(self.weighted)
+        total = of_group(self.weights) + prior * self._of_other_groups(self.weights)
+        moment = of_group(self.weighted) + prior * self._of_other_groups(self.weighted)
         known = (count - self.valid.long() + elsewhere) > 0
         shared = self.lowest + moment / torch.where(known, total, 1.0)
         return _carried(shared, known)
+
+    def _of_other_groups(self, terms: Tensor) -> Tensor:
+        """Sums over the rows of all other groups of the step, [J, 1, C]."""
+        groups = terms.sum(1)
+        calls = self.calls.gather(groups.sum(0))
+        of_other_calls = _of_others(calls.unsqueeze(0))[0, self.calls.place]
+        return (_of_others(groups.unsqueeze(0))[0] + of_other_calls).unsqueeze(1)
 
 
 def _of_all(terms: Tensor) -> Tensor:
@@ -99,11 +118,6 @@ def _before(terms: Tensor) -> Tensor:
     sums = torch.zeros_like(terms)
     sums[:, 1:] = running_sum(terms[:, :-1].transpose(1, -1)).transpose(1, -1)
     return sums
-
-
-def _of_other_groups(terms: Tensor) -> Tensor:
-    """Sums over the rows of all other groups, [J, 1, C]."""
-    return _of_others(terms.sum(1).unsqueeze(0)).squeeze(0).unsqueeze(1)
 
 
 def _carried(shared: Tensor, known: Tensor) -> Tensor:

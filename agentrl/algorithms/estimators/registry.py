@@ -53,15 +53,15 @@ class EstimatorEntry(Entry[EstimatorFunction]):
     """A registered estimator."""
 
     requires: frozenset[str] = frozenset()  # inputs that it needs whatever its options
-    step_wide: bool = False  # its rule looks beyond a trajectory's own group
+    step_wide: bool = False  # its rule needs all rows of the step in one call
     group_based: bool = False  # its baseline comes from the group's trajectories: groups of one have baseline 0
     by_column: bool = False  # baselines of tokens that branches do not share: branched rollouts get one of the rollout
-    pooled: bool = False  # its baseline comes from the step's other groups, too: those with equal rewards are data
+    pooled: bool = False  # its baseline takes sums over the step's other groups: those with equal rewards are data
 
     def needs(self, record: object) -> EstimatorNeeds:
         """With options as `make_options` gives them."""
         inputs = self.requires | _OF_ENERGY.get(getattr(record, "energy", ""), frozenset())
-        reason = "its rule looks at the groups of the whole step" if self.step_wide else ""
+        reason = "its rule looks at the groups of the whole step" if self.step_wide or self.pooled else ""
         if getattr(record, "normalize", None) == "whiten":
             reason = "whitening takes the mean over the whole step"
         return EstimatorNeeds(inputs=inputs, step_wide=bool(reason), reason=reason, equal_groups=self.pooled)
@@ -91,7 +91,8 @@ class EstimatorRegistry(OptionsRegistry[EstimatorEntry]):
         """Decorator: add an estimator under `name`.
 
         `requires` names the fields of AdvantageInputs that must be given. Without `step_wide` the function sees some
-        whole groups at a time, never a part of one; `pooled` implies it. NameTakenError if the name is taken,
+        whole groups at a time, never a part of one. With `pooled` it sees those of its rank at once, and reaches the
+        others through `inputs.calls`. NameTakenError if the name is taken,
         UnknownNameError if a required input does not exist.
         """
         needed = frozenset(requires)
@@ -104,7 +105,7 @@ class EstimatorRegistry(OptionsRegistry[EstimatorEntry]):
                 function,
                 options,
                 requires=needed,
-                step_wide=step_wide or pooled,
+                step_wide=step_wide,
                 group_based=group_based,
                 by_column=by_column,
                 pooled=pooled,

@@ -296,9 +296,19 @@ class TrainingEngine(Generic[_Module_co]):
             torch.distributed.all_reduce(values, group=self.groups.peers)
         return values
 
-    def total(self, values: Tensor) -> Tensor:
-        """As :meth:`all_reduce`, of a copy."""
-        return self.all_reduce(values.clone())
+    @property
+    def place(self) -> int:
+        """The number of this rank among those with different rows."""
+        return self.groups.replica
+
+    def gather(self, values: Tensor) -> Tensor:
+        """``values`` [...] of every rank with different rows, [ranks, ...]; of one shape everywhere. Collective."""
+        if self.groups.replicas == 1:
+            return values.unsqueeze(0)
+        before_collective()
+        found = [torch.empty_like(values) for _ in range(self.groups.replicas)]
+        torch.distributed.all_gather(found, values.contiguous(), group=self.groups.peers)
+        return torch.stack(found)
 
     def all_reduce_largest(self, values: Tensor) -> Tensor:
         """The largest of each of ``values`` over ranks, in place."""

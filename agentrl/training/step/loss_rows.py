@@ -50,8 +50,8 @@ class LossRowMaker:
     ) -> list[list[LossRows]]:
         """The loss rows of every micro-batch of each update; groups may span micro-batches and ranks. Collective.
 
-        ``homes`` names the rank that receives all rows of a group; an estimator that sees the whole step receives
-        everything on rank 0.
+        ``homes`` names the rank that receives all rows of a group; an estimator that needs the whole step in one
+        call receives everything on rank 0.
         """
         every = [scored for update in updates for scored in update]
         corrections = [
@@ -90,9 +90,7 @@ class LossRowMaker:
         places = [0 if step_wide else homes[group] for group in groups.tolist()]
         masks = [item.response_mask for item in inputs]
         exchange = Exchange(masks, torch.tensor(places).to(groups), group=engine.groups.peers)
-        made = compute_advantages(
-            self._estimator, exchange.there(inputs), step_sum=engine.total, **self._estimator_options
-        )
+        made = compute_advantages(self._estimator, exchange.there(inputs), calls=engine, **self._estimator_options)
         parts = zip(*(exchange.back(values) for values in vars(made).values()), strict=True)
         return [Advantages(**dict(zip(vars(made), part, strict=True))) for part in parts]
 
@@ -177,7 +175,7 @@ def explained_variance(rows: Sequence[LossRows], engine: TrainingEngine[nn.Modul
             if bool(part.response_mask.any())
         ]
         nothing = Moments.nothing(rows[0].returns.double())
-        return reduce(Moments.merge, every, nothing).over_step(engine.total).squares
+        return reduce(Moments.merge, every, nothing).over_step(engine).squares
 
     missed = spread([part.returns - part.scored.values for part in rows if part.scored.values is not None])
     whole = spread([part.returns for part in rows])
