@@ -54,7 +54,7 @@ def _scores(record: StudyRecord) -> list[str]:
     ]
     for variant, runs in by_variant(record).items():
         ended = [run for run in runs if run.status in ("finished", "failed")]
-        starts = [run.scores[0].mean for run in runs if run.scores]
+        starts = [run.scores[0].mean for run in runs if run.final is not None]
         finals = [run.final for run in runs if run.final is not None]
         areas = [run.area for run in runs if run.area is not None]
         collapsed = sum(run.collapsed(record.study.collapse) for run in ended)
