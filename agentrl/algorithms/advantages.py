@@ -53,7 +53,7 @@ def _in_blocks(entry: EstimatorEntry, record: object, inputs: AdvantageInputs, c
     raw = torch.empty(shape, dtype=torch.float64 if normalize == "whiten" else dtype, device=device)
     returns, baselines = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
     blocks = list(blocks_of_rows(inputs))
-    at_once = entry.pooled or (entry.step_wide and blocks)
+    at_once = (entry.pooled and calls is not None) or (bool(blocks) and (entry.pooled or entry.step_wide))
     whole = entry.function(EstimatorInputs.of(inputs, calls=calls), record) if at_once else None
     moments = Moments.nothing(raw)
     for rows in blocks:

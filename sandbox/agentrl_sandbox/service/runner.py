@@ -26,6 +26,7 @@ from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.wire import Frame, FrameBuffer, FrameError, pack
 
 _log = logging.getLogger(__name__)
+_FAREWELL_SECONDS = 5.0  # for a gateway without running requests to hang up
 
 
 async def serve_runner(
@@ -121,6 +122,7 @@ class RunnerService:
         self.hello = hello
         self.gateways: set[GatewayConnection] = set()
         self.changed = asyncio.Event()
+        self.leaving = False
 
     def connection(self) -> GatewayConnection:
         return GatewayConnection(self)
@@ -136,11 +138,23 @@ class RunnerService:
                 return
 
     async def drain(self) -> None:
-        """Tell the gateways to send nothing more, and wait for running requests."""
+        """Tell the gateways to send nothing more, and wait until they have hung up, after their last answers.
+
+        Requests that were on their way are answered, too. A gateway that stays silent is hung up on.
+        """
+        self.leaving = True
         for gateway in self.gateways:
             gateway.send({"op": "leaving"})
-        while tasks := [task for gateway in self.gateways for task in gateway.tasks.values()]:
-            await asyncio.wait(tasks)
+        while self.gateways:
+            tasks = [task for gateway in self.gateways for task in gateway.tasks.values()]
+            self.changed.clear()
+            waiting = [*tasks, asyncio.ensure_future(self.changed.wait())]
+            done, _ = await asyncio.wait(
+                waiting, timeout=None if tasks else _FAREWELL_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
+            waiting[-1].cancel()
+            if not done:
+                break
         for gateway in list(self.gateways):
             gateway.close()
 
@@ -161,6 +175,8 @@ class GatewayConnection(asyncio.Protocol):
         self._service.gateways.add(self)
         self._service.changed.set()
         self.send(self._service.hello)
+        if self._service.leaving:
+            self.send({"op": "leaving"})
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel this gateway's requests and close its sessions."""

@@ -10,6 +10,7 @@ import pytest
 from agentrl_sandbox.call import Call
 from agentrl_sandbox.client import ClosedError, Execution, Outcome
 from agentrl_sandbox.once import Once
+from agentrl_sandbox.service.pool.link import NotSentError, RunnerLink
 from agentrl_sandbox.service.pool.pool import RunnerPool
 
 
@@ -187,6 +188,20 @@ async def test_a_runner_that_leaves_finishes_what_it_has_and_gets_nothing_more(
         assert [(await call).json()["outcome"] for call in calls] == ["ok"] * 4
         assert (await gateway.run("later")).json()["stdout"] == "later"
     assert "later" in new.sandbox.started
+
+
+async def test_a_request_on_its_way_to_a_runner_that_leaves_is_answered(sockets, start_runner):
+    runner = await start_runner("old")
+    link = await RunnerLink.connect(str(sockets / "old.sock"), "old", lambda link: None)
+    header, blobs = Call(program="on its way").frame()
+    call = asyncio.ensure_future(link.request({"op": "execute", **header}, blobs, timeout=5.0))
+    await asyncio.sleep(0)  # it is written, and the runner has not read it
+    assert not runner.sandbox.started
+    await runner.service.drain()
+    assert runner.sandbox.started == ["on its way"]
+    assert (await call).outcome == "ok"
+    with pytest.raises(NotSentError, match="it left"):
+        await link.request({"op": "execute", **header}, blobs, timeout=5.0)
 
 
 async def test_draining_finishes_what_runs_and_refuses_the_rest(gateway, runner, until):

@@ -75,7 +75,7 @@ class RunnerLink(asyncio.Protocol):
 
         Raises NotSentError, RunnerGoneError and FrameError.
         """
-        if self.gone or self._transport is None:
+        if self.gone or self._transport is None or self._transport.is_closing():
             raise NotSentError(self.why_gone)
         identifier = next(self._identifiers)
         frame = pack({**header, "id": identifier}, *blobs)
@@ -131,6 +131,7 @@ class RunnerLink(asyncio.Protocol):
             self.hello.set_result(message)
         elif isinstance(message, Leaving):
             self.leaving = True
+            self._hang_up_if_done()
         elif isinstance(message, Ran) and execution is not None:
             self._answer(message.id, execution)
         elif isinstance(message, SessionMessage | RefusedMessage):
@@ -143,4 +144,11 @@ class RunnerLink(asyncio.Protocol):
         self._timers.pop(identifier).cancel()
         if not future.done():
             future.set_result(answer)
+        self._hang_up_if_done()
         self._on_change(self)
+
+    def _hang_up_if_done(self) -> None:
+        """A runner that leaves waits for this: until then a request may be on its way to it."""
+        if self.leaving and not self._waiting and self._transport is not None:
+            self.why_gone = "it left"
+            self._transport.close()
