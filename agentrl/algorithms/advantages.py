@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.errors import InvalidInputError
-from agentrl.algorithms.estimators.calls import Calls
+from agentrl.algorithms.estimators.calls import ONE_CALL, Calls
 from agentrl.algorithms.estimators.inputs import EstimatorInputs, blocks_of_rows, take_rows
 from agentrl.algorithms.estimators.normalization import Moments, normalize_by_group
 from agentrl.algorithms.estimators.registry import ESTIMATORS, EstimatorEntry
@@ -53,8 +53,9 @@ def _in_blocks(entry: EstimatorEntry, record: object, inputs: AdvantageInputs, c
     raw = torch.empty(shape, dtype=torch.float64 if normalize == "whiten" else dtype, device=device)
     returns, baselines = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
     blocks = list(blocks_of_rows(inputs))
-    at_once = (entry.pooled and calls is not None) or (bool(blocks) and (entry.pooled or entry.step_wide))
-    whole = entry.function(EstimatorInputs.of(inputs, calls=calls), record) if at_once else None
+    takes_part = entry.pooled and calls is not None  # also without rows: the other calls wait for its sums
+    at_once = takes_part or (bool(blocks) and (entry.pooled or entry.step_wide))
+    whole = entry.function(EstimatorInputs.of(inputs, calls=calls or ONE_CALL), record) if at_once else None
     moments = Moments.nothing(raw)
     for rows in blocks:
         block = EstimatorInputs.of(take_rows(inputs, rows), rows)

@@ -1,14 +1,14 @@
 """The inputs of estimators: AdvantageInputs of some rows, checked, and quantities derived from them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from agentrl.algorithms.errors import InvalidInputError, MissingInputError
-from agentrl.algorithms.estimators.calls import Calls, OneCall
+from agentrl.algorithms.estimators.calls import ONE_CALL, Calls
 from agentrl.algorithms.estimators.rows.groups import Groups
 from agentrl.algorithms.estimators.rows.rollouts import MergedInputs
 from agentrl.algorithms.estimators.rows.segments import BranchPaths, BranchWays, Compact, reward_to_go
@@ -28,18 +28,16 @@ class EstimatorInputs:
     given: AdvantageInputs
     groups: Groups
     rows: Tensor  # [B] by which messages name the rows
-    calls: Calls = field(default_factory=OneCall)  # where the step's other groups are
+    calls: Calls = ONE_CALL  # where the step's other groups are
 
     @classmethod
-    def of(
-        cls, inputs: AdvantageInputs, rows: Tensor | None = None, *, calls: Calls | None = None
-    ) -> "EstimatorInputs":
+    def of(cls, inputs: AdvantageInputs, rows: Tensor | None = None, calls: Calls = ONE_CALL) -> "EstimatorInputs":
         """From inputs that `check_shapes` has passed, with boolean masks. Raises InvalidInputError on their values."""
         if rows is None:
             rows = torch.arange(inputs.groups.numel(), device=inputs.groups.device)
         check_rows(inputs.response_mask, rows)
         check_rewards_placed(inputs.rewards, inputs.response_mask, rows)
-        return cls(given=inputs, groups=Groups.of(inputs.groups), rows=rows, calls=calls or OneCall())
+        return cls(given=inputs, groups=Groups.of(inputs.groups), rows=rows, calls=calls)
 
     @property
     def mask(self) -> Tensor:
@@ -154,7 +152,7 @@ class EstimatorInputs:
 
 def take_rows(inputs: AdvantageInputs, rows: Tensor) -> AdvantageInputs:
     """Some rows of the inputs."""
-    given = {item.name: getattr(inputs, item.name) for item in fields(inputs)}
+    given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
     return replace(inputs, **{name: tensor[rows] for name, tensor in given.items() if tensor is not None})
 
 

@@ -41,13 +41,10 @@ def study_command(
     """
     if file.suffix == ".json":
         record = read_record(file)
-        if baseline is not None:
-            record = record.model_copy(update={"study": record.study.with_baseline(baseline)})
+        record = record.model_copy(update={"study": record.study.with_baseline(baseline)})
         _report(record, folder or file.parent, echo, keep=False)
         return
-    study = read_study(file)
-    if baseline is not None:
-        study = study.with_baseline(baseline)
+    study = read_study(file).with_baseline(baseline)
     if jobs is not None:
         study = study.model_copy(update={"jobs": jobs})
     home = folder or Path("runs") / study.name

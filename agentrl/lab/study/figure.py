@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+WIDTH = 11.5  # inches
 COLUMNS = 4
 
 
@@ -38,15 +40,14 @@ def study_figure(record: StudyRecord) -> Figure:
     from matplotlib.figure import Figure
 
     variants = by_variant(record)
-    rows = -(-len(variants) // COLUMNS)
-    together = len(variants) <= len(CYCLE)
-    figure = Figure(figsize=(11.5, 4.6 if together else 1.2 + 1.9 * rows), layout="constrained")
+    figure = Figure(layout="constrained")
     FigureCanvasAgg(figure)
-    (_together if together else _one_by_one)(figure, variants, record.study)
+    (_together if len(variants) <= len(CYCLE) else _one_by_one)(figure, variants, record.study)
     return figure
 
 
 def _together(figure: Figure, variants: Mapping[str, Sequence[RunCurve]], study: StudySettings) -> None:
+    figure.set_size_inches(WIDTH, 4.6)
     scores, rewards = figure.subplots(1, 2)
     for (variant, runs), color in zip(variants.items(), CYCLE, strict=False):
         _band(scores, _score_points(runs), variant, color, study.resamples)
@@ -59,7 +60,9 @@ def _together(figure: Figure, variants: Mapping[str, Sequence[RunCurve]], study:
 
 
 def _one_by_one(figure: Figure, variants: Mapping[str, Sequence[RunCurve]], study: StudySettings) -> None:
-    panels = figure.subplots(-(-len(variants) // COLUMNS), COLUMNS, sharex=True, sharey=True, squeeze=False).flat
+    rows = math.ceil(len(variants) / COLUMNS)
+    figure.set_size_inches(WIDTH, 1.2 + 1.9 * rows)
+    panels = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).flat
     means = {variant: _means(_score_points(runs)) for variant, runs in variants.items()}
     for place, ((variant, runs), axes) in enumerate(zip(variants.items(), panels, strict=False)):
         for steps, values in means.values():

@@ -68,9 +68,9 @@ class StudySettings(BaseModel):
         """The variant that the others are compared with."""
         return self.baseline or next(iter(self.all_variants()))
 
-    def with_baseline(self, variant: str) -> StudySettings:
-        """The same study, compared with another variant. Raises SettingsError if there is none of that name."""
-        return study_of({**self.model_dump(), "baseline": variant}, "--baseline")
+    def with_baseline(self, variant: str | None) -> StudySettings:
+        """The same study, compared with another variant, unless None. Raises SettingsError if there is none such."""
+        return self if variant is None else study_of({**self.model_dump(), "baseline": variant}, "--baseline")
 
     def all_variants(self) -> Mapping[str, SettingValues]:
         """The settings of every variant, by its name: the named set, then the values of the grid."""
