@@ -1,13 +1,14 @@
 """Exact parameter gradients of groups, sum_t A_t grad_theta ln p(y_t) over their rows, and the inner products of these.
 
-One gradient a trajectory is kept, its score s_i = sum_t rho_t grad ln p(y_it). A gradient whose advantages are the same
-at every token of a trajectory is a combination of scores: all that is asked about it follows from the Gram matrix of
-the scores, at no cost. Only the others take a backward pass, one a group.
+One gradient a trajectory is kept, its score s_i = sum_t rho_t grad ln p(y_it); those of trajectories that are alike are
+one. A gradient whose advantages are the same at every token of a trajectory is a combination of scores: all that is
+asked about it follows from the Gram matrix of the scores, at no cost. Only the others take a backward pass, one a
+group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,23 +52,24 @@ class Gradients:
         self.size = sum(item.numel() for item in self._parameters)
         kind = self._parameters[0].dtype
         self._dtype = kind if kind == torch.float64 else torch.float32
-        needed = sample.size * self.size * self._dtype.itemsize
+        distinct, self._place = sample.alike.unique(return_inverse=True)
+        needed = len(distinct) * self.size * self._dtype.itemsize
         if needed > memory:
             raise SettingsError(
-                f"{sample.size} trajectories of a problem and {self.size} parameters: their gradients take "
+                f"{len(distinct)} trajectories of a problem and {self.size} parameters: their gradients take "
                 f"{needed / 2**30:.1f} GiB, of which {memory / 2**30:.1f} are allowed; lower --samples, or take a "
                 "smaller model or adapters (model.lora.rank)"
             )
         width = sample.batch.response_mask.shape[1]
-        self._scores = torch.empty(sample.size, self.size, dtype=self._dtype)
-        for row in range(sample.size):
-            self._scores[row] = self._backward(torch.tensor([row]), [torch.ones(1, width)])[0]
-        self.gram = (self._scores @ self._scores.T).double()  # [S, S]
+        self._scores = torch.empty(len(distinct), self.size, dtype=self._dtype)
+        for score, row in zip(self._scores, distinct, strict=True):
+            score.copy_(self._backward(row.unsqueeze(0), [torch.ones(1, width)])[0])
+        self.gram = (self._scores @ self._scores.T).double()[self._place][:, self._place]  # [S, S]
 
     def products(self, rows: Tensor, advantages: Sequence[Tensor]) -> list[GroupProducts]:
         """For each A [M, N, T] of ``advantages``: of the gradients (1/N) sum_i sum_t A_it rho_it grad ln p_it over the
         groups ``rows`` [M, N]."""
-        sums = [_RunningProducts(self._scores, self.gram) for _ in advantages]
+        sums = [_RunningProducts(self.gram) for _ in advantages]
         for group, chosen in enumerate(rows):
             mask = self._sample.batch.response_mask[chosen]
             left: dict[int, Tensor] = {}
@@ -78,10 +80,10 @@ class Gradients:
                 else:
                     sums[place].add_scores(chosen, constant.double() / len(chosen))
             for places, gradient in self._token_gradients(chosen, left, mask):
-                products = (self._scores @ gradient).double(), gradient.square().sum().double()
+                products = self._with_scores(gradient), gradient.square().sum().double()
                 for place in places:
                     sums[place].add(gradient, *products)
-        return [item.result() for item in sums]
+        return [item.result(self._with_scores) for item in sums]
 
     def hidden(self, rows: Tensor) -> Tensor:
         """States [n, D] of the model tokens of ``rows`` in row-major order."""
@@ -89,6 +91,10 @@ class Gradients:
             _, states = self._forward(rows, keep_hidden=True)
         assert states is not None  # asked for
         return states
+
+    def _with_scores(self, gradient: Tensor) -> Tensor:
+        """[S] <g, s_i>."""
+        return (self._scores @ gradient).double()[self._place]
 
     def _token_gradients(
         self, rows: Tensor, advantages: dict[int, Tensor], mask: Tensor
@@ -118,15 +124,16 @@ class Gradients:
         return statistics.log_probs, hidden
 
     def _backward(self, rows: Tensor, advantages: Sequence[Tensor]) -> list[Tensor]:
-        """One forward of the rows, one backward for each A."""
-        mask = self._sample.batch.response_mask[rows]
-        log_probs, _ = self._forward(rows, keep_hidden=False)
+        """One forward of the rows that differ, one backward for each A."""
+        distinct, place = self._sample.alike[rows].unique(return_inverse=True)
+        mask = self._sample.batch.response_mask[distinct]
+        log_probs, _ = self._forward(distinct, keep_hidden=False)
         ratios = self._sample.importance_weights
         results = []
-        for place, values in enumerate(advantages):
+        for number, values in enumerate(advantages):
             weighed = values if ratios is None else values * ratios[rows]
-            weights = weighed[mask].to(log_probs.dtype)
-            last = place == len(advantages) - 1
+            weights = weighed.new_zeros(mask.shape).index_add_(0, place, weighed)[mask].to(log_probs.dtype)
+            last = number == len(advantages) - 1
             parts = torch.autograd.grad(log_probs, self._parameters, weights, retain_graph=not last)
             results.append(torch.cat([part.flatten().to(self._dtype) for part in parts]))
         return results
@@ -135,8 +142,8 @@ class Gradients:
 class _RunningProducts:
     """The products of groups that come one by one, each as a vector or as coefficients of scores."""
 
-    def __init__(self, scores: Tensor, gram: Tensor) -> None:
-        self._scores, self._gram = scores, gram
+    def __init__(self, gram: Tensor) -> None:
+        self._gram = gram
         self._with_scores: list[Tensor] = []
         self._squared: list[Tensor] = []
         self._coefficients = torch.zeros(len(gram), dtype=torch.float64)
@@ -154,10 +161,10 @@ class _RunningProducts:
         self._with_scores.append(with_scores)
         self._squared.append(squared)
 
-    def result(self) -> GroupProducts:
+    def result(self, with_scores: Callable[[Tensor], Tensor]) -> GroupProducts:
         total = self._coefficients @ self._gram @ self._coefficients
         if self._vector is not None:
-            total = total + 2 * (self._coefficients @ (self._scores @ self._vector).double())
+            total = total + 2 * (self._coefficients @ with_scores(self._vector))
             total = total + self._vector.square().sum().double()
         return GroupProducts(
             with_scores=torch.stack(self._with_scores), squared=torch.stack(self._squared), sum_squared=total

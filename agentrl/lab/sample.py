@@ -31,6 +31,7 @@ class ProblemSample:
     cross_energy: Tensor  # [S, T] sum_{k <= t} max(0, <delta_k, delta_t>)
     trajectory_energy: Tensor  # [S] exact
     greedy_return: float
+    alike: Tensor  # [S] the first trajectory with the same tokens: all but the reward is computed once for these
     importance_weights: Tensor | None = None  # [S, T] rho, 0 where rejected; None: the policy itself has sampled
 
     @property
@@ -73,28 +74,47 @@ def look_at(
     and are inside of every energy.
     """
     batch = Batch.from_trajectories(group.trajectories, pad_id=pad_id)
-    blocks = list(row_blocks(batch, budget))
-    tokens = {name: torch.zeros(batch.response_mask.shape) for name in _OF_ONE_TOKEN}
+    alike = _alike(batch, weighed=correction is not None)
+    distinct, place = alike.unique(return_inverse=True)
+    own = Batch.from_trajectories([group.trajectories[row] for row in distinct.tolist()], pad_id=pad_id)
+    blocks = list(row_blocks(own, budget))
+    tokens = {name: torch.zeros(own.response_mask.shape) for name in _OF_ONE_TOKEN}
     for rows in blocks:
-        mask = batch.response_mask[rows]
+        mask = own.response_mask[rows]
         with torch.no_grad():
-            statistics, _ = _statistics(policy, batch, rows, temperature)
+            statistics, _ = _statistics(policy, own, rows, temperature)
         found = {**vars(statistics), "token_energy": statistics.energy}
         for name, values in tokens.items():
             values[rows] = scatter_tokens(found[name].float(), mask)
+    tokens = {name: values[place] for name, values in tokens.items()}
     ratios = None
     if correction is not None:
         corrected = rollout_correction(tokens["log_probs"], batch.rollout_log_probs, batch.response_mask, **correction)
         ratios = corrected.importance_weights
+    of_distinct = None if ratios is None else ratios[distinct]
+    energies = [_energies(policy, own, rows, temperature, of_distinct) for rows in blocks]
+    cross_energies = [_cross_energies(policy, own, rows, temperature, of_distinct) for rows in blocks]
     return ProblemSample(
         name=group.problem.id,
         batch=batch,
-        trajectory_energy=torch.cat([_energies(policy, batch, rows, temperature, ratios) for rows in blocks]),
-        cross_energy=torch.cat([_cross_energies(policy, batch, rows, temperature, ratios) for rows in blocks]),
+        trajectory_energy=torch.cat(energies)[place],
+        cross_energy=torch.cat(cross_energies)[place],
         greedy_return=greedy_return,
+        alike=alike,
         importance_weights=ratios,
         **tokens,
     )
+
+
+def _alike(batch: Batch, *, weighed: bool) -> Tensor:
+    """[S] the first row of the same tokens and origins, and if ``weighed`` sampled with the same probabilities."""
+    parts = [batch.prompt_lengths.unsqueeze(-1), batch.input_ids, batch.response_mask]
+    if weighed:
+        parts.append(batch.rollout_log_probs.view(torch.int32))
+    names, number = torch.cat([part.long() for part in parts], dim=-1).unique(dim=0, return_inverse=True)
+    rows = torch.arange(len(number))
+    first = rows.new_zeros(len(names)).scatter_reduce(0, number, rows, "amin", include_self=False)
+    return first[number]
 
 
 def _statistics(

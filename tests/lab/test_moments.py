@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -154,7 +155,7 @@ def test_products_are_those_of_gradients_of_single_tokens(weighed: bool) -> None
     rows = torch.tensor([[5, 0, 3], [1, 2, 7]])
     shape = (2, 3, sample.batch.response_mask.shape[1])
     ratios = torch.rand(8, shape[-1], generator=draw) + 0.5 if weighed else None
-    sample = replace(sample, importance_weights=ratios)
+    sample = replace(sample, importance_weights=ratios, alike=torch.arange(8))
     by_token = torch.randn(shape, generator=draw)
     by_row = torch.randn(2, 3, 1, generator=draw).expand(shape).clone()
     mixed = torch.stack([by_token[0], by_row[1]])
@@ -196,6 +197,38 @@ def test_adapters_are_measured_alone_and_importance_weights_stand_inside_of_ener
     given = inputs_of([sample], [torch.tensor([[0, 2]])]).importance_weights
     assert given is not None
     assert torch.equal(given, ratios[[0, 2]])
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+def test_trajectories_that_are_alike_are_computed_once(weighed: bool) -> None:
+    """Of eight, four have the tokens of an earlier one. Where the sampler's probabilities count, one of these differs
+    in them; one more differs in what the model wrote of its tokens."""
+    policy = make_policy(vocabulary=7).double()
+    one, two, three, both = ((1, 2), (3,)), ((4,),), ((5, 6),), ((1, 2, 0, 3),)
+    written: list[tuple[tuple[int, ...], ...]] = [one, two, one, two, both, three, two, three]
+    rows = [make_trajectory(row, turns, float(row % 3 == 0)) for row, turns in enumerate(written)]
+    rows[7] = replace(rows[7], segments=(replace(rows[7].segments[0], log_probs=(-1.0, -2.0)),))
+    look = partial(look_at, policy, pad_id=0, temperature=0.8, budget=64, greedy_return=0.0,
+                   correction={"weights": "token"} if weighed else None)  # fmt: skip
+    sample = look(make_group(rows))
+    assert sample.alike.tolist() == [0, 1, 0, 1, 4, 5, 1, 7 if weighed else 5]
+    everyone = replace(sample, alike=torch.arange(8))
+    groups = torch.tensor([[0, 2, 4, 5], [1, 3, 6, 7]])
+    given = [torch.randn(2, 4, sample.batch.response_mask.shape[1], generator=torch.Generator().manual_seed(1))]
+    found, wanted = (Gradients(policy, item, temperature=0.8, memory=KEEP) for item in (sample, everyone))
+    torch.testing.assert_close(found.gram, wanted.gram, rtol=1e-5, atol=1e-5)
+    for own, whole in zip(found.products(groups, given), wanted.products(groups, given), strict=True):
+        torch.testing.assert_close(vars(own), vars(whole), rtol=1e-5, atol=1e-5)
+    for row, trajectory in enumerate(rows):
+        alone = look(make_group([trajectory]))
+        width = alone.log_probs.shape[1]
+        torch.testing.assert_close(sample.trajectory_energy[row], alone.trajectory_energy[0])
+        for name in ("log_probs", "token_energy", "cross_energy", "hidden_norm_squared", "sum_pi_squared"):
+            torch.testing.assert_close(getattr(sample, name)[row, :width], getattr(alone, name)[0])
+    passes: list[int] = []
+    policy.register_forward_pre_hook(lambda _, given: passes.append(len(given[0])))
+    Gradients(policy, sample, temperature=0.8, memory=KEEP).products(groups, given)
+    assert passes == [1] * (5 if weighed else 4) + [3, 2]
 
 
 def test_gradients_that_need_more_memory_than_is_allowed_are_refused() -> None:
