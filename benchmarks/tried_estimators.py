@@ -1,0 +1,83 @@
+"""Baselines that were tried against `tir_otb` and left out. docs/variance.md has what they gave.
+
+agentrl variance plugins=[benchmarks/tried_estimators.py] --estimators rloo,otb_shrunk:trust=4,otb_smoothed:reach=8
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms import Advantages, EstimatorInputs, TokenBaselineOptions, register_estimator
+from agentrl.algorithms.estimators.baselines import Columns, column_baselines
+from agentrl.algorithms.estimators.energy import weighed_energy
+from agentrl.algorithms.estimators.optimal import energy_weights
+from agentrl.algorithms.estimators.scalar import weighted_means
+from agentrl.algorithms.registry import option
+from agentrl.algorithms.validation import check_positive
+from agentrl.kernels.backends.running import running_sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShrunkOptions(TokenBaselineOptions):
+    """Options of `otb_shrunk`."""
+
+    trust: float = option(4.0, check_positive)  # contributors at which both baselines count the same
+
+
+@register_estimator("otb_shrunk", options=ShrunkOptions, group_based=True)
+def otb_shrunk(inputs: EstimatorInputs, options: ShrunkOptions) -> Advantages:
+    """A_k = G_k - (n_k b_k + c b) / (n_k + c): `tir_otb`'s b_k, the fewer its n_k contributors the nearer to `ogb`'s b.
+
+    c = `trust`. With outcome rewards only: b is a mean of returns.
+    """
+    energies = weighed_energy(inputs, options.energy)
+    by_index, count = _baselines(inputs, energy_weights(inputs, running_sum(energies), options), options)
+    whole = energy_weights(inputs, energies.sum(-1, keepdim=True), options).squeeze(-1)
+    of_all = weighted_means(inputs, whole, leave_one_out=options.leave_one_out).unsqueeze(-1)
+    shared = (count * by_index + options.trust * of_all) / (count + options.trust)
+    return _advantages(inputs, shared, options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmoothedOptions(TokenBaselineOptions):
+    """Options of `otb_smoothed`."""
+
+    reach: float = option(8.0, check_positive)  # model tokens after which a token's energy counts 1/e
+
+
+@register_estimator("otb_smoothed", options=SmoothedOptions, group_based=True)
+def otb_smoothed(inputs: EstimatorInputs, options: SmoothedOptions) -> Advantages:
+    """As `otb_isolated` with energies smoothed over the index: sum_j e^(-|j-k|/h) w_j / sum_j e^(-|j-k|/h).
+
+    h = `reach`. Between `otb_isolated` (h = 0) and the same weight at every index (h large).
+    """
+    layout = inputs.layout
+    compact, exists = layout.gather(weighed_energy(inputs, options.energy)), layout.valid.double()
+    place = torch.arange(compact.shape[1])
+    near = torch.exp(-(place - place.unsqueeze(-1)).abs() / options.reach).double()
+    smooth = layout.scatter((compact @ near) / (exists @ near).clamp(min=1e-12))
+    shared, _ = _baselines(inputs, energy_weights(inputs, smooth, options), options)
+    return _advantages(inputs, shared, options)
+
+
+def _baselines(inputs: EstimatorInputs, weights: Tensor, options: TokenBaselineOptions) -> tuple[Tensor, Tensor]:
+    """Baselines [B, K] by compact index, and how many of the group's trajectories contribute to each."""
+    layout, groups = inputs.layout, inputs.groups
+    column_returns, column_weights, valid = layout.columns(inputs.returns(options.gamma), weights)
+    columns = Columns(
+        returns=groups.stack(column_returns),
+        weights=groups.stack(column_weights),
+        valid=groups.stack(valid) & groups.present.unsqueeze(-1),
+        sizes=groups.sizes,
+    )
+    shared = column_baselines(columns, tail=options.tail, leave_one_out=options.leave_one_out)
+    return groups.unstack(shared), groups.unstack(columns.valid.sum(1, keepdim=True))
+
+
+def _advantages(inputs: EstimatorInputs, shared: Tensor, options: TokenBaselineOptions) -> Advantages:
+    returns = inputs.returns(options.gamma)
+    baselines = inputs.layout.scatter(shared)
+    return Advantages(advantages=returns - baselines, returns=returns, baselines=baselines)
