@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from agentrl.errors import SettingsError
 
 Scalar = str | int | float | bool | None
-SettingValues = dict[str, Scalar | list[Scalar]]
+SettingValues = dict[str, JsonValue]
 _OWN = ("seed", "name", "runs_dir")  # of every run, set by the study
 
 
