@@ -66,7 +66,7 @@ def test_a_mistake_in_a_study_is_named(values: dict[str, object], said: str):
 
 
 def test_runs_go_seed_by_seed_and_name_their_settings(tmp_path: Path):
-    one = study(grid=GRID, config="tiny", settings={"training.steps": 5})
+    one = study(grid=GRID, config="tiny", settings={"training.steps": 5, "data.train": [{"path": "p.jsonl"}]})
     runs = study_runs(one, tmp_path)
     assert [run.seed for run in runs] == [0] * 4 + [1] * 4
     assert len({run.folder for run in runs}) == 8
@@ -74,6 +74,7 @@ def test_runs_go_seed_by_seed_and_name_their_settings(tmp_path: Path):
     assert "--resume" not in command
     assert command[command.index("--config") + 1] == "tiny"
     assert {'algorithm.estimator="grpo"', "rollout.group_size=16", "training.steps=5", "seed=1"} <= set(command)
+    assert 'data.train=[{"path": "p.jsonl"}]' in command
 
 
 FAKE = """#!/usr/bin/env python3
