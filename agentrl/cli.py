@@ -275,17 +275,19 @@ def study(
 ) -> None:
     """Train a grid of settings and seeds, and compare them with intervals. The same command continues a study."""
     from agentrl.lab.study.command import study_command
+    from agentrl.training.run.signals import sigterm_as_ctrl_c
 
-    study_command(
-        file,
-        output,
-        jobs=jobs,
-        baseline=baseline,
-        retry=retry,
-        report_only=report_only,
-        check=check_training,
-        echo=typer.echo,
-    )
+    with sigterm_as_ctrl_c():
+        study_command(
+            file,
+            output,
+            jobs=jobs,
+            baseline=baseline,
+            retry=retry,
+            report_only=report_only,
+            check=check_training,
+            echo=typer.echo,
+        )
 
 
 def check_training(configs: list[str], overrides: list[str], env: str) -> None:

@@ -59,15 +59,25 @@ def main() -> None:
 
 
 def keep(source: Path, target: Path) -> None:
-    """Copy a measurement without the trajectories that only pictures of it need."""
+    """Copy a measurement, moments to four digits, without the trajectories that only pictures of it need."""
     results = MeasurementFiles(source)
     settings, lines = results.settings(), results.lines()
     target.mkdir(parents=True, exist_ok=True)
     (target / PROBLEMS).unlink(missing_ok=True)
     (target / SETTINGS).write_bytes(json_line({**settings, "model": source.name, "behaviour": None}))
-    text = b"".join(json_line({**line, "energies": None, "shown": None}) for line in lines)
+    text = b"".join(
+        json_line({**line, "moments": shortened(line["moments"]), "energies": None, "shown": None}) for line in lines
+    )
     atomic_write(target / PROBLEMS, lambda out: out.write(text))
     print(f"kept: {len(lines)} problems in {target}")
+
+
+def shortened(moments: dict[str, dict[str, list[float | None]]] | None) -> object:
+    """The moments of a line to four digits."""
+    return moments and {
+        size: {label: [value and float(f"{value:.4g}") for value in values] for label, values in found.items()}
+        for size, found in moments.items()
+    }
 
 
 def print_study(name: str, played: Sequence[ProblemLine], problems: Sequence[Measured], lines: Sequence[Line]) -> None:

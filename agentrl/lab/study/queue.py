@@ -17,31 +17,40 @@ Report = Callable[[StudyRun, str], None]
 def work_off(study: StudySettings, runs: Sequence[StudyRun], *, retry: bool, report: Report) -> None:
     """Start or continue every run that is not finished; ``retry`` also those that failed.
 
-    A run that fails is noted and the next one starts. KeyboardInterrupt reaches the running ones too, which save a
+    A run that fails is noted and the next one starts. At KeyboardInterrupt the running ones are told to stop and save a
     checkpoint; the same call continues them.
     """
     open_runs = [run for run in runs if run.status != "finished" and (retry or run.status != "failed")]
     stop = Event()
+    running: set[subprocess.Popen[bytes]] = set()
     with ThreadPoolExecutor(study.jobs) as pool:
-        waiting = [pool.submit(_work, study, run, stop, report) for run in open_runs]
+        waiting = [pool.submit(_work, study, run, stop, running, report) for run in open_runs]
         try:
             for future in waiting:
                 future.result()
         except BaseException:
             stop.set()
+            for process in list(running):
+                process.terminate()
             raise
 
 
-def _work(study: StudySettings, run: StudyRun, stop: Event, report: Report) -> None:
+def _work(
+    study: StudySettings, run: StudyRun, stop: Event, running: set[subprocess.Popen[bytes]], report: Report
+) -> None:
     if stop.is_set():
         return
     run.log.parent.mkdir(parents=True, exist_ok=True)
     run.failure.unlink(missing_ok=True)
     report(run, "goes on" if run.status == "interrupted" else "starts")
     with run.log.open("ab") as log:
-        code = subprocess.run(
-            train_command(study, run), stdout=log, stderr=subprocess.STDOUT, check=False, env=_environment(study.jobs)
-        ).returncode
+        command, environment = train_command(study, run), _environment(study.jobs)
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        running.add(process)
+        if stop.is_set():  # set before the process was known
+            process.terminate()
+        code = process.wait()
+        running.discard(process)
     if run.status == "finished":
         report(run, "finished")
     elif not stop.is_set() and code not in (130, -2):

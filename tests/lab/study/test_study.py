@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import stat
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -191,6 +194,40 @@ def test_a_run_that_was_cut_off_is_resumed(tmp_path: Path, fake_train: Path):
     (begun / "config.yaml").write_text("{}")
     assert "tir_otb-seed-0: goes on" in run_study(file, home)
     assert (home / "logs/tir_otb-seed-0.log").read_text() == "resumed\n"
+
+
+PATIENT = """#!/usr/bin/env python3
+import json, pathlib, signal, sys, time
+given = dict(item.split("=", 1) for item in sys.argv[1:] if "=" in item)
+folder = pathlib.Path(json.loads(given["runs_dir"])) / json.loads(given["name"])
+folder.mkdir(parents=True, exist_ok=True)
+def stop(number, frame):
+    (folder / "saved").write_text("")
+    sys.exit(130)
+signal.signal(signal.SIGTERM, stop)
+(folder / "config.yaml").write_text("{}")
+time.sleep(60)
+"""
+STUDY = "import sys; from agentrl.cli import main; sys.executable = sys.argv.pop(1); main()"
+
+
+def test_a_study_that_is_told_to_stop_passes_it_on_to_its_runs(tmp_path: Path):
+    """As `kill`, a job scheduler or a supervisor does it: the signal reaches the study alone."""
+    train, file, home = tmp_path / "train", tmp_path / "study.yaml", tmp_path / "runs"
+    train.write_text(PATIENT)
+    train.chmod(0o755)
+    file.write_text("name: s\nseeds: [0, 1, 2]\njobs: 2\ngrid: {algorithm.estimator: [tir_otb]}\n")
+    command = [sys.executable, "-c", STUDY, str(train), "study", str(file), "--output", str(home)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while len(list(home.glob("*/config.yaml"))) < 2:
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    said, _ = process.communicate(timeout=50)
+    assert process.returncode == 130, said
+    assert len(list(home.glob("*/saved"))) == 2
+    assert not (home / "tir_otb-seed-2").exists()
+    assert not list(home.glob("logs/*.failed"))
 
 
 def test_other_settings_under_the_same_name_are_refused(tmp_path: Path, fake_train: Path):
