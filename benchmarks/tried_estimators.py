@@ -14,9 +14,11 @@ from agentrl.algorithms import Advantages, EstimatorInputs, TokenBaselineOptions
 from agentrl.algorithms.estimators.baselines import Columns, column_baselines
 from agentrl.algorithms.estimators.energy import weighed_energy
 from agentrl.algorithms.estimators.optimal import energy_weights
+from agentrl.algorithms.estimators.options import PooledOptions
+from agentrl.algorithms.estimators.pooled import of_others
 from agentrl.algorithms.estimators.scalar import weighted_means
 from agentrl.algorithms.registry import option
-from agentrl.algorithms.validation import check_positive
+from agentrl.algorithms.validation import check_positive, check_range
 from agentrl.kernels.backends.running import running_sum
 
 
@@ -81,3 +83,45 @@ def _advantages(inputs: EstimatorInputs, shared: Tensor, options: TokenBaselineO
     returns = inputs.returns(options.gamma)
     baselines = inputs.layout.scatter(shared)
     return Advantages(advantages=returns - baselines, returns=returns, baselines=baselines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PooledTokenOptions(PooledOptions):
+    """Options of `tir_otb_pooled`."""
+
+    gamma: float = option(1.0, check_range, 0.0, 1.0)  # discount a model token
+
+
+@register_estimator("tir_otb_pooled", options=PooledTokenOptions, pooled=True, group_based=True)
+def tir_otb_pooled(inputs: EstimatorInputs, options: PooledTokenOptions) -> Advantages:
+    """As `ogb_pooled` at every compact index k, W_k and G_k as in `tir_otb`; sums and P over trajectories with K > k.
+
+    Alone in the step at k: the baseline of the last index that is shared, 0 if there is none. On one rank only.
+    """
+    layout, groups = inputs.layout, inputs.groups
+    returns = inputs.returns(options.gamma)
+    weights = energy_weights(inputs, running_sum(weighed_energy(inputs, options.energy)), options)
+    column_returns, positive, valid = (groups.stack(item) for item in layout.columns(returns, weights))
+    real = valid & groups.present.unsqueeze(-1)
+    lowest = column_returns.masked_fill(~real, torch.inf).flatten(0, 1).amin(0)
+    lowest = lowest.masked_fill(lowest == torch.inf, 0.0)
+    positive = positive.masked_fill(~real, 0.0)
+    count = real.sum(1, keepdim=True)
+    elsewhere = count.sum(0) - count
+    prior = options.pool / elsewhere.clamp(min=1).double()
+
+    def expected(terms: Tensor) -> Tensor:
+        own = _others(terms, 1) if options.leave_one_out else terms.sum(1, keepdim=True).expand_as(terms)
+        return own + prior * _others(terms.sum(1, keepdim=True), 0)
+
+    total = expected(positive)
+    moment = expected(positive * (column_returns - lowest).masked_fill(~real, 0.0))
+    known = count - real.long() + elsewhere > 0
+    shared = lowest + moment / torch.where(known, total, 1.0)
+    last = torch.where(known, torch.arange(shared.shape[-1]), -1).cummax(-1).values
+    baselines = layout.scatter(groups.unstack(shared.gather(-1, last.clamp(min=0)).masked_fill(last < 0, 0.0)))
+    return Advantages(advantages=returns - baselines, returns=returns, baselines=baselines)
+
+
+def _others(terms: Tensor, dimension: int) -> Tensor:
+    return of_others(terms.movedim(dimension, -1)).movedim(-1, dimension)

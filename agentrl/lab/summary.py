@@ -13,7 +13,7 @@ from agentrl.lab.measure import GradientMoments, ProblemMoments
 from agentrl.lab.results import Energies
 
 Floats = NDArray[np.float64]
-OPTIMAL = ("otb", "tir_otb", "otb_isolated", "otb_total", "otb_cross", "tir_otb_pooled")
+OPTIMAL = ("otb", "tir_otb", "otb_isolated", "otb_total", "otb_cross")
 
 
 @dataclass(frozen=True, kw_only=True)

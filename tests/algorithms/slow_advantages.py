@@ -18,7 +18,6 @@ Options = dict[str, object]
 
 SCALAR = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "remax", "gpg", "opo", "ogb", "eob")
 BY_INDEX = ("otb", "tir_otb", "otb_isolated", "otb_total", "otb_cross")
-POOLED = ("ogb_pooled", "tir_otb_pooled")
 DEFAULTS: Options = {
     "gamma": 1.0,
     "lam": 1.0,
@@ -172,33 +171,20 @@ class Slow:
                 result[i][k] = Fraction() if len(self.group[i]) == 1 else baseline
         return result
 
-    def pooled(self, name: str) -> list[Row]:
-        """b of the estimators that count the step's other groups as `pool` more trajectories."""
-        pool, returns = self.number("pool"), self.returns()
-        if name == "tir_otb_pooled":
-            weights = self.token_weights("tir_otb")
-        else:
-            weights = [[w] * max(self.lengths) for w in self.trajectory_weights("ogb")]
-            returns = [[total] * max(self.lengths) for total in self.totals]
+    def pooled(self) -> list[Row]:
+        """b of the estimator that counts the step's other groups as `pool` more trajectories."""
+        weights = self.trajectory_weights("ogb")
 
-        def one(i: int, k: int) -> Fraction | None:
-            there = [j for j in self.rows if len(weights[j]) > k]
-            own = [j for j in there if j in self.group[i] and (j != i or not self.options["leave_one_out"])]
-            other = [j for j in there if j not in self.group[i]]
-            if there == [i]:
-                return None
-            shares = {**dict.fromkeys(own, Fraction(1)), **{j: pool / len(other) for j in other}}
-            total = sum(share * weights[j][k] for j, share in shares.items())
-            return sum(share * weights[j][k] * returns[j][k] for j, share in shares.items()) / total
+        def one(i: int) -> Fraction:
+            own = [j for j in self.group[i] if j != i or not self.options["leave_one_out"]]
+            other = [j for j in self.rows if j not in self.group[i]]
+            if len(self.rows) == 1:
+                return Fraction()
+            shares = {**dict.fromkeys(own, Fraction(1)), **{j: self.number("pool") / len(other) for j in other}}
+            total = sum(share * weights[j] for j, share in shares.items())
+            return sum(share * weights[j] * self.totals[j] for j, share in shares.items()) / total
 
-        result = []
-        for i in self.rows:
-            row: Row = []
-            for k in range(self.lengths[i]):
-                known = one(i, k)
-                row.append(known if known is not None else row[-1] if row else Fraction())
-            result.append(row)
-        return result
+        return [[one(i)] * self.lengths[i] for i in self.rows]
 
     def gae(self) -> list[Row]:
         gamma, lam, values = self.number("gamma"), self.number("lam"), self.tokens("values")
@@ -271,8 +257,8 @@ def slow_advantages(name: str, inputs: AdvantageInputs, options: Options) -> tup
         baselines = [[Fraction()] * length for length in slow.lengths]
         if name in BY_INDEX:
             baselines = slow.by_index(name)
-        if name in POOLED:
-            baselines = slow.pooled(name)
+        if name == "ogb_pooled":
+            baselines = slow.pooled()
         if name == "ogb_pooled":
             returns = [[total] * length for total, length in zip(slow.totals, slow.lengths, strict=True)]
         advantages = difference(returns, baselines, -1)

@@ -126,7 +126,7 @@ def test_a_baseline_does_not_depend_on_the_number_of_branches(name: str, expecte
         assert row[:2].tolist() == made[0, 1:].tolist()
 
 
-@pytest.mark.parametrize("name", sorted(set(ESTIMATORS.names()) - {"gpg", "ogb_pooled", "tir_otb_pooled"}))
+@pytest.mark.parametrize("name", sorted(set(ESTIMATORS.names()) - {"gpg", "ogb_pooled"}))
 def test_groups_without_branches_are_bitwise_what_they_are_alone(name: str) -> None:
     """Also beside a group with branches, and with observations between their tokens."""
     plain = [Branch(3, 0, 0, [0.3, 0.7, 1.1, 0.2], reward=1.0), Branch(3, 1, 0, [0.9, 0.1]), Branch(3, 2, 0, [0.4])]

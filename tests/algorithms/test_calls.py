@@ -75,8 +75,6 @@ PARTS = [
     [
         ("ogb_pooled", {}),
         ("ogb_pooled", {"leave_one_out": True, "normalize": "whiten"}),
-        ("tir_otb_pooled", {}),
-        ("tir_otb_pooled", {"leave_one_out": True, "gamma": 0.9}),
         ("tir_otb", {"normalize": "whiten"}),
         ("reinforce_pp", {}),
     ],

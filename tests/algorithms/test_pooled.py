@@ -9,8 +9,6 @@ from torch import Tensor
 
 from agentrl.algorithms import AdvantageInputs, Advantages, compute_advantages, estimator_needs
 
-POOLED = {"ogb_pooled": "ogb", "tir_otb_pooled": "tir_otb"}
-
 
 def step(returns: list[float], energies: list[list[float]], groups: list[int]) -> AdvantageInputs:
     """Trajectories of two tokens, rewarded at the end."""
@@ -28,55 +26,48 @@ INPUTS = step(
 )
 
 
-def baselines(name: str, inputs: AdvantageInputs = INPUTS, **options: object) -> Tensor:
-    return compute_advantages(name, inputs, **options).baselines
+def baselines(inputs: AdvantageInputs = INPUTS, **options: object) -> Tensor:
+    return compute_advantages("ogb_pooled", inputs, **options).baselines
 
 
 def test_by_hand():
     # Group 0: W R = 3, W = 3 + 6. Elsewhere: W R = 2 + 1 + 0 + 3, W = 2 + 1 + 10 + 3, each a mean over 4.
     shared = (3 + 2 * 6 / 4) / (9 + 2 * 16 / 4)
-    assert baselines("ogb_pooled", pool=2.0)[:2].flatten().tolist() == pytest.approx([shared] * 4)
+    assert baselines(pool=2.0)[:2].flatten().tolist() == pytest.approx([shared] * 4)
     first = (2 * 6 / 4) / (6 + 2 * 16 / 4)  # without the first trajectory: its group holds W R = 0, W = 6
     second = (3 + 2 * 6 / 4) / (3 + 2 * 16 / 4)
-    alone = baselines("ogb_pooled", pool=2.0, leave_one_out=True)
+    alone = baselines(pool=2.0, leave_one_out=True)
     assert alone[:2, 0].tolist() == pytest.approx([first, second])
-    # At the first token of group 0: W_0 G = 1, W_0 = 1 + 5; elsewhere 1 + 0.5 + 0 + 2 and 1 + 0.5 + 8 + 2.
-    token = (1 + 2 * 3.5 / 4) / (6 + 2 * 11.5 / 4)
-    assert baselines("tir_otb_pooled", pool=2.0)[:2, 0].tolist() == pytest.approx([token] * 2)
 
 
-@pytest.mark.parametrize("name", POOLED)
-def test_without_weight_for_other_groups_the_groups_own_baseline_is_left(name: str):
-    own = compute_advantages(POOLED[name], INPUTS).baselines
-    torch.testing.assert_close(baselines(name, pool=1e-12), own)
+def test_without_weight_for_other_groups_the_groups_own_baseline_is_left():
+    own = compute_advantages("ogb", INPUTS).baselines
+    torch.testing.assert_close(baselines(pool=1e-12), own)
 
 
-@pytest.mark.parametrize("name", POOLED)
-def test_with_all_weight_on_other_groups_a_trajectory_alone_is_enough(name: str):
-    far = baselines(name, pool=1e12)
+def test_with_all_weight_on_other_groups_a_trajectory_alone_is_enough():
+    far = baselines(pool=1e12)
     energy = INPUTS.token_energy
     assert energy is not None
-    weights = energy.cumsum(-1) if name == "tir_otb_pooled" else energy.sum(-1, keepdim=True).expand(-1, 2)
+    weights = energy.sum(-1, keepdim=True).expand(-1, 2)
     returns = INPUTS.rewards.sum(-1, keepdim=True)
     expected = (weights * returns)[2:].sum(0) / weights[2:].sum(0)
     torch.testing.assert_close(far[:2], expected.expand(2, 2))
 
 
-@pytest.mark.parametrize("name", POOLED)
 @pytest.mark.parametrize("row", range(6))
-def test_leaving_one_out_no_baseline_knows_its_own_trajectory(name: str, row: int):
-    before = baselines(name, leave_one_out=True)[row]
+def test_leaving_one_out_no_baseline_knows_its_own_trajectory(row: int):
+    before = baselines(leave_one_out=True)[row]
     rewards, energy = INPUTS.rewards.clone(), INPUTS.token_energy
     assert energy is not None
     rewards[row, -1], energy = 7.0, energy.clone()
     energy[row] = torch.tensor([0.1, 90.0])
     torch.testing.assert_close(
-        baselines(name, replace(INPUTS, rewards=rewards, token_energy=energy), leave_one_out=True)[row], before
+        baselines(replace(INPUTS, rewards=rewards, token_energy=energy), leave_one_out=True)[row], before
     )
 
 
-@pytest.mark.parametrize("name", POOLED)
-def test_the_gradient_of_a_bandit_is_unbiased(name: str):
+def test_the_gradient_of_a_bandit_is_unbiased():
     """Two arms, won with p, of different energy; all steps of two groups of two are counted, each with its chance."""
     p, scores, energies = 0.3, (0.7, -0.3), (0.5, 4.0)  # d/dtheta ln p(arm) = 1 - p or -p
     truth = p * scores[0]
@@ -84,7 +75,7 @@ def test_the_gradient_of_a_bandit_is_unbiased(name: str):
     for arms in itertools.product((0, 1), repeat=4):
         chance = float(torch.tensor([p if arm == 0 else 1 - p for arm in arms]).prod())
         inputs = step([1.0 - arm for arm in arms], [[energies[arm], 0.0] for arm in arms], [0, 0, 1, 1])
-        found: Advantages = compute_advantages(name, inputs, leave_one_out=True)
+        found: Advantages = compute_advantages("ogb_pooled", inputs, leave_one_out=True)
         expected += chance * sum(float(found.advantages[i, 0]) * scores[arm] for i, arm in enumerate(arms)) / 4
     assert expected == pytest.approx(truth, rel=1e-6)
 
@@ -98,10 +89,9 @@ def test_equal_rewards_of_a_group_are_data_and_those_of_a_step_are_not():
     assert compute_advantages("ogb_pooled", same).advantages.abs().max() == 0.0
 
 
-@pytest.mark.parametrize("name", POOLED)
-def test_alone_in_the_step_the_advantage_is_the_return(name: str):
+def test_alone_in_the_step_the_advantage_is_the_return():
     one = step([0.6], [[1.0, 2.0]], [4])
-    assert compute_advantages(name, one).advantages.flatten().tolist() == pytest.approx([0.6, 0.6])
+    assert compute_advantages("ogb_pooled", one).advantages.flatten().tolist() == pytest.approx([0.6, 0.6])
 
 
 def test_a_group_of_one_is_compared_with_the_others():
@@ -114,5 +104,5 @@ def test_a_group_of_one_is_compared_with_the_others():
 
 def test_no_trajectory_is_lost_beside_one_of_far_more_energy():
     energies = [[1e-9, 0.0], [1e9, 0.0], [1e-9, 0.0], [1e-9, 0.0]]
-    left = baselines("ogb_pooled", step([1.0, 0.0, 1.0, 1.0], energies, [0, 0, 1, 1]), leave_one_out=True)
+    left = baselines(step([1.0, 0.0, 1.0, 1.0], energies, [0, 0, 1, 1]), leave_one_out=True)
     assert float(left[1, 0]) == pytest.approx(1.0)

@@ -150,7 +150,7 @@ CASES = {
         algorithm={**_PPO, "loss": "kl_cov", "loss_options": {"covariance_fraction": 0.1}},
     ),
     "gpg": Case(zero_stage=1, algorithm={"estimator": "gpg"}),
-    "pooled": Case(zero_stage=2, algorithm={"estimator": "tir_otb_pooled"}),
+    "pooled": Case(zero_stage=2, algorithm={"estimator": "ogb_pooled"}),
     "reinforce_pp": Case(zero_stage=0, algorithm={"estimator": "reinforce_pp"}),
     "dr_grpo": Case(zero_stage=0, algorithm={"estimator": "dr_grpo", "aggregation": None}),
     "remax": Case(zero_stage=0, algorithm={"estimator": "remax"}),

@@ -33,8 +33,8 @@ def test_options_are_those_that_were_changed_and_that_the_estimator_and_the_loss
 
 def test_groups_of_equal_rewards_are_dropped_where_they_have_no_gradient() -> None:
     assert objective().drops_zero_variance
-    assert not objective(estimator="tir_otb_pooled").drops_zero_variance
-    assert objective(estimator="tir_otb_pooled", drop_zero_variance=True).drops_zero_variance
+    assert not objective(estimator="ogb_pooled").drops_zero_variance
+    assert objective(estimator="ogb_pooled", drop_zero_variance=True).drops_zero_variance
     assert not objective(drop_zero_variance=False).drops_zero_variance
 
 

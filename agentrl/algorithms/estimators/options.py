@@ -88,10 +88,3 @@ class PooledOptions(GlobalBaselineOptions):
     """Options of `ogb_pooled`."""
 
     pool: float = option(4.0, check_positive)  # trajectories that the step's other groups count for
-
-
-@dataclass(frozen=True, kw_only=True)
-class PooledTokenOptions(PooledOptions):
-    """Options of `tir_otb_pooled`."""
-
-    gamma: float = option(1.0, check_range, 0.0, 1.0)  # discount a model token

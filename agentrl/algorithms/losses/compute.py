@@ -11,7 +11,7 @@ from agentrl.algorithms.losses.draws import token_draws
 from agentrl.algorithms.validation import as_loss_mask, as_mask, check_alike, check_finite
 
 _LOG_RATIO_LIMIT = 20.0
-_TOKEN_BASELINES = ("otb", "tir_otb", "otb_isolated", "otb_total", "otb_cross", "tir_otb_pooled")
+_TOKEN_BASELINES = ("otb", "tir_otb", "otb_isolated", "otb_total", "otb_cross")
 _AGGREGATION_OF_ESTIMATOR = {
     "grpo": "seq_mean_token_mean",
     "dr_grpo": "seq_mean_token_sum_norm",
