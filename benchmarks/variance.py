@@ -17,18 +17,11 @@ from agentrl.lab.plots import logarithmic
 from agentrl.lab.results import PROBLEMS, SETTINGS, Measured, MeasurementFiles, ProblemLine, measured_of
 from agentrl.lab.summary import IntervalEstimate, Line, summarise
 from agentrl.telemetry.files import atomic_write, json_line
-from agentrl.telemetry.plots import BLUE, GREEN, GREY, ORANGE, RED, VIOLET
+from agentrl.telemetry.plots import BLUE, GREEN, GREY, RED, VIOLET
 
 STUDIES = Path(__file__).parent / "studies" / "variance"
 BASELINE = "rloo"
-DRAWN = {
-    "grpo": GREY,
-    "ogb": BLUE,
-    "eob": GREEN,
-    "otb_isolated": VIOLET,
-    "tir_otb": RED,
-    "tir_otb:leave_one_out=true": ORANGE,
-}
+DRAWN = {"grpo": GREY, "ogb": BLUE, "ogb_pooled": GREEN, "otb_isolated": VIOLET, "tir_otb": RED}
 
 
 def main() -> None:
@@ -98,17 +91,16 @@ def print_study(name: str, played: Sequence[ProblemLine], problems: Sequence[Mea
     print(row(["---"] * (len(sizes) + 1)))
     print(row(["noise", *(said(by_key[BASELINE, size].noise) for size in sizes)]))
     print(row(["along", *(said(by_key[BASELINE, size].directional) for size in sizes)]))
-    for title, of in (
-        (f"Noise over that of `{BASELINE}`", lambda line: line.to_baseline),
-        ("Noise over the least at this N, paired by problem", lambda line: line.to_best),
-        (f"Noise along the true gradient over that of `{BASELINE}`", lambda line: line.directional_to_baseline),
-        ("Scale", lambda line: line.scale),
-    ):
-        print(f"\n{title}:\n")
-        print(row(["estimator", *(f"N={size}" for size in sizes)]))
-        print(row(["---"] * (len(sizes) + 1)))
+    for size in sizes:
+        print(f"\nN={size}; noise over that of `{BASELINE}`, and over the least, paired by problem:\n")
+        print(
+            row(["estimator", f"to `{BASELINE}`", "to the best", f"along the true gradient, to `{BASELINE}`", "scale"])
+        )
+        print(row(["---"] * 5))
         for estimator in names:
-            print(row([f"`{estimator}`", *(said(of(by_key[estimator, size])) for size in sizes)]))
+            line = by_key[estimator, size]
+            shown = (line.to_baseline, line.to_best, line.directional_to_baseline, line.scale)
+            print(row([f"`{estimator}`", *map(said, shown)]))
 
 
 def row(cells: Sequence[str]) -> str:
@@ -117,10 +109,15 @@ def row(cells: Sequence[str]) -> str:
 
 
 def said(value: IntervalEstimate | None) -> str:
-    """To two digits; a dash for what could not be told from noise."""
+    """To two digits or more; a dash for what could not be told from noise."""
     if value is None or not np.isfinite(value.value):
         return "-"
-    return f"{value.value:.2g} [{value.low:.2g}, {value.high:.2g}]"
+    return f"{digits(value.value)} [{digits(value.low)}, {digits(value.high)}]"
+
+
+def digits(value: float) -> str:
+    """Two decimals, or two digits of what is smaller than 0.1 or larger than 10."""
+    return f"{value:.2f}" if 0.1 <= abs(value) < 10 else f"{value:.2g}"
 
 
 def draw(found: dict[str, list[Line]], path: Path) -> None:
@@ -136,7 +133,7 @@ def draw(found: dict[str, list[Line]], path: Path) -> None:
             sizes = np.array([line.group_size for line in own]) * 1.04 ** (place - len(DRAWN) / 2)
             values = np.array([item.value for item in ratios])
             spread = np.abs([[item.value - item.low for item in ratios], [item.high - item.value for item in ratios]])
-            axes.errorbar(sizes, values, yerr=spread, color=color, label=estimator, marker="os^DvP"[place],
+            axes.errorbar(sizes, values, yerr=spread, color=color, label=estimator, marker="os^Dv"[place],
                           markersize=4, linewidth=1.2, elinewidth=0.8, capsize=2)  # fmt: skip
         logarithmic(axes)
         axes.axhline(1.0, color="#444444", linewidth=0.9)
@@ -149,7 +146,7 @@ def draw(found: dict[str, list[Line]], path: Path) -> None:
         axes.set_title(name, loc="left", fontsize=11, fontweight="bold")
         axes.set_xlabel("trajectories in a group, N")
     panels[0].set_ylabel(f"noise over that of {BASELINE}")
-    panels[-1].legend(fontsize=7.5, frameon=False)
+    panels[-1].legend(fontsize=7.5, frameon=False, loc="center", bbox_to_anchor=(0.5, 0.7))
     atomic_write(path, lambda out: figure.savefig(out, format="png"))
 
 

@@ -1,4 +1,4 @@
-"""The baselines of benchmarks/tried_estimators.py: by hand, and that they end at `tir_otb`, `ogb` and `otb_isolated`."""
+"""The baselines of benchmarks/tried_estimators.py: by hand, and that they end at `tir_otb`, `ogb`, `otb_isolated`."""
 
 from __future__ import annotations
 
