@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms import Advantages, EstimatorInputs, TokenBaselineOptions, register_estimator
-from agentrl.algorithms.estimators.baselines import Columns, column_baselines
+from agentrl.algorithms.estimators.baselines import column_baselines
 from agentrl.algorithms.estimators.energy import weighed_energy
-from agentrl.algorithms.estimators.optimal import energy_weights
+from agentrl.algorithms.estimators.optimal import compact_columns, energy_weights
 from agentrl.algorithms.estimators.options import PooledOptions
 from agentrl.algorithms.estimators.pooled import of_others
 from agentrl.algorithms.estimators.scalar import weighted_means
@@ -67,19 +67,14 @@ def otb_smoothed(inputs: EstimatorInputs, options: SmoothedOptions) -> Advantage
 
 def _baselines(inputs: EstimatorInputs, weights: Tensor, options: TokenBaselineOptions) -> tuple[Tensor, Tensor]:
     """Baselines [B, K] by compact index, and how many of the group's trajectories contribute to each."""
-    layout, groups = inputs.layout, inputs.groups
-    column_returns, column_weights, valid = layout.columns(inputs.returns(options.gamma), weights)
-    columns = Columns(
-        returns=groups.stack(column_returns),
-        weights=groups.stack(column_weights),
-        valid=groups.stack(valid) & groups.present.unsqueeze(-1),
-        sizes=groups.sizes,
-    )
+    columns = compact_columns(inputs, inputs.returns(options.gamma), weights)
     shared = column_baselines(columns, tail=options.tail, leave_one_out=options.leave_one_out)
-    return groups.unstack(shared), groups.unstack(columns.valid.sum(1, keepdim=True))
+    return inputs.groups.unstack(shared), inputs.groups.unstack(columns.valid.sum(1, keepdim=True))
 
 
-def _advantages(inputs: EstimatorInputs, shared: Tensor, options: TokenBaselineOptions) -> Advantages:
+def _advantages(
+    inputs: EstimatorInputs, shared: Tensor, options: TokenBaselineOptions | PooledTokenOptions
+) -> Advantages:
     returns = inputs.returns(options.gamma)
     baselines = inputs.layout.scatter(shared)
     return Advantages(advantages=returns - baselines, returns=returns, baselines=baselines)
@@ -98,15 +93,14 @@ def tir_otb_pooled(inputs: EstimatorInputs, options: PooledTokenOptions) -> Adva
 
     Alone in the step at k: the baseline of the last index that is shared, 0 if there is none. On one rank only.
     """
-    layout, groups = inputs.layout, inputs.groups
     returns = inputs.returns(options.gamma)
     weights = energy_weights(inputs, running_sum(weighed_energy(inputs, options.energy)), options)
-    column_returns, positive, valid = (groups.stack(item) for item in layout.columns(returns, weights))
-    real = valid & groups.present.unsqueeze(-1)
-    lowest = column_returns.masked_fill(~real, torch.inf).flatten(0, 1).amin(0)
+    columns = compact_columns(inputs, returns, weights)
+    absent = ~columns.valid
+    lowest = columns.returns.masked_fill(absent, torch.inf).flatten(0, 1).amin(0)
     lowest = lowest.masked_fill(lowest == torch.inf, 0.0)
-    positive = positive.masked_fill(~real, 0.0)
-    count = real.sum(1, keepdim=True)
+    positive = columns.weights.masked_fill(absent, 0.0)
+    count = columns.valid.sum(1, keepdim=True)
     elsewhere = count.sum(0) - count
     prior = options.pool / elsewhere.clamp(min=1).double()
 
@@ -115,12 +109,12 @@ def tir_otb_pooled(inputs: EstimatorInputs, options: PooledTokenOptions) -> Adva
         return own + prior * _others(terms.sum(1, keepdim=True), 0)
 
     total = expected(positive)
-    moment = expected(positive * (column_returns - lowest).masked_fill(~real, 0.0))
-    known = count - real.long() + elsewhere > 0
+    moment = expected(positive * (columns.returns - lowest).masked_fill(absent, 0.0))
+    known = count - columns.valid.long() + elsewhere > 0
     shared = lowest + moment / torch.where(known, total, 1.0)
     last = torch.where(known, torch.arange(shared.shape[-1]), -1).cummax(-1).values
-    baselines = layout.scatter(groups.unstack(shared.gather(-1, last.clamp(min=0)).masked_fill(last < 0, 0.0)))
-    return Advantages(advantages=returns - baselines, returns=returns, baselines=baselines)
+    carried = shared.gather(-1, last.clamp(min=0)).masked_fill(last < 0, 0.0)
+    return _advantages(inputs, inputs.groups.unstack(carried), options)
 
 
 def _others(terms: Tensor, dimension: int) -> Tensor:

@@ -118,18 +118,23 @@ def _of_rollouts(
 
 def _by_compact_index(inputs: EstimatorInputs, energies: Tensor, options: CrossBaselineOptions) -> Advantages:
     """G_k - b_k with the energies [B, T] of the model tokens, shared by compact index."""
-    layout, groups = inputs.paths or inputs.layout, inputs.groups
     returns = inputs.returns(options.gamma)
-    column_returns, weights, valid = layout.columns(returns, energy_weights(inputs, energies, options))
-    columns = Columns(
+    columns = compact_columns(inputs, returns, energy_weights(inputs, energies, options))
+    shared = column_baselines(columns, tail=options.tail, leave_one_out=options.leave_one_out)
+    baselines = (inputs.paths or inputs.layout).scatter(inputs.groups.unstack(shared))
+    return Advantages(advantages=returns - baselines, returns=returns, baselines=baselines)
+
+
+def compact_columns(inputs: EstimatorInputs, returns: Tensor, weights: Tensor) -> Columns:
+    """Values [B, T] of the model tokens, group by group and compact index by compact index."""
+    layout, groups = inputs.paths or inputs.layout, inputs.groups
+    column_returns, column_weights, valid = layout.columns(returns, weights)
+    return Columns(
         returns=groups.stack(column_returns),
-        weights=groups.stack(weights),
+        weights=groups.stack(column_weights),
         valid=groups.stack(valid) & groups.present.unsqueeze(-1),
         sizes=groups.sizes,
     )
-    shared = column_baselines(columns, tail=options.tail, leave_one_out=options.leave_one_out)
-    baselines = layout.scatter(groups.unstack(shared))
-    return Advantages(advantages=returns - baselines, returns=returns, baselines=baselines)
 
 
 def energy_weights(
