@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from threading import Event
 
 from agentrl.lab.study.runs import StudyRun, train_command
@@ -18,12 +19,16 @@ def work_off(study: StudySettings, runs: Sequence[StudyRun], *, retry: bool, rep
     """Start or continue every run that is not finished; ``retry`` also those that failed.
 
     A run that fails is noted and the next one starts. At KeyboardInterrupt the running ones are told to stop and save a
-    checkpoint; the same call continues them.
+    checkpoint; the same call continues them. Runs at a time have cores of their own.
     """
     open_runs = [run for run in runs if run.status != "finished" and (retry or run.status != "failed")]
     stop = Event()
     running: set[subprocess.Popen[bytes]] = set()
-    with ThreadPoolExecutor(study.jobs) as pool:
+    shares: SimpleQueue[set[int]] = SimpleQueue()
+    for share in shares_of(os.sched_getaffinity(0), study.jobs):
+        shares.put(share)
+    # On Linux affinity is a thread's, and what the thread starts inherits it.
+    with ThreadPoolExecutor(study.jobs, initializer=lambda: os.sched_setaffinity(0, shares.get())) as pool:
         waiting = [pool.submit(_work, study, run, stop, running, report) for run in open_runs]
         try:
             for future in waiting:
@@ -35,6 +40,19 @@ def work_off(study: StudySettings, runs: Sequence[StudyRun], *, retry: bool, rep
             raise
 
 
+def shares_of(cores: Collection[int], jobs: int) -> list[set[int]]:
+    """The cores of each of ``jobs`` runs at a time: disjoint shares, or one core each if there are too few.
+
+    >>> shares_of({0, 1, 2, 3, 4}, 2)
+    [{0, 1}, {2, 3, 4}]
+    >>> shares_of({0, 1}, 3)
+    [{0}, {0}, {1}]
+    """
+    ordered, count = sorted(cores), len(cores)
+    whole = [set(ordered[job * count // jobs : (job + 1) * count // jobs]) for job in range(jobs)]
+    return [share or {ordered[job % count]} for job, share in enumerate(whole)]
+
+
 def _work(
     study: StudySettings, run: StudyRun, stop: Event, running: set[subprocess.Popen[bytes]], report: Report
 ) -> None:
@@ -44,8 +62,7 @@ def _work(
     run.failure.unlink(missing_ok=True)
     report(run, "goes on" if run.status == "interrupted" else "starts")
     with run.log.open("ab") as log:
-        command, environment = train_command(study, run), _environment(study.jobs)
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(train_command(study, run), stdout=log, stderr=subprocess.STDOUT)
         running.add(process)
         if stop.is_set():  # set before the process was known
             process.terminate()
@@ -56,12 +73,6 @@ def _work(
     elif not stop.is_set() and code not in (130, -2):
         run.failure.write_text(f"exit status {code}\n{_last_line(run)}\n", encoding="utf-8")
         report(run, f"failed with exit status {code}: {_last_line(run)} ({run.log})")
-
-
-def _environment(jobs: int) -> dict[str, str]:
-    """Runs at a time share the cores."""
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    return {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
 
 
 def _last_line(run: StudyRun) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from agentrl.errors import SettingsError
 from agentrl.lab.study.command import RECORD, read_record, study_command
 from agentrl.lab.study.curves import HeldOutScore, RunCurve, StudyRecord
 from agentrl.lab.study.figure import study_figure
+from agentrl.lab.study.queue import shares_of
 from agentrl.lab.study.report import markdown
 from agentrl.lab.study.runs import StudyRun, study_runs, train_command
 from agentrl.lab.study.settings import StudySettings, study_of
@@ -320,3 +322,26 @@ def test_every_variant_is_named_inside_the_picture(count: int):
     assert list(boxes) == names
     assert not [box for box in boxes.values() if not figure.bbox.contains(*box.p0) or not figure.bbox.contains(*box.p1)]
     assert not [pair for pair in itertools.combinations(boxes.values(), 2) if Bbox.intersection(*pair)]
+
+
+CORES = """#!/usr/bin/env python3
+import json, os, pathlib, sys
+given = dict(item.split("=", 1) for item in sys.argv[1:] if "=" in item)
+folder = pathlib.Path(json.loads(given["runs_dir"])) / json.loads(given["name"])
+folder.mkdir(parents=True)
+(folder / "cores").write_text(json.dumps(sorted(os.sched_getaffinity(0))))
+sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_runs_at_a_time_have_cores_of_their_own(tmp_path: Path, fake_train: Path, jobs: int):
+    """A run takes as many threads as it has cores. Two runs with the threads of both wait for each other."""
+    fake_train.write_text(CORES)
+    file, home, mine = tmp_path / "study.yaml", tmp_path / "runs", os.sched_getaffinity(0)
+    file.write_text("name: s\nseeds: [0, 1, 2]\ngrid: {algorithm.estimator: [tir_otb]}\n")
+    run_study(file, home, jobs=jobs)
+    given = [set(json.loads(path.read_text())) for path in home.glob("*/cores")]
+    assert len(given) == 3
+    assert all(cores in shares_of(mine, jobs) for cores in given)
+    assert os.sched_getaffinity(0) == mine
