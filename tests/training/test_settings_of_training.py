@@ -25,7 +25,8 @@ def objective(**algorithm: Any) -> ObjectiveSettings:
 
 
 def test_options_are_those_that_were_changed_and_that_the_estimator_and_the_loss_know() -> None:
-    assert estimator_options(objective(tail="carry")) == {"tail": "carry", "loss_aggregation": "token_mean"}
+    carried = objective(estimator="tir_otb", tail="carry")
+    assert estimator_options(carried) == {"tail": "carry", "loss_aggregation": "token_mean"}
     assert loss_options(objective(loss="ppo", clip_high=0.3)) == {"clip_high": 0.3}
     assert loss_options(objective()) == {}
     assert estimator_options(objective(estimator="gae", estimator_options={"normalize": None})) == {"normalize": None}
@@ -154,7 +155,7 @@ def test_dry_run_says_settings_passes_and_memory(
     monkeypatch.chdir(tmp_path)
     dry_run(load_settings(overrides=["algorithm.normalize=whiten", "coldstart.count=16"]))
     said = capsys.readouterr().out
-    assert "estimator: tir_otb" in said
+    assert "estimator: ogb" in said
     assert "passes: a statistics pass, then the training pass: whitening takes the mean over the whole step" in said
     assert "optimizer" in said
     assert list(tmp_path.iterdir()) == []
