@@ -147,10 +147,10 @@ async def test_many_sessions_leave_nothing_behind(sandbox):
 
     await use()
     assert await until(lambda: counts()[0] == 2)  # the interpreters
-    before = counts()
+    before = counts()  # at most: what the last test left may still close
     for _ in range(6):
         await asyncio.gather(*(use() for _ in range(5)))
-    assert await until(lambda: counts() == before), (counts(), before)
+    assert await until(lambda: all(now <= then for now, then in zip(counts(), before, strict=True))), (counts(), before)
 
 
 async def test_a_killed_session_init_is_a_failure_of_the_sandbox(sandbox):

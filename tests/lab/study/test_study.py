@@ -237,7 +237,7 @@ def test_other_settings_under_the_same_name_are_refused(tmp_path: Path, fake_tra
     file.write_text("name: s\nseeds: [0]\ngrid: {algorithm.estimator: [tir_otb]}\nsettings: {training.steps: 2}\n")
     run_study(file, home)
     file.write_text(file.read_text().replace("2}", "3}"))
-    with pytest.raises(SettingsError, match="with another settings: give this one another name"):
+    with pytest.raises(SettingsError, match="that differs in its settings: give this one another name"):
         run_study(file, home)
     with pytest.raises(SettingsError, match="is no record of a study"):
         run_study(begun_json(tmp_path), home)
