@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agentrl.algorithms import Advantages, EstimatorInputs, TokenBaselineOptions, register_estimator
 from agentrl.algorithms.estimators.baselines import column_baselines
-from agentrl.algorithms.estimators.energy import weighed_energy
+from agentrl.algorithms.estimators.energy import weighted_energy
 from agentrl.algorithms.estimators.optimal import compact_columns, energy_weights
 from agentrl.algorithms.estimators.options import PooledOptions
 from agentrl.algorithms.estimators.pooled import of_others
@@ -35,7 +35,7 @@ def otb_shrunk(inputs: EstimatorInputs, options: ShrunkOptions) -> Advantages:
 
     c = `trust`. With outcome rewards only: b is a mean of returns.
     """
-    energies = weighed_energy(inputs, options.energy)
+    energies = weighted_energy(inputs, options.energy)
     by_index, count = _baselines(inputs, energy_weights(inputs, running_sum(energies), options), options)
     whole = energy_weights(inputs, energies.sum(-1, keepdim=True), options).squeeze(-1)
     of_all = weighted_means(inputs, whole, leave_one_out=options.leave_one_out).unsqueeze(-1)
@@ -57,7 +57,7 @@ def otb_smoothed(inputs: EstimatorInputs, options: SmoothedOptions) -> Advantage
     h = `reach`. Between `otb_isolated` (h = 0) and the same weight at every index (h large).
     """
     layout = inputs.layout
-    compact, exists = layout.gather(weighed_energy(inputs, options.energy)), layout.valid.double()
+    compact, exists = layout.gather(weighted_energy(inputs, options.energy)), layout.valid.double()
     place = torch.arange(compact.shape[1])
     near = torch.exp(-(place - place.unsqueeze(-1)).abs() / options.reach).double()
     smooth = layout.scatter((compact @ near) / (exists @ near).clamp(min=1e-12))
@@ -94,7 +94,7 @@ def tir_otb_pooled(inputs: EstimatorInputs, options: PooledTokenOptions) -> Adva
     Alone in the step at k: the baseline of the last index that is shared, 0 if there is none. On one rank only.
     """
     returns = inputs.returns(options.gamma)
-    weights = energy_weights(inputs, running_sum(weighed_energy(inputs, options.energy)), options)
+    weights = energy_weights(inputs, running_sum(weighted_energy(inputs, options.energy)), options)
     columns = compact_columns(inputs, returns, weights)
     absent = ~columns.valid
     lowest = columns.returns.masked_fill(absent, torch.inf).flatten(0, 1).amin(0)

@@ -14,7 +14,7 @@ class ValueLoss:
     """`per_token` [B, T], to be aggregated over the response mask; `metrics`: detached scalars over its tokens.
 
     `value_mean`, `return_mean`, `squared_error`, `value_clip_fraction` (share of tokens whose gradient the clip
-    silences), `return_square_mean`, and `tokens`, by which all of these are to be weighed.
+    silences), `return_square_mean`, and `tokens`, by which all of these are to be weighted.
     """
 
     per_token: Tensor

@@ -131,8 +131,8 @@ class Gradients:
         ratios = self._sample.importance_weights
         results = []
         for number, values in enumerate(advantages):
-            weighed = values if ratios is None else values * ratios[rows]
-            weights = weighed.new_zeros(mask.shape).index_add_(0, place, weighed)[mask].to(log_probs.dtype)
+            weighted = values if ratios is None else values * ratios[rows]
+            weights = weighted.new_zeros(mask.shape).index_add_(0, place, weighted)[mask].to(log_probs.dtype)
             last = number == len(advantages) - 1
             parts = torch.autograd.grad(log_probs, self._parameters, weights, retain_graph=not last)
             results.append(torch.cat([part.flatten().to(self._dtype) for part in parts]))

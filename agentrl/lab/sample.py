@@ -74,7 +74,7 @@ def look_at(
     and are inside of every energy.
     """
     batch = Batch.from_trajectories(group.trajectories, pad_id=pad_id)
-    alike = _alike(batch, weighed=correction is not None)
+    alike = _alike(batch, weighted=correction is not None)
     distinct, place = alike.unique(return_inverse=True)
     own = Batch.from_trajectories([group.trajectories[row] for row in distinct.tolist()], pad_id=pad_id)
     blocks = list(row_blocks(own, budget))
@@ -106,10 +106,10 @@ def look_at(
     )
 
 
-def _alike(batch: Batch, *, weighed: bool) -> Tensor:
-    """[S] the first row of the same tokens and origins, and if ``weighed`` sampled with the same probabilities."""
+def _alike(batch: Batch, *, weighted: bool) -> Tensor:
+    """[S] the first row of the same tokens and origins, and if ``weighted`` sampled with the same probabilities."""
     parts = [batch.prompt_lengths.unsqueeze(-1), batch.input_ids, batch.response_mask]
-    if weighed:
+    if weighted:
         parts.append(batch.rollout_log_probs.view(torch.int32))
     names, number = torch.cat([part.long() for part in parts], dim=-1).unique(dim=0, return_inverse=True)
     rows = torch.arange(len(number))

@@ -162,7 +162,7 @@ class CorrectionSettings(_Settings):
 
     @property
     def active(self) -> bool:
-        """Whether anything is weighed or masked."""
+        """Whether anything is weighted or masked."""
         return self.weights is not None or self.masks
 
     @property

@@ -39,7 +39,7 @@ def test_realized_energy_by_hand():
             token_energy=torch.tensor([[1.0, 2.0, torch.nan, 4.0]]),
             **given,
         )
-        return running_sum(energy.weighed_energy(EstimatorInputs.of(inputs), "logit_proxy")).tolist()
+        return running_sum(energy.weighted_energy(EstimatorInputs.of(inputs), "logit_proxy")).tolist()
 
     assert realized() == [[1.0, 3.0, 3.0, 7.0]]
     rho = torch.tensor([[2.0, 1.0, torch.inf, 0.5]])

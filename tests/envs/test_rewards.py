@@ -194,7 +194,7 @@ def rewards(weights: dict[str, float]) -> Rewards:
     )
 
 
-async def test_functions_are_weighed_turn_by_turn_and_told_by_name() -> None:
+async def test_functions_are_weighted_turn_by_turn_and_told_by_name() -> None:
     score = await rewards({"each_turn": 2.0, "later": -1.0, "environment": 4.0})(PROBLEM, TWO_TURNS, None)
     assert score.turns == (2.0 * 1 + 4 * 0.25, 2.0 * 3 - 0.25 + 4 * 1.0)
     assert score.parts == {"each_turn": 4.0, "later": 0.25, "environment": 1.25}

@@ -73,7 +73,7 @@ def make_rows(lengths: tuple[int, ...] = (9, 14, 4, 11), seed: int = 1) -> Rows:
     return Rows(ids=tuple(ids), counted=tuple(counted), weights=tuple(weights))
 
 
-def one_by_one(model: Any, rows: Rows, *, weighed: bool = False, temperature: float = 1.0) -> Tensor:
+def one_by_one(model: Any, rows: Rows, *, weighted: bool = False, temperature: float = 1.0) -> Tensor:
     """The definition: a forward and a backward of every row on its own, squares of all parameters' gradients."""
     energies = []
     parameters = [item for item in model.parameters() if item.requires_grad]
@@ -83,16 +83,16 @@ def one_by_one(model: Any, rows: Rows, *, weighed: bool = False, temperature: fl
         total = log_p.sum() * 0
         for position, counts in enumerate(counted):
             if counts:
-                factor = weights[position] if weighed else 1.0
+                factor = weights[position] if weighted else 1.0
                 total = total + factor * log_p[position - 1, ids[position]]
         gradients = torch.autograd.grad(total, parameters)
         energies.append(sum(float(item.double().square().sum()) for item in gradients))
     return torch.tensor(energies, dtype=torch.float64)
 
 
-def energies(model: Any, rows: Rows, *, side: str = "right", weighed: bool = False, **options: Any) -> Tensor:
+def energies(model: Any, rows: Rows, *, side: str = "right", weighted: bool = False, **options: Any) -> Tensor:
     ids, counted, attended, weights = rows.padded(side)
-    given = weights.to(next(model.parameters()).dtype) if weighed else None
+    given = weights.to(next(model.parameters()).dtype) if weighted else None
     mask = attended if side == "left" else None
     result = trajectory_energies(model, ids, counted, attention_mask=mask, importance_weights=given, **options)
     assert result.shape == (len(rows.ids),)
@@ -101,7 +101,7 @@ def energies(model: Any, rows: Rows, *, side: str = "right", weighed: bool = Fal
 
 
 def packed_energies(policy: PolicyModel, rows: Rows, **options: Any) -> Tensor:
-    """As :func:`energies`, weighed, of rows that the model reads as one without padding."""
+    """As :func:`energies`, weighted, of rows that the model reads as one without padding."""
     ids, counted, _, weights = rows.padded()
     lengths = torch.ones(len(ids), dtype=torch.int64)
     seen: list[int] = []
@@ -136,8 +136,8 @@ def test_scaled_and_capped_logits_enter_by_the_chain_rule(
     monkeypatch.setattr(head, "_BLOCK_ELEMENTS", blocks * 10)
     rows = make_rows()
     model = make_model(kind, tied=tied, **more)
-    wanted = one_by_one(model, rows, weighed=True, temperature=0.7)
-    assert_equal(energies(model, rows, weighed=True, temperature=0.7 / scale, cap=cap), wanted)
+    wanted = one_by_one(model, rows, weighted=True, temperature=0.7)
+    assert_equal(energies(model, rows, weighted=True, temperature=0.7 / scale, cap=cap), wanted)
     ids, counted, _, weights = rows.padded()
     found = PolicyModel(model).trajectory_energies(
         ids, torch.full((len(ids),), 1), counted[:, 1:], importance_weights=weights[:, 1:], temperature=0.7
@@ -161,13 +161,13 @@ def test_scaled_and_capped_logits_enter_by_the_chain_rule(
 def test_equal_to_single_backward_passes(kind: str, more: dict[str, Any], tied: bool) -> None:
     rows = make_rows()
     model = make_model(kind, tied=tied, **{key: value for key, value in more.items() if key != "tie_word_embeddings"})
-    wanted = one_by_one(model, rows, weighed=True, temperature=0.7)
-    assert_equal(energies(model, rows, weighed=True, temperature=0.7), wanted)
+    wanted = one_by_one(model, rows, weighted=True, temperature=0.7)
+    assert_equal(energies(model, rows, weighted=True, temperature=0.7), wanted)
     assert_equal(energies(model, rows), one_by_one(model, rows))
     policy = PolicyModel(model)
     assert_equal(packed_energies(policy, rows, temperature=0.7), wanted)
     equal_prompts = replace(rows, ids=tuple((*rows.ids[0][:3], *ids[3:]) for ids in rows.ids))
-    assert_equal(packed_energies(policy, equal_prompts), one_by_one(model, equal_prompts, weighed=True))
+    assert_equal(packed_energies(policy, equal_prompts), one_by_one(model, equal_prompts, weighted=True))
     single = model.float()
     assert_equal(energies(single, rows), one_by_one(single, rows), 1e-4)
 
@@ -232,7 +232,7 @@ def test_gradient_checkpointing_changes_nothing(kind: str) -> None:
     assert_equal(energies(model, rows), wanted)
     assert_equal(energies(model, rows, side="left"), wanted)
     packed = packed_energies(PolicyModel(model), rows)
-    assert_equal(packed, one_by_one(model, rows, weighed=True))
+    assert_equal(packed, one_by_one(model, rows, weighted=True))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("mlp" in name)
     assert_equal(energies(model, rows), one_by_one(model.eval(), rows))
@@ -273,7 +273,7 @@ def test_the_policy_takes_its_batch() -> None:
     rows = make_rows((9, 14, 6))
     model = make_model("qwen2")
     policy = PolicyModel(model)
-    wanted = one_by_one(policy.causal_lm, rows, weighed=True, temperature=0.5)
+    wanted = one_by_one(policy.causal_lm, rows, weighted=True, temperature=0.5)
     ids, counted, _, weights = rows.padded()
     lengths = torch.tensor([2, 1, 2])
     mask = torch.zeros(3, 13, dtype=torch.bool)

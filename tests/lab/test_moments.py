@@ -146,15 +146,15 @@ def test_a_bandits_variance_is_that_of_enumeration(estimator: str) -> None:
     assert float(found.squared.mean()) == pytest.approx(power, rel=1e-5)
 
 
-@pytest.mark.parametrize("weighed", [False, True])
-def test_products_are_those_of_gradients_of_single_tokens(weighed: bool) -> None:
+@pytest.mark.parametrize("weighted", [False, True])
+def test_products_are_those_of_gradients_of_single_tokens(weighted: bool) -> None:
     """Two groups of three: advantages by token and by row, some of them equal, in double precision."""
     policy = make_policy(vocabulary=7).double()
     sample = make_sample(policy)
     draw = torch.Generator().manual_seed(3)
     rows = torch.tensor([[5, 0, 3], [1, 2, 7]])
     shape = (2, 3, sample.batch.response_mask.shape[1])
-    ratios = torch.rand(8, shape[-1], generator=draw) + 0.5 if weighed else None
+    ratios = torch.rand(8, shape[-1], generator=draw) + 0.5 if weighted else None
     sample = replace(sample, importance_weights=ratios, alike=torch.arange(8))
     by_token = torch.randn(shape, generator=draw)
     by_row = torch.randn(2, 3, 1, generator=draw).expand(shape).clone()
@@ -199,8 +199,8 @@ def test_adapters_are_measured_alone_and_importance_weights_stand_inside_of_ener
     assert torch.equal(given, ratios[[0, 2]])
 
 
-@pytest.mark.parametrize("weighed", [False, True])
-def test_trajectories_that_are_alike_are_computed_once(weighed: bool) -> None:
+@pytest.mark.parametrize("weighted", [False, True])
+def test_trajectories_that_are_alike_are_computed_once(weighted: bool) -> None:
     """Of eight, four have the tokens of an earlier one. Where the sampler's probabilities count, one of these differs
     in them; one more differs in what the model wrote of its tokens."""
     policy = make_policy(vocabulary=7).double()
@@ -209,9 +209,9 @@ def test_trajectories_that_are_alike_are_computed_once(weighed: bool) -> None:
     rows = [make_trajectory(row, turns, float(row % 3 == 0)) for row, turns in enumerate(written)]
     rows[7] = replace(rows[7], segments=(replace(rows[7].segments[0], log_probs=(-1.0, -2.0)),))
     look = partial(look_at, policy, pad_id=0, temperature=0.8, budget=64, greedy_return=0.0,
-                   correction={"weights": "token"} if weighed else None)  # fmt: skip
+                   correction={"weights": "token"} if weighted else None)  # fmt: skip
     sample = look(make_group(rows))
-    assert sample.alike.tolist() == [0, 1, 0, 1, 4, 5, 1, 7 if weighed else 5]
+    assert sample.alike.tolist() == [0, 1, 0, 1, 4, 5, 1, 7 if weighted else 5]
     everyone = replace(sample, alike=torch.arange(8))
     groups = torch.tensor([[0, 2, 4, 5], [1, 3, 6, 7]])
     given = [torch.randn(2, 4, sample.batch.response_mask.shape[1], generator=torch.Generator().manual_seed(1))]
@@ -228,7 +228,7 @@ def test_trajectories_that_are_alike_are_computed_once(weighed: bool) -> None:
     passes: list[int] = []
     policy.register_forward_pre_hook(lambda _, given: passes.append(len(given[0])))
     Gradients(policy, sample, temperature=0.8, memory=KEEP).products(groups, given)
-    assert passes == [1] * (5 if weighed else 4) + [3, 2]
+    assert passes == [1] * (5 if weighted else 4) + [3, 2]
 
 
 def test_gradients_that_need_more_memory_than_is_allowed_are_refused() -> None:

@@ -30,7 +30,7 @@ def correct(rows: ScoredRows, meter: Meter | None = None, **settings: Any) -> An
     return Corrector(CorrectionSettings(**settings)).correct(rows, meter=meter)
 
 
-def test_nothing_is_weighed_unless_asked() -> None:
+def test_nothing_is_weighted_unless_asked() -> None:
     assert correct(made([[1.5, 0.5]])) is None
     rows = made([[1.5, 0.5]], out=[(0, 1)])
     assert correct(rows) is None

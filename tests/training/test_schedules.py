@@ -18,7 +18,7 @@ from .conftest import DEADLINE, CommandLine, wait_until
 pytestmark = pytest.mark.slow
 
 SLOW = ["environment.kwargs.seconds=0.05", "rollout.concurrency=4", "training.steps=5", "evaluation.every=0"]
-WEIGHED = ["correction.weights=token", "telemetry.trajectories_every=1", "checkpoint.every=1"]
+WEIGHTED = ["correction.weights=token", "telemetry.trajectories_every=1", "checkpoint.every=1"]
 
 
 def groups_trained(run: Path) -> dict[int, list[int]]:
@@ -47,7 +47,7 @@ def assert_on_time(command_line: CommandLine, name: str, bound: int) -> None:
 
 def test_asynchronous_training_is_interrupted_and_goes_on(command_line: CommandLine, random_policy: Path) -> None:
     given = command_line.counting(
-        random_policy, "name=ahead", "rollout.schedule=asynchronous", "rollout.max_staleness=2", *SLOW, *WEIGHED
+        random_policy, "name=ahead", "rollout.schedule=asynchronous", "rollout.max_staleness=2", *SLOW, *WEIGHTED
     )
     process = command_line.start(*given)
     wait_until(lambda: len(trained_rows(command_line, "ahead")) >= 2, process)
@@ -72,7 +72,7 @@ def test_asynchronous_training_is_interrupted_and_goes_on(command_line: CommandL
 def test_overlapped_training_on_two_ranks(command_line: CommandLine, random_policy: Path) -> None:
     ranks = ["training.num_processes=2", "training.zero_stage=3", "training.persistence_threshold=0"]
     ranks += ["rollout.schedule=overlapped"]
-    command_line.run(*command_line.counting(random_policy, "name=over", *ranks, *SLOW, *WEIGHED))
+    command_line.run(*command_line.counting(random_policy, "name=over", *ranks, *SLOW, *WEIGHTED))
     assert_on_time(command_line, "over", 1)
     assert groups_trained(command_line.folder / "runs" / "over") == {
         step: [3 * step - 3, 3 * step - 2, 3 * step - 1] for step in range(1, 6)
@@ -83,7 +83,7 @@ def test_overlapped_training_on_two_ranks(command_line: CommandLine, random_poli
 
 @pytest.mark.parametrize("schedule", ["overlapped", "asynchronous"])
 def test_the_run_ends_with_its_worker(command_line: CommandLine, random_policy: Path, schedule: str) -> None:
-    given = command_line.counting(random_policy, "name=dead", f"rollout.schedule={schedule}", *SLOW, *WEIGHED)
+    given = command_line.counting(random_policy, "name=dead", f"rollout.schedule={schedule}", *SLOW, *WEIGHTED)
     process = command_line.start(*given)
     wait_until(lambda: len(trained_rows(command_line, "dead")) >= 1, process)
     children = psutil.Process(process.pid).children(recursive=True)

@@ -44,7 +44,7 @@ STEPS = 12
 EVERY_PHASE = ("plan", "forward", "backward", "update", "evaluation", "transfer", "checkpoint")
 # Who is told, in turn: everybody as by a launcher, or one rank alone.
 TOLD = ("01", "0", "1")
-WEIGHED = ["correction.weights=token"]
+WEIGHTED = ["correction.weights=token"]
 
 
 def order(moment: str, told: str, *, at: str = "01") -> dict[str, str]:
@@ -151,7 +151,7 @@ def test_one_rank_synchronous(tmp_path: Path, random_policy: Path) -> None:
     [("overlapped", ("update", "settle", "checkpoint")), ("asynchronous", ("plan", "backward", "transfer"))],
 )
 def test_one_rank_with_rollouts_beside(tmp_path: Path, random_policy: Path, schedule: str, phases: tuple[str]) -> None:
-    settings = [f"rollout.schedule={schedule}", *WEIGHED]
+    settings = [f"rollout.schedule={schedule}", *WEIGHTED]
     moments = [order(phase, "0") for phase in phases]
     assert_nothing_lost(stopped(tmp_path, random_policy, *settings, moments=moments, count=1, whole=False))
 
@@ -172,7 +172,7 @@ def test_two_ranks_synchronous(tmp_path: Path, random_policy: Path) -> None:
     ],
 )
 def test_two_ranks_with_rollouts_beside(tmp_path: Path, random_policy: Path, schedule: str, phases: tuple[str]) -> None:
-    settings = [f"rollout.schedule={schedule}", *WEIGHED]
+    settings = [f"rollout.schedule={schedule}", *WEIGHTED]
     moments = [order(phase, TOLD[place % 3]) for place, phase in enumerate(phases)]
     assert_nothing_lost(stopped(tmp_path, random_policy, *settings, moments=moments, count=2, whole=False))
 
@@ -190,7 +190,7 @@ def test_a_rank_that_fails_alone_ends_the_others(tmp_path: Path, random_policy: 
 def test_rollouts_may_take_longer_than_a_collective(tmp_path: Path, random_policy: Path) -> None:
     # Two turns of 7 s: in the evaluations, the plan of step 1, and the batch that is under way when step 1 is trained.
     slow = ["training.collective_deadline=13", "environment.kwargs.seconds=7", "training.steps=2"]
-    ranks = Ranks(tmp_path, random_policy, "rollout.schedule=overlapped", *WEIGHED, *slow, runs={"long": []}, count=2)
+    ranks = Ranks(tmp_path, random_policy, "rollout.schedule=overlapped", *WEIGHTED, *slow, runs={"long": []}, count=2)
     codes = ranks.end()
     said = ranks.said()
     assert codes == [0, 0], said

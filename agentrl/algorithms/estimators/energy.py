@@ -64,7 +64,7 @@ def token_energy(inputs: EstimatorInputs, energy: str) -> Tensor:
     return proxy.mul_(_read(inputs, "hidden_norm_squared", energy, negative=False))
 
 
-def weighed_energy(inputs: EstimatorInputs, energy: str) -> Tensor:
+def weighted_energy(inputs: EstimatorInputs, energy: str) -> Tensor:
     """(rho_t loss_mask_t)^2 w_t on model tokens, [B, T]; its running sum is the realized energy W_k.
 
     The ratio stands inside that sum (arXiv 2602.07078, the line before Eq. 60).

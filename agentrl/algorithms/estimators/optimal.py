@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.estimators.baselines import Columns, column_baselines
-from agentrl.algorithms.estimators.energy import weighed_energy
+from agentrl.algorithms.estimators.energy import weighted_energy
 from agentrl.algorithms.estimators.inputs import EstimatorInputs
 from agentrl.algorithms.estimators.options import (
     CrossBaselineOptions,
@@ -28,7 +28,7 @@ def ogb(inputs: EstimatorInputs, options: GlobalBaselineOptions) -> Advantages:
 
     The Optimal Global Baseline with the proxy energy (arXiv 2602.07078, Eq. 21). A group of one: A = R.
     """
-    return _of_rollouts(inputs, weighed_energy(inputs, options.energy), options)
+    return _of_rollouts(inputs, weighted_energy(inputs, options.energy), options)
 
 
 @register_estimator("eob", options=ExactEnergyOptions, requires=("trajectory_energy",), group_based=True)
@@ -54,9 +54,9 @@ def otb(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
     """
     groups = inputs.groups
     if inputs.paths is not None:
-        return _of_rollouts(inputs, weighed_energy(inputs, options.energy), options)
+        return _of_rollouts(inputs, weighted_energy(inputs, options.energy), options)
     returns = inputs.returns(options.gamma)
-    energies = running_sum(weighed_energy(inputs, options.energy))
+    energies = running_sum(weighted_energy(inputs, options.energy))
     columns = Columns(
         returns=groups.stack(returns),
         weights=groups.stack(energy_weights(inputs, energies, options)),
@@ -76,7 +76,7 @@ def tir_otb(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantage
     run from the root of the conversation to the token, and a rollout's tokens with one k weigh as one, by the mean of
     their W_k.
     """
-    energies = weighed_energy(inputs, options.energy)
+    energies = weighted_energy(inputs, options.energy)
     sums = running_sum(energies) if inputs.paths is None else inputs.paths.sums(energies)
     return _by_compact_index(inputs, sums, options)
 
@@ -84,13 +84,13 @@ def tir_otb(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantage
 @register_estimator("otb_isolated", options=TokenBaselineOptions, group_based=True)
 def otb_isolated(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
     """As `tir_otb` with the token's own energy (rho_k loss_mask_k)^2 w_k (arXiv 2602.07078, Eq. 52)."""
-    return _by_compact_index(inputs, weighed_energy(inputs, options.energy), options)
+    return _by_compact_index(inputs, weighted_energy(inputs, options.energy), options)
 
 
 @register_estimator("otb_total", options=TokenBaselineOptions, group_based=True)
 def otb_total(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
     """As `tir_otb` with the trajectory's whole energy W_K at every k: acausal (arXiv 2602.07078, Eq. 34)."""
-    energies = weighed_energy(inputs, options.energy).sum(-1, keepdim=True)
+    energies = weighted_energy(inputs, options.energy).sum(-1, keepdim=True)
     return _by_compact_index(inputs, energies.expand(inputs.mask.shape), options)
 
 

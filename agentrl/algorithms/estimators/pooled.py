@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.estimators.energy import weighed_energy
+from agentrl.algorithms.estimators.energy import weighted_energy
 from agentrl.algorithms.estimators.inputs import EstimatorInputs
 from agentrl.algorithms.estimators.optimal import energy_weights
 from agentrl.algorithms.estimators.options import PooledOptions
@@ -27,7 +27,7 @@ def ogb_pooled(inputs: EstimatorInputs, options: PooledOptions) -> Advantages:
     P is the mean over all trajectories of the step's other groups, c = `pool`. Alone in the step: A = R.
     """
     groups, calls, present = inputs.groups, inputs.calls, inputs.groups.present
-    energies = weighed_energy(inputs, options.energy).sum(-1, keepdim=True)
+    energies = weighted_energy(inputs, options.energy).sum(-1, keepdim=True)
     returns = groups.stack(inputs.totals).masked_fill(~present, torch.inf)
     lowest = calls.gather(torch.cat([returns.flatten(), returns.new_full((1,), torch.inf)]).amin()).amin()
     weights = groups.stack(energy_weights(inputs, energies, options).squeeze(-1)).masked_fill(~present, 0.0)

@@ -15,7 +15,7 @@ class PolicyLoss:
     """`per_token` [B, T], to be aggregated over the loss mask; `metrics`: detached scalars over its tokens.
 
     Metrics of every loss: `ratio_mean`, `ratio_max`, `ratio_min`, `approx_kl` (k3 of old || new) and `tokens`, by
-    which the means of micro-batches are to be weighed.
+    which the means of micro-batches are to be weighted.
     """
 
     per_token: Tensor

@@ -87,7 +87,7 @@ def check_same_study(study: StudySettings, home: Path) -> None:
     for what in ("env", "config", "settings"):
         if getattr(before, what) != getattr(study, what):
             raise SettingsError(
-                f"{home} holds a study {before.name!r} that differs in its {what}: give this one another name, or --output"
+                f"{home} holds a study {before.name!r} that differs in {what}: give this one another name, or --output"
             )
     now = study.all_variants()
     for variant, values in before.all_variants().items():

@@ -25,10 +25,11 @@ def work_off(study: StudySettings, runs: Sequence[StudyRun], *, retry: bool, rep
     stop = Event()
     running: set[subprocess.Popen[bytes]] = set()
     shares: SimpleQueue[set[int]] = SimpleQueue()
-    for share in shares_of(os.sched_getaffinity(0), study.jobs):
+    at_a_time = max(1, min(study.jobs, len(open_runs)))
+    for share in shares_of(os.sched_getaffinity(0), at_a_time):
         shares.put(share)
     # On Linux affinity is a thread's, and what the thread starts inherits it.
-    with ThreadPoolExecutor(study.jobs, initializer=lambda: os.sched_setaffinity(0, shares.get())) as pool:
+    with ThreadPoolExecutor(at_a_time, initializer=lambda: os.sched_setaffinity(0, shares.get())) as pool:
         waiting = [pool.submit(_work, study, run, stop, running, report) for run in open_runs]
         try:
             for future in waiting:

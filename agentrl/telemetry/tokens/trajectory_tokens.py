@@ -76,7 +76,7 @@ class TrajectoryTokens:
         return np.exp(np.clip(self.update_log_probs.astype(np.float64) - self.log_probs, -20.0, 20.0))
 
     @property
-    def weighed_energy(self) -> np.ndarray:
+    def weighted_energy(self) -> np.ndarray:
         """[K] float64: (rho_k loss_mask_k)^2 w_k, the terms of the realized energy."""
         energy = self.energy.astype(np.float64)
         if self.hidden_norm_squared is not None:
@@ -117,7 +117,7 @@ NUMBERS = tuple(item.name for item in fields(TrajectoryTokens) if item.name not 
 
 
 def realized_energies(rows: Iterable[TrajectoryTokens]) -> Mapping[RowKey, np.ndarray]:
-    """W_k [K] float64 of each row: the sum of the weighed energies up to token k, from the conversation's root.
+    """W_k [K] float64 of each row: the sum of the weighted energies up to token k, from the conversation's root.
 
     A branch begins with the energy of its parent's tokens before the fork, if the parent is among ``rows``.
     """
@@ -128,7 +128,7 @@ def realized_energies(rows: Iterable[TrajectoryTokens]) -> Mapping[RowKey, np.nd
         if row.key not in found:
             parent = by_key.get(RowKey(row.group, row.sample, row.parent)) if row.parent >= 0 else None
             before = 0.0 if parent is None else float(of(parent)[row.fork - 1])
-            found[row.key] = before + np.cumsum(row.weighed_energy)
+            found[row.key] = before + np.cumsum(row.weighted_energy)
         return found[row.key]
 
     for row in by_key.values():
