@@ -1,6 +1,6 @@
 """Does the default run learn? Runs `agentrl train --env simpletir` for several seeds and prints a table.
 
-    python benchmarks/learning.py --seeds 0 1 2
+    python benchmarks/learning.py --seeds 0,1,2
 
 Each seed is a whole run of its own: cold start (in a cache of its own, so never that of an earlier run), evaluation,
 training, evaluation, and the evaluation with falsified observations on the families that reveal a value by execution
@@ -21,14 +21,22 @@ from typing import Any
 
 
 def main() -> None:
+    options = arguments(sys.argv[1:])
+    rows = [run(seed, options) for seed in options.seeds]
+    print("\n".join(table(rows)))
+
+
+def arguments(given: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=numbers, default=[0, 1, 2], help="with commas between them; 0,1,2 by default")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     parser.add_argument("--config", help="a shipped configuration or a file; none: the tiny preset")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    options = parser.parse_args()
-    rows = [run(seed, options) for seed in options.seeds]
-    print("\n".join(table(rows)))
+    return parser.parse_args(given)
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def run(seed: int, options: argparse.Namespace) -> dict[str, Any]:

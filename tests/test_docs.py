@@ -5,6 +5,7 @@ import asyncio
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -266,6 +267,16 @@ def test_the_order_of_settings_is_as_described(tmp_path: Path) -> None:
     settings = load_settings(None, file, ["rollout.group_size=2", "data.train.0.weight=2"])
     assert (settings.rollout.group_size, settings.rollout.problems_per_step) == (2, 5)
     assert (settings.data.train[0].path, settings.data.train[0].weight) == ("builtin:horizon", 2)
+
+
+def test_the_runs_of_the_results_are_those_of_their_commands() -> None:
+    arguments = runpy.run_path(str(ROOT / "benchmarks" / "learning.py"))["arguments"]
+    commands = re.findall(
+        r"^\$ python benchmarks/learning.py (.*)", "".join(blocks("results.md", "console")), re.MULTILINE
+    )
+    parsed = [arguments(shlex.split(command)) for command in commands]
+    assert [options.seeds for options in parsed if options.config is None] == [[1, 0, 2]] * 3
+    assert all("=" in override for options in parsed for override in options.overrides)
 
 
 def test_every_function_on_the_architecture_page_is_where_the_page_says() -> None:
