@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -19,6 +19,7 @@ from agentrl.problems.sources import load_source
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.environment import build_rewards, needs_answers
+from agentrl.rollout.filters import FilterRules, filter_groups
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group
 from agentrl_envs.types import Problem
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
 
 # A temperature at which the most likely token is all but certain.
 _GREEDY = 1e-4
-# Trajectories played for each one asked for: some are no data.
+# Trajectories played in a round for each one asked for: some are no data. A problem short of data gets more rounds.
 _MORE_SAMPLES = 1.2
+_ROUNDS = 4
+_DATA = FilterRules(void_turns="remove", accuracy_range=None, drop_zero_variance=False)
 # Problems tried for each one asked for: some are always or never solved.
 _MORE_PROBLEMS = 8
 
@@ -71,7 +74,7 @@ def _in_order(source: ProblemSource, most: int, seed: int) -> Iterator[Problem]:
 
 @dataclass(frozen=True, kw_only=True)
 class Played:
-    """Rollouts of one problem; ``greedy_return`` is 0 where nobody asked for a greedy one."""
+    """The rollouts of one problem that are data; ``greedy_return`` is 0 where nobody asked for a greedy one."""
 
     group: Group
     greedy_return: float
@@ -102,7 +105,7 @@ class SamplePlayer:
             seed=settings.seed,
             rewards=self._rewards,
         )
-        self._samples = round(samples * _MORE_SAMPLES)
+        self._samples = samples
         self._greedy = greedy
         self._runner = asyncio.Runner()
 
@@ -121,20 +124,19 @@ class SamplePlayer:
         self._runner.close()
 
     def play(self, problems: Sequence[tuple[int, Problem]]) -> list[Played]:
-        """The rollouts of numbered problems, in their order."""
+        """The rollouts of numbered problems, in their order, each played until enough are data or four times."""
         return self._runner.run(self._play(problems))
 
     async def _play(self, problems: Sequence[tuple[int, Problem]]) -> list[Played]:
         requests = [RolloutRequest(index=number, problem=problem) for number, problem in problems]
-        groups = [group async for group in self._driver.run(requests, step=0, group_size=self._samples)]
+        groups = await play_enough(self._driver, requests, samples=self._samples)
         greedy: dict[int, float] = {}
         if self._greedy:
-            async for group in self._driver.run(requests, step=1, group_size=1, temperature=_GREEDY):
+            async for group in self._driver.run(requests, step=_ROUNDS, group_size=1, temperature=_GREEDY):
                 for item in group.trajectories:
                     if not item.no_data:
                         greedy[group.index] = item.reward
-        ordered = sorted(groups, key=lambda group: group.index)
-        return [Played(group=group, greedy_return=greedy.get(group.index, 0.0)) for group in ordered]
+        return [Played(group=groups[number], greedy_return=greedy.get(number, 0.0)) for number in sorted(groups)]
 
     async def _open(self) -> None:
         await self._environment.open()
@@ -146,3 +148,21 @@ class SamplePlayer:
         if self._rewards is not None:
             await self._rewards.close()
         await self._environment.close()
+
+
+async def play_enough(driver: Driver, requests: Sequence[RolloutRequest], *, samples: int) -> dict[int, Group]:
+    """The data of every request, by its index: ``samples`` trajectories or more, or fewer after the last round.
+
+    A trajectory with a void turn is no data, as in training. Leaving out the problems where these are frequent would
+    choose problems by how sure the policy is of them.
+    """
+    groups = {item.index: Group(problem=item.problem, index=item.index, trajectories=()) for item in requests}
+    for step in range(_ROUNDS):
+        short = [item for item in requests if len(groups[item.index].trajectories) < samples]
+        if not short:
+            break
+        async for group in driver.run(short, step=step, group_size=round(samples * _MORE_SAMPLES)):
+            for found in filter_groups([group], _DATA).groups:
+                before = groups[group.index].trajectories
+                groups[group.index] = replace(found, trajectories=(*before, *found.trajectories))
+    return groups

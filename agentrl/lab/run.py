@@ -23,7 +23,6 @@ from agentrl.models.lora import with_adapter
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.environment import check_environment, environment_and_codec
-from agentrl.rollout.filters import FilterRules, filter_groups
 from agentrl.telemetry.console import Console
 from agentrl.trajectory import Group
 from agentrl_envs.types import Problem
@@ -137,11 +136,9 @@ class _Bench:
 
     def lines(self, played: Sequence[Played], done: Set[int], *, shown: int) -> Iterator[ProblemLine]:
         """A line of every problem of a batch that is not ``done``. The first ``shown`` keep single tokens."""
-        rules = FilterRules(void_turns="remove", accuracy_range=None, drop_zero_variance=False)
-        groups = {group.index: group for group in filter_groups([item.group for item in played], rules).groups}
         chosen: list[tuple[Group, ProblemSample]] = []
         for item in played:
-            group = groups.get(item.group.index, item.group.without(item.group.trajectories))
+            group = item.group
             reason = unusable(group, size=self._lab.samples)
             if reason is None:
                 own = group.without(group.trajectories[self._lab.samples :])
