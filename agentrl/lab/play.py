@@ -124,7 +124,7 @@ class SamplePlayer:
         self._runner.close()
 
     def play(self, problems: Sequence[tuple[int, Problem]]) -> list[Played]:
-        """The rollouts of numbered problems, in their order, each played until enough are data or four times."""
+        """The rollouts of numbered problems, in their order; see `play_enough`."""
         return self._runner.run(self._play(problems))
 
     async def _play(self, problems: Sequence[tuple[int, Problem]]) -> list[Played]:

@@ -138,13 +138,12 @@ class _Bench:
         """A line of every problem of a batch that is not ``done``. The first ``shown`` keep single tokens."""
         chosen: list[tuple[Group, ProblemSample]] = []
         for item in played:
-            group = item.group
-            reason = unusable(group, size=self._lab.samples)
+            reason = unusable(item.group, size=self._lab.samples)
             if reason is None:
-                own = group.without(group.trajectories[self._lab.samples :])
+                own = item.group.without(item.group.trajectories[self._lab.samples :])
                 chosen.append((own, self._look_at(own, item.greedy_return)))
-            elif group.index not in done:
-                yield line_of(group, reason, None, None, ())
+            elif item.group.index not in done:
+                yield line_of(item.group, reason, None, None, ())
         for group, sample, moments in self._measured(chosen, done) if chosen else ():
             yield line_of(group, MEASURED, sample, moments, self._choices if shown > 0 else ())
             shown -= 1
