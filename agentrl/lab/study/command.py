@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -14,11 +14,12 @@ from agentrl.lab.study.curves import RunCurve, StudyRecord, read_curve
 from agentrl.lab.study.figure import draw_study
 from agentrl.lab.study.queue import work_off
 from agentrl.lab.study.report import markdown
-from agentrl.lab.study.runs import StudyRun, count_by_status, overrides_of, study_runs
+from agentrl.lab.study.runs import StudyRun, count_by_status, overrides_of, run_folder, study_runs
 from agentrl.lab.study.settings import StudySettings, read_study
 from agentrl.telemetry.files import atomic_write, world_errors
 
 RECORD = "study.json"
+_ENDED = ("finished", "failed")
 Check = Callable[[list[str], list[str], str], object]
 """``check(configs, overrides, env)`` raises SettingsError for what ``agentrl train`` would refuse."""
 
@@ -36,36 +37,41 @@ def study_command(
 ) -> None:
     """Run what is missing of the study in ``file`` and report; a record (``.json``) is only reported.
 
-    Runs and report lie in ``folder``, by default ``runs/NAME``. Runs that are finished in its record stay finished
-    without their folders. Raises SettingsError or WorldError.
+    Runs and report lie in ``folder``, by default ``runs/NAME``. Runs that ended according to its record have ended,
+    also without their folders. Raises SettingsError or WorldError.
     """
     if file.suffix == ".json":
         record = read_record(file)
         record = record.model_copy(update={"study": record.study.with_baseline(baseline)})
-        _report(record, folder or file.parent, echo, keep=False)
+        _report(record, folder or file.parent, echo)
         return
     study = read_study(file).with_baseline(baseline)
     if jobs is not None:
         study = study.model_copy(update={"jobs": jobs})
     home = folder or Path("runs") / study.name
     runs = study_runs(study, home)
-    check_same_study(study, home)
-    kept = kept_curves(runs, home)
+    before = read_record(home / RECORD) if (home / RECORD).is_file() else None
+    kept: dict[Path, RunCurve] = {}
+    if before is not None:
+        check_same_study(study, before, home)
+        check_none_lost(runs, before, home)
+        kept = kept_curves(runs, before, retry=retry)
     missing = [run for run in runs if run.folder not in kept]
     if not report_only:
         check_variants(study, missing, check)
     with world_errors(home, "make"):
         home.mkdir(parents=True, exist_ok=True)
     if not report_only:
-        stand = [f"{len(kept)} finished according to {home / RECORD}"] if kept else []
+        stand = [f"{len(kept)} ended according to {home / RECORD}"] if kept else []
         stand += [f"{count} {status}" for status, count in count_by_status(missing).items() if count]
         echo(
             f"study {study.name}: {len(runs)} runs, {', '.join(stand)}; {study.jobs} at a time; logs in {home / 'logs'}"
         )
+        _keep(_record_now(study, runs, kept), home)  # so that a study which is stopped is known by its settings
         work_off(study, missing, retry=retry, report=lambda run, said: echo(f"{run.folder.name}: {said}"))
-    curves = tuple(kept.get(run.folder) or read_curve(run) for run in runs)
-    record = StudyRecord(agentrl=agentrl.__version__, study=study, runs=curves)
-    _report(record, home, echo, keep=True)
+    record = _record_now(study, runs, kept)
+    _keep(record, home)
+    _report(record, home, echo)
 
 
 def check_variants(study: StudySettings, runs: Sequence[StudyRun], check: Check) -> None:
@@ -78,30 +84,38 @@ def check_variants(study: StudySettings, runs: Sequence[StudyRun], check: Check)
             raise SettingsError(f"variant {variant!r}: {error}") from error
 
 
-def check_same_study(study: StudySettings, home: Path) -> None:
+def check_same_study(study: StudySettings, before: StudyRecord, home: Path) -> None:
     """Refuse to mix runs of other settings under one name. Raises SettingsError."""
-    stored = home / RECORD
-    if not stored.is_file():
-        return
-    before = read_record(stored).study
     for what in ("env", "config", "settings"):
-        if getattr(before, what) != getattr(study, what):
+        if getattr(before.study, what) != getattr(study, what):
             raise SettingsError(
-                f"{home} holds a study {before.name!r} that differs in {what}: give this one another name, or --output"
+                f"{home} holds a study {before.study.name!r} that differs in {what}: give this one another name, or "
+                "--output"
             )
     now = study.all_variants()
-    for variant, values in before.all_variants().items():
+    for variant, values in before.study.all_variants().items():
         if variant in now and now[variant] != values:
             raise SettingsError(f"{home}: variant {variant!r} had other settings; give it another name")
 
 
-def kept_curves(runs: Sequence[StudyRun], home: Path) -> dict[Path, RunCurve]:
-    """By folder, the finished runs that only the record in ``home`` still knows."""
-    if not (home / RECORD).is_file():
-        return {}
-    curves = {(curve.variant, curve.seed): curve for curve in read_record(home / RECORD).runs}
+def check_none_lost(runs: Sequence[StudyRun], before: StudyRecord, home: Path) -> None:
+    """Refuse to write a record without runs that only the present one still knows. Raises SettingsError."""
+    listed = {(run.variant, run.seed) for run in runs}
+    for curve in before.runs:
+        gone = curve.status in _ENDED and not run_folder(home, curve.variant, curve.seed).is_dir()
+        if gone and (curve.variant, curve.seed) not in listed:
+            raise SettingsError(
+                f"{home / RECORD} is all that is left of variant {curve.variant!r} on seed {curve.seed}, which the "
+                "study file does not list: list it there, or give --output another folder"
+            )
+
+
+def kept_curves(runs: Sequence[StudyRun], before: StudyRecord, *, retry: bool) -> dict[Path, RunCurve]:
+    """By folder, the runs without one that ended according to the record; with ``retry`` those that finished."""
+    curves = {(curve.variant, curve.seed): curve for curve in before.runs}
     found = {run.folder: curves.get((run.variant, run.seed)) for run in runs if run.status == "waiting"}
-    return {folder: curve for folder, curve in found.items() if curve is not None and curve.status == "finished"}
+    wanted = ("finished",) if retry else _ENDED
+    return {folder: curve for folder, curve in found.items() if curve is not None and curve.status in wanted}
 
 
 def read_record(path: Path) -> StudyRecord:
@@ -112,11 +126,18 @@ def read_record(path: Path) -> StudyRecord:
         raise SettingsError(f"{path} is no record of a study: {error}") from error
 
 
-def _report(record: StudyRecord, folder: Path, echo: Callable[[str], None], *, keep: bool) -> None:
+def _record_now(study: StudySettings, runs: Sequence[StudyRun], kept: Mapping[Path, RunCurve]) -> StudyRecord:
+    curves = tuple(kept.get(run.folder) or read_curve(run) for run in runs)
+    return StudyRecord(agentrl=agentrl.__version__, study=study, runs=curves)
+
+
+def _keep(record: StudyRecord, home: Path) -> None:
+    text = json.dumps(record.model_dump(mode="json"), allow_nan=False, separators=(",", ":")) + "\n"
+    atomic_write(home / RECORD, lambda out: out.write(text.encode()))
+
+
+def _report(record: StudyRecord, folder: Path, echo: Callable[[str], None]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    if keep:
-        text = json.dumps(record.model_dump(mode="json"), allow_nan=False, separators=(",", ":")) + "\n"
-        atomic_write(folder / RECORD, lambda out: out.write(text.encode()))
     said = markdown(record)
     atomic_write(folder / "report.md", lambda out: out.write(said.encode()))
     drawn = draw_study(record, folder)

@@ -34,9 +34,9 @@ class RunCurve(BaseModel):
     message: str = Field("", description="why it failed")
     scores: tuple[HeldOutScore, ...] = ()
     steps: tuple[int, ...] = ()
-    rewards: tuple[float, ...] = Field((), description="mean reward of the step's trajectories")
+    rewards: tuple[float | None, ...] = Field((), description="mean reward of the step's data; null if it had none")
     model_tokens: tuple[int, ...] = Field((), description="tokens sampled in the step")
-    trajectories: tuple[int, ...] = Field((), description="trajectories sampled in the step")
+    trajectories: tuple[int, ...] = Field((), description="the step's trajectories that are data")
     seconds: tuple[float, ...] = ()
 
     @property
@@ -63,9 +63,7 @@ class RunCurve(BaseModel):
         return sum(value for step, value in zip(self.steps, spent, strict=True) if step <= reached)
 
     def collapsed(self, share: float) -> bool:
-        """Whether the run failed, or its last score is below ``share`` of its best one."""
-        if self.status == "failed":
-            return True
+        """Whether the last score is below ``share`` of the best one."""
         return bool(self.scores) and self.scores[-1].mean < share * max(score.mean for score in self.scores)
 
     @property
@@ -100,8 +98,8 @@ def read_curve(run: StudyRun) -> RunCurve:
             if "eval/avg_at_k" in row
         ),
         steps=tuple(int(row["step"]) for row in trained),
-        rewards=tuple(round(row.get("reward/mean", 0.0), 6) for row in trained),
-        model_tokens=tuple(int(row["rollout/model_tokens"]) for row in trained),
+        rewards=tuple(round(row["reward/mean"], 6) if "reward/mean" in row else None for row in trained),
+        model_tokens=tuple(int(row.get("rollout/model_tokens", 0)) for row in trained),
         trajectories=tuple(int(row["reward/count"]) for row in trained),
         seconds=tuple(round(row["time/step_s"], 3) for row in trained),
     )

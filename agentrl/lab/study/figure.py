@@ -96,8 +96,9 @@ def _reward_points(runs: Sequence[RunCurve], window: int = 10) -> dict[int, list
     points: dict[int, list[float]] = {}
     for run in runs:
         for start in range(0, len(run.steps) - window + 1, window):
-            mean = float(np.mean(run.rewards[start : start + window]))
-            points.setdefault(run.steps[start + window - 1], []).append(mean)
+            values = [value for value in run.rewards[start : start + window] if value is not None]
+            if values:
+                points.setdefault(run.steps[start + window - 1], []).append(float(np.mean(values)))
     return points
 
 

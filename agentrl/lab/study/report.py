@@ -49,15 +49,16 @@ def _scores(record: StudyRecord) -> list[str]:
         "",
         "Held-out score after training, and its mean over all steps (area). Intervals: 95 %, bootstrap over seeds.",
         "",
-        "| variant | seeds | at the start | final | final, interquartile mean | area | collapsed |",
-        "|---|---|---|---|---|---|---|",
+        "| variant | seeds | at the start | final | final, interquartile mean | area | collapsed | failed |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for variant, runs in by_variant(record).items():
-        ended = [run for run in runs if run.status in ("finished", "failed")]
+        done = [run for run in runs if run.status == "finished"]
+        failed = sum(run.status == "failed" for run in runs)
         starts = [run.scores[0].mean for run in runs if run.final is not None]
         finals = [run.final for run in runs if run.final is not None]
         areas = [run.area for run in runs if run.area is not None]
-        collapsed = sum(run.collapsed(record.study.collapse) for run in ended)
+        collapsed = sum(run.collapsed(record.study.collapse) for run in done)
         cells = [
             variant,
             str(len(finals)),
@@ -65,7 +66,8 @@ def _scores(record: StudyRecord) -> list[str]:
             _cell(finals, over_seeds, resamples),
             _cell(finals, interquartile_mean, resamples),
             _cell(areas, over_seeds, resamples),
-            f"{collapsed} of {len(ended)}",
+            f"{collapsed} of {len(done)}",
+            str(failed),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -81,10 +83,11 @@ def _costs(record: StudyRecord, target: float) -> list[str]:
         "|---|---|---|---|",
     ]
     for variant, runs in by_variant(record).items():
-        tokens = [run.spent_until(target, run.model_tokens) for run in runs]
-        trajectories = [run.spent_until(target, run.trajectories) for run in runs]
+        done = [run for run in runs if run.status == "finished"]
+        tokens = [run.spent_until(target, run.model_tokens) for run in done]
+        trajectories = [run.spent_until(target, run.trajectories) for run in done]
         reached = sum(value is not None for value in tokens)
-        lines.append(f"| {variant} | {reached} of {len(runs)} | {_median(tokens)} | {_median(trajectories)} |")
+        lines.append(f"| {variant} | {reached} of {len(done)} | {_median(tokens)} | {_median(trajectories)} |")
     return lines
 
 
@@ -97,7 +100,8 @@ def _differences(record: StudyRecord, what: str, of: Callable[[RunCurve], float 
     lines = [
         f"## {what} minus that of {record.study.compared_with}, seed by seed",
         "",
-        "Intervals: 95 %, Student's t. p: exact sign-flip test; adjusted by Holm's method over the rows of this table.",
+        "Intervals: 95 %, Student's t. p: sign-flip test, exact up to 20 seeds; adjusted by Holm's method over the rows "
+        "of this table.",
         "",
         "| variant | seeds | difference | p | adjusted p |",
         "|---|---|---|---|---|",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from agentrl.lab.study.settings import SettingValues, StudySettings
+from agentrl.lab.study.settings import SettingValues, StudySettings, file_name
 from agentrl.telemetry.run_directory import RunDirectory
 
 Status = Literal["finished", "failed", "interrupted", "waiting"]
@@ -53,10 +52,15 @@ class StudyRun:
 def study_runs(study: StudySettings, folder: Path) -> list[StudyRun]:
     """All runs, seed by seed, so that every variant has as many finished seeds as the others if a study is stopped."""
     return [
-        StudyRun(variant=variant, seed=seed, values=values, folder=folder / f"{_file_name(variant)}-seed-{seed}")
+        StudyRun(variant=variant, seed=seed, values=values, folder=run_folder(folder, variant, seed))
         for seed in study.seeds
         for variant, values in study.all_variants().items()
     ]
+
+
+def run_folder(home: Path, variant: str, seed: int) -> Path:
+    """Where a run lies in the folder of its study."""
+    return home / f"{file_name(variant)}-seed-{seed}"
 
 
 def train_command(study: StudySettings, run: StudyRun) -> list[str]:
@@ -80,12 +84,3 @@ def count_by_status(runs: Sequence[StudyRun]) -> dict[Status, int]:
     for run in runs:
         found[run.status] += 1
     return found
-
-
-def _file_name(variant: str) -> str:
-    """A name that a run may have.
-
-    >>> _file_name("tir_otb learning_rate=0.0003")
-    'tir_otb-learning_rate-0.0003'
-    """
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", variant)

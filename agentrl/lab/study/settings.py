@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
@@ -27,7 +28,7 @@ class StudySettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str = Field(pattern=r"[\w.-]+", description="name of the study and of its folder")
+    name: str = Field(pattern=r"^[\w.-]+$", description="name of the study and of its folder")
     env: str = Field("simpletir", description="as in agentrl train --env")
     config: str | list[str] | None = Field(None, description="as in agentrl train --config; several: a list")
     settings: SettingValues = Field({}, description="settings of every run, with dotted keys")
@@ -53,7 +54,17 @@ class StudySettings(BaseModel):
         empty = [key for key, values in self.grid.items() if not values]
         if empty:
             raise ValueError(f"grid.{empty[0]} has no values")
+        for key, values in self.grid.items():
+            if len({repr(value) for value in values}) != len(values):
+                raise ValueError(f"grid.{key} {values}: give different ones")
         names = list(self.all_variants())
+        folders = {file_name(name): name for name in reversed(names)}
+        for name in names:
+            if folders[file_name(name)] != name:
+                raise ValueError(
+                    f"variants {folders[file_name(name)]!r} and {name!r} would share the folder {file_name(name)}: use "
+                    "other letters, digits, '.', '_' or '-' in their names"
+                )
         if self.baseline is not None and self.baseline not in names:
             raise ValueError(f"baseline {self.baseline!r} is no variant; variants: {', '.join(names)}")
         return self
@@ -81,6 +92,15 @@ class StudySettings(BaseModel):
             words = [name, *(_word(key, value) for key, value in chosen.items())]
             found[" ".join(word for word in words if word) or "default"] = values | chosen
         return found
+
+
+def file_name(variant: str) -> str:
+    """What the folders of a variant's runs begin with, of characters that a run's name may have.
+
+    >>> file_name("tir_otb learning_rate=0.0003")
+    'tir_otb-learning_rate-0.0003'
+    """
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", variant)
 
 
 def _word(key: str, value: object) -> str:

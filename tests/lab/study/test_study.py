@@ -21,7 +21,7 @@ from agentrl.cli import check_training
 from agentrl.errors import SettingsError
 from agentrl.lab.study.command import RECORD, read_record, study_command
 from agentrl.lab.study.curves import HeldOutScore, RunCurve, StudyRecord
-from agentrl.lab.study.figure import study_figure
+from agentrl.lab.study.figure import _reward_points, study_figure
 from agentrl.lab.study.queue import shares_of
 from agentrl.lab.study.report import markdown
 from agentrl.lab.study.runs import StudyRun, study_runs, train_command
@@ -63,6 +63,10 @@ def test_variants_are_the_product_of_named_sets_and_grid():
         ({"grid": {"rollout.group_size": []}}, "grid.rollout.group_size has no values"),
         ({"grid": GRID, "baseline": "grpo"}, "no variant; variants: grpo group_size=4, grpo group_size=16"),
         ({"sedes": [1]}, "Extra inputs"),
+        ({"name": "a/../../b c"}, "String should match pattern"),
+        ({"grid": {"rollout.group_size": [4, 8, 4]}}, r"grid.rollout.group_size \[4, 8, 4\]: give different ones"),
+        ({"variants": {"lr+": {}, "lr-": {}}}, "variants 'lr\\+' and 'lr-' would share the folder lr-: use other"),
+        ({"variants": {"größer": {}, "gr-er": {}}}, "would share the folder gr-er"),
     ],
 )
 def test_a_mistake_in_a_study_is_named(values: dict[str, object], said: str):
@@ -166,11 +170,74 @@ def test_a_study_goes_on_from_its_record_on_another_machine(tmp_path: Path, fake
     (there / RECORD).write_bytes((home / RECORD).read_bytes())
     file.write_text(text.replace("[0]", "[0, 2]"))
     said = run_study(file, there)
-    assert f"2 finished according to {there / RECORD}, 2 waiting" in said[0]
+    assert f"2 ended according to {there / RECORD}, 2 waiting" in said[0]
     assert [line for line in said if line.endswith("starts")] == ["tir_otb-seed-2: starts", "rloo-seed-2: starts"]
     after = read_record(there / RECORD).runs
     assert after[:2] == before
     assert [(run.seed, run.status) for run in after[2:]] == [(2, "finished")] * 2
+
+
+def test_a_record_loses_no_run(tmp_path: Path, fake_train: Path):
+    file, home = tmp_path / "study.yaml", tmp_path / "first"
+    text = "name: s\nseeds: [1]\ngrid: {algorithm.estimator: [tir_otb, grpo]}\nsettings: {training.steps: 2}\n"
+    file.write_text(text)
+    run_study(file, home)
+    before = read_record(home / RECORD).runs
+    assert [run.status for run in before] == ["finished", "failed"]
+
+    there = tmp_path / "second"
+    there.mkdir()
+    (there / RECORD).write_bytes((home / RECORD).read_bytes())
+    run_study(file, there, report_only=True)
+    assert read_record(there / RECORD).runs == before
+    assert not [line for line in run_study(file, there) if line.endswith("starts")]  # failed runs wait for --retry
+    for other in (text.replace("[1]", "[5]"), text.replace(", grpo", "")):
+        file.write_text(other)
+        with pytest.raises(SettingsError, match=r"is all that is left of variant '(tir_otb|grpo)' on seed 1, which"):
+            run_study(file, there, report_only=True)
+    file.write_text(text)
+    assert "grpo-seed-1: starts" in run_study(file, there, retry=True)
+
+
+def test_a_study_that_was_stopped_knows_its_settings(tmp_path: Path, fake_train: Path):
+    """Its runs would mix with those of other settings."""
+    file, home = tmp_path / "study.yaml", tmp_path / "runs"
+    file.write_text("name: s\nseeds: [0]\ngrid: {algorithm.estimator: [tir_otb, rloo]}\n")
+    fake_train.write_text(FAKE.replace('if given["algorithm.estimator"] == ', 'if given["algorithm.estimator"] < '))
+
+    def stop(line: str) -> None:
+        if line == "rloo-seed-0: starts":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        study_command(
+            file, home, jobs=1, baseline=None, retry=False, report_only=False, check=check_training, echo=stop
+        )
+    file.write_text(file.read_text() + "settings: {training.steps: 500}\n")
+    with pytest.raises(SettingsError, match="that differs in settings"):
+        run_study(file, home)
+
+
+def test_a_step_without_data_is_no_reward_of_zero(tmp_path: Path, fake_train: Path):
+    file, home = tmp_path / "study.yaml", tmp_path / "runs"
+    file.write_text("name: s\nseeds: [0]\ngrid: {algorithm.estimator: [tir_otb]}\n")
+    empty = '(1, 2):\n    rows += [{"step": step + 2, "reward/count": 0, "time/step_s": 1.0}]\n'
+    fake_train.write_text(FAKE.replace("(1, 2):\n", empty))
+    run_study(file, home)
+    (run,) = read_record(home / RECORD).runs
+    assert sorted(run.steps) == [1, 2, 3, 4]
+    assert run.rewards == (None, 0.5, None, 0.5)
+    assert run.model_tokens == (0, 100, 0, 100)
+    points = _reward_points([run], window=2)
+    assert points == {1: [0.5], 2: [0.5]}
+    assert _reward_points([run.model_copy(update={"rewards": (None,) * 4})], window=2) == {}
+
+
+def test_what_it_cost_is_asked_of_runs_that_ended():
+    runs = (curve("a", 0, 0.2, 0.9), curve("a", 1, status="waiting"), curve("a", 2, status="failed"))
+    text = markdown(StudyRecord(agentrl="1", study=study(variants={"a": {}}, target=0.8), runs=runs))
+    assert "| a | 1 of 1 | 1,000 | 80 |" in text
+    assert "| 0 of 1 | 1 |" in text.split("## Cost")[0]  # collapsed, failed
 
 
 def test_a_grid_of_numbers_gives_names_that_runs_may_have(tmp_path: Path, fake_train: Path):
@@ -258,7 +325,7 @@ def test_scores_areas_costs_and_collapses():
     assert run.spent_until(1.1, run.model_tokens) is None
     assert not run.collapsed(0.5)
     assert curve("a", 0, 0.2, 0.9, 0.3).collapsed(0.5)
-    assert curve("a", 0, status="failed").collapsed(0.5)
+    assert not curve("a", 0, status="failed").collapsed(0.5)  # why it failed is not known
     assert curve("a", 0, 0.2, 0.4, status="interrupted").final is None
 
 
@@ -274,12 +341,15 @@ def test_differences_are_paired_by_seed():
 
 def test_sign_flips_of_many_seeds_and_of_none():
     assert sign_flip_p(np.full(10, 0.1)) == pytest.approx(2 / 1024)
+    assert sign_flip_p(np.full(15, 0.1)) == pytest.approx(2.0**-14, rel=1e-9)
     assert sign_flip_p(np.zeros(4)) == 1.0
 
 
 def test_holm_never_reverses_an_order():
     raw = {"a": 0.2, "b": 0.01, "c": 0.02}
     assert holm(raw) == {"b": 0.03, "c": 0.04, "a": 0.2}
+    assert holm({"a": 0.03, "b": 0.028, "c": 0.04}) == pytest.approx({"b": 0.084, "a": 0.084, "c": 0.084})
+    assert holm({"a": 0.6, "b": 0.7}) == {"a": 1.0, "b": 1.0}
 
 
 def test_intervals_cover_the_mean_of_a_known_distribution():
