@@ -46,6 +46,28 @@ def test_only_new_answered_looks_count_and_never_more_than_the_task_has() -> Non
     assert look_rewards(problem, played, Verdict.CORRECT) == [third, 0.0, 0.0, 0.0, 0.0, third, third, 0.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("family", "programs"),
+    [
+        ("chain_4", ["print('box(1)')", "print(1)#box(2)", '"box(3)"', "def box(n): print(n)\nbox(4)", "box(x)"]),
+        ("search_4", ["key(900)", "key(3)", "key(-54)"]),
+        ("box_take", ["box(11)"]),
+        ("chain_4", ["box(", "box()", "box(1//0)", "box(True)", "box(1.5)", "box('11')"]),
+    ],
+)
+def test_what_only_looks_like_a_look_earns_nothing(family: str, programs: list[str]) -> None:
+    problem = Problem(id="0", statement="A key between 50 and 58.", answer="1", source="horizon", family=family)
+    played = conversation(*((program(text), "\nCode execution result: less 54\n") for text in programs))
+    assert look_rewards(problem, played, None) == [0.0] * len(programs)
+
+
+def test_one_number_in_several_spellings_is_one_look() -> None:
+    problem = Problem(id="0", statement="A key between 50 and 58.", answer="1", source="horizon", family="search_4")
+    texts = ("key(54)", "key(54+0)", "key((50+58)//2)", "key(27*2)", "key(60-5)")
+    played = conversation(*((program(text), "\nCode execution result: less 54\n") for text in texts))
+    assert look_rewards(problem, played, None) == [1 / 3, 0.0, 0.0, 0.0, 1 / 3]
+
+
 def test_a_task_of_one_turn_has_nothing_to_look_at() -> None:
     problem = Problem(id="0", statement="", answer="1", source="horizon", family="debug_1")
     assert look_rewards(problem, conversation((program("final_answer(1)"), "")), None) == [0.0]
