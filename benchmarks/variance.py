@@ -133,6 +133,7 @@ def draw(found: dict[str, list[Line]], path: Path) -> None:
             sizes = np.array([line.group_size for line in own]) * 1.04 ** (place - len(DRAWN) / 2)
             values = np.array([item.value for item in ratios])
             spread = np.abs([[item.value - item.low for item in ratios], [item.high - item.value for item in ratios]])
+            spread = np.where(np.isfinite(spread), spread, 0.0)
             axes.errorbar(sizes, values, yerr=spread, color=color, label=estimator, marker="os^Dv"[place],
                           markersize=4, linewidth=1.2, elinewidth=0.8, capsize=2)  # fmt: skip
         logarithmic(axes)

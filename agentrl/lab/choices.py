@@ -92,26 +92,39 @@ def advantages_in(
     """A [M, N, T_j] of every problem j, whose groups are ``rows[j]`` [M, N].
 
     An estimator that looks beyond a group (whitening and the like) sees a step with one group of every problem, as in
-    training. Raises SettingsError for an estimator that asks for an input which rollouts of a policy do not have.
+    training: with ``drop_zero_variance``, those with equal rewards have left it. Raises SettingsError for an estimator
+    that asks for an input which rollouts of a policy do not have.
     """
     groups, size = rows[0].shape
-    places = range(groups)
     needs = estimator_needs(choice.name, **choice.options)
-    steps = [[place] for place in places] if needs.step_wide else [list(places)]
-    parts = []
+    greedy = "greedy_returns" in needs.inputs
+    dropped = torch.zeros(len(samples), groups, dtype=torch.bool)
+    if drop_zero_variance and not needs.equal_groups:
+        dropped = torch.stack([_equal(sample, own, greedy) for sample, own in zip(samples, rows, strict=True)])
+    result = [
+        torch.zeros(groups, size, sample.batch.rewards.shape[1], dtype=torch.float64)  # as in inputs_of
+        for sample in samples
+    ]
+    steps = [[place] for place in range(groups)] if needs.step_wide else [list(range(groups))]
     for step in steps:
-        inputs = inputs_of(samples, [own[step] for own in rows])
+        kept = [index for index in range(len(samples)) if not dropped[index, step].all()]
+        if not kept:
+            continue
+        inputs = inputs_of([samples[index] for index in kept], [rows[index][step] for index in kept])
         try:
             found = compute_advantages(choice.name, inputs, **choice.options).advantages
         except MissingInputError as error:
             raise SettingsError(f"--estimators: {choice.label} cannot be measured here: {error}") from error
-        parts.append(found.unflatten(0, (len(samples), len(step), size)))
-    whole = torch.cat(parts, dim=1)  # [J, M, N, T]
-    result = []
-    for sample, chosen, values in zip(samples, rows, whole, strict=True):
-        own = values[..., : sample.batch.rewards.shape[1]].clone()
-        if drop_zero_variance and not needs.equal_groups:
-            returns = sample.returns[chosen]  # [M, N]
-            own[returns.amax(-1) - returns.amin(-1) <= 1e-8] = 0.0
-        result.append(own)
+        for index, values in zip(kept, found.unflatten(0, (len(kept), len(step), size)), strict=True):
+            result[index][step] = values[..., : result[index].shape[-1]]
+    for own, equal in zip(result, dropped, strict=True):
+        own[equal] = 0.0
     return result
+
+
+def _equal(sample: ProblemSample, rows: Tensor, greedy: bool) -> Tensor:
+    """[M] which groups have equal rewards, with that of the greedy rollout where it is part of the baseline."""
+    returns = sample.returns[rows]  # [M, N]
+    if greedy:
+        returns = torch.nn.functional.pad(returns, (0, 1), value=sample.greedy_return)
+    return returns.amax(-1) - returns.amin(-1) <= 1e-8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import random
 from collections.abc import Iterator, Sequence
@@ -46,7 +47,9 @@ def lab_problems(settings: LabSections, lab: LabSettings, given: str | None) -> 
     if given is not None and not given.isdigit():
         source = load_source(ProblemSourceSettings(path=given), answered=needs_answers(settings)).source
         problems = [source.problem(index) for index in range(source.size or 0)]
-        return lab.model_copy(update={"problems": len(problems)}), problems
+        text = "".join(map(repr, problems))
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return lab.model_copy(update={"problems": len(problems), "problem_file": digest}), problems
     if given is not None:
         if int(given) < 2:
             raise SettingsError(f"--problems {given}: two problems are the least")
@@ -74,10 +77,11 @@ def _in_order(source: ProblemSource, most: int, seed: int) -> Iterator[Problem]:
 
 @dataclass(frozen=True, kw_only=True)
 class Played:
-    """The rollouts of one problem that are data; ``greedy_return`` is 0 where nobody asked for a greedy one."""
+    """The rollouts of one problem that are data; ``greedy_return`` is 0 where nobody asked for a greedy one, and None
+    where that is no data."""
 
     group: Group
-    greedy_return: float
+    greedy_return: float | None
 
 
 class SamplePlayer:
@@ -130,13 +134,13 @@ class SamplePlayer:
     async def _play(self, problems: Sequence[tuple[int, Problem]]) -> list[Played]:
         requests = [RolloutRequest(index=number, problem=problem) for number, problem in problems]
         groups = await play_enough(self._driver, requests, samples=self._samples)
-        greedy: dict[int, float] = {}
+        greedy: dict[int, float | None] = dict.fromkeys(groups, None if self._greedy else 0.0)
         if self._greedy:
             async for group in self._driver.run(requests, step=_ROUNDS, group_size=1, temperature=_GREEDY):
                 for item in group.trajectories:
                     if not item.no_data:
                         greedy[group.index] = item.reward
-        return [Played(group=groups[number], greedy_return=greedy.get(number, 0.0)) for number in sorted(groups)]
+        return [Played(group=groups[number], greedy_return=greedy[number]) for number in sorted(groups)]
 
     async def _open(self) -> None:
         await self._environment.open()

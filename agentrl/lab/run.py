@@ -139,11 +139,12 @@ class _Bench:
         chosen: list[tuple[Group, ProblemSample]] = []
         for item in played:
             reason = unusable(item.group, size=self._lab.samples)
-            if reason is None:
+            greedy = item.greedy_return
+            if reason is None and greedy is not None:
                 own = item.group.without(item.group.trajectories[self._lab.samples :])
-                chosen.append((own, self._look_at(own, item.greedy_return)))
+                chosen.append((own, self._look_at(own, greedy)))
             elif item.group.index not in done:
-                yield line_of(item.group, reason, None, None, ())
+                yield line_of(item.group, reason or "no greedy rollout", None, None, ())
         for group, sample, moments in self._measured(chosen, done) if chosen else ():
             yield line_of(group, MEASURED, sample, moments, self._choices if shown > 0 else ())
             shown -= 1

@@ -22,6 +22,7 @@ class LabSettings(BaseModel):
     problems: int = Field(
         16, ge=2, description="number of problems, taken from data.train; problems with equal rewards are left out"
     )
+    problem_file: str | None = Field(None, description="digest of the problems of a given file")
     samples: int = Field(64, ge=4, description="trajectories of each problem, drawn once; groups are drawn from them")
     group_sizes: tuple[int, ...] = Field((4, 8, 16), description="N; each at most half of the samples")
     groups: int = Field(16, ge=2, description="most groups of a size in one division of a problem's samples")

@@ -13,12 +13,13 @@ from agentrl.lab.measure import GradientMoments, ProblemMoments
 from agentrl.lab.results import Energies
 
 Floats = NDArray[np.float64]
+_LEAST_FITTED = 8  # problems
 OPTIMAL = ("otb", "tir_otb", "otb_isolated", "otb_total", "otb_cross")
 
 
 @dataclass(frozen=True, kw_only=True)
 class IntervalEstimate:
-    """A number and its 95 % interval."""
+    """A number and its 95 % interval; infinite where a signal may be 0 or have the wrong sign."""
 
     value: float
     low: float
@@ -162,11 +163,14 @@ def _columns(moments: Sequence[GradientMoments]) -> dict[str, Floats]:
 
     x = reference_along - reference_squared has expectation 0, and is an error of drawing these groups. The least
     squares of ``along`` on reference_squared and x tell how much of it an estimator has: all for leave-one-out, whose
-    scale is then 1 exactly, little for one with little noise.
+    scale is then 1 exactly, little for one with little noise. With fewer than eight problems these two numbers would
+    leave nothing for the intervals, and nothing is taken.
     """
     records = [asdict(item) for item in moments]
     found = {name: np.array([record[name] for record in records], dtype=float) for name in records[0]}
     true, error = found["reference_squared"], found["reference_along"] - found["reference_squared"]
+    if len(records) < _LEAST_FITTED:
+        return found
     shares, *_ = np.linalg.lstsq(np.stack([true, error], axis=1), found["along"], rcond=None)
     return {**found, "along": found["along"] - shares[1] * error}
 
@@ -176,7 +180,7 @@ def _ratio(above: Floats, below: Floats) -> Floats:
 
 
 def _relative(noise: Floats, best: Floats) -> Floats:
-    """Noise over noise; not a number where both are infinite."""
+    """Noise over noise; not a number where both are infinite or both 0."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return noise / best
 
@@ -187,7 +191,8 @@ def _scale(found: dict[str, Floats], weights: Floats) -> Floats:
 
 def _noise(found: dict[str, Floats], weights: Floats) -> Floats:
     along, true = weights @ found["along"], weights @ found["reference_squared"]
-    return np.where(true > 0, _ratio((weights @ found["variance"]) * true, along**2), np.inf)
+    pointed = (true > 0) & (along > 0)  # against the true gradient there is no signal
+    return np.where(pointed, _ratio((weights @ found["variance"]) * true, along**2), np.inf)
 
 
 def _directional(found: dict[str, Floats], weights: Floats) -> Floats:
@@ -207,8 +212,9 @@ def _bias(found: dict[str, Floats], weights: Floats) -> Floats:
 
 
 def _interval(values: Floats) -> IntervalEstimate:
-    finite = values[1:][np.isfinite(values[1:])]
-    low, high = np.quantile(finite, [0.025, 0.975]) if finite.size else (math.nan, math.nan)
+    known = values[1:][~np.isnan(values[1:])]
+    low = np.quantile(known, 0.025, method="lower") if known.size else math.nan
+    high = np.quantile(known, 0.975, method="higher") if known.size else math.nan
     return IntervalEstimate(value=float(values[0]), low=float(low), high=float(high))
 
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 
 import pytest
 
-from agentrl.lab.play import play_enough
+from agentrl.config import load_settings
+from agentrl.errors import SettingsError
+from agentrl.lab.play import lab_problems, play_enough
+from agentrl.lab.results import MeasurementFiles
+from agentrl.lab.settings import LabRequest, lab_settings
 from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
@@ -62,3 +68,23 @@ def test_a_problem_is_played_until_enough_is_data(
         assert all(item.ended is Ended.ANSWERED for item in group.trajectories)
         steps = [item.step for item in group.trajectories]
         assert steps == sorted(steps)
+
+
+def test_another_file_of_problems_is_another_measurement(tmp_path: Path) -> None:
+    """Also one with the same names of problems; their number alone may grow."""
+    settings = load_settings("simpletir", ["horizon_2"], [])
+    labs = []
+    for added in (1, 2):
+        file = tmp_path / f"{added}.jsonl"
+        rows = [{"id": str(n), "problem": f"{n}+{added}", "answer": str(n + added)} for n in range(3)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lab, problems = lab_problems(settings, lab_settings(LabRequest()), str(file))
+        assert (lab.problems, len(problems)) == (3, 3)
+        labs.append(lab)
+    files = MeasurementFiles(tmp_path / "kept")
+    conditions = [lab.model_dump(mode="json", exclude={"problems"}) for lab in labs]
+    assert files.open(conditions[0]) == files.open(conditions[0]) == []
+    with pytest.raises(SettingsError, match=r"holds problems measured with problem_file=\"\w{16}\", now it is"):
+        files.open(conditions[1])
+    counted = [lab_problems(settings, lab_settings(LabRequest()), number)[0].problem_file for number in ("2", "3")]
+    assert counted == [None, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def test_summary_by_hand() -> None:
 
 def test_the_error_of_drawing_groups_is_taken_out_of_the_scale() -> None:
     """Leave-one-out is exactly unbiased; half of its gradient, with half of its error, is exactly half as long."""
-    draws = [(1.0, 1.4), (2.0, 1.1), (0.5, 0.9), (3.0, 2.0)]
+    draws = [(1.0, 1.4), (2.0, 1.1), (0.5, 0.9), (3.0, 2.0), (1.5, 1.5), (0.2, 0.7), (2.5, 2.9), (1.1, 0.6)]
     problems = [
         {2: {"whole": make_moments(reference_squared=true, reference_along=seen, along=seen),
              "half": make_moments(reference_squared=true, reference_along=seen, along=seen / 2),
@@ -61,6 +62,31 @@ def test_the_error_of_drawing_groups_is_taken_out_of_the_scale() -> None:
     scales = {line.estimator: line.scale for line in summarise(problems, resamples=100, seed=0)}
     for label, wanted in (("whole", 1.0), ("half", 0.5), ("without", 0.7)):
         assert (scales[label].value, scales[label].low, scales[label].high) == pytest.approx((wanted,) * 3)
+    few = {line.estimator: line.scale for line in summarise(problems[:2], resamples=100, seed=0)}
+    assert few["without"].value == pytest.approx(0.7)
+    assert few["whole"].low < 1.0 < few["whole"].high  # two problems say nothing about the error
+
+
+def test_an_interval_reaches_to_infinity_where_the_signal_may_be_none() -> None:
+    """Half of the problems have no signal for ``lost``: a quarter of the resamples of two holds only these."""
+    problems = [
+        {2: {"rloo": make_moments(), "lost": make_moments(along=2.0)}},
+        {2: {"rloo": make_moments(), "lost": make_moments(along=-1.0)}},
+    ]
+    lines = {line.estimator: line for line in summarise(problems, resamples=200, seed=0, baseline="rloo")}
+    assert lines["lost"].noise.value == pytest.approx(6 * 2 * 2 / 1)
+    assert lines["lost"].noise.low == pytest.approx(6 / 4)
+    assert lines["lost"].noise.high == math.inf
+    assert lines["lost"].to_baseline is not None
+    assert lines["lost"].to_baseline.high == math.inf
+
+
+def test_a_gradient_against_the_true_one_is_no_signal() -> None:
+    problems = [{2: {"rloo": make_moments(), "against": make_moments(along=-4.0)}}] * 2
+    best, against = summarise(problems, resamples=100, seed=0)
+    assert (best.estimator, against.estimator) == ("rloo", "against")
+    assert against.scale.value == -4.0
+    assert (against.noise.value, against.noise.low) == (math.inf, math.inf)
 
 
 def test_a_gradient_lost_in_noise_is_said_to_be(recwarn: pytest.WarningsRecorder) -> None:

@@ -100,8 +100,8 @@ def _differences(record: StudyRecord, what: str, of: Callable[[RunCurve], float 
     lines = [
         f"## {what} minus that of {record.study.compared_with}, seed by seed",
         "",
-        "Intervals: 95 %, Student's t. p: sign-flip test, exact up to 20 seeds; adjusted by Holm's method over the rows "
-        "of this table.",
+        "Intervals: 95 %, Student's t. p: sign-flip test, exact up to 20 seeds; adjusted by Holm's method over the "
+        "rows of this table.",
         "",
         "| variant | seeds | difference | p | adjusted p |",
         "|---|---|---|---|---|",
