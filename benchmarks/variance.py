@@ -20,7 +20,6 @@ from agentrl.telemetry.files import atomic_write, json_line
 from agentrl.telemetry.plots import BLUE, GREEN, GREY, RED, VIOLET
 
 STUDIES = Path(__file__).parent / "studies" / "variance"
-BASELINE = "rloo"
 DRAWN = {"grpo": GREY, "ogb": BLUE, "ogb_pooled": GREEN, "otb_isolated": VIOLET, "tir_otb": RED}
 
 
@@ -31,6 +30,7 @@ def main() -> None:
     parser.add_argument(
         "--figure", type=Path, metavar="FILE", help="draw noise against N to this PNG, from three group sizes on"
     )
+    parser.add_argument("--baseline", default="rloo", help="the estimator whose noise the others' is divided by")
     parser.add_argument("--resamples", type=int, default=10_000, help="of the problems, behind each 95 %% interval")
     arguments = parser.parse_args()
     if arguments.keep is not None:
@@ -39,14 +39,15 @@ def main() -> None:
     found = {}
     for folder in sorted(path.parent for path in STUDIES.glob(f"*/{PROBLEMS}")):
         problems = measured_of(MeasurementFiles(folder).lines())
-        if len(problems) > 1:
+        if len(problems) > 1 and arguments.baseline in next(iter(problems[0].moments.values())):
             moments = [item.moments for item in problems]
-            found[folder.name] = summarise(moments, resamples=arguments.resamples, seed=0, baseline=BASELINE)
-            print_study(folder.name, MeasurementFiles(folder).lines(), problems, found[folder.name])
+            found[folder.name] = summarise(moments, resamples=arguments.resamples, seed=0, baseline=arguments.baseline)
+            print_study(folder.name, MeasurementFiles(folder).lines(), problems, found[folder.name], arguments.baseline)
     if arguments.figure is not None:
         draw(
             {name: lines for name, lines in found.items() if len({line.group_size for line in lines}) > 2},
             arguments.figure,
+            arguments.baseline,
         )
         print(f"drawn: {arguments.figure}")
 
@@ -73,7 +74,9 @@ def shortened(moments: dict[str, dict[str, list[float | None]]] | None) -> objec
     }
 
 
-def print_study(name: str, played: Sequence[ProblemLine], problems: Sequence[Measured], lines: Sequence[Line]) -> None:
+def print_study(
+    name: str, played: Sequence[ProblemLine], problems: Sequence[Measured], lines: Sequence[Line], baseline: str
+) -> None:
     """The conditions, and the tables of noise and scale."""
     own = [item.line for item in problems]
     print(f"\n### {name}\n")
@@ -86,15 +89,15 @@ def print_study(name: str, played: Sequence[ProblemLine], problems: Sequence[Mea
     sizes = sorted({line.group_size for line in lines})
     names = list(dict.fromkeys(line.estimator for line in lines if line.group_size == sizes[len(sizes) // 2]))
     by_key = {(line.estimator, line.group_size): line for line in lines}
-    print(f"\nNoise of `{BASELINE}`, and of its part along the true gradient:\n")
+    print(f"\nNoise of `{baseline}`, and of its part along the true gradient:\n")
     print(row(["", *(f"N={size}" for size in sizes)]))
     print(row(["---"] * (len(sizes) + 1)))
-    print(row(["noise", *(said(by_key[BASELINE, size].noise) for size in sizes)]))
-    print(row(["along", *(said(by_key[BASELINE, size].directional) for size in sizes)]))
+    print(row(["noise", *(said(by_key[baseline, size].noise) for size in sizes)]))
+    print(row(["along", *(said(by_key[baseline, size].directional) for size in sizes)]))
     for size in sizes:
-        print(f"\nN={size}; noise over that of `{BASELINE}`, and over the least, paired by problem:\n")
+        print(f"\nN={size}; noise over that of `{baseline}`, and over the least, paired by problem:\n")
         print(
-            row(["estimator", f"to `{BASELINE}`", "to the best", f"along the true gradient, to `{BASELINE}`", "scale"])
+            row(["estimator", f"to `{baseline}`", "to the best", f"along the true gradient, to `{baseline}`", "scale"])
         )
         print(row(["---"] * 5))
         for estimator in names:
@@ -120,7 +123,7 @@ def digits(value: float) -> str:
     return f"{value:.2f}" if 0.1 <= abs(value) < 10 else f"{value:.2g}"
 
 
-def draw(found: dict[str, list[Line]], path: Path) -> None:
+def draw(found: dict[str, list[Line]], path: Path, baseline: str) -> None:
     """Noise over that of the baseline against N, one panel a study."""
     from matplotlib.figure import Figure
 
@@ -146,7 +149,7 @@ def draw(found: dict[str, list[Line]], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_title(name, loc="left", fontsize=11, fontweight="bold")
         axes.set_xlabel("trajectories in a group, N")
-    panels[0].set_ylabel(f"noise over that of {BASELINE}")
+    panels[0].set_ylabel(f"noise over that of {baseline}")
     panels[-1].legend(fontsize=7.5, frameon=False, loc="center", bbox_to_anchor=(0.5, 0.7))
     atomic_write(path, lambda out: figure.savefig(out, format="png"))
 
