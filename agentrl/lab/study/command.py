@@ -67,10 +67,13 @@ def study_command(
         echo(
             f"study {study.name}: {len(runs)} runs, {', '.join(stand)}; {study.jobs} at a time; logs in {home / 'logs'}"
         )
-        _keep(_record_now(study, runs, kept), home)  # so that a study which is stopped is known by its settings
-        work_off(study, missing, retry=retry, report=lambda run, said: echo(f"{run.folder.name}: {said}"))
-    record = _record_now(study, runs, kept)
-    _keep(record, home)
+        _keep(_record_now(study, runs, kept), home)  # so that a study which is killed is known by its settings
+    try:
+        if not report_only:
+            work_off(study, missing, retry=retry, report=lambda run, said: echo(f"{run.folder.name}: {said}"))
+    finally:
+        record = _record_now(study, runs, kept)
+        _keep(record, home)
     _report(record, home, echo)
 
 

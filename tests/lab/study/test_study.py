@@ -213,6 +213,7 @@ def test_a_study_that_was_stopped_knows_its_settings(tmp_path: Path, fake_train:
         study_command(
             file, home, jobs=1, baseline=None, retry=False, report_only=False, check=check_training, echo=stop
         )
+    assert [run.status for run in read_record(home / RECORD).runs] == ["finished", "waiting"]
     file.write_text(file.read_text() + "settings: {training.steps: 500}\n")
     with pytest.raises(SettingsError, match="that differs in settings"):
         run_study(file, home)
