@@ -28,7 +28,7 @@ class StudySettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str = Field(pattern=r"^[\w.-]+$", description="name of the study and of its folder")
+    name: str = Field(pattern=r"^\w[\w.-]*$", description="name of the study and of its folder")
     env: str = Field("simpletir", description="as in agentrl train --env")
     config: str | list[str] | None = Field(None, description="as in agentrl train --config; several: a list")
     settings: SettingValues = Field({}, description="settings of every run, with dotted keys")

@@ -68,9 +68,15 @@ class Formula:
         """The distinct numbers in the formula, in order of appearance."""
         return tuple(dict.fromkeys(map(int, _NUMBER.findall(self.python()))))
 
-    def value(self) -> int:
-        """The value. Raises FormulaError if a division has a remainder, or if a step is negative or huge."""
-        return _value(self.tree)
+    def value(self, *, floor: bool = False) -> int:
+        """The value; with ``floor``, divisions round down as in Python.
+
+        Raises FormulaError if another division has a remainder, or if a step is negative or huge.
+
+        >>> Formula.parse("(50+59)//2").value(floor=True)
+        54
+        """
+        return _value(self.tree, floor)
 
     def python(self) -> str:
         """The formula in Python, with no more parentheses than necessary."""
@@ -95,12 +101,12 @@ def _checked(node: ast.expr) -> ast.expr:
     raise FormulaError("whose formula is more than arithmetic")
 
 
-def _value(node: ast.expr) -> int:
+def _value(node: ast.expr, floor: bool) -> int:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     assert isinstance(node, ast.BinOp)  # as `_checked` leaves it
-    left, right = _value(node.left), _value(node.right)
-    if isinstance(node.op, ast.FloorDiv) and (right == 0 or left % right):
+    left, right = _value(node.left, floor), _value(node.right, floor)
+    if isinstance(node.op, ast.FloorDiv) and (right == 0 or (left % right and not floor)):
         raise FormulaError("whose division leaves a remainder")
     value = _OPERATORS[type(node.op)](left, right)
     if not 0 <= value <= MAX_VALUE:

@@ -64,6 +64,7 @@ def test_variants_are_the_product_of_named_sets_and_grid():
         ({"grid": GRID, "baseline": "grpo"}, "no variant; variants: grpo group_size=4, grpo group_size=16"),
         ({"sedes": [1]}, "Extra inputs"),
         ({"name": "a/../../b c"}, "String should match pattern"),
+        ({"name": ".."}, "String should match pattern"),
         ({"grid": {"rollout.group_size": [4, 8, 4]}}, r"grid.rollout.group_size \[4, 8, 4\]: give different ones"),
         ({"variants": {"lr+": {}, "lr-": {}}}, "variants 'lr\\+' and 'lr-' would share the folder lr-: use other"),
         ({"variants": {"größer": {}, "gr-er": {}}}, "would share the folder gr-er"),
@@ -158,16 +159,20 @@ def test_a_study_keeps_failures_goes_on_and_reports_from_its_record(tmp_path: Pa
     assert (other / "report.md").read_text() == (home / "report.md").read_text()
 
 
-def test_a_study_goes_on_from_its_record_on_another_machine(tmp_path: Path, fake_train: Path):
-    file, home = tmp_path / "study.yaml", tmp_path / "first"
-    text = "name: s\nseeds: [0]\ngrid: {algorithm.estimator: [tir_otb, rloo]}\nsettings: {training.steps: 2}\n"
+def record_alone(text: str, file: Path) -> tuple[Path, tuple[RunCurve, ...]]:
+    """A folder that holds nothing but the record of the study ``text``, and its runs."""
+    home, there = file.parent / "first", file.parent / "second"
     file.write_text(text)
     run_study(file, home)
-    before = read_record(home / RECORD).runs
-
-    there = tmp_path / "second"
     there.mkdir()
     (there / RECORD).write_bytes((home / RECORD).read_bytes())
+    return there, read_record(home / RECORD).runs
+
+
+def test_a_study_goes_on_from_its_record_on_another_machine(tmp_path: Path, fake_train: Path):
+    file = tmp_path / "study.yaml"
+    text = "name: s\nseeds: [0]\ngrid: {algorithm.estimator: [tir_otb, rloo]}\nsettings: {training.steps: 2}\n"
+    there, before = record_alone(text, file)
     file.write_text(text.replace("[0]", "[0, 2]"))
     said = run_study(file, there)
     assert f"2 ended according to {there / RECORD}, 2 waiting" in said[0]
@@ -178,16 +183,10 @@ def test_a_study_goes_on_from_its_record_on_another_machine(tmp_path: Path, fake
 
 
 def test_a_record_loses_no_run(tmp_path: Path, fake_train: Path):
-    file, home = tmp_path / "study.yaml", tmp_path / "first"
+    file = tmp_path / "study.yaml"
     text = "name: s\nseeds: [1]\ngrid: {algorithm.estimator: [tir_otb, grpo]}\nsettings: {training.steps: 2}\n"
-    file.write_text(text)
-    run_study(file, home)
-    before = read_record(home / RECORD).runs
+    there, before = record_alone(text, file)
     assert [run.status for run in before] == ["finished", "failed"]
-
-    there = tmp_path / "second"
-    there.mkdir()
-    (there / RECORD).write_bytes((home / RECORD).read_bytes())
     run_study(file, there, report_only=True)
     assert read_record(there / RECORD).runs == before
     assert not [line for line in run_study(file, there) if line.endswith("starts")]  # failed runs wait for --retry
