@@ -11,7 +11,7 @@ from pathlib import Path
 
 from generated_page import write_or_check  # beside this script
 
-from agentrl.telemetry.alarms import ALARMS
+from agentrl.telemetry.alerts import RULES
 from agentrl.telemetry.metrics.catalogue import SECTIONS
 from agentrl.telemetry.metrics.definitions import Metric
 
@@ -21,7 +21,7 @@ HEAD = """# Metrics
 
 `metrics.jsonl` has a row for each training step and each evaluation. This page is generated from
 `agentrl/telemetry/metrics/catalogue.py` (`make docs`), which the console and the plots read too. *Healthy* is what a
-run that learns shows; where an [alarm](telemetry.md#alarms) watches a metric, its name stands there. *When* says which
+run that learns shows; where an [alert](telemetry.md#alerts) watches a metric, its name stands there. *When* says which
 rows have the metric; without it, every training row has it. `{...}` stands for any text.
 
 A loss or an estimator of your own adds `policy/NAME` for each metric that it returns.
@@ -68,7 +68,7 @@ def _section(title: str, metrics: tuple[Metric, ...]) -> Iterator[str]:
 
 
 def _healthy(metric: Metric) -> str:
-    watched = [f"alarm `{alarm.name}`" for alarm in ALARMS if metric.name in alarm.metrics]
+    watched = [f"alert `{rule.name}`" for rule in RULES if metric.name in rule.metrics]
     return "; ".join([*([metric.healthy] if metric.healthy else []), *watched])
 
 

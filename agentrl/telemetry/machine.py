@@ -67,7 +67,7 @@ def usable_memory() -> int:
 
 
 def free_room(folder: Path) -> dict[str, float]:
-    """What is free on the disk of ``folder``, and of the memory that this process may use; for alarms."""
+    """What is free on the disk of ``folder``, and of the memory that this process may use; for alerts."""
     found = {MEMORY_FREE: free_memory() / usable_memory()}
     with contextlib.suppress(OSError):  # a disk that does not answer has no number
         found[DISK_FREE] = float(shutil.disk_usage(folder).free)

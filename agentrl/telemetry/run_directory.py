@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from agentrl.errors import SettingsError, WorldError
-from agentrl.telemetry.alarms import Ring
+from agentrl.telemetry.alerts import Alert
 from agentrl.telemetry.files import (
     LOCK_DEADLINE,
     append_line,
@@ -40,7 +40,7 @@ class RunDirectory:
         self.path = Path(path)
         self.config = self.path / "config.yaml"
         self.metrics_file = self.path / "metrics.jsonl"
-        self.alarms = self.path / "alarms.jsonl"
+        self.alerts_file = self.path / "alerts.jsonl"
         self.trajectories = self.path / "trajectories"
         self.tokens = self.path / "tokens"
         self.checkpoints = self.path / "checkpoints"
@@ -128,16 +128,16 @@ class RunDirectory:
                 if line.endswith(b"\n"):
                     yield _row(line, f"{self.metrics_file}, line {number}")
 
-    def append_alarm(self, ring: Ring) -> None:
-        """Append an alarm to ``alarms.jsonl``, durable on return."""
-        append_line(self.alarms, json_line(asdict(ring)))
+    def append_alert(self, alert: Alert) -> None:
+        """Append an alert to ``alerts.jsonl``, durable on return."""
+        append_line(self.alerts_file, json_line(asdict(alert)))
 
-    def rung(self) -> list[Ring]:
-        """The alarms so far, in order; a torn last line is left out."""
-        if not self.alarms.exists():
+    def alerts(self) -> list[Alert]:
+        """The alerts so far, in order; a torn last line is left out."""
+        if not self.alerts_file.exists():
             return []
-        lines = self.alarms.read_bytes().splitlines(keepends=True)
-        return [Ring(**_row(line, str(self.alarms))) for line in lines if line.endswith(b"\n")]
+        lines = self.alerts_file.read_bytes().splitlines(keepends=True)
+        return [Alert(**_row(line, str(self.alerts_file))) for line in lines if line.endswith(b"\n")]
 
     def trajectory_file(self, step: int) -> Path:
         """Where the trajectories of ``step`` lie."""
@@ -212,9 +212,9 @@ class RunDirectory:
         with world_errors(self.metrics_file, "cut"):
             kept = list(itertools.islice(self.metrics(), rows))
         atomic_write(self.metrics_file, lambda out: out.writelines(json_line(row) for row in kept))
-        rung = [ring for ring in self.rung() if ring.step <= step]
-        if self.alarms.exists():
-            atomic_write(self.alarms, lambda out: out.writelines(json_line(asdict(ring)) for ring in rung))
+        alerts = [alert for alert in self.alerts() if alert.step <= step]
+        if self.alerts_file.exists():
+            atomic_write(self.alerts_file, lambda out: out.writelines(json_line(asdict(alert)) for alert in alerts))
         with world_errors(self.trajectories, "cut"):
             for later in self.trajectory_steps():
                 if later > step:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from agentrl.telemetry.alarms import NAMES
+from agentrl.telemetry.alerts import NAMES
 from agentrl.telemetry.trackers.tracker import TRACKERS
 
 
@@ -43,14 +43,14 @@ class TelemetrySettings(BaseModel):
     tracker_deadline: float = Field(60.0, ge=0)
     """seconds that a run waits at its end until the trackers have sent everything"""
     stop_on: tuple[str, ...] = ()
-    """alarms that end the run after the step at which they ring, with a checkpoint (docs/telemetry.md lists them)"""
+    """alerts that end the run after the step at which they fire, with a checkpoint (docs/telemetry.md lists them)"""
 
     @field_validator("stop_on")
     @classmethod
     def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
             if name not in NAMES:
-                raise ValueError(f"there is no alarm {name!r}; alarms: {', '.join(NAMES)}")
+                raise ValueError(f"there is no alert {name!r}; alerts: {', '.join(NAMES)}")
         return names
 
     @field_validator("trackers")

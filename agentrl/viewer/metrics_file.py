@@ -1,4 +1,4 @@
-"""Reads ``metrics.jsonl`` and ``alarms.jsonl`` piece by piece, while a run appends to them."""
+"""Reads ``metrics.jsonl`` and ``alerts.jsonl`` piece by piece, while a run appends to them."""
 
 from __future__ import annotations
 

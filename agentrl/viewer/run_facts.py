@@ -1,4 +1,4 @@
-"""What a run says of itself: settings, stored steps, alarms, and whether it is going on."""
+"""What a run says of itself: settings, stored steps, alerts, and whether it is going on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_facts(run: RunDirectory) -> dict[str, object]:
         "path": str(run.path),
         "trajectory_steps": run.trajectory_steps(),
         "token_steps": run.token_steps(),
-        "alarms": read_new_rows(run.alarms).rows,
+        "alerts": read_new_rows(run.alerts_file).rows,
     }
 
 

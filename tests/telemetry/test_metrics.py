@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from agentrl.telemetry.alarms import ALARMS, MACHINE_METRICS
+from agentrl.telemetry.alerts import MACHINE_METRICS, RULES
 from agentrl.telemetry.console import describe
 from agentrl.telemetry.metrics.catalogue import METRICS, SECTIONS, metric_of
 from agentrl.telemetry.metrics.definitions import USER_METRICS, register_metric, user_metrics
@@ -50,7 +50,7 @@ def test_a_key_belongs_to_one_metric() -> None:
 
 
 def test_what_others_read_is_in_the_catalogue() -> None:
-    assert {name for alarm in ALARMS for name in alarm.metrics} <= {*METRICS, *MACHINE_METRICS}
+    assert {name for rule in RULES for name in rule.metrics} <= {*METRICS, *MACHINE_METRICS}
     panels = (ROOT / "agentrl" / "viewer" / "static" / "panels.js").read_text(encoding="utf-8")
     shown = re.findall(r'"([a-z_]+/\w+)"', panels)
     assert [name for name in shown if metric_of(name) is None] == []

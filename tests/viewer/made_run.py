@@ -1,4 +1,4 @@
-"""A run directory as training writes it, made without training: conversations, exact advantages, metrics, alarms."""
+"""A run directory as training writes it, made without training: conversations, exact advantages, metrics, alerts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from agentrl.algorithms import AdvantageInputs, compute_advantages
-from agentrl.telemetry.alarms import Ring
+from agentrl.telemetry.alerts import Alert
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens.token_file import TokenFacts, write_tokens
 from agentrl.telemetry.tokens.trajectory_tokens import TrajectoryTokens
@@ -50,7 +50,7 @@ def make_run(
         )
         write_tokens(run.token_file(step, 0), facts, _statistics(records, draw))
         run.append_metrics(metrics_row(step, draw))
-    run.append_alarm(Ring(step=2, alarm="entropy_collapse", message="entropy fell below 0.1", advice="explore more"))
+    run.append_alert(Alert(step=2, alert="entropy_collapse", message="entropy fell below 0.1", advice="explore more"))
     run.close()
     return run
 

@@ -116,7 +116,7 @@ def test_runs_and_curves(page: Page, address: str) -> None:
     expect(page.get_by_text("0 of 1 runs")).to_be_visible()
 
 
-def test_a_run_shows_its_panels_and_alarms_and_a_point_opens_its_step(page: Page, address: str) -> None:
+def test_a_run_shows_its_panels_and_alerts_and_a_point_opens_its_step(page: Page, address: str) -> None:
     page.goto(address)
     page.get_by_role("link", name="first").press("Enter")
     expect(page.locator("main")).to_be_focused()

@@ -14,7 +14,7 @@ from agentrl.cluster.launchers import address_of_rank_zero
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.table import engine_facts, servers_on_nodes
-from agentrl.telemetry.alarms import ringing
+from agentrl.telemetry.alerts import alerts
 from agentrl.telemetry.console import Console, RunProgress
 from agentrl.telemetry.machine import free_room
 from agentrl.telemetry.records import EvaluationRecord, Metrics
@@ -79,7 +79,7 @@ class Session:
         self._done = _Progress()
         self._saved: tuple[int, int] | None = None  # steps and evaluations in the newest checkpoint
         self._empty_steps = 0
-        self._ringing: set[str] = set()  # alarms of the last step
+        self._alerting: set[str] = set()  # alerts of the last step
         self._trained: list[Metrics] | None = None  # the rows of all steps, from the first step of this process on
         self._checkpoints = settings.run_path / "checkpoints"
         self._trackers = Trackers(settings.telemetry, run, say=console.note, warn=console.warning)
@@ -255,7 +255,7 @@ class Session:
         }
         self._commit(step, updates, metrics)
         self._tokens.write(plan, recorder)
-        self._ring(metrics)
+        self._alert(metrics)
         if self.rank == 0:
             progress.update(step, metrics)
         self._warn_of_empty_steps(step, metrics)
@@ -283,8 +283,8 @@ class Session:
         self._trackers.row(metrics)
         self._writer.settle(wait=False)
 
-    def _ring(self, metrics: Metrics) -> None:
-        """Report the alarms that begin to ring at this step, and stop the run if the settings say so."""
+    def _alert(self, metrics: Metrics) -> None:
+        """Report the alerts that begin at this step, and stop the run if the settings say so."""
         if self._run is None:
             return
         if self._trained is None:
@@ -292,13 +292,13 @@ class Session:
         else:
             self._trained.append(metrics)
         self._trained[-1] = metrics | free_room(self._run.path)
-        rings = ringing(self._trained)
-        for ring in rings:
-            if ring.alarm not in self._ringing:
-                self._run.append_alarm(ring)
-                self._console.warning(f"alarm {ring.alarm} at step {ring.step}: {ring.message}. Try: {ring.advice}")
-        self._ringing = {ring.alarm for ring in rings}
-        if stopping := sorted(self._ringing & set(self._settings.telemetry.stop_on)):
+        now = alerts(self._trained)
+        for alert in now:
+            if alert.alert not in self._alerting:
+                self._run.append_alert(alert)
+                self._console.warning(f"alert {alert.alert} at step {alert.step}: {alert.message}. Try: {alert.advice}")
+        self._alerting = {alert.alert for alert in now}
+        if stopping := sorted(self._alerting & set(self._settings.telemetry.stop_on)):
             self._console.warning(f"telemetry.stop_on={', '.join(stopping)}: the run stops")
             self.request_stop()
 

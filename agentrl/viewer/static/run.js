@@ -1,4 +1,4 @@
-// One run: its curves, where the seconds of a step went, its alarms. A click on a point opens the step's trajectories.
+// One run: its curves, where the seconds of a step went, its alerts. A click on a point opens the step's trajectories.
 
 import { ask } from "./api.js";
 import { labelOf, loadCatalogue, meanings, unitOf } from "./catalogue.js";
@@ -19,7 +19,7 @@ export async function runScreen([id], _query, signal) {
   await series.refresh();
   const state = { axis: "step", window: 1, metric: "" };
   const charts = el("div", { class: "grid" });
-  const alarms = el("div");
+  const alerts = el("div");
   const head = el("div");
   const status = el("p", { class: "hint", "aria-live": "polite" });
 
@@ -32,7 +32,7 @@ export async function runScreen([id], _query, signal) {
 
   async function show() {
     head.replaceChildren(summary(facts, series));
-    alarms.replaceChildren(...alarmList(facts.alarms, id));
+    alerts.replaceChildren(...alertList(facts.alerts, id));
     const panels = [...PANELS.filter((panel) => linesOf(panel, series).length), ...(state.metric ? [{ title: state.metric, lines: [[state.metric]] }] : [])];
     while (charts.children.length > panels.length) charts.lastChild.remove();
     for (const [place, panel] of panels.entries()) {
@@ -43,7 +43,7 @@ export async function runScreen([id], _query, signal) {
       chart.setAttribute("role", "img");
       chart.setAttribute("aria-label", `${panel.title}. ${latest(panel, series)}`);
       draw(chart, tracesOf(panel, series, state), {
-        layout: layoutOf(panel, series, series.places(facts.alarms, state.axis), state),
+        layout: layoutOf(panel, series, series.places(facts.alerts, state.axis), state),
         onpoint: (_x, point) => open(point.customdata),
       });
     }
@@ -67,7 +67,7 @@ export async function runScreen([id], _query, signal) {
   const hint = el("p", { class: "hint" }, "A click on a point opens the trajectories of its step.");
   const name = facts.path.split("/").at(-1);
   const notes = facts.notes ? el("p", { class: "notes" }, visible(facts.notes)) : null;
-  const content = [el("h1", {}, name), head, notes, alarms, controls, charts, hint, status, settingsOf(facts)];
+  const content = [el("h1", {}, name), head, notes, alerts, controls, charts, hint, status, settingsOf(facts)];
   return { title: name, trail: [["Runs", "#/"]], content };
 }
 
@@ -82,17 +82,17 @@ function summary(facts, series) {
   return el("dl", { class: "facts" }, list, el("div", {}, el("dt", {}, "Trajectories"), el("dd", {}, links, ...all)));
 }
 
-const FIRST_ALARMS = 4; // the others are folded away
+const FIRST_ALERTS = 4; // the others are folded away
 
-function alarmList(alarms, id) {
-  const shown = alarms.map((alarm) => {
-    const text = `${words(alarm.alarm)}: ${alarm.message}`;
-    const link = el("a", { href: `#/run/${id}/trajectories?first=${alarm.step}&last=${alarm.step}` }, `step ${alarm.step}`);
-    return el("p", { class: "notice" }, link, ` ${text}`, el("span", { class: "hint" }, ` ${alarm.advice}`));
+function alertList(alerts, id) {
+  const shown = alerts.map((alert) => {
+    const text = `${words(alert.alert)}: ${alert.message}`;
+    const link = el("a", { href: `#/run/${id}/trajectories?first=${alert.step}&last=${alert.step}` }, `step ${alert.step}`);
+    return el("p", { class: "notice" }, link, ` ${text}`, el("span", { class: "hint" }, ` ${alert.advice}`));
   });
-  if (shown.length <= FIRST_ALARMS + 1) return shown;
-  const more = shown.splice(0, shown.length - FIRST_ALARMS);
-  return [...shown, el("details", { class: "card" }, el("summary", {}, `${more.length} earlier alarms`), ...more)];
+  if (shown.length <= FIRST_ALERTS + 1) return shown;
+  const more = shown.splice(0, shown.length - FIRST_ALERTS);
+  return [...shown, el("details", { class: "card" }, el("summary", {}, `${more.length} earlier alerts`), ...more)];
 }
 
 const USUAL = ["rollout/ended/answered", "rollout/tool_outcome/ok"]; // drawn first
@@ -133,8 +133,8 @@ function tracesOf(panel, series, state) {
   });
 }
 
-function layoutOf(panel, series, alarms, state) {
-  const shapes = alarms.map((place) => ({ type: "line", x0: place, x1: place, yref: "paper", y0: 0, y1: 1, line: { dash: "dot", width: 1.5, color: "#d0453a" } }));
+function layoutOf(panel, series, alerts, state) {
+  const shapes = alerts.map((place) => ({ type: "line", x0: place, x1: place, yref: "paper", y0: 0, y1: 1, line: { dash: "dot", width: 1.5, color: "#d0453a" } }));
   const title = AXES.find(([kind]) => kind === state.axis)[1];
   const stacked = panel.stacked ? { barmode: "stack", barnorm: panel.share ? "fraction" : "", bargap: 0.1 } : {};
   const yaxis = { title: { text: panel.unit ?? unitOf(linesOf(panel, series).map(([name]) => name)), standoff: 6 }, type: panel.logarithmic ? "log" : "-", rangemode: panel.fromZero ? "tozero" : "normal" };

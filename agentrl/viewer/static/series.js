@@ -39,10 +39,10 @@ export class Series {
     return { x, y, steps, rows };
   }
 
-  // Where alarms lie on an axis.
-  places(alarms, kind) {
+  // Where alerts lie on an axis.
+  places(alerts, kind) {
     const at = new Map(this.axis(kind).map((place, row) => [this.rows[row].step, place]));
-    return [...new Set(alarms.map((alarm) => at.get(alarm.step)))].filter((place) => place !== undefined);
+    return [...new Set(alerts.map((alert) => at.get(alert.step)))].filter((place) => place !== undefined);
   }
 
   axis(kind) {

@@ -1,4 +1,4 @@
-"""Alarms over the metrics of a run: pure functions of the training rows so far, the newest one last.
+"""Alerts over the metrics of a run: pure functions of the training rows so far, the newest one last.
 
 A rule gives a sentence that names what it saw, or None.
 """
@@ -21,32 +21,32 @@ Rule = Callable[[Sequence[Metrics]], str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alarm:
-    """A rule with what it watches for and what to try."""
+class AlertRule:
+    """A rule, the metrics that it reads, and what to try when it fires."""
 
     name: str
     metrics: tuple[str, ...]  # what the rule reads, by its name in the catalogue
-    rings: str  # when, with the threshold
+    fires: str  # when, with the threshold
     advice: str
     rule: Rule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ring:
-    """An alarm that began to ring at a step."""
+class Alert:
+    """An alert that began at a step. ``alert``: the name of its rule."""
 
     step: int
-    alarm: str
+    alert: str
     message: str
     advice: str
 
 
-def ringing(rows: Sequence[Metrics]) -> list[Ring]:
-    """The alarms that ring on a history of training rows, in the order of :data:`ALARMS`."""
-    found = ((alarm, alarm.rule(rows)) for alarm in ALARMS) if rows else ()
+def alerts(rows: Sequence[Metrics]) -> list[Alert]:
+    """The alerts that fire on a history of training rows, in the order of :data:`RULES`."""
+    found = ((rule, rule.rule(rows)) for rule in RULES) if rows else ()
     return [
-        Ring(step=int(rows[-1]["step"]), alarm=alarm.name, message=message, advice=alarm.advice)
-        for alarm, message in found
+        Alert(step=int(rows[-1]["step"]), alert=rule.name, message=message, advice=rule.advice)
+        for rule, message in found
         if message is not None
     ]
 
@@ -184,109 +184,109 @@ def memory(rows: Sequence[Metrics]) -> str | None:
     return f"{statistics.fmean(free):.1%} of the memory of rank 0's machine is free"
 
 
-ALARMS = (
-    Alarm(
+RULES = (
+    AlertRule(
         name="entropy_collapse",
         metrics=("policy/entropy",),
-        rings="5-step mean of `policy/entropy` under 0.01 nats and under a twentieth of the first 5 steps'",
+        fires="5-step mean of `policy/entropy` under 0.01 nats and under a twentieth of the first 5 steps'",
         advice="lower optimizer.learning_rate, raise algorithm.clip_high, or set algorithm.entropy_coefficient",
         rule=entropy_collapse,
     ),
-    Alarm(
+    AlertRule(
         name="reward_collapse",
         metrics=("reward/mean",),
-        rings="5-step mean of `reward/mean` under its best by 5 standard errors (the largest) and half of the range",
+        fires="5-step mean of `reward/mean` under its best by 5 standard errors (the largest) and half of the range",
         advice="go back to a checkpoint with a lower optimizer.learning_rate; look at the trajectories of the fall",
         rule=reward_collapse,
     ),
-    Alarm(
+    AlertRule(
         name="gradient_spike",
         metrics=("policy/gradient_norm",),
-        rings="5-step median of `policy/gradient_norm` over 10 times that of the 20 before, and over all before",
+        fires="5-step median of `policy/gradient_norm` over 10 times that of the 20 before, and over all before",
         advice="look at the step's tokens with the largest share (agentrl explain); lower optimizer.gradient_clip",
         rule=gradient_spike,
     ),
-    Alarm(
+    AlertRule(
         name="engine_difference",
         metrics=("policy/engine_abs_diff",),
-        rings="5-step mean of `policy/engine_abs_diff` over 0.005 nats and over 5 times the first 5 steps'",
+        fires="5-step mean of `policy/engine_abs_diff` over 0.005 nats and over 5 times the first 5 steps'",
         advice="set correction.weights=token, or a wider dtype on one side; see docs/rollout.md",
         rule=engine_difference,
     ),
-    Alarm(
+    AlertRule(
         name="perplexity_gap",
         metrics=("policy/log_ppl_gap",),
-        rings="5-step mean of `policy/log_ppl_gap` over 0.1 nats a token",
+        fires="5-step mean of `policy/log_ppl_gap` over 0.1 nats a token",
         advice="lower the staleness (rollout.schedule) or mask what is far off (correction.ratio_mask=geometric)",
         rule=perplexity_gap,
     ),
-    Alarm(
+    AlertRule(
         name="void_share",
         metrics=("rollout/ended/{ending}",),
-        rings="over half of the rollouts of 5 steps ended with a void turn",
+        fires="over half of the rollouts of 5 steps ended with a void turn",
         advice="raise rollout.max_turn_tokens, or start from a policy that knows the protocol (agentrl coldstart)",
         rule=void_share,
     ),
-    Alarm(
+    AlertRule(
         name="truncated_share",
         metrics=("rollout/ended/{ending}",),
-        rings="over half of the rollouts of 5 steps ended at a limit",
+        fires="over half of the rollouts of 5 steps ended at a limit",
         advice="raise rollout.max_response_tokens or environment.max_turns, or set reward.overlong_buffer",
         rule=truncated_share,
     ),
-    Alarm(
+    AlertRule(
         name="tool_failures",
         metrics=("rollout/tool_outcome/{outcome}",),
-        rings="over half of the tool calls of 5 steps failed, and over twice the share of the first 5 steps",
+        fires="over half of the tool calls of 5 steps failed, and over twice the share of the first 5 steps",
         advice="read what the failing programs print; raise environment.execution_timeout if they time out",
         rule=tool_failures,
     ),
-    Alarm(
+    AlertRule(
         name="no_signal",
         metrics=("groups/trained",),
-        rings="no group was trained in 5 steps in a row",
+        fires="no group was trained in 5 steps in a row",
         advice="mix in easier or harder problems, raise rollout.group_size, or set rollout.max_extra_rounds",
         rule=no_signal,
     ),
-    Alarm(
+    AlertRule(
         name="length_explosion",
         metrics=("rollout/model_tokens_mean",),
-        rings="5-step mean of `rollout/model_tokens_mean` over 3 times the first 5 steps'",
+        fires="5-step mean of `rollout/model_tokens_mean` over 3 times the first 5 steps'",
         advice="read the longest trajectories; set reward.overlong_buffer, or aggregate by token_mean",
         rule=length_explosion,
     ),
-    Alarm(
+    AlertRule(
         name="staleness",
         metrics=("staleness/mean",),
-        rings="5-step mean of `staleness/mean` over 4 steps",
+        fires="5-step mean of `staleness/mean` over 4 steps",
         advice="lower rollout.max_staleness, or give rollouts more of the hardware",
         rule=staleness,
     ),
-    Alarm(
+    AlertRule(
         name="infrastructure",
         metrics=("groups/infrastructure_failures",),
-        rings="over a tenth of the rollouts of 5 steps failed outside the policy",
+        fires="over a tenth of the rollouts of 5 steps failed outside the policy",
         advice="look at the sandbox and the servers (agentrl doctor); the run's console names the errors",
         rule=infrastructure,
     ),
-    Alarm(
+    AlertRule(
         name="standstill",
         metrics=("reward/mean", "policy/entropy"),
-        rings="after 100 steps, `reward/mean` and `policy/entropy` within 2.5 standard errors of the first 20 steps'",
+        fires="after 100 steps, `reward/mean` and `policy/entropy` within 2.5 standard errors of the first 20 steps'",
         advice="raise optimizer.learning_rate; see that groups have a signal (groups/trained) and that tokens get it",
         rule=standstill,
     ),
-    Alarm(
+    AlertRule(
         name="disk",
         metrics=(DISK_FREE,),
-        rings="under 1 GiB free in the run directory, or full in 20 steps at the pace of the last 20",
+        fires="under 1 GiB free in the run directory, or full in 20 steps at the pace of the last 20",
         advice="lower checkpoint.keep; raise telemetry.trajectories_every and telemetry.tokens_every; free space",
         rule=disk,
     ),
-    Alarm(
+    AlertRule(
         name="memory",
         metrics=(MEMORY_FREE,),
-        rings="under 5 % of the memory of rank 0's machine (or its control group) free, mean of 5 steps",
+        fires="under 5 % of the memory of rank 0's machine (or its control group) free, mean of 5 steps",
         advice="lower rollout.concurrency or training.micro_batch_tokens; lower rollout.kv_cache_tokens",
         rule=memory,
     ),
@@ -295,7 +295,7 @@ ALARMS = (
 MACHINE_METRICS = (DISK_FREE, MEMORY_FREE)
 """What :func:`agentrl.telemetry.machine.free_room` adds to the rows that the rules see; no row of a file has them."""
 
-NAMES = tuple(alarm.name for alarm in ALARMS)
+NAMES = tuple(rule.name for rule in RULES)
 
 
 def _series(rows: Sequence[Metrics], key: str) -> list[float]:

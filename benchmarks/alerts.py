@@ -1,25 +1,24 @@
-"""Which alarms ring on runs that are made to fail, and on healthy ones? Trains the tiny preset and prints a table.
+"""Which alerts fire on runs that are made to fail, and on healthy ones? Trains the tiny preset and prints a table.
 
-    python benchmarks/alarms.py [--cases healthy frozen ...] [--seeds 0 1 2] [KEY=VALUE ...]
-    python benchmarks/alarms.py --replay RUN ...
+    python benchmarks/alerts.py [--cases healthy frozen ...] [--seeds 0 1 2] [KEY=VALUE ...]
+    python benchmarks/alerts.py --replay RUN ...
 
 The runs are short: 8 problems x 8 trajectories a step, without evaluation. ``--replay`` goes through the metrics of
-runs that exist, step by step, with the rules as they are now; RUN is a run or a folder of runs. What rang while they
-trained (``alarms.jsonl``: also disk and memory, of which the metrics say nothing) stands beside it. It ends with status
-1 if anything rang.
+runs that exist, step by step, with the rules as they are now; RUN is a run or a folder of runs. What fired while they
+trained (``alerts.jsonl``: also disk and memory, of which the metrics say nothing) stands beside it. It ends with status
+1 if anything fired.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from agentrl.telemetry.alarms import Ring, ringing
+from agentrl.telemetry.alerts import Alert, alerts
 from agentrl.telemetry.records import Metrics
 from agentrl.telemetry.run_directory import RunDirectory
 
@@ -61,7 +60,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.replay:
         sys.exit(replay(options.replay))
-    print("| run | steps | alarms, with the step at which they began |\n|---|---|---|", flush=True)
+    print("| run | steps | alerts, with the step at which they began |\n|---|---|---|", flush=True)
     for case in options.cases:
         for seed in options.seeds:
             with tempfile.TemporaryDirectory() as folder:
@@ -69,16 +68,16 @@ def main() -> None:
 
 
 def replay(paths: Iterable[Path]) -> int:
-    """Print the table of runs that exist; 1 if anything rang."""
+    """Print the table of runs that exist; 1 if anything fired."""
     runs = [file.parent for path in paths for file in sorted(path.rglob("metrics.jsonl"))]
-    print("| run | steps | alarms, with the step at which they began | rang in training |\n|---|---|---|---|")
+    print("| run | steps | alerts, with the step at which they began | fired in training |\n|---|---|---|---|")
     silent = bool(runs)
     for path in runs:
         run = RunDirectory(path)
-        recorded = [json.loads(row) for row in run.alarms.read_text().splitlines()] if run.alarms.exists() else []
-        told = "; ".join(f"`{row['alarm']}` {row['step']}" for row in recorded) or "none"
+        recorded = run.alerts()
+        told = "; ".join(f"`{alert.alert}` {alert.step}" for alert in recorded) or "none"
         print(f"{line(str(path), run)} {told} |", flush=True)
-        silent = silent and not recorded and not first_rings(run)
+        silent = silent and not recorded and not first_alerts(run)
     return 0 if silent else 1
 
 
@@ -95,17 +94,17 @@ def train(case: str, seed: int, folder: Path, overrides: Iterable[str]) -> RunDi
 
 def line(name: str, run: RunDirectory) -> str:
     """A row of the table, from the metrics of a run."""
-    rang = "; ".join(f"`{ring.alarm}` {ring.step}: {ring.message}" for ring in first_rings(run))
-    return f"| {name} | {len(training_rows(run))} | {rang or 'none'} |"
+    fired = "; ".join(f"`{alert.alert}` {alert.step}: {alert.message}" for alert in first_alerts(run))
+    return f"| {name} | {len(training_rows(run))} | {fired or 'none'} |"
 
 
-def first_rings(run: RunDirectory) -> list[Ring]:
-    """The first time that each alarm rings on the metrics of a run."""
+def first_alerts(run: RunDirectory) -> list[Alert]:
+    """The first time that each alert fires on the metrics of a run."""
     rows = training_rows(run)
-    first: dict[str, Ring] = {}
+    first: dict[str, Alert] = {}
     for count in range(1, len(rows) + 1):
-        for ring in ringing(rows[:count]):
-            first.setdefault(ring.alarm, ring)
+        for alert in alerts(rows[:count]):
+            first.setdefault(alert.alert, alert)
     return list(first.values())
 
 

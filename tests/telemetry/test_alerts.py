@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.telemetry.alarms import ALARMS, NAMES, Ring, ringing
+from agentrl.telemetry.alerts import NAMES, RULES, Alert, alerts
 from agentrl.telemetry.machine import DISK_FREE, MEMORY_FREE
 from agentrl.telemetry.records import Metrics
 from agentrl.telemetry.run_directory import RunDirectory
@@ -56,35 +56,35 @@ def history(last: Metrics, *, healthy: int = 30, failing: int = 5) -> list[Metri
     return [row | {"step": step} for step, row in enumerate(rows, start=1)]
 
 
-def test_every_alarm_has_a_case_here() -> None:
+def test_every_alert_has_a_case_here() -> None:
     assert tuple(FAILING) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_alarm_rings_where_its_metric_fails_and_no_other_does(name: str) -> None:
-    assert [ring.alarm for ring in ringing(history(FAILING[name], healthy=BEFORE.get(name, 30)))] == [name]
+def test_an_alert_fires_where_its_metric_fails_and_no_other_does(name: str) -> None:
+    assert [alert.alert for alert in alerts(history(FAILING[name], healthy=BEFORE.get(name, 30)))] == [name]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_step_rings_nothing(name: str) -> None:
-    rings = ringing(history(FAILING[name], healthy=BEFORE.get(name, 30), failing=1))
-    assert [ring.alarm for ring in rings] == ([name] if name in AT_ONCE else [])
+def test_one_step_fires_nothing(name: str) -> None:
+    found = alerts(history(FAILING[name], healthy=BEFORE.get(name, 30), failing=1))
+    assert [alert.alert for alert in found] == ([name] if name in AT_ONCE else [])
 
 
 def test_a_healthy_run_is_silent_from_its_first_row_on() -> None:
     rows = history({})
-    assert all(ringing(rows[:count]) == [] for count in range(len(rows) + 1))
+    assert all(alerts(rows[:count]) == [] for count in range(len(rows) + 1))
 
 
-def test_rows_without_metrics_ring_nothing() -> None:
-    assert ringing([{"step": step} for step in range(1, 40)]) == []
+def test_rows_without_metrics_fire_nothing() -> None:
+    assert alerts([{"step": step} for step in range(1, 40)]) == []
 
 
 def messages(rows: list[Metrics]) -> dict[str, str]:
-    return {ring.alarm: ring.message for ring in ringing([row | {"step": step} for step, row in enumerate(rows, 1)])}
+    return {alert.alert: alert.message for alert in alerts([row | {"step": step} for step, row in enumerate(rows, 1)])}
 
 
-def test_a_disk_that_fills_rings_twenty_steps_before_it_is_full() -> None:
+def test_a_disk_that_fills_is_an_alert_twenty_steps_before_it_is_full() -> None:
     def filling(steps: int) -> list[Metrics]:
         return [{DISK_FREE: (100.0 - 2 * step) * GIB} for step in range(steps + 1)]
 
@@ -95,7 +95,7 @@ def test_a_disk_that_fills_rings_twenty_steps_before_it_is_full() -> None:
     assert messages([{DISK_FREE: GIB / 2}]) == {"disk": "the disk of the run directory has 0.50 GiB left"}
 
 
-def test_memory_rings_by_the_mean_of_five_steps() -> None:
+def test_memory_is_an_alert_by_the_mean_of_five_steps() -> None:
     share = [0.5] * 3 + [0.01, 0.02, 0.06, 0.07, 0.08]  # the last five: 0.048
     assert messages([{MEMORY_FREE: value} for value in share]) == {
         "memory": "4.8% of the memory of rank 0's machine is free"
@@ -120,30 +120,30 @@ def test_standstill_needs_reward_and_entropy_to_stay() -> None:
     assert messages(rows(0.0, 0.0)[:99]) == {}
 
 
-def test_a_ring_says_what_it_saw_and_what_to_try() -> None:
-    (ring,) = ringing(history(FAILING["length_explosion"]))
-    assert (ring.step, ring.message) == (35, "rollouts grew from 100 to 400 model tokens")
-    assert "reward.overlong_buffer" in ring.advice
+def test_an_alert_has_its_cause_and_advice() -> None:
+    (alert,) = alerts(history(FAILING["length_explosion"]))
+    assert (alert.step, alert.message) == (35, "rollouts grew from 100 to 400 model tokens")
+    assert "reward.overlong_buffer" in alert.advice
 
 
-def test_stop_on_takes_names_of_alarms() -> None:
+def test_stop_on_takes_names_of_alerts() -> None:
     assert TelemetrySettings(stop_on=("no_signal",)).stop_on == ("no_signal",)
-    with pytest.raises(ValueError, match="there is no alarm 'entropi'; alarms: entropy_collapse, "):
+    with pytest.raises(ValueError, match="there is no alert 'entropi'; alerts: entropy_collapse, "):
         TelemetrySettings(stop_on=("entropi",))
 
 
-def test_a_resumed_run_keeps_the_alarms_up_to_its_checkpoint(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_alerts_up_to_its_checkpoint(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "x", "name: x\n")
     for step in (2, 5):
-        run.append_alarm(Ring(step=step, alarm="staleness", message="m", advice="a"))
-    with run.alarms.open("ab") as torn:
+        run.append_alert(Alert(step=step, alert="staleness", message="m", advice="a"))
+    with run.alerts_file.open("ab") as torn:
         torn.write(b'{"step"')
-    assert [ring.step for ring in run.rung()] == [2, 5]
+    assert [alert.step for alert in run.alerts()] == [2, 5]
     run.truncate_after(3, rows=0)
-    assert [ring.step for ring in run.rung()] == [2]
+    assert [alert.step for alert in run.alerts()] == [2]
 
 
-def test_the_page_lists_every_alarm_with_its_threshold_and_advice() -> None:
+def test_the_page_lists_every_alert_with_its_threshold_and_advice() -> None:
     page = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text(encoding="utf-8")
-    for alarm in ALARMS:
-        assert f"| `{alarm.name}` | {alarm.rings} | {alarm.advice} |" in page
+    for rule in RULES:
+        assert f"| `{rule.name}` | {rule.fires} | {rule.advice} |" in page
