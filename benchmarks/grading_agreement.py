@@ -1,11 +1,13 @@
-r"""How far the grader agrees with test cases of another one: ``(gold, answer, expected)`` in pytest parametrizations.
+r"""How far the grader, and math-verify alone, agree with pairs of answers whose verdict is known.
 
+    python benchmarks/grading_agreement.py tests/answer_families.py
     python benchmarks/grading_agreement.py math_verify-0.9.0/tests/*.py
 
-Made for math-verify's own tests, which are in its source distribution (``pip download --no-binary :all: --no-deps
-math-verify``). Taken are the cases with one gold answer and one box: math-verify reads several boxes as a list and
-searches texts without a box for something readable, both of which an episode here does not do. Every difference is
-printed; ``docs/grading.md`` lists them with their reasons.
+A file holds a table ``FAMILIES``, as ``tests/answer_families.py``, or pytest parametrizations whose first three values
+are ``(gold, answer, expected)``, as math-verify's own tests (``pip download --no-binary :all: --no-deps math-verify``).
+Of the latter, the cases with one gold answer and one box count: math-verify reads several boxes as a list and searches
+texts without a box for something readable, both of which an episode here does not do. Every wrong verdict of the
+grader is printed, then a table of right verdicts, false positives and false negatives.
 """
 
 from __future__ import annotations
@@ -13,34 +15,52 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
+import logging
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+
+from math_verify import parse, verify
 
 from agentrl_envs.answers import last_boxed
 from agentrl_envs.grading import Grader, GraderSettings
 from agentrl_envs.types import Verdict
 
+Case = tuple[str, str, str, bool]
+"""``(family, answer, gold, equal)``"""
 
-def cases_in(path: Path) -> Iterator[tuple[str, str, bool]]:
-    """``(gold, answer, expected)`` of every parametrization whose first three values they are."""
+
+def cases_in(path: Path) -> Iterator[Case]:
+    """The pairs of a table of families, and those of every parametrization."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.FunctionDef):
-            continue
-        for decorator in node.decorator_list:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "FAMILIES":
+            assert node.value is not None
+            yield from family_cases(ast.literal_eval(node.value))
+        for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
             if isinstance(decorator, ast.Call) and len(decorator.args) == 2:
-                yield from rows_of(decorator.args[1])
+                yield from parametrized(path.name, decorator.args[1])
 
 
-def rows_of(table: ast.expr) -> Iterator[tuple[str, str, bool]]:
-    """The rows that are written out."""
+def family_cases(families: dict[str, str]) -> Iterator[Case]:
+    """The lines ``= answer | gold`` and ``! answer | gold``."""
+    for family, lines in families.items():
+        for line in lines.strip().splitlines():
+            answer, _, gold = line.strip()[2:].rpartition(" | ")
+            yield family, answer, gold, line.strip()[0] == "="
+
+
+def parametrized(family: str, table: ast.expr) -> Iterator[Case]:
+    """The rows that are written out and have one gold answer and one box."""
     for row in table.elts if isinstance(table, ast.List) else ():
         try:
             values = ast.literal_eval(row)
         except ValueError:
             continue
         if isinstance(values, tuple) and len(values) >= 3 and all(isinstance(text, str) for text in values[:2]):
-            yield values[0], values[1], bool(values[2])
+            gold, answer, expected = values[:3]
+            if is_one_box(gold, answer):
+                yield family, last_boxed(answer) or "", last_boxed(gold) or gold, bool(expected)
 
 
 def is_one_box(gold: str, answer: str) -> bool:
@@ -51,29 +71,41 @@ def is_one_box(gold: str, answer: str) -> bool:
     return one_gold and answer.count(r"\boxed") == 1
 
 
-async def compare(cases: list[tuple[str, str, bool]]) -> int:
-    """Print every difference; their number."""
+async def ours(cases: list[Case]) -> list[Verdict]:
+    """The grader's verdict on each case."""
     grader = Grader(GraderSettings())
-    different = 0
-    for gold, answer, expected in cases:
-        verdict = await grader.grade(last_boxed(answer), last_boxed(gold) or gold)
-        if (verdict is Verdict.CORRECT) != expected:
-            different += 1
-            print(
-                f"{verdict.value}, expected {expected}: {last_boxed(answer)!r} for {(last_boxed(gold) or gold)[:200]!r}"
-            )
-    await grader.close()
-    return different
+    try:
+        return [await grader.grade(answer, gold) for _, answer, gold, _ in cases]
+    finally:
+        await grader.close()
+
+
+def by_math_verify(answer: str, gold: str) -> bool:
+    """math-verify alone, without its timeouts."""
+    forms = [parse("\\boxed{" + text + "}", parsing_timeout=None) for text in (gold, answer)]
+    return bool(verify(*forms, timeout_seconds=None))
 
 
 def main() -> None:
-    """Print the differences and their number."""
+    """Print the wrong verdicts and the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path)
-    found = [case for path in parser.parse_args().files for case in cases_in(path)]
-    cases = [case for case in found if is_one_box(case[0], case[1])]
-    different = asyncio.run(compare(cases))
-    print(f"{len(found)} cases, {len(cases)} with one gold answer and one box: {len(cases) - different} agree")
+    cases = [case for path in parser.parse_args().files for case in cases_in(path)]
+    logging.disable(logging.CRITICAL)
+    counts: Counter[tuple[str, str]] = Counter()
+    for (family, answer, gold, equal), verdict in zip(cases, asyncio.run(ours(cases)), strict=True):
+        if (verdict is Verdict.CORRECT) != equal:
+            print(f"{verdict.value}, expected {'equal' if equal else 'different'}: {answer!r} for {gold[:200]!r}")
+        for side, said in (("ours", verdict is Verdict.CORRECT), ("alone", by_math_verify(answer, gold))):
+            wrong = "" if said == equal else " false positive" if said else " false negative"
+            for row in (family, "all"):
+                counts[row, side + wrong] += 1
+    columns = [side + kind for side in ("ours", "alone") for kind in ("", " false positive", " false negative")]
+    print("\n| family | pairs | right | false positives | false negatives | math-verify right | f. p. | f. n. |")
+    print("|---|" + "---:|" * 7)
+    for row in [*dict.fromkeys(family for family, *_ in cases), "all"]:
+        numbers = [counts[row, column] for column in columns]
+        print(f"| {row} | {sum(numbers[:3])} | {' | '.join(map(str, numbers))} |")
 
 
 if __name__ == "__main__":
