@@ -45,7 +45,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl_envs.types import Ended, Problem, ToolCall, Verdict
+from agentrl_envs.types import MAX_REWARD, Ended, Problem, ToolCall, Verdict
 
 
 class TrajectoryError(AssertionError):
@@ -83,8 +83,8 @@ class Segment:
         counts = [count for _, count in self.version_spans]
         if min(counts, default=0) < 1 or sum(counts) != len(self.token_ids):
             raise TrajectoryError(f"version spans {self.version_spans} do not cover {len(self.token_ids)} tokens")
-        if not math.isfinite(self.reward):
-            raise TrajectoryError(f"the reward {self.reward} is not finite")
+        if not abs(self.reward) <= MAX_REWARD:  # also refuses nan
+            raise TrajectoryError(f"the reward {self.reward} is not within {MAX_REWARD:,.0f} of 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

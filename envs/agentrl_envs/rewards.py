@@ -26,7 +26,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, SupportsFloat, TypeGuard, cast
+from typing import Literal, Protocol, cast
 
 from agentrl_envs.adapters.blocking import BlockingCalls
 from agentrl_envs.episode import EnvironmentContractError, UnavailableError
@@ -35,7 +35,7 @@ from agentrl_envs.registry import REWARDS, PluginError, describe_error
 from agentrl_envs.settings import ExecutionSettings
 from agentrl_envs.tools.calling import is_unreachable
 from agentrl_envs.tools.schema import given_parameters
-from agentrl_envs.types import Ended, Problem, Verdict
+from agentrl_envs.types import Ended, Problem, Verdict, as_reward
 from agentrl_sandbox.client import Sandbox, SandboxSettings, open_sandbox
 
 _THREADS = 32  # plain functions that run at once
@@ -153,11 +153,11 @@ class Reward:
             raise RewardError(self._say(problem, f"raised {describe_error(error)}")) from error
         turns = sum(turn.role == "assistant" for turn in conversation.turns)
         if not isinstance(value, (list, tuple)):
-            return (0.0,) * (turns - 1) + (self._finite(problem, value),)
+            return (0.0,) * (turns - 1) + (self._checked(problem, value),)
         if len(value) != turns:
             said = f"returned {len(value)} numbers for {turns} turns of the model"
             raise RewardError(self._say(problem, said))
-        return tuple(self._finite(problem, item) for item in value)
+        return tuple(self._checked(problem, item) for item in value)
 
     async def _value(self, call: Callable[[], object]) -> object:
         if inspect.iscoroutinefunction(self._function):
@@ -165,17 +165,11 @@ class Reward:
         value = await self._threads.run(call)
         return await value if inspect.isawaitable(value) else value
 
-    def _finite(self, problem: Problem, value: object) -> float:
-        if isinstance(value, bool) or not _is_number(value):
-            said = f"returned {value!r:.100}, a {type(value).__name__}; valid: a finite number, or one for each turn"
-            raise RewardError(self._say(problem, said))
+    def _checked(self, problem: Problem, value: object) -> float:
         try:
-            number = float(value)
-        except (OverflowError, TypeError, ValueError):  # an integer beyond all floats, a tensor of several numbers
-            number = math.nan
-        if not math.isfinite(number):
-            raise RewardError(self._say(problem, f"returned {value!r:.100}; valid: a finite number"))
-        return number
+            return as_reward(value)
+        except ValueError as error:
+            raise RewardError(self._say(problem, f"returned {error}, or a list of one for each turn")) from None
 
     def _say(self, problem: Problem, what: str) -> str:
         return f"the reward {self.path} {what} (problem {problem.id})"
@@ -215,8 +209,14 @@ class Rewards:
         if ENVIRONMENT in self._weights:
             by_path[ENVIRONMENT] = conversation.turn_rewards
         weighted = [[weight * value for value in by_path[path]] for path, weight in self._weights.items()]
+        try:
+            turns = tuple(as_reward(math.fsum(turn)) for turn in zip(*weighted, strict=True))
+        except ValueError as error:
+            raise RewardError(
+                f"the weighted sum of reward.functions for a turn is {error} (problem {problem.id}); lower the weights"
+            ) from None
         return RewardSum(
-            turns=tuple(math.fsum(turn) for turn in zip(*weighted, strict=True)),
+            turns=turns,
             parts={self._names[path]: math.fsum(by_path[path]) for path in self._weights},
         )
 
@@ -230,8 +230,3 @@ def _takes(function: Callable[..., object], count: int, named: Sequence[str]) ->
     except ValueError:  # it has no signature to read
         return True
     return True
-
-
-def _is_number(value: object) -> TypeGuard[SupportsFloat]:
-    """Whatever has a value as a float: NumPy's and torch's numbers too, but no text."""
-    return hasattr(value, "__float__") and not isinstance(value, str)

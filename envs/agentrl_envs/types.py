@@ -7,10 +7,12 @@ True
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypedDict
+from typing import Any, SupportsFloat, TypedDict
 
 from agentrl_envs.read_only import frozen
 
@@ -96,6 +98,28 @@ class Problem:
     def __post_init__(self) -> None:
         object.__setattr__(self, "info", frozen(self.info))
         object.__setattr__(self, "messages", frozen(self.messages))
+
+
+MAX_REWARD = 1e6
+"""The largest magnitude of a turn's reward. Statistics square rewards and add them up in float32."""
+
+
+def as_reward(value: object) -> float:
+    """Return a reward from any source as a float: Python's, NumPy's and torch's numbers, and truth values.
+
+    Raises ValueError for anything else, and for numbers that are not finite or exceed ``MAX_REWARD`` in magnitude. The
+    message shows the value and the valid range.
+
+    >>> as_reward(True)
+    1.0
+    """
+    number = math.nan
+    if isinstance(value, SupportsFloat):
+        with contextlib.suppress(OverflowError, TypeError, ValueError):  # 10**400, a tensor of several numbers
+            number = float(value)
+    if not abs(number) <= MAX_REWARD:
+        raise ValueError(f"{value!r:.100}; valid: a number from {-MAX_REWARD:,.0f} to {MAX_REWARD:,.0f}")
+    return number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

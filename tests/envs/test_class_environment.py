@@ -78,6 +78,11 @@ class Guess:
         return f"{len(self.told)} so far", 0.25, text == "stop"
 
 
+class Lavish(Guess):
+    async def step(self, text: str) -> tuple[str, float, bool]:
+        return "", 1e308, True
+
+
 class Counting:
     """TRL's form: no step, no get_reward asked for, errors are shown."""
 
@@ -243,6 +248,12 @@ async def test_free_text_goes_to_step() -> None:
         assert (await episode.step("stop")).ended is Ended.ANSWERED
         assert "2 so far" in (await twin.step("two")).observation
         await twin.close()
+
+
+async def test_a_reward_beyond_the_bound_is_refused() -> None:
+    async with playing(f"{HERE}:Lavish", plain=True) as (episode, _):
+        with pytest.raises(EnvironmentContractError, match=r"Lavish' returned the reward 1e\+308; valid: a number"):
+            await episode.step("one")
 
 
 async def test_without_a_chat_template_calls_are_plain_text() -> None:

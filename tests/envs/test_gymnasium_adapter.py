@@ -52,6 +52,8 @@ class GuessEnv(gymnasium.Env[str, str]):
         guess, gold = int(action), int(self.problem.answer)
         if guess == gold:
             return "yes", 1.0, True, False, {"verdict": "correct", "answer": action}
+        if guess > 100:
+            return "", 1e308, True, False, {}
         if guess < 0:
             return "", 0.0, True, False, {"ended": "void_turn"}
         return ("higher" if guess < gold else "lower"), 0.1, False, self.guesses == 3, {}
@@ -102,6 +104,8 @@ async def test_a_gymnasium_class_is_an_environment(environment: Environment, pro
     assert episode.stop == ("\n",)
     assert episode.turn_complete("anything")
     assert await episode.step("3") == Step(observation="higher", reward=0.1, ended=None)
+    with pytest.raises(EnvironmentContractError, match=r"toy-0: step\(\) returned the reward 1e\+308; valid: a number"):
+        await episode.step("101")
     assert await episode.step("5") == Step(
         observation="yes", reward=1.0, ended=Ended.ANSWERED, verdict=Verdict.CORRECT, answer="5"
     )

@@ -62,6 +62,14 @@ def truth(*_: Any) -> Any:
     return True
 
 
+def huge(*_: Any) -> float:
+    return 1e308
+
+
+def large(*_: Any) -> float:
+    return 1e6
+
+
 def nothing(*_: Any) -> Any:
     return None
 
@@ -101,7 +109,8 @@ def reward(name: str, deadline: float = 60.0) -> Reward:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("length", 9.5), ("later", 0.25), ("instance", 2.0), ("numpy_number", 0.5)]
+    ("name", "value"),
+    [("length", 9.5), ("later", 0.25), ("instance", 2.0), ("numpy_number", 0.5), ("truth", 1.0), ("large", 1e6)],
 )
 async def test_plain_and_async_functions(name: str, value: float) -> None:
     assert await reward(name)(PROBLEM, CONVERSATION, Verdict.CORRECT) == (value,)
@@ -110,12 +119,12 @@ async def test_plain_and_async_functions(name: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("infinite", "returned inf; valid: a finite number"),
-        ("nan", "returned nan; valid: a finite number"),
-        ("text", "returned '1.0', a str; valid: a finite number"),
-        ("truth", "returned True, a bool"),
-        ("nothing", "returned None, a NoneType"),
-        ("beyond_floats", r"returned 10+\.*; valid: a finite number"),
+        ("infinite", "returned inf; valid: a number from -1,000,000 to 1,000,000"),
+        ("nan", "returned nan; valid: a number"),
+        ("text", "returned '1.0'; valid: a number"),
+        ("nothing", "returned None; valid: a number"),
+        ("beyond_floats", r"returned 10+\.*; valid: a number"),
+        ("huge", r"returned 1e\+308; valid: a number"),
         ("gives_up", r"raised SystemExit: 3 \(.*test_rewards\.py:\d+\)"),
         ("bug", r"raised KeyError: 'gold' \(.*test_rewards\.py:\d+\)"),
         ("own_timeout", "raised TimeoutError: of a request inside"),
@@ -203,6 +212,11 @@ async def test_functions_are_weighted_turn_by_turn_and_told_by_name() -> None:
 async def test_a_weight_of_zero_is_a_metric_alone() -> None:
     score = await rewards({"later": 1.0, "each_turn": 0.0})(PROBLEM, TWO_TURNS, None)
     assert (score.turns, score.parts) == ((0.0, 0.25), {"later": 0.25, "each_turn": 4.0})
+
+
+async def test_a_weighted_sum_beyond_the_bound_names_the_weights() -> None:
+    with pytest.raises(RewardError, match=r"weighted sum .* is 2000000\.0; .* \(problem toy-3\); lower the weights"):
+        await rewards({"large": 2.0})(PROBLEM, CONVERSATION, None)
 
 
 async def test_turns_are_all_rewarded_or_none() -> None:

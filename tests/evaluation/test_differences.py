@@ -37,10 +37,15 @@ def test_this_benchmark_is_built_from_the_runs_own_intervals():
 
 
 def test_problems_like_these_by_hand():
-    # Gains 1/2, 0, -1/2, 1: mean 1/4, squares about it 1.25, plus (1/4)^2; t(3) = 3.18245.
+    # Gains 1/2, 0, -1/2, 1: mean 1/4, squares about it 1.25. Four more problems with the mean square of 1/2, -1/2 and
+    # 1, which is 1/2, add 2. t(3) = 3.18245.
     result = paired_difference(([4] * 4, [0, 2, 4, 0]), ([4] * 4, [2, 2, 2, 4])).problems_like_these
-    half = 3.18245 * math.sqrt((1.25 + 1 / 16) / 3 / 4)
-    assert (result.low, result.high) == (pytest.approx(0.25 - half, abs=2e-3), 1.0)
+    half = 3.18245 * math.sqrt((1.25 + 2) / 3 / 4)
+    assert (result.low, result.high) == (max(0.25 - half, -1.0), 1.0)
+    # 30 problems of which one changes, by 1/4: mean 1/120, squares about it 1/16 - 1/480, plus 4/16; t(29) = 2.04523.
+    result = paired_difference(([4] * 30, [1, *[4] * 29]), ([4] * 30, [2, *[4] * 29])).problems_like_these
+    half = 2.04523 * math.sqrt((1 / 16 - 1 / 480 + 1 / 4) / 29 / 30)
+    assert (result.low, result.high) == pytest.approx((1 / 120 - half, 1 / 120 + half), abs=1e-5)
 
 
 def exact_fixed_p(n1: list[int], c1: list[int], n2: list[int], c2: list[int]) -> float:
@@ -121,7 +126,20 @@ def test_coverage(low: float, high: float):
         interval = difference_on_problems_like_these(n, rng.binomial(8, drawn), n, rng.binomial(8, drawn + 0.1))
         like += interval.low <= 0.1 <= interval.high
     assert 0.93 <= ours / 2000 <= 0.97
-    assert 0.93 <= like / 2000 <= 0.97
+    assert 0.93 <= like / 2000 <= 0.98
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, 1.0), (0.5, 0.8)])
+def test_coverage_where_few_problems_move(before: float, after: float):
+    """2,000 comparisons of 30 problems x 32 samples: 45 % always right, 45 % always wrong, 10 % move."""
+    rng = np.random.default_rng(3)
+    n, held = np.full(30, 32.0), 0
+    for _ in range(2000):
+        fixed, moves = rng.integers(0, 2, 30), rng.random(30) < 0.1
+        first, second = (rng.binomial(32, np.where(moves, rate, fixed)) for rate in (before, after))
+        interval = difference_on_problems_like_these(n, first, n, second)
+        held += interval.low <= 0.1 * (after - before) <= interval.high
+    assert held / 2000 >= 0.93  # 0.88 with (0.5, 0.8) by Student's interval alone
 
 
 def test_one_problem_says_nothing_of_others():

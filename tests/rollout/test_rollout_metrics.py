@@ -8,8 +8,8 @@ import pytest
 from rollout.fakes import played, problem
 
 from agentrl.rollout.metrics import clustered_stderr, rollout_metrics
-from agentrl.trajectory import Group, Segment, Trajectory
-from agentrl_envs.types import Ended, ToolCall, Verdict
+from agentrl.trajectory import Group, Segment, Trajectory, TrajectoryError
+from agentrl_envs.types import MAX_REWARD, Ended, ToolCall, Verdict
 
 OBSERVATION = Segment(origin="observation", token_ids=(7, 8), text="E")
 
@@ -45,6 +45,14 @@ def test_by_hand() -> None:
         "rollout/model_tokens": 2 + 8 + 5 + 6,
         "rollout/seconds_max": 9.0,
     }
+
+
+def test_the_largest_rewards_do_not_overflow() -> None:
+    most = [played(sign * MAX_REWARD, group=index) for index, sign in enumerate((1, -1))]
+    metrics = rollout_metrics([group(index, one) for index, one in enumerate(most)])
+    assert (metrics["reward/mean"], metrics["reward/stderr"]) == (0.0, pytest.approx(1e6))
+    with pytest.raises(TrajectoryError, match=r"the reward 1e\+308 is not within 1,000,000 of 0"):
+        played(1e308)
 
 
 def test_a_step_without_data_has_counts_and_no_averages() -> None:

@@ -50,8 +50,8 @@ def _together(figure: Figure, variants: Mapping[str, Sequence[RunCurve]], study:
     figure.set_size_inches(WIDTH, 4.6)
     scores, rewards = figure.subplots(1, 2)
     for (variant, runs), color in zip(variants.items(), CYCLE, strict=False):
-        _band(scores, _score_points(runs), variant, color, study.resamples)
-        _band(rewards, _reward_points(runs), variant, color, study.resamples)
+        _band(scores, _score_points(runs), variant, color)
+        _band(rewards, _reward_points(runs), variant, color)
     _dress(scores, "held-out score")
     _dress(rewards, "training reward, means of ten steps")
     for axes in (scores, rewards):
@@ -68,7 +68,7 @@ def _one_by_one(figure: Figure, variants: Mapping[str, Sequence[RunCurve]], stud
         for steps, values in means.values():
             axes.plot(steps, values, color="0.85", linewidth=0.8)
         axes.plot(*means[study.compared_with], color="0.45", linewidth=1.0)
-        _band(axes, _score_points(runs), variant, CYCLE[0], study.resamples)
+        _band(axes, _score_points(runs), variant, CYCLE[0])
         _dress(axes, variant, size=8)
         axes.tick_params(labelbottom=place + COLUMNS >= len(variants))
     for axes in panels:  # those left over
@@ -102,11 +102,11 @@ def _reward_points(runs: Sequence[RunCurve], window: int = 10) -> dict[int, list
     return points
 
 
-def _band(axes: Axes, points: Mapping[int, Sequence[float]], label: str, color: str, resamples: int) -> None:
+def _band(axes: Axes, points: Mapping[int, Sequence[float]], label: str, color: str) -> None:
     if not points:
         return
     steps = sorted(points)
-    found = [over_seeds(points[step], resamples=min(resamples, 1000)) for step in steps]
+    found = [over_seeds(points[step]) for step in steps]
     axes.plot(steps, [item.value for item in found], color=color, label=label, linewidth=1.4)
     axes.fill_between(
         steps, [item.low for item in found], [item.high for item in found], color=color, alpha=0.15, linewidth=0

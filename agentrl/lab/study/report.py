@@ -43,11 +43,11 @@ def _what(record: StudyRecord) -> str:
 
 
 def _scores(record: StudyRecord) -> list[str]:
-    resamples = record.study.resamples
     lines = [
         "## Scores",
         "",
-        "Held-out score after training, and its mean over all steps (area). Intervals: 95 %, bootstrap over seeds.",
+        "Held-out score after training, and its mean over all steps (area). Intervals: 95 % over seeds, Student's t; "
+        "for the interquartile mean, Tukey and McLaughlin's.",
         "",
         "| variant | seeds | at the start | final | final, interquartile mean | area | collapsed | failed |",
         "|---|---|---|---|---|---|---|---|",
@@ -62,10 +62,10 @@ def _scores(record: StudyRecord) -> list[str]:
         cells = [
             variant,
             str(len(finals)),
-            _cell(starts, over_seeds, resamples),
-            _cell(finals, over_seeds, resamples),
-            _cell(finals, interquartile_mean, resamples),
-            _cell(areas, over_seeds, resamples),
+            _cell(starts, over_seeds),
+            _cell(finals, over_seeds),
+            _cell(finals, interquartile_mean),
+            _cell(areas, over_seeds),
             f"{collapsed} of {len(done)}",
             str(failed),
         ]
@@ -107,17 +107,18 @@ def _differences(record: StudyRecord, what: str, of: Callable[[RunCurve], float 
         "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {item.variant} | {item.seeds} | {item.mean:+.3f} [{item.low:+.3f}, {item.high:+.3f}] | {item.p:.3f} "
+        f"| {item.variant} | {item.difference.seeds} | {item.difference.value:+.3f} "
+        f"[{item.difference.low:+.3f}, {item.difference.high:+.3f}] | {item.p:.3f} "
         f"| {item.adjusted_p:.3f} |"
         for item in found
     ]
     return lines if found else [*lines[:2], "No other variant has two finished seeds in common with it."]
 
 
-def _cell(values: Sequence[float], summary: Callable[..., Estimated], resamples: int) -> str:
+def _cell(values: Sequence[float], summary: Callable[..., Estimated]) -> str:
     if not values:
         return "-"
-    found = summary(values, resamples=resamples)
+    found = summary(values)
     ends = "" if math.isnan(found.low) else f" [{found.low:.3f}, {found.high:.3f}]"
     return f"{found.value:.3f}{ends}"
 

@@ -41,7 +41,6 @@ class StudySettings(BaseModel):
     collapse: float = Field(
         0.5, gt=0, lt=1, description="a run has collapsed if its last score is below this share of its best one"
     )
-    resamples: int = Field(10_000, ge=100, description="bootstrap resamples behind each 95 % interval")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

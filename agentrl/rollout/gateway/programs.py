@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import inspect
 import json
-import math
 import os
 import re
 import shlex
@@ -23,7 +22,7 @@ from agentrl.rollout.gateway.wire import Access
 from agentrl_envs.adapters.blocking import BlockingCalls
 from agentrl_envs.gym.loop_thread import LoopThread
 from agentrl_envs.registry import PluginError, import_attribute
-from agentrl_envs.types import Problem
+from agentrl_envs.types import Problem, as_reward
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _TAIL = 2000  # characters of a command's output that a message shows
@@ -108,13 +107,12 @@ def _check_signature(name: str, function: Callable[..., object]) -> None:
         ) from None
 
 
-def as_reward(value: object, said_by: str) -> float | None:
-    """A reward, or None. Raises AgentFailureError for anything else."""
-    if value is None:
-        return None
-    if isinstance(value, bool | int | float) and math.isfinite(value):
-        return float(value)
-    raise AgentFailureError(f"{said_by} returned {value!r}, expected a finite number as the reward")
+def _optional_reward(value: object, source: str) -> float | None:
+    """Return a reward, or None if the program returned none. Raises AgentFailureError for anything else."""
+    try:
+        return None if value is None else as_reward(value)
+    except ValueError as error:
+        raise AgentFailureError(f"{source} returned the reward {error}") from None
 
 
 class _FunctionAgent(AgentProgram):
@@ -131,10 +129,10 @@ class _FunctionAgent(AgentProgram):
         given = {"base_url": access.base_url, "api_key": access.api_key, "model": access.model}
         call = partial(self._function, problem, **given)
         if not self._async:
-            return as_reward(await self._threads.run(call), self._name)
+            return _optional_reward(await self._threads.run(call), self._name)
         self._loop = self._loop or LoopThread()
         made = self._loop.start(cast("Coroutine[object, object, object]", call()))
-        return as_reward(await asyncio.wrap_future(made), self._name)
+        return _optional_reward(await asyncio.wrap_future(made), self._name)
 
     def describe(self) -> str:
         return f"agent: {self._name}, in {'an event loop' if self._async else 'threads'}"
@@ -168,7 +166,7 @@ class _Command(AgentProgram):
         if process.returncode:
             said = err.decode(errors="replace")[-_TAIL:].strip()
             raise AgentFailureError(f"{self._words[0]} ended with exit code {process.returncode}: {said}")
-        return _last_number(out.decode(errors="replace"))
+        return _optional_reward(_last_number(out.decode(errors="replace")), self._words[0])
 
     def describe(self) -> str:
         return f"agent: {shlex.join(self._words)}, a process for each rollout"
@@ -177,7 +175,6 @@ class _Command(AgentProgram):
 def _last_number(text: str) -> float | None:
     lines = text.strip().splitlines()
     try:
-        value = float(lines[-1]) if lines else math.nan
+        return float(lines[-1]) if lines else None
     except ValueError:
         return None
-    return value if math.isfinite(value) else None

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass, field
 
 import uvicorn
-from pydantic import FiniteFloat
+from pydantic import Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -30,6 +30,7 @@ from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.settings import KEY_VARIABLE, AgentGatewaySettings
 from agentrl.rollout.gateway.tree import Generation
 from agentrl.rollout.gateway.wire import FROZEN, Access, ChatRequest, WireError, WireModel, read_body, read_request
+from agentrl_envs.types import MAX_REWARD
 
 _KEEP_ALIVE = 15.0  # seconds between comments in a stream that waits for the engine
 _BACKLOG = 2048
@@ -41,7 +42,7 @@ class _Wait(WireModel):
 
 
 class _Reward(WireModel):
-    reward: FiniteFloat
+    reward: float = Field(ge=-MAX_REWARD, le=MAX_REWARD)
 
 
 class _Finish(WireModel):

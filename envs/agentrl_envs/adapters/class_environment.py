@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +40,7 @@ from agentrl_envs.tools import EpisodeTools, ToolSet
 from agentrl_envs.tools.calling import ToolError, is_unreachable
 from agentrl_envs.tools.loading import methods_as_tools
 from agentrl_envs.tools.schema import given_parameters
-from agentrl_envs.types import MALFORMED, Ended, Problem, Step, ToolCall, Verdict
+from agentrl_envs.types import MALFORMED, Ended, Problem, Step, ToolCall, Verdict, as_reward
 from agentrl_sandbox.client import Sandbox, SandboxSettings, open_sandbox
 
 _OWN = frozenset({"reset", "step", "get_reward", "close", "fork"})
@@ -297,7 +296,7 @@ class ClassEpisode:
     async def _last(self, ended: Ended, observation: str, reward: float, calls: tuple[ToolCall, ...]) -> Step:
         instance, _ = self._instance()
         if hasattr(instance, "get_reward"):
-            reward += _number(await self._call("get_reward"), self._say("get_reward"))
+            reward += _reward(await self._call("get_reward"), self._say("get_reward"))
         return Step(observation=observation, reward=reward, ended=ended, tool_calls=calls)
 
     async def _call(self, method: str, *given: object, **named: object) -> object:
@@ -355,12 +354,12 @@ def _stepped(value: object, what: str) -> tuple[str, float, bool]:
     if value is None or isinstance(value, str):
         return value or "", 0.0, value is None
     if isinstance(value, tuple) and len(value) == 3 and isinstance(value[0], str):
-        return value[0], _number(value[1], what), bool(value[2])
+        return value[0], _reward(value[1], what), bool(value[2])
     raise EnvironmentContractError(f"{what} must return text, None, or (text, reward, done), not {value!r:.80}")
 
 
-def _number(value: object, what: str) -> float:
-    number = float(value) if isinstance(value, (int, float)) else math.nan
-    if not math.isfinite(number):
-        raise EnvironmentContractError(f"{what} returned {value!r:.80}; valid: a finite number")
-    return number
+def _reward(value: object, what: str) -> float:
+    try:
+        return as_reward(value)
+    except ValueError as error:
+        raise EnvironmentContractError(f"{what} returned the reward {error}") from None

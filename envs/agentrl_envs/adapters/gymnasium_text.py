@@ -19,7 +19,7 @@ import gymnasium
 from agentrl_envs.adapters.blocking import BlockingCalls
 from agentrl_envs.episode import EnvironmentContractError, EpisodeUsageError
 from agentrl_envs.settings import GymnasiumSettings
-from agentrl_envs.types import Ended, Problem, Step, Verdict
+from agentrl_envs.types import Ended, Problem, Step, Verdict, as_reward
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +69,16 @@ class GymnasiumEpisode:
             logger.warning("problem %s: step() took longer than %g s", self.problem.id, self._call_deadline)
             self._ended = True
             return Step(observation="", reward=0.0, ended=Ended.INFRASTRUCTURE_FAILURE)
+        try:
+            reward = as_reward(reward)
+        except ValueError as error:
+            raise EnvironmentContractError(f"problem {self.problem.id}: step() returned the reward {error}") from None
         self._actions.append(action)
         ended = _ended(bool(terminated), bool(truncated), info)
         self._ended = ended is not None
         return Step(
             observation=_text(observation, "step"),
-            reward=float(reward),
+            reward=reward,
             ended=ended,
             verdict=Verdict(info["verdict"]) if info.get("verdict") else None,
             answer=info.get("answer"),

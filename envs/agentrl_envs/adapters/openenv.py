@@ -11,7 +11,6 @@ import functools
 import importlib.util
 import json
 import logging
-import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from agentrl_envs.episode import EnvironmentContractError, EpisodeUsageError, Un
 from agentrl_envs.read_only import thawed
 from agentrl_envs.registry import EnvironmentFactory, PluginError
 from agentrl_envs.settings import OpenEnvSettings
-from agentrl_envs.types import MALFORMED, Ended, Problem, Step, ToolCall
+from agentrl_envs.types import MALFORMED, Ended, Problem, Step, ToolCall, as_reward
 
 TEXT = "{text}"
 _OF_EVERY_OBSERVATION = frozenset({"done", "reward", "metadata"})
@@ -163,11 +162,13 @@ class OpenEnvEpisode:
             calls = (ToolCall(outcome=MALFORMED, seconds=0.0),)
             return Step(observation=f"\nError: {reply.message}\n", reward=0.0, ended=last, tool_calls=calls)
         url = self._environment.server.url
-        if not math.isfinite(reply.reward):
-            raise EnvironmentContractError(f"OpenEnv server {url} gave the reward {reply.reward}")
+        try:
+            reward = as_reward(reply.reward)
+        except ValueError as error:
+            raise EnvironmentContractError(f"OpenEnv server {url} returned the reward {error}") from None
         shown = _shown(reply, self._environment.fields.later, url)
         ended = Ended.ANSWERED if reply.done else last
-        return Step(observation=f"\n{shown}\n" if shown else "", reward=reply.reward, ended=ended)
+        return Step(observation=f"\n{shown}\n" if shown else "", reward=reward, ended=ended)
 
 
 def find_fields(schemas: Mapping[str, object], settings: OpenEnvSettings, url: str) -> TextFields:

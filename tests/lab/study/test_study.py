@@ -26,7 +26,7 @@ from agentrl.lab.study.queue import shares_of
 from agentrl.lab.study.report import markdown
 from agentrl.lab.study.runs import StudyRun, study_runs, train_command
 from agentrl.lab.study.settings import StudySettings, study_of
-from agentrl.lab.study.statistics import holm, over_seeds, paired_differences, sign_flip_p
+from agentrl.lab.study.statistics import holm, interquartile_mean, over_seeds, paired_differences, sign_flip_p
 
 GRID = {"algorithm.estimator": ["grpo", "tir_otb"], "rollout.group_size": [4, 16]}
 
@@ -333,8 +333,8 @@ def test_differences_are_paired_by_seed():
     scores = {"base": {0: 0.1, 1: 0.5, 2: 0.9}, "other": {0: 0.2, 1: 0.7, 2: 1.2}, "lonely": {0: 1.0}}
     (found,) = paired_differences(scores, "base")
     expected = stats.ttest_rel([0.2, 0.7, 1.2], [0.1, 0.5, 0.9]).confidence_interval()
-    assert (found.variant, found.seeds) == ("other", 3)
-    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+    assert (found.variant, found.difference.seeds) == ("other", 3)
+    assert (found.difference.low, found.difference.high) == pytest.approx((expected.low, expected.high))
     assert found.p == 0.25  # all three of one sign: two of eight patterns
     assert found.adjusted_p == 0.25
 
@@ -352,11 +352,27 @@ def test_holm_never_reverses_an_order():
     assert holm({"a": 0.6, "b": 0.7}) == {"a": 1.0, "b": 1.0}
 
 
-def test_intervals_cover_the_mean_of_a_known_distribution():
-    draws = np.random.default_rng(0).normal(size=(200, 20))
-    hits = sum(found.low <= 0 <= found.high for found in (over_seeds(row, resamples=300) for row in draws))
-    assert 0.87 <= hits / 200 <= 0.99
-    assert np.isnan(over_seeds([0.4], resamples=100).low)
+@pytest.mark.parametrize("seeds", [3, 5, 20])
+def test_intervals_over_seeds_contain_the_mean_of_a_normal_population_in_95_percent(seeds: int):
+    draws = np.random.default_rng(0).normal(size=(1000, seeds))
+    hits = sum(found.low <= 0 <= found.high for found in map(over_seeds, draws))
+    assert 0.93 <= hits / 1000 <= 0.97  # four standard errors and more; a percentile bootstrap: 0.77, 0.85, 0.93
+
+
+@pytest.mark.parametrize("seeds", [5, 8])
+def test_intervals_of_interquartile_means_hold_where_a_fifth_of_the_runs_collapse(seeds: int):
+    rng = np.random.default_rng(0)
+    found = [interquartile_mean(collapsing(rng, seeds)) for _ in range(500)]
+    truth = interquartile_mean(collapsing(rng, 200_000)).value
+    assert 0.92 <= sum(one.low <= truth <= one.high for one in found) / 500 <= 0.98
+
+
+def collapsing(rng: np.random.Generator, count: int) -> np.ndarray:
+    return np.where(rng.random(count) < 0.2, 0.1, rng.normal(0.8, 0.05, size=count))
+
+
+def test_a_single_seed_has_no_interval():
+    assert np.isnan([over_seeds([0.4]).low, interquartile_mean([0.4]).high]).all()
 
 
 def test_a_report_without_any_finished_run_says_so():

@@ -72,6 +72,11 @@ async def endless(problem: Any, *, base_url: str, api_key: str, model: str) -> f
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
 
 
+async def extravagant(problem: Any, *, base_url: str, api_key: str, model: str) -> float:
+    await ask(problem, base_url=base_url, api_key=api_key, model=model)
+    return 1e308
+
+
 async def wrong(problem: Any) -> float:
     return 0.0
 

@@ -138,12 +138,15 @@ async def test_a_reward_sees_all_sequences_of_a_rollout() -> None:
 @pytest.mark.parametrize(
     ("agent", "said"),
     [
-        ("crashing", "the agent raised KeyError: 'no such tool'"),
-        ("silent", "the agent gave no reward"),
+        (f"{AGENTS}:crashing", "the agent raised KeyError: 'no such tool'"),
+        (f"{AGENTS}:silent", "the agent gave no reward"),
+        (f"{AGENTS}:extravagant", ":extravagant returned the reward 1e+308; valid: a number from -1,000,000 to 1,000"),
+        ("agent:echo 1e308", "echo returned the reward 1e+308; valid: a number"),
+        ("agent:echo nan", "echo returned the reward nan; valid: a number"),
     ],
 )
 async def test_an_agent_that_fails_is_no_data(agent: str, said: str) -> None:
-    (group,), _, driver = await play(f"{AGENTS}:{agent}", saying("x"))
+    (group,), _, driver = await play(agent, saying("x"))
     (trajectory,) = group.trajectories
     assert trajectory.ended is Ended.INFRASTRUCTURE_FAILURE
     assert said in str(driver.last_failure)
